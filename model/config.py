@@ -1,0 +1,233 @@
+"""The shape of a model, read from and written to Hugging Face's `config.json`.
+
+Five decoder families share one transformer; what tells them apart is a handful of fields here:
+
+    family    what differs from Llama
+    llama     nothing (Llama 3 stretches its rope frequencies)
+    mistral   every layer may see only a sliding window of keys
+    qwen2     biases on q, k and v
+    qwen3     an RMSNorm on each query and key head
+    smollm3   some layers have no rotary embedding
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+
+
+class ConfigError(ValueError):
+    """A `config.json` that this version cannot serve faithfully; the sentence names the field."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that defines the function a checkpoint computes. Sizes are counts, angles are radians."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    """For each layer, how many keys a query sees, itself included; None is all of them."""
+    rope_layers: tuple[bool, ...]
+    """For each layer, whether queries and keys are rotated."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.family not in ARCHITECTURES:
+            raise ConfigError(f"Unknown model family {self.family!r}; known families are {', '.join(ARCHITECTURES)}.")
+        if self.num_query_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({self.num_query_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embeddings, not {self.head_dim}.")
+        for name in ("windows", "rope_layers"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ConfigError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any]) -> "ModelConfig":
+        """Reads the contents of a `config.json`; raises ConfigError naming what is unknown or missing."""
+        family = _family(raw)
+        try:
+            hidden_size, num_query_heads = raw["hidden_size"], raw["num_attention_heads"]
+            num_layers = raw["num_hidden_layers"]
+            sizes = {name: raw[name] for name in ("vocab_size", "intermediate_size")}
+        except KeyError as missing:
+            raise ConfigError(f"config.json has no field {missing}.") from None
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"config.json asks for hidden_act {raw['hidden_act']!r}; only 'silu' is supported.")
+        rope_theta, rope_scaling = _rope(raw)
+        attention_bias = bool(raw.get("attention_bias", False))
+        return cls(
+            family=family,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_query_heads=num_query_heads,
+            num_kv_heads=raw.get("num_key_value_heads") or num_query_heads,
+            head_dim=raw.get("head_dim") or hidden_size // num_query_heads,
+            windows=_windows(family, raw, num_layers),
+            rope_layers=_rope_layers(family, raw, num_layers),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", family == "smollm3")),
+            qkv_bias=family == "qwen2" or attention_bias,
+            output_bias=family != "qwen2" and attention_bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=_as_tuple(raw.get("eos_token_id")),
+            pad_token_id=raw.get("pad_token_id"),
+            initializer_range=raw.get("initializer_range", 0.02),
+            **sizes,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` contents that transformers and vLLM read."""
+        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        raw: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_query_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": self.rope_scaling,
+            "rope_parameters": rope,
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids) or None,
+            "pad_token_id": self.pad_token_id,
+            "initializer_range": self.initializer_range,
+            "use_cache": True,
+        }
+        return raw | self._family_fields()
+
+    def _family_fields(self) -> dict[str, Any]:
+        if self.family == "llama":
+            return {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
+        window = next((window for window in self.windows if window is not None), None)
+        if self.family == "mistral":
+            return {"sliding_window": window}
+        layer_types = ["full_attention" if window is None else "sliding_attention" for window in self.windows]
+        fields: dict[str, Any] = {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "layer_types": layer_types,
+        }
+        if self.family == "qwen3":
+            fields["attention_bias"] = self.qkv_bias
+        if self.family == "smollm3":
+            fields |= {
+                "attention_bias": self.qkv_bias,
+                "mlp_bias": self.mlp_bias,
+                "no_rope_layers": [int(rotates) for rotates in self.rope_layers],
+            }
+        return fields
+
+    def keep_layers(self, keep: tuple[int, ...]) -> "ModelConfig":
+        """The configuration of a model with only the layers `keep` (indices in ascending order) left."""
+        return replace(
+            self,
+            num_layers=len(keep),
+            windows=tuple(self.windows[layer] for layer in keep),
+            rope_layers=tuple(self.rope_layers[layer] for layer in keep),
+        )
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes of keys and values that one token holds in the cache, all layers together."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
+
+    def num_parameters(self) -> int:
+        """Parameters of the model; tied embeddings count once."""
+        query, kv = self.num_query_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * kv)
+        attention += self.qkv_bias * (query + 2 * kv) + self.output_bias * self.hidden_size
+        attention += self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        layer = attention + mlp + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+
+def _family(raw: dict[str, Any]) -> str:
+    for family, architecture in ARCHITECTURES.items():
+        if architecture in (raw.get("architectures") or []):
+            return family
+    if not raw.get("architectures") and raw.get("model_type") in ARCHITECTURES:
+        return raw["model_type"]
+    found = ", ".join(raw.get("architectures") or []) or raw.get("model_type") or "nothing"
+    raise ConfigError(f"config.json names the architecture {found}; supported are {', '.join(ARCHITECTURES.values())}.")
+
+
+def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """transformers 5 keeps theta and scaling in `rope_parameters`, earlier releases in two fields."""
+    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    return float(theta), None if kind == "default" else {"rope_type": kind, **parameters}
+
+
+def _windows(family: str, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    if family == "llama" or window is None:
+        return (None,) * num_layers
+    if family == "mistral":
+        return (window,) * num_layers
+    if raw.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in raw["layer_types"])
+    if not raw.get("use_sliding_window"):
+        return (None,) * num_layers
+    first = raw.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _rope_layers(family: str, raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
+    if family != "smollm3":
+        return (True,) * num_layers
+    if raw.get("no_rope_layers"):
+        return tuple(bool(rotates) for rotates in raw["no_rope_layers"])
+    interval = raw.get("no_rope_layer_interval", 4)
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

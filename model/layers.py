@@ -1,0 +1,140 @@
+"""The parts of a transformer layer. T tokens, D hidden size, I intermediate size, Hq query and Hkv KV heads, d head dim."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kernels.linear import linear, prepare_linear_weight
+from kernels.rms_norm import rms_norm
+from kernels.rotary import apply_rotary
+from kernels.swiglu import swiglu
+from model.attention import AttentionOverBatch
+from model.config import ModelConfig
+
+
+class Linear(nn.Linear):
+    """`x [T, in] -> [T, out]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class FusedLinear(nn.Module):
+    """Several Linear layers that read the same input, as one matmul on weights prepared for inference."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        super().__init__()
+        self.sizes = [part.out_features for part in parts]
+        weight = torch.cat([part.weight.detach() for part in parts]) if len(parts) > 1 else parts[0].weight.detach()
+        self.weight = prepare_linear_weight(weight)
+        biases = [part.bias for part in parts]
+        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last dimension, computed in fp32; with a residual, of their sum."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the norm of `x + residual`, and that sum."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return rms_norm(x, self.weight, self.eps, residual)
+
+
+class SelfAttention(nn.Module):
+    """Projections around an attention that knows where keys and values live."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.rotates = config.rope_layers[layer]
+        query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.qkv: FusedLinear | None = None
+        self.output: FusedLinear | None = None
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionOverBatch) -> Tensor:
+        """`x [T, D] -> [T, D]`; `rotary` is the cosine and sine of each token's angles, `[T, d/2]` each."""
+        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in self._project(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotates:
+            q, k = apply_rotary(q, k, *rotary)
+        mixed = attention(self.layer, q, k, v).reshape(x.shape[0], -1)
+        return self.o_proj(mixed) if self.output is None else self.output(mixed)[0]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv is not None:
+            return self.qkv(x)
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def fuse(self) -> None:
+        self.qkv = FusedLinear([self.q_proj, self.k_proj, self.v_proj])
+        self.output = FusedLinear([self.o_proj])
+        del self.q_proj, self.k_proj, self.v_proj, self.o_proj
+
+
+class MLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up: FusedLinear | None = None
+        self.down: FusedLinear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up is not None and self.down is not None:
+            gate, up = self.gate_up(x)
+            return self.down(swiglu(gate, up))[0]
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+    def fuse(self) -> None:
+        self.gate_up = FusedLinear([self.gate_proj, self.up_proj])
+        self.down = FusedLinear([self.down_proj])
+        del self.gate_proj, self.up_proj, self.down_proj
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP. Its input is what the last block added and the residual stream before it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        *,
+        rotary: tuple[Tensor, Tensor],
+        attention: AttentionOverBatch,
+    ) -> tuple[Tensor, Tensor]:
+        """`delta [T, D]`, `residual [T, D]` or None in the first layer; the stream is their sum. Returns both anew."""
+        normed, residual = self.input_layernorm.add(delta, residual)
+        delta = self.self_attn(normed, rotary, attention)
+        normed, residual = self.post_attention_layernorm.add(delta, residual)
+        return self.mlp(normed), residual

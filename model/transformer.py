@@ -1,0 +1,101 @@
+"""The one model definition: what is trained is what is served.
+
+A batch is flat and ragged: T tokens of all sequences one after another. Parameters carry Hugging Face's names.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels.linear import PreparedWeight, linear, prepare_linear_weight
+from kernels.rotary import rope_frequencies, rotary_tables
+from model.attention import AttentionOverBatch
+from model.config import ModelConfig
+from model.layers import DecoderLayer, Linear, RMSNorm
+
+
+class Body(nn.Module):
+    """Embeddings, layers and the final norm: what checkpoints call `model.`"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model of any family in `model.config`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Body(config)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.activation_checkpointing = False
+        self._prepared_head: PreparedWeight | None = None
+        # Not a buffer: `model.to(torch.bfloat16)` must not round the angles.
+        self._frequencies: dict[torch.device, Tensor] = {}
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionOverBatch) -> Tensor:
+        """Runs the layers.
+
+        tokens, positions: `[T]` int64; positions restart at 0 for each document.
+        Returns the hidden states after the final norm, `[T, D]`.
+        """
+        rotary = rotary_tables(positions, self._rope_frequencies(tokens.device))
+        delta, residual = self.model.embed_tokens(tokens), None
+        for layer in self.model.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                delta, residual = checkpoint(
+                    layer, delta, residual, rotary=rotary, attention=attention, use_reentrant=False
+                )
+            else:
+                delta, residual = layer(delta, residual, rotary=rotary, attention=attention)
+        return self.model.norm.add(delta, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden [N, D] -> [N, V]`. Training uses the chunked losses of `kernels` instead."""
+        return linear(hidden, self.head_weight if self._prepared_head is None else self._prepared_head)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output projection, `[V, D]`."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    def _rope_frequencies(self, device: torch.device) -> Tensor:
+        if device not in self._frequencies:
+            config = self.config
+            frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+            self._frequencies[device] = frequencies.to(device)
+        return self._frequencies[device]
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fresh weights: normal with the configured deviation, norms one, biases zero. The same on every machine."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                fresh = torch.randn(parameter.shape, generator=generator) * self.config.initializer_range
+                parameter.copy_(fresh)
+
+    def fuse(self) -> "Transformer":
+        """Turns the model into its serving form: one matmul for q, k and v, one for gate and up. Not trainable after."""
+        self.requires_grad_(False)
+        for layer in self.model.layers:
+            layer.self_attn.fuse()
+            layer.mlp.fuse()
+        self._prepared_head = prepare_linear_weight(self.head_weight)
+        return self.eval()
