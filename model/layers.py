@@ -1,4 +1,7 @@
-"""The parts of a transformer layer. T tokens, D hidden size, I intermediate size, Hq query and Hkv KV heads, d head dim."""
+"""The parts of a transformer layer.
+
+T tokens, D hidden size, I intermediate size, Hq query heads, Hkv KV heads, d head dim.
+"""
 
 from collections.abc import Sequence
 

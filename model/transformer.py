@@ -92,7 +92,7 @@ class Transformer(nn.Module):
                 parameter.copy_(fresh)
 
     def fuse(self) -> "Transformer":
-        """Turns the model into its serving form: one matmul for q, k and v, one for gate and up. Not trainable after."""
+        """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after."""
         self.requires_grad_(False)
         for layer in self.model.layers:
             layer.self_attn.fuse()
