@@ -1,0 +1,44 @@
+# Every command makes .venv from the lock file first if it is missing or older than the lock file.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SOURCES := kernels model compress train serve pipeline bench tests
+# Two test processes with one thread each beat one process with two threads, and neither fights the other for cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+.PHONY: install demo test check lint types fast bench clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "potstill needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(INSTALLED)   ## distil a student from a real teacher, measure it, talk to it
+	$(BIN)/potstill run configs/demo.yaml
+
+test: $(INSTALLED)   ## the whole suite
+	$(PYTEST) tests
+
+check: lint types fast   ## what to run before a commit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+fast: $(INSTALLED)
+	$(PYTEST) -m "not slow" tests
+
+bench: $(INSTALLED)   ## side by side with transformers on this machine; writes bench/results/
+	$(BIN)/python -m bench.serve
+	$(BIN)/python -m bench.distill
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

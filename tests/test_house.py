@@ -1,0 +1,151 @@
+"""The house rules that a reader relies on: floors, sizes, pure imports, no unsafe loading."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "kernels": set(),
+    "model": {"kernels"},
+    "compress": {"model", "kernels"},
+    "train": {"compress", "model", "kernels"},
+    "serve": {"model", "kernels"},
+    "pipeline": {"serve", "train", "compress", "model", "kernels"},
+}
+ORACLES = {"transformers", "peft", "bitsandbytes"}
+SOURCES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
+EVERYTHING = SOURCES + sorted((ROOT / "bench").rglob("*.py")) + sorted((ROOT / "tests").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imported(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_go_downwards(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    names = imported(ast.parse(path.read_text()))
+    upward = (names & set(MAY_IMPORT)) - MAY_IMPORT[room] - {room}
+    assert not upward, f"{name_of(path)} imports {upward}; {room}/ may import {MAY_IMPORT[room]}"
+    assert not names & (ORACLES | {"bench", "tests"})
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=name_of)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 600
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_functions_are_short_and_take_few_parameters(path: Path) -> None:
+    in_kernels = path.relative_to(ROOT).parts[0] == "kernels"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or 0) - node.lineno + 1
+        assert length <= (120 if in_kernels else 80), f"{node.name} has {length} lines"
+        arguments = [a for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
+        count = len(arguments) + len(node.args.kwonlyargs)
+        assert in_kernels or count <= 8, f"{node.name} takes {count} parameters"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_nothing_can_run_code_from_a_file(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not imported(tree) & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "torch.load", "torch.save", "torch.jit.load", "__import__"}, called
+        assert not isinstance(node, ast.Assert), "validation must survive `python -O`: raise instead of assert"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} has no docstring"
+
+
+@pytest.mark.parametrize("room", ["serve", "train", "pipeline"])
+def test_names_drawn_in_the_room_readmes_exist(room: str) -> None:
+    drawn = re.findall(
+        r"`((?:kernels|model|compress|train|serve|pipeline)/[\w/]+\.py)`", (ROOT / room / "README.md").read_text()
+    )
+    assert drawn, f"{room}/README.md names no file"
+    missing = [name for name in drawn if not (ROOT / name).exists()]
+    assert not missing
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_engine_needs_only_torch_and_tokenizers() -> None:
+    modules = modules_after("import kernels, model.transformer, model.checkpoint, serve.engine, serve.llm")
+    assert not modules & {"datasets", "wandb", "omegaconf", "starlette", "uvicorn", "accelerate", "msgspec", "rich"}
+    assert not modules & (ORACLES | {"gguf", "huggingface_hub", "prometheus_client"})
+
+
+def test_training_imports_no_tracker_and_no_data_sets() -> None:
+    assert not modules_after("import train.loop, train.data, train.tracking") & {"datasets", "wandb", "transformers"}
+
+
+def test_the_command_line_imports_no_torch() -> None:
+    assert "torch" not in modules_after("import pipeline.cli")
+
+
+def test_the_lock_file_satisfies_what_pyproject_asks_for() -> None:
+    locked = {}
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            locked[requirement.name.lower().replace("_", "-")] = next(iter(requirement.specifier)).version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        requirement = Requirement(line)
+        version = locked[requirement.name.lower().replace("_", "-")]
+        assert requirement.specifier.contains(version), f"{line} is locked at {version}"
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_a_foreign_folder(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    source = tmp_path / "source"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in tracked:
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(build, check=True)
+    wheel = next(tmp_path.glob("potstill-*.whl"))
+    target = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
+    foreign = tmp_path / "elsewhere"
+    foreign.mkdir()
+    doctor = subprocess.run(
+        [sys.executable, "-P", "-m", "pipeline", "doctor"],
+        cwd=foreign,
+        env={"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    assert "0.1.0" in doctor.stdout
