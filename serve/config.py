@@ -1,0 +1,40 @@
+"""The engine's options. No torch here: the HTTP process reads it too."""
+
+from dataclasses import dataclass
+
+NGRAM = "ngram"
+"""`EngineConfig.draft` that proposes what followed the last few tokens earlier in the same request."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine serves and what it may use. Frozen: what is derived from it lives in the engine."""
+
+    model: str
+    """Folder of the model whose distribution is served: an artifact or any Hugging Face folder."""
+    draft: str | None = None
+    """Folder of a smaller model with the same vocabulary, or "ngram"; it proposes tokens that `model` verifies."""
+    dtype: str = "auto"
+    """"float32", "bfloat16", "float16", or "auto": bfloat16 where the device multiplies it fast, else float32."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1"; "auto" takes a GPU when there is one."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None: what the model was trained for, or what the pages hold."""
+    max_num_seqs: int = 256
+    """Most sequences (choices) running at once."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step: the most rows that one forward pass of the model computes."""
+    num_pages: int | None = None
+    """KV pages of 16 tokens; None: from kv_cache_bytes."""
+    kv_cache_bytes: int | None = None
+    """Memory for KV pages, target and draft together; None: from the free memory of the device."""
+    gpu_memory_utilization: float = 0.9
+    """Fraction of the GPU's memory that weights and KV pages may take together."""
+    enable_prefix_caching: bool = True
+    """Keep pages of finished requests and share them with requests that begin alike."""
+    num_speculative_tokens: int | None = None
+    """Tokens drafted before each verification; None: follows measured acceptance and measured step cost."""
+    seed: int = 0
+    """Seeds the random streams of requests that bring no seed of their own."""
+    verify_artifact: bool = True
+    """Check the SHA-256 of every file of an artifact before loading it."""

@@ -1,0 +1,110 @@
+"""What a client may ask of sampling, with the bounds of every field."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt. Names and meanings follow vLLM and OpenAI; the defaults sample from the model itself.
+
+    The distribution of a token is built in this order: `min_tokens` mask, `logit_bias`, repetition, frequency and
+    presence penalty, temperature, then `min_p`, `top_k`, `top_p` cut its tail.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy (argmax); otherwise the logits are divided by it."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose mass reaches top_p, in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens with at least min_p times the largest probability, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divide positive (multiply negative) logits of every token seen in prompt or output; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtract from the logit of every token that the output holds, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtract from a token's logit once for every time the output holds it, in [-2, 2]."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """Same seed, same tokens: whatever the batch company, chunking, preemption or speculation."""
+    stop: tuple[str, ...] = ()
+    """Generation ends before the first of these strings; a single string or a list is taken too."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends with any of these tokens; its text is not shown."""
+    max_tokens: int = 16
+    """Most output tokens of each choice."""
+    min_tokens: int = 0
+    """No stop condition but max_tokens applies before this many output tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    n: int = 1
+    """Number of independent choices; the prompt is computed once."""
+    logprobs: int | None = None
+    """Also report the log-probability of each output token and of this many most probable ones (model distribution,
+    before penalties and temperature)."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first."""
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = (value,)
+            object.__setattr__(self, name, tuple(value or ()))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError, naming the field, when a value is out of bounds for a vocabulary of `vocab_size` tokens."""
+        _require_number("temperature", self.temperature, 0.0, 100.0)
+        _require_integer("top_k", self.top_k, 0, None)
+        _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_integer("max_tokens", self.max_tokens, 1, None)
+        _require_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _require_integer("n", self.n, 1, None)
+        if self.seed is not None:
+            _require_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _require_integer(name, value, 0, vocab_size)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold non-empty strings, not {text!r}")
+        for token in self.stop_token_ids:
+            _require_integer("stop_token_ids", token, 0, vocab_size - 1)
+        for token, bias in self.logit_bias.items():
+            _require_integer("logit_bias token id", token, 0, vocab_size - 1)
+            _require_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+
+def _require_integer(name: str, value: Any, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {bounds}, not {value}")
+
+
+def _require_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    if not low <= value <= high or (open_low and value == low):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value:g}")
