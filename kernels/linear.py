@@ -13,6 +13,14 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return product if bias is None else product + bias
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+PreparedWeight = Tensor
+
+
+def prepare_linear_weight(weight: Tensor) -> PreparedWeight:
+    """Return `weight` [N, K] in the form that `linear` multiplies with fastest; for inference only."""
+    return weight.contiguous()
+
+
+def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x Wᵀ + b of shape [T, N] for x [T, K], weight [N, K] and bias [N]; differentiable."""
     return F.linear(x, weight, bias)

@@ -44,7 +44,7 @@ class PagedPlan:
 
 
 def plan_paged_attention(
-    block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor, *, page_size: int, window: int | None = None
+    block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor, page_size: int, window: int | None = None
 ) -> PagedPlan:
     """Prepare a step's `paged_attention` calls, which share lengths, block tables and window."""
     return PagedPlan()
