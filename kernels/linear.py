@@ -3,8 +3,22 @@
 Legend: T tokens, K input features, N output features.
 """
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PreparedWeight:
+    """A weight `[N, K]` in the form that inference multiplies fastest with."""
+
+    weight: Tensor
+
+
+def prepare_linear_weight(weight: Tensor) -> PreparedWeight:
+    """Prepare a weight `[N, K]` once, at load time, for many calls of `linear`."""
+    return PreparedWeight(weight.contiguous())
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -13,14 +27,8 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return product if bias is None else product + bias
 
 
-PreparedWeight = Tensor
-
-
-def prepare_linear_weight(weight: Tensor) -> PreparedWeight:
-    """Return `weight` [N, K] in the form that `linear` multiplies with fastest; for inference only."""
-    return weight.contiguous()
-
-
 def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b of shape [T, N] for x [T, K], weight [N, K] and bias [N]; differentiable."""
+    """Return x Wᵀ + b of shape [T, N] for x [T, K], weight [N, K] and bias [N]; differentiable for a plain weight."""
+    if isinstance(weight, PreparedWeight):
+        weight = weight.weight
     return F.linear(x, weight, bias)
