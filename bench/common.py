@@ -1,0 +1,68 @@
+"""What every benchmark shares: the teacher, the machine it ran on, and how a result is kept."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+TEACHER = ROOT / "runs" / "teacher" / "00-teacher" / "model"
+
+
+def teacher_folder() -> Path:
+    """SmolLM2-135M-Instruct as an artifact; imported from its wheel on first use."""
+    if not (TEACHER / "potstill.json").exists():
+        subprocess.run([sys.executable, "-m", "pipeline", "run", "configs/teacher.yaml"], cwd=ROOT, check=True)
+    return TEACHER
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions, for the record beside every figure."""
+    packages = {}
+    for name in ("torch", "triton", "transformers", "accelerate"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "bf16_instructions": [flag for flag in ("amx_bf16", "avx512_bf16") if flag in _cpu_flags()],
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "packages": packages,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
+    """Keeps a result as `bench/results/NAME.json` and returns the path."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"command": command, "machine": machine(), **result}, indent=2) + "\n")
+    return path
+
+
+def _cpu_info(field: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
+
+
+def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor()
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpu_info("flags").split())
