@@ -1,0 +1,270 @@
+"""Model folders as Hugging Face writes them: config.json, safetensors in one file or in shards, generation_config.json.
+
+Reading is strict: the folder must hold exactly the tensors that the configuration calls for, each of the right shape.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.files import read_json_object, sync_file, write_json
+from model.transformer import Transformer
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# A header names tensors only: 16 MiB is a hundred times what the largest known model needs.
+MAX_HEADER_BYTES = 16 << 20
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be read or written faithfully; the sentence names the file or the tensor."""
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """The configuration in a model folder; the end-of-text tokens of `generation_config.json` go before its own."""
+    folder = Path(folder)
+    raw = read_json_object(folder / "config.json", CheckpointError)
+    if "quantization_config" in raw:
+        method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
+        raise CheckpointError(f"{folder} is quantized ({method}); only plain floating-point weights can be read.")
+    config = ModelConfig.from_hf(raw)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = read_json_object(generation, CheckpointError).get("eos_token_id")
+        if eos is not None:
+            config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+    return config
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Transformer:
+    """Opens an artifact or any Hugging Face folder of a known family.
+
+    Tensors go one by one from the file to the device, so memory holds the model once. `dtype="auto"` keeps the dtype of
+    the file (of its embeddings). Raises ConfigError or CheckpointError naming the field, file or tensor that is wrong.
+    """
+    folder = Path(folder)
+    config = load_config(folder)
+    files = _tensor_files(folder)
+    shapes = tensor_shapes(config)
+    _check_names(folder, config, shapes, files)
+    with torch.device("meta"):
+        model = Transformer(config)
+    if dtype == "auto":
+        with _open_safetensors(files[EMBEDDING]) as file:
+            dtype = file.get_tensor(EMBEDDING).dtype
+    for path in sorted(set(files.values())):
+        with _open_safetensors(path) as file:
+            for name in (name for name in shapes if files[name] == path):
+                tensor = _read_tensor(file, path, name, shapes[name])
+                fresh = torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
+                _set_parameter(model, name, fresh)
+    if config.tie_word_embeddings and HEAD in files:
+        _check_tied_head(files)
+    return model
+
+
+def save_model(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a folder that transformers, vLLM and `load_model` open; everything is on the disk on return.
+
+    `dtype` None keeps the model's. Raises CheckpointError for a fused model, weights that are not finite, or a folder
+    that already holds weights.
+    """
+    parameters = dict(model.named_parameters())
+    shapes = tensor_shapes(model.config)
+    if parameters.keys() != shapes.keys():
+        raise CheckpointError("Only a model in its training form can be saved, not one that fuse() has changed.")
+    write_checkpoint(
+        folder,
+        model.config,
+        {name: parameters[name].detach for name in shapes},
+        dtype=dtype or model.dtype,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def write_checkpoint(
+    folder: str | Path,
+    config: ModelConfig,
+    sources: Mapping[str, Callable[[], Tensor]],
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes config.json, weights and generation_config.json; `sources[name]()` makes one tensor when its turn comes.
+
+    At most one shard is in memory at a time. See `save_model` for the errors.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("model*.safetensors*")):
+        raise CheckpointError(f"{folder} already holds weights; save into an empty folder.")
+    shapes = tensor_shapes(config)
+    shards = _plan_shards(shapes, dtype.itemsize, max_shard_bytes)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE_NAME]
+    for file_name, shard in zip(names, shards, strict=True):
+        _save_shard(folder / file_name, {name: _prepare(name, sources[name](), shapes[name], dtype) for name in shard})
+    if len(shards) > 1:
+        weight_map = {name: file_name for file_name, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
+        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    dtype_name = str(dtype).removeprefix("torch.")
+    # transformers 5 reads `dtype`, earlier releases and most servers `torch_dtype`.
+    write_json(folder / "config.json", config.to_hf() | {"dtype": dtype_name, "torch_dtype": dtype_name})
+    write_json(folder / "generation_config.json", _generation_config(config))
+    sync_file(folder)
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Name and shape of every tensor in a checkpoint of this configuration, in the order of the model's layers."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Maps each tensor's name to the file that holds it."""
+    if (folder / SINGLE_NAME).exists():
+        return dict.fromkeys(_names_in(folder / SINGLE_NAME), folder / SINGLE_NAME)
+    if not (folder / INDEX_NAME).exists():
+        raise CheckpointError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
+    weight_map = read_json_object(folder / INDEX_NAME, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map.")
+    files: dict[str, Path] = {}
+    for shard in sorted({str(shard) for shard in weight_map.values()}):
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{folder / INDEX_NAME} points outside its folder: {shard!r}.")
+        for name in _names_in(folder / shard):
+            if weight_map.get(name) != shard:
+                raise CheckpointError(f"{folder / shard} holds {name}, which {INDEX_NAME} does not place there.")
+            files[name] = folder / shard
+    if missing := sorted(weight_map.keys() - files.keys()):
+        raise CheckpointError(f"{folder / weight_map[missing[0]]} lacks {missing[0]}, which {INDEX_NAME} places there.")
+    return files
+
+
+def _names_in(path: Path) -> list[str]:
+    with _open_safetensors(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
+    try:
+        with open(path, "rb") as raw:
+            header_bytes = int.from_bytes(raw.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} claims a header of {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}.")
+        opened = safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except SafetensorError as reason:
+        raise CheckpointError(f"{path} is not a valid safetensors file: {reason}.") from None
+    with opened as file:
+        yield file
+
+
+def _check_names(folder: Path, config: ModelConfig, shapes: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+    missing = [name for name in shapes if name not in files]
+    if missing:
+        raise CheckpointError(f"{folder} lacks the tensor {missing[0]}{_and_more(missing)}.")
+    known = {*shapes, HEAD} if config.tie_word_embeddings else shapes.keys()
+    # Early Llama checkpoints store the rotary frequencies, which config.json already defines.
+    extra = [name for name in files if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+    if extra:
+        raise CheckpointError(
+            f"{files[extra[0]]} holds the tensor {extra[0]}{_and_more(extra)}, which a {config.family} model of "
+            "this configuration does not have."
+        )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _read_tensor(file: Any, path: Path, name: str, shape: torch.Size) -> Tensor:
+    tensor = file.get_tensor(name)
+    _check_tensor(f"{path} holds {name}", tensor, shape)
+    return tensor
+
+
+def _check_tensor(what: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(f"{what} with shape {list(tensor.shape)}; config.json calls for {list(shape)}.")
+    if tensor.dtype not in FLOATING:
+        raise CheckpointError(f"{what} in {tensor.dtype}; only plain floating-point weights can be read.")
+
+
+def _check_tied_head(files: Mapping[str, Path]) -> None:
+    """A file may repeat the tied head, but never with other values: one of the two would be silently lost."""
+    with _open_safetensors(files[HEAD]) as heads, _open_safetensors(files[EMBEDDING]) as embeddings:
+        if not torch.equal(heads.get_tensor(HEAD), embeddings.get_tensor(EMBEDDING)):
+            raise CheckpointError(
+                f"{files[HEAD]} holds {HEAD} with other values than {EMBEDDING}, though config.json says that "
+                "they are tied (tie_word_embeddings)."
+            )
+
+
+def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+
+
+def _plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """Splits the names in order; a shard is over the limit only when it holds a single tensor."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes.items():
+        size = shape.numel() * itemsize
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _prepare(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    _check_tensor(f"The model to save has {name}", tensor, shape)
+    prepared = tensor.to(device="cpu", dtype=dtype).contiguous()
+    if not torch.isfinite(prepared).all():
+        raise CheckpointError(f"{name} holds values that are not finite in {dtype}; nothing is saved.")
+    return prepared
+
+
+def _save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as the umask wants it; safetensors would keep others from reading the file
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as reason:
+        raise OSError(f"Writing {path} failed: {reason}") from None
+    path.chmod(mode)
+    sync_file(path)
+
+
+def _generation_config(config: ModelConfig) -> dict[str, Any]:
+    raw = config.to_hf()
+    return {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[name] is not None}
