@@ -1,0 +1,366 @@
+"""Reads recipes: YAML plus `key=value` overrides in, a checked Recipe out, or one sentence that says where it is wrong.
+
+A recipe is data. YAML tags, interpolations (`${...}`) and keys that the schema does not know are refused, so a recipe
+from a stranger can name what to compute and nothing else. The path of a value, as in `stages.0.distill.tokens`, is
+the same in error messages and in overrides.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from pipeline.errors import UserError
+from pipeline.schema import STAGES, DataSource, ModelSource, Recipe, Serve, Tracking
+
+T = TypeVar("T")
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 12
+MAX_NODES = 10_000
+"""YAML aliases can write a billion nodes in a few lines; no honest recipe comes near this many."""
+
+SECTIONS = ("name", "models", "data", "stages", "serve", "tracking")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKMGBT]?)")
+SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+
+
+class RecipeError(UserError):
+    """A recipe that cannot run; the sentence names the key."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain data only, and a key written twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise RecipeError(f"The key {key!r} stands twice in one map (line {node.start_mark.line + 1}).")
+        return super().construct_mapping(node, deep)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Reads `path`, applies the overrides, checks everything. Raises RecipeError with one sentence."""
+    if not path.is_file():
+        raise RecipeError(f"There is no recipe at {path}.")
+    if path.stat().st_size > MAX_BYTES:
+        raise RecipeError(f"{path} has more than {MAX_BYTES:,} bytes; that is no recipe.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path} is not UTF-8 text.") from None
+    return parse_recipe(text, overrides, where=str(path))
+
+
+def parse_recipe(text: str, overrides: Iterable[str] = (), *, where: str = "the recipe") -> Recipe:
+    """The same from a string."""
+    raw = _parse_yaml(text, where)
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{where} must be a map with the keys {', '.join(SECTIONS)}.")
+    _check_plain(raw)
+    for override in overrides:
+        _apply_override(raw, override)
+    _check_plain(raw)
+    return _build_recipe(raw)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except RecipeError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200] or "it is nested too deeply"
+        raise RecipeError(f"{where} is not plain YAML: {reason}.") from None
+
+
+def _check_plain(raw: Any) -> None:
+    """Maps with string keys, lists, and scalars; of bounded size and depth; without interpolations."""
+    pending, seen = [(raw, "", 0)], 0
+    while pending:
+        node, path, depth = pending.pop()
+        seen += 1
+        if seen > MAX_NODES or depth > MAX_DEPTH:
+            raise RecipeError(f"The recipe is too large or too deep at {path[:80] or 'its top'}.")
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if not isinstance(key, str):
+                    raise RecipeError(f"{path or 'The recipe'} has the key {key!r}; keys are words.")
+                pending.append((value, _join(path, key), depth + 1))
+        elif isinstance(node, list):
+            pending.extend((value, _join(path, index), depth + 1) for index, value in enumerate(node))
+        elif isinstance(node, str) and "${" in node:
+            raise RecipeError(f"{path} holds an interpolation ({node[:60]!r}); recipes are plain data.")
+        elif not isinstance(node, str | int | float | bool | None):
+            raise RecipeError(f"{path} holds a {type(node).__name__}; write it as text in quotes.")
+
+
+# --- overrides --------------------------------------------------------------------------------------------------------
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    """Sets one value by its path: `data.text.held_out=0.1`, `stages.0.distill.tokens=10k`, `distill.tokens=10k`."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise RecipeError(f"The override {override!r} is not of the form key=value.")
+    value = _parse_yaml(text, f"the value of {path}")
+    node: Any = raw
+    *parents, last = _override_path(raw, path)
+    for place, key in enumerate(parents):
+        here = ".".join(parents[:place])
+        if isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}
+        node = node[_place(node, key, here)]
+    node[_place(node, last, ".".join(parents))] = value
+
+
+def _override_path(raw: dict[str, Any], path: str) -> list[str]:
+    """Splits a path; a stage's own name in front (`distill` or `01-distill`) becomes `stages.0.distill`."""
+    first, *rest = path.split(".")
+    if first in SECTIONS:
+        return [first, *rest]
+    number_of_models = len(raw["models"]) if isinstance(raw.get("models"), dict) else 0
+    places: dict[str, list[list[str]]] = {}
+    for index, stage in enumerate(raw["stages"] if isinstance(raw.get("stages"), list) else []):
+        for kind in stage if isinstance(stage, dict) else ():
+            for name in (kind, f"{index + number_of_models:02d}-{kind}"):
+                places.setdefault(name, []).append(["stages", str(index), kind])
+    if len(places.get(first, ())) > 1:
+        choices = " or ".join(".".join([*place, *rest]) for place in places[first])
+        raise RecipeError(f"The recipe has several stages {first!r}; write {choices}.")
+    if first not in places:
+        raise RecipeError(f"The override {path} begins with no key of a recipe{_nearest(first, [*SECTIONS, *places])}")
+    return [*places[first][0], *rest]
+
+
+def _place(node: Any, key: str, here: str) -> Any:
+    """`key` as what indexes `node`: itself in a map, a number in a list."""
+    if isinstance(node, dict):
+        return key
+    if not isinstance(node, list):
+        raise RecipeError(f"{here} is no map, so it has no {key!r} to override.")
+    if not key.isdecimal() or int(key) >= len(node):
+        raise RecipeError(f"{here} is a list of {len(node)}; {key!r} is none of its places (0 to {len(node) - 1}).")
+    return int(key)
+
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+
+
+def _build_recipe(raw: dict[str, Any]) -> Recipe:
+    _check_keys(raw, SECTIONS, "")
+    name = raw.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise RecipeError(f"name must be letters, digits, '.', '_' or '-', at most 64 of them, not {name!r}.")
+    recipe = Recipe(
+        name=name,
+        models=_build_map(ModelSource, raw.get("models"), "models"),
+        data=_build_map(DataSource, raw.get("data") or {}, "data"),
+        stages=tuple(_build_stage(stage, f"stages.{index}") for index, stage in enumerate(_stage_list(raw))),
+        serve=_build(Serve, raw["serve"], "serve") if raw.get("serve") is not None else None,
+        tracking=_build(Tracking, raw.get("tracking") or {}, "tracking"),
+    )
+    _check_references(recipe)
+    return recipe
+
+
+def _stage_list(raw: dict[str, Any]) -> list[Any]:
+    stages = raw.get("stages") or []
+    if not isinstance(stages, list):
+        raise RecipeError("stages must be a list, each entry one stage like `- distill: {...}`.")
+    return stages
+
+
+def _build_map(schema: type[T], raw: Any, path: str) -> dict[str, T]:
+    if not isinstance(raw, dict) or (path == "models" and not raw):
+        raise RecipeError(f"{path} must map names to settings, as in `{path}: {{name: {{...}}}}`.")
+    for name in raw:
+        if not NAME.fullmatch(name):
+            raise RecipeError(f"{path} has the name {name!r}; names are letters, digits, '.', '_' and '-'.")
+    return {name: _build(schema, settings, f"{path}.{name}") for name, settings in raw.items()}
+
+
+def _build_stage(raw: Any, path: str) -> tuple[str, Any]:
+    if not isinstance(raw, dict) or len(raw) != 1:
+        raise RecipeError(f"{path} must be a map with one key, the stage's kind, like `distill: {{...}}`.")
+    kind, settings = next(iter(raw.items()))
+    if kind not in STAGES:
+        raise RecipeError(f"{path} has the unknown stage {kind!r}{_nearest(kind, STAGES)}")
+    return kind, _build(STAGES[kind], settings, f"{path}.{kind}")
+
+
+def _build(schema: type[T], raw: Any, path: str) -> T:
+    """One dataclass of the schema from plain data; OmegaConf checks and converts the types."""
+    plain = _prepare(schema, raw, path)
+    try:
+        built = cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
+    except MissingMandatoryValue as error:
+        raise RecipeError(f"{_in_yaml(path, error.full_key)} is missing.") from None
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0].rstrip(".")
+        raise RecipeError(f"{_in_yaml(path, error.full_key)} is wrong: {reason}.") from None
+    _check_values(built, path)
+    return built
+
+
+def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
+    """Refuses unknown keys, spells keys as Python does, reads counts."""
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} must be a map, not {raw!r}.")
+    known = {_spelling(setting): setting for setting in fields(schema)}
+    _check_keys(raw, known, path)
+    hints = get_type_hints(schema)
+    plain = {}
+    for key, value in raw.items():
+        setting, here = known[key], _join(path, key)
+        if is_dataclass(hints[setting.name]):
+            value = _prepare(hints[setting.name], value, here)
+        elif setting.metadata.get("count") and value is not None:
+            value = read_count(value, here)
+        elif get_origin(hints[setting.name]) is tuple:
+            _check_list(value, get_args(hints[setting.name])[0], here)
+        elif isinstance(value, bool) and hints[setting.name] is not bool:
+            raise RecipeError(f"{here} must not be {str(value).lower()}.")  # OmegaConf would read the word "True"
+        plain[setting.name] = value
+    return plain
+
+
+def _check_list(value: Any, kind: type, path: str) -> None:
+    if not isinstance(value, list):
+        raise RecipeError(f"{path} must be a list, not {value!r}.")
+    for index, item in enumerate(value):
+        if not isinstance(item, kind) or isinstance(item, bool):
+            wanted = "text in quotes" if kind is str else "a whole number"
+            raise RecipeError(f"{path}.{index} is {item!r}; it must be {wanted}.")
+
+
+def _check_values(built: Any, path: str) -> None:
+    """Bounds and choices, after the types are right."""
+    for setting in fields(built):
+        value, here = getattr(built, setting.name), _join(path, _spelling(setting))
+        choices, bounds = setting.metadata.get("choices"), setting.metadata.get("range")
+        if is_dataclass(value):
+            _check_values(value, here)
+        elif choices and value not in choices:
+            raise RecipeError(f"{here} is {value!r}; it can be {', '.join(choices)}{_nearest(value, choices)}")
+        elif value == () and setting.metadata.get("required"):
+            raise RecipeError(f"{here} is empty; it must hold at least one.")
+        elif setting.metadata.get("pattern") and value is not None and not setting.metadata["pattern"].fullmatch(value):
+            raise RecipeError(f"{here} is {value!r}; it must be {setting.metadata['meaning']}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if bounds and number is not None and not bounds[0] <= number <= bounds[1]:
+                raise RecipeError(f"{here} is {number:,}; it must lie between {bounds[0]:,g} and {bounds[1]:,g}.")
+
+
+def _check_references(recipe: Recipe) -> None:
+    """Every model and data set that a stage names exists by the time the stage runs."""
+    models, data = list(recipe.models), list(recipe.data)
+    outs = [config.out for _, config in recipe.stages if getattr(config, "out", None)]
+    for index, (kind, config) in enumerate(recipe.stages):
+        _check_names(config, f"stages.{index}.{kind}", models=models, data=data, later=outs)
+        out = getattr(config, "out", None)
+        if out is not None:
+            if not NAME.fullmatch(out):
+                raise RecipeError(f"stages.{index}.{kind}.out is {out!r}; names are letters, digits, '.', '_' and '-'.")
+            if out in models:
+                raise RecipeError(f"stages.{index}.{kind}.out is {out!r}, but a model of that name exists already.")
+            models.append(out)
+    if recipe.serve is not None:
+        _check_names(recipe.serve, "serve", models=models, data=data, later=[])
+
+
+def _check_names(config: Any, path: str, *, models: list[str], data: list[str], later: list[str]) -> None:
+    for setting in fields(config):
+        value, here = getattr(config, setting.name), _join(path, _spelling(setting))
+        if is_dataclass(value):
+            _check_names(value, here, models=models, data=data, later=later)
+            continue
+        kind = setting.metadata.get("refers")
+        known = {"model": models, "data": data}.get(kind or "", [])
+        if kind is None or value is None or value in known:
+            continue
+        if kind == "model" and value in later:
+            raise RecipeError(f"{here} is {value!r}, which only a later stage makes.")
+        have = f"it has {', '.join(known)}" if known else "it has none"
+        raise RecipeError(f"{here} is {value!r}, but the recipe has no such {kind}; {have}{_nearest(value, known)}")
+
+
+def _check_keys(raw: Mapping[str, Any], known: Iterable[str], path: str) -> None:
+    for key in raw:
+        if key not in known:
+            raise RecipeError(f"{path or 'The recipe'} has the unknown key {key!r}{_nearest(key, known)}")
+
+
+def read_count(value: Any, path: str = "count") -> int:
+    """A number of tokens or the like: 2000, "2k", "1.5M". Raises RecipeError for anything else."""
+    text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    match = COUNT.fullmatch(text.strip())
+    exact = float(match[1].replace("_", "")) * SUFFIXES[match[2]] if match and len(text) < 32 else math.nan
+    if not math.isfinite(exact) or exact != int(exact):
+        raise RecipeError(f"{path} is {value!r}; it must be a whole number like 2000, 100k or 1.5M.")
+    return int(exact)
+
+
+def _nearest(word: Any, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f". Did you mean {close[0]!r}?" if close and close[0] != word else "."
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _spelling(setting: Field[Any]) -> str:
+    return setting.metadata.get("key", setting.name)
+
+
+def _in_yaml(path: str, full_key: str | None) -> str:
+    """OmegaConf's path of a value, in the recipe's spelling."""
+    parts = [path, *(full_key or "").split(".")]
+    return ".".join("from" if part == "origin" else part for part in parts if part)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A dataclass of the schema as plain data in the recipe's spelling, defaults included."""
+    return {
+        _spelling(setting): to_plain(value)
+        if is_dataclass(value)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+        for setting in fields(config)
+        for value in [getattr(config, setting.name)]
+    }
+
+
+def recipe_to_plain(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe: what runs/NAME/recipe.yaml holds. Reading it again gives an equal Recipe."""
+    return {
+        "name": recipe.name,
+        "models": {name: to_plain(source) for name, source in recipe.models.items()},
+        "data": {name: to_plain(source) for name, source in recipe.data.items()},
+        "stages": [{kind: to_plain(config)} for kind, config in recipe.stages],
+        "serve": None if recipe.serve is None else to_plain(recipe.serve),
+        "tracking": asdict(recipe.tracking),
+    }
+
+
+def recipe_to_yaml(recipe: Recipe) -> str:
+    """recipe_to_plain as YAML text."""
+    return yaml.safe_dump(recipe_to_plain(recipe), sort_keys=False, allow_unicode=True, width=120)

