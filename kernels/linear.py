@@ -1,24 +1,44 @@
 """Matrix product of tokens with a weight: y = x Wᵀ + b.
 
+On the CPU a weight can be prepared once for many products: oneDNN then finds it in blocks that it multiplies without
+copying, which about halves the time of one to eight rows (decode) and saves some at any number of rows.
+
 Legend: T tokens, K input features, N output features.
 """
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Below this many elements torch's own fp32 product costs less than the call into oneDNN (measured up to 64 rows).
+_SMALLEST_FP32_WEIGHT_TO_PACK = 512 * 512
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class PreparedWeight:
-    """A weight `[N, K]` in the form that inference multiplies fastest with."""
+    """A constant weight as `prepare_linear_weight` returns it; only `linear` looks inside."""
 
     weight: Tensor
+    """[N, K], opaque to everyone but oneDNN where `packed`."""
+    packed: bool
 
 
 def prepare_linear_weight(weight: Tensor) -> PreparedWeight:
-    """Prepare a weight `[N, K]` once, at load time, for many calls of `linear`."""
-    return PreparedWeight(weight.contiguous())
+    """Return `weight` [N, K] in the form that `linear` multiplies with fastest: a copy, for inference only."""
+    weight = weight.detach()
+    if _packing_pays(weight):
+        return PreparedWeight(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), packed=True)
+    return PreparedWeight(weight, packed=False)
+
+
+def _packing_pays(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 and weight.numel() >= _SMALLEST_FP32_WEIGHT_TO_PACK
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -28,7 +48,12 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b of shape [T, N] for x [T, K], weight [N, K] and bias [N]; differentiable for a plain weight."""
+    """Return x Wᵀ + b, [T, N], of x [T, K], weight [N, K] and bias [N] or None, all of one dtype.
+
+    Differentiable, except with a prepared weight.
+    """
     if isinstance(weight, PreparedWeight):
+        if weight.packed:
+            return torch.ops.mkldnn._linear_pointwise.default(x, weight.weight, bias, "none", [], "")
         weight = weight.weight
     return F.linear(x, weight, bias)
