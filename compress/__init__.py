@@ -1,0 +1,1 @@
+"""Algorithms that turn one model into a smaller one."""

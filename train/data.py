@@ -1,0 +1,272 @@
+"""From a source to token files on disk, written once and mapped into memory.
+
+A cache folder is named by a hash of everything its content depends on: the source's content, the tokenizer, the
+settings. It holds two splits, `train` and `held_out`, and a manifest with the size and SHA-256 of every file:
+
+    SPLIT.tokens    int32, all documents one after another
+    SPLIT.mask      uint8, 1 where a token may be a label; only for chat data
+    SPLIT.offsets   int64, where each document starts, and the number of tokens
+    SPLIT.bytes     int64, bytes of text in each document
+
+All files are little-endian and have no header. Held-out documents are already cut into windows of
+`sequence_length + 1` tokens (one more than the positions they fill, since the last is only a label), the first windows
+of all documents first; their byte counts are exactly the text that their labels spell.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from model.files import read_json_object, sha256_of, sync_tree, write_json
+from model.tokenizer import Tokenizer
+from train.progress import Progress
+from train.sources import DataConfig, Document, Source, open_source
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "held_out")
+DTYPES = {"tokens": "<i4", "mask": "u1", "offsets": "<i8", "bytes": "<i8"}
+
+__all__ = ["DamagedCacheError", "DataConfig", "PreparedData", "TokenizedDocuments", "prepare"]
+
+
+class DamagedCacheError(ValueError):
+    """A cached token file is missing, short or altered; the sentence names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedDocuments:
+    """Documents as token ids; document d is `tokens[offsets[d]:offsets[d + 1]]`."""
+
+    name: str
+    tokens: np.ndarray
+    """int32, mapped from disk."""
+    offsets: np.ndarray
+    """int64, one more than there are documents."""
+    labels_mask: np.ndarray | None
+    """uint8, 1 where a token may be a label; None where every token may."""
+    num_bytes_per_document: np.ndarray
+    """int64."""
+    digest: str
+    """SHA-256 over the hashes of its files: equal digests mean equal documents."""
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.num_bytes_per_document.sum())
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The two splits of a data set. `held_out` has no document when `DataConfig.held_out` is 0."""
+
+    train: TokenizedDocuments
+    held_out: TokenizedDocuments
+
+
+def prepare(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, *, progress: bool = True) -> PreparedData:
+    """Tokenizes a data set, or opens the cache of an earlier time; a damaged cache is reported and built anew.
+
+    Raises ValueError naming the source when it cannot be read or when it supervises no token.
+    """
+    source = open_source(config)
+    folder = Path(cache_folder) / _cache_key(config, source, tokenizer)
+    if folder.exists():
+        try:
+            return load_cache(folder, config.source)
+        except DamagedCacheError as damage:
+            log.warning("%s Tokenizing %s again.", damage, config.source)
+            shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".staging-", dir=folder.parent) as staging:
+        _build(config, source, tokenizer, Path(staging), progress)
+        _publish(Path(staging), folder)
+    return load_cache(folder, config.source)
+
+
+def load_cache(folder: Path, name: str) -> PreparedData:
+    """Opens a cache folder after checking every file; raises DamagedCacheError naming the file that is wrong."""
+    manifest = read_json_object(folder / MANIFEST, DamagedCacheError)
+    for file, expected in manifest["files"].items():
+        path = folder / file
+        size = path.stat().st_size if path.exists() else 0
+        if size != expected["bytes"]:
+            raise DamagedCacheError(f"{path} ends at byte {size} instead of {expected['bytes']}.")
+        if sha256_of(path) != expected["sha256"]:
+            raise DamagedCacheError(f"{path} has been altered: its SHA-256 is not the recorded one.")
+    train, held_out = (_open_split(folder, split, manifest, name) for split in SPLITS)
+    return PreparedData(train, held_out)
+
+
+def _open_split(folder: Path, split: str, manifest: dict[str, Any], name: str) -> TokenizedDocuments:
+    files = {file: entry for file, entry in manifest["files"].items() if file.startswith(f"{split}.")}
+    arrays = {kind: _map(folder / f"{split}.{kind}", dtype) for kind, dtype in DTYPES.items()}
+    hashes = "".join(entry["sha256"] for _, entry in sorted(files.items()))
+    return TokenizedDocuments(
+        name=name if split == "train" else f"{name} ({split})",
+        tokens=arrays["tokens"],
+        offsets=np.array(arrays["offsets"]),
+        labels_mask=arrays["mask"] if f"{split}.mask" in files else None,
+        num_bytes_per_document=np.array(arrays["bytes"]),
+        digest=hashlib.sha256(hashes.encode()).hexdigest(),
+    )
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    """An empty file cannot be mapped, a missing one (the mask of plain text) is empty."""
+    if not path.exists() or path.stat().st_size == 0:
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _cache_key(config: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
+    parts = {
+        "format": FORMAT_VERSION,
+        "source": source.fingerprint,
+        "tokenizer": tokenizer.digest,
+        "config": {name: value for name, value in asdict(config).items() if name != "source"},
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    """Another process may have built the same cache meanwhile; its content is the same, so its copy is kept."""
+    sync_tree(staging)
+    try:
+        os.rename(staging, folder)
+    except OSError:
+        if not folder.exists():
+            raise
+    staging.mkdir(exist_ok=True)  # for the temporary-folder context that will remove it
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A document as token ids; `mask` is None where every token may be a label."""
+
+    ids: np.ndarray
+    mask: np.ndarray | None
+    num_bytes: int
+
+
+class _SplitWriter:
+    """Appends documents to the files of one split, so that memory never holds more than one of them."""
+
+    def __init__(self, folder: Path, split: str, *, masked: bool) -> None:
+        kinds = [kind for kind in DTYPES if masked or kind != "mask"]
+        # Closed by `close`, which a failure does not need: the staging folder goes away whole.
+        self.files: dict[str, BinaryIO] = {kind: (folder / f"{split}.{kind}").open("wb") for kind in kinds}
+        self.num_tokens, self.num_documents, self.num_labels = 0, 0, 0
+        self._write("offsets", 0)
+
+    def append(self, document: _Encoded) -> None:
+        self._write("tokens", document.ids)
+        if document.mask is not None:
+            self._write("mask", document.mask)
+        self.num_tokens += len(document.ids)
+        self.num_documents += 1
+        # A document's first token has no position before it that could predict it.
+        labels = len(document.ids) - 1 if document.mask is None else int(np.count_nonzero(document.mask[1:]))
+        self.num_labels += max(labels, 0)
+        self._write("offsets", self.num_tokens)
+        self._write("bytes", document.num_bytes)
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def _write(self, kind: str, values: np.ndarray | int) -> None:
+        self.files[kind].write(np.asarray(values, dtype=DTYPES[kind]).tobytes())
+
+
+def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
+    train, held_out = (_SplitWriter(folder, split, masked=config.chat) for split in SPLITS)
+    windows: list[tuple[int, int, _Encoded]] = []  # (window's place in its document, document, window)
+    smallest = 1.0
+    with Progress(f"tokenizing {config.source}", source.size, enabled=progress) as bar:
+        for document in source.documents():
+            place = _place(document, config.seed)
+            smallest = min(smallest, place)
+            encoded = _encode(document, tokenizer)
+            if place < config.held_out:
+                windows += [
+                    (at, held_out.num_documents + len(windows), window)
+                    for at, window in enumerate(_cut_windows(encoded, config.sequence_length, tokenizer))
+                ]
+            else:
+                train.append(encoded)
+            bar.advance(document.weight, f"{train.num_tokens:,} tokens")
+    for _, _, window in sorted(windows, key=lambda entry: entry[:2]):
+        held_out.append(window)
+    for writer in (train, held_out):
+        writer.close()
+    _check_supervision(config, train, held_out, smallest)
+    _write_manifest(folder)
+
+
+def _place(document: Document, seed: int) -> float:
+    """Where the document falls between 0 and 1, by a hash of its content and the seed alone."""
+    content = document.content if isinstance(document.content, str) else json.dumps(document.content, sort_keys=True)
+    digest = hashlib.sha256(f"{seed}\0{content}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
+    """Text ends with the tokenizer's end-of-text token; a conversation ends as its template ends it."""
+    if not isinstance(document.content, str):
+        ids, mask = tokenizer.assistant_mask(document.content)
+        spoken = [m["content"] for m in document.content if m["role"] == "assistant" and isinstance(m["content"], str)]
+        num_bytes = sum(len(text.encode()) for text in spoken)
+        return _Encoded(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8), num_bytes)
+    ids = list(tokenizer.encode(document.content, add_special_tokens=True))
+    if tokenizer.eos_token_ids and (not ids or ids[-1] not in tokenizer.eos_token_ids):
+        ids.append(tokenizer.eos_token_ids[0])
+    return _Encoded(np.array(ids, dtype=np.int32), None, len(document.content.encode()))
+
+
+def _cut_windows(document: _Encoded, sequence_length: int, tokenizer: Tokenizer) -> list[_Encoded]:
+    """Windows overlap by one token: the last label of one is the first context of the next."""
+    bytes_of = tokenizer.token_bytes(skip_special_tokens=True)
+    windows = []
+    for start in range(0, max(len(document.ids) - 1, 0), sequence_length):
+        ids = document.ids[start : start + sequence_length + 1]
+        mask = None if document.mask is None else document.mask[start : start + sequence_length + 1]
+        labels = ids[1:] if mask is None else ids[1:][mask[1:] == 1]
+        if len(labels):
+            windows.append(_Encoded(ids, mask, sum(len(bytes_of[i]) for i in labels.tolist())))
+    return windows
+
+
+def _check_supervision(config: DataConfig, train: _SplitWriter, held_out: _SplitWriter, smallest: float) -> None:
+    kind = "assistant tokens in its conversations" if config.chat else "text of at least two tokens"
+    if train.num_labels == 0 and held_out.num_labels > 0:
+        raise ValueError(f"data source {config.source!r}: held_out={config.held_out} leaves nothing to train on")
+    if train.num_labels == 0:
+        raise ValueError(f"data source {config.source!r} supervises no token: it has no {kind}")
+    if config.held_out > 0 and held_out.num_labels == 0:
+        raise ValueError(
+            f"data source {config.source!r}: held_out={config.held_out} selects none of its {train.num_documents} "
+            f"documents; set held_out above {smallest:.4f} to select at least one, or to 0 to evaluate on nothing"
+        )
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
+    write_json(folder / MANIFEST, {"format": FORMAT_VERSION, "files": files})

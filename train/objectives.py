@@ -1,0 +1,111 @@
+"""What a batch costs: language modelling, or distillation from a teacher.
+
+An objective is called with a model and a batch and returns sums over the batch's labels, never means: the loop adds
+them up over micro-batches and processes and divides once. Both losses work on hidden states and the output projection,
+so the logits of a whole batch never exist.
+
+Legend: T tokens, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.linear_distillation import DivergenceKind, linear_distillation
+from model.attention import PackedAttention
+from model.transformer import Transformer
+from train.packing import Batch
+
+
+class ObjectiveOutput(NamedTuple):
+    """Sums over the labels of one batch."""
+
+    loss_sum: Tensor
+    """fp32 scalar, differentiable."""
+    num_labels: int
+    metrics: dict[str, Tensor]
+    """fp32 scalars without gradient; the same names in every batch."""
+
+
+class Objective(Protocol):
+    """Called once a micro-batch, in the trainer's precision."""
+
+    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput: ...
+
+
+def hidden_states(model: Transformer, batch: Batch) -> Tensor:
+    """Final hidden states `[T, D]` of a packed batch."""
+    return model(batch.tokens, batch.positions, PackedAttention(model.config, batch.cu_seqlens))
+
+
+class LanguageModelling:
+    """Cross-entropy of the next token."""
+
+    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+        loss = linear_cross_entropy(hidden_states(model, batch), model.head_weight, batch.labels)
+        return ObjectiveOutput(loss, batch.num_labels, {"cross_entropy": loss.detach()})
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Which divergence between teacher and student to minimize; formulas in `kernels.linear_distillation`."""
+
+    kind: DivergenceKind = "forward_kl"
+    """forward_kl, reverse_kl, jsd, skewed_forward_kl or skewed_reverse_kl."""
+    temperature: float = 1.0
+    """τ of both distributions; the loss is multiplied by τ² so that its gradient keeps its size."""
+    alpha: float = 0.1
+    """Weight of the mixture in jsd and in the skewed divergences."""
+    hard_weight: float = 0.0
+    """Weight of the cross-entropy with the text; the divergence has the rest."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(DivergenceKind):
+            raise ValueError(f"kind is {self.kind!r}; known divergences are {', '.join(get_args(DivergenceKind))}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}")
+        for name in ("alpha", "hard_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+
+
+class Distillation:
+    """A divergence from the teacher's distribution at every labelled position.
+
+    The teacher sees the same flat batch in its own dtype (bf16 is enough: its rounding is far below the divergence of
+    a student worth training) and never gets a gradient. It must lie on the student's device.
+    """
+
+    def __init__(self, teacher: Transformer, config: DistillationConfig | None = None) -> None:
+        self.teacher = teacher.requires_grad_(False).eval()
+        self.config = config or DistillationConfig()
+
+    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+        sums = linear_distillation(
+            hidden_states(model, batch),
+            model.head_weight,
+            teacher_states(self.teacher, batch),
+            self.teacher.head_weight,
+            batch.labels,
+            kind=self.config.kind,
+            temperature=self.config.temperature,
+            alpha=self.config.alpha,
+            hard_weight=self.config.hard_weight,
+        )
+        metrics = {
+            "kl": sums.kl,
+            "cross_entropy": sums.cross_entropy,
+            "total_variation": sums.total_variation,
+            "agreement": sums.agreement,
+        }
+        return ObjectiveOutput(sums.loss, batch.num_labels, metrics)
+
+
+@torch.no_grad()
+def teacher_states(teacher: Transformer, batch: Batch) -> Tensor:
+    """Final hidden states `[T, D]` of a frozen model, in its own dtype whatever the precision around it."""
+    with torch.autocast(batch.tokens.device.type, enabled=False):
+        return hidden_states(teacher, batch)

@@ -1,0 +1,74 @@
+"""A progress bar on a terminal, log lines elsewhere; both with the time left."""
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0
+
+
+def as_duration(seconds: float) -> str:
+    """`42s`, `3m07s`, `2h05m`."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class Progress:
+    """Counts work of a known size; use as a context manager."""
+
+    def __init__(self, title: str, total: float, *, done: float = 0, enabled: bool = True) -> None:
+        """`done` is work of an earlier run: it counts as done but not into the speed."""
+        self.title, self.total, self.done, self.enabled = title, max(total, 1), done, enabled
+        self._already = done
+        self._bar: Any = None
+        self._task: Any = None
+        self._started_at = self._logged_at = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        self._started_at = self._logged_at = time.monotonic()
+        if self.enabled and sys.stderr.isatty():
+            self._open_bar()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, amount: float, note: str) -> None:
+        """Adds finished work; `note` says what to show beside it."""
+        self.done += amount
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, note=note, left=self._left())
+        elif self.enabled and time.monotonic() - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            log.info("%s: %d%%, %s, %s left", self.title, 100 * self.done / self.total, note, self._left())
+
+    def _left(self) -> str:
+        done_here = self.done - self._already
+        if done_here <= 0:
+            return "?"
+        return as_duration((time.monotonic() - self._started_at) * max(self.total - self.done, 0) / done_here)
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}% {task.fields[note]} {task.fields[left]} left"),
+            console=Console(stderr=True),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, note="", left="?")

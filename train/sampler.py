@@ -1,0 +1,81 @@
+"""The order in which pieces of documents are trained on: shuffled anew each epoch, a pure function of the seed.
+
+The sampler counts micro-batches for all processes together: micro-batch g of a step goes to process g % world, so the
+same data is seen in the same steps by any number of processes, and the position to save is one epoch and one index.
+"""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from train.data import TokenizedDocuments
+from train.packing import Batch, cut, pack, plan_batches
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def shuffled(count: int, *, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of `range(count)`, the same on every machine and with every numpy: sorted by a SplitMix64 hash."""
+    start = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "little")
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start & _MASK)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
+
+
+class Sampler:
+    """Yields micro-batches for ever, epoch after epoch."""
+
+    def __init__(
+        self, documents: TokenizedDocuments, *, sequence_length: int, micro_batch_tokens: int, seed: int
+    ) -> None:
+        if micro_batch_tokens < sequence_length:
+            raise ValueError(
+                f"micro_batch_tokens ({micro_batch_tokens}) must be at least sequence_length ({sequence_length}), "
+                "since a sequence is never split over micro-batches"
+            )
+        self.documents = documents
+        self.pieces = cut(documents, sequence_length)
+        if len(self.pieces) == 0:
+            raise ValueError(f"{documents.name} has no token to predict: every document is shorter than two tokens")
+        self.micro_batch_tokens = micro_batch_tokens
+        self.seed = seed
+        self.identity = f"{documents.digest}/{sequence_length}/{micro_batch_tokens}/{seed}"
+        self.epoch, self.index = 0, 0
+        self._plan = self._plan_epoch()
+
+    def take(self, count: int) -> list[np.ndarray]:
+        """Moves on by `count` micro-batches and returns the piece numbers of each, for `batch` and `num_labels`."""
+        taken = []
+        for _ in range(count):
+            if self.index == len(self._plan):
+                self.epoch, self.index = self.epoch + 1, 0
+                self._plan = self._plan_epoch()
+            taken.append(self._plan[self.index])
+            self.index += 1
+        return taken
+
+    def batch(self, numbers: np.ndarray) -> Batch:
+        return pack(self.documents, self.pieces, numbers)
+
+    def num_labels(self, numbers: np.ndarray) -> int:
+        return int(self.pieces.num_labels[numbers].sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"identity": self.identity, "epoch": self.epoch, "index": self.index}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the state belongs to another data set, packing or seed: its position means nothing."""
+        if state["identity"] != self.identity:
+            raise ValueError(
+                f"the saved position belongs to other data or settings (data/sequence_length/micro_batch_tokens/seed "
+                f"was {state['identity']}, now {self.identity})"
+            )
+        self.epoch, self.index = state["epoch"], state["index"]
+        self._plan = self._plan_epoch()
+
+    def _plan_epoch(self) -> list[np.ndarray]:
+        order = shuffled(len(self.pieces), seed=self.seed, epoch=self.epoch)
+        return [order[numbers] for numbers in plan_batches(self.pieces.length[order], self.micro_batch_tokens)]
