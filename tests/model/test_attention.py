@@ -1,0 +1,157 @@
+"""What was trained is what is served: packed attention, paged attention and the fused form give the same logits."""
+
+import pytest
+import torch
+
+from model.attention import PackedAttention, PagedAttention, PagedBatch
+from model.transformer import Transformer
+from tests.tiny import full_logits, tiny_config, tiny_model
+
+PAGE_SIZE = 16
+LENGTHS = (37, 1, 16, 50)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+def documents(seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+class PagedCache:
+    """Pages in random order, filled with NaN, so that reading a slot that was never written shows."""
+
+    def __init__(self, model: Transformer, *, num_pages: int = 20) -> None:
+        config = model.config
+        shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self.model = model
+        self.k_pages = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
+        self.v_pages = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
+        self.tables = [[order.pop() for _ in range(-(-length // PAGE_SIZE))] for length in LENGTHS]
+
+    def logits(self, chunks: list[tuple[int, int, list[int]]]) -> torch.Tensor:
+        """One engine step; each chunk is (sequence, how many of its tokens are cached, its next tokens)."""
+        tokens = torch.tensor([token for _, _, new in chunks for token in new])
+        positions = torch.cat([torch.arange(done, done + len(new)) for _, done, new in chunks])
+        slots = [
+            self.tables[sequence][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+            for sequence, done, new in chunks
+            for position in range(done, done + len(new))
+        ]
+        width = max(len(self.tables[sequence]) for sequence, _, _ in chunks)
+        tables = [self.tables[sequence] + [0] * (width - len(self.tables[sequence])) for sequence, _, _ in chunks]
+        batch = PagedBatch(
+            slots=torch.tensor(slots),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            cu_seqlens=torch.tensor([0, *(len(new) for _, _, new in chunks)]).cumsum(0).int(),
+            kv_lengths=torch.tensor([done + len(new) for _, done, new in chunks], dtype=torch.int32),
+        )
+        attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages)
+        with torch.no_grad():
+            return self.model.logits(self.model(tokens, positions, attention))
+
+
+def packed_logits(model: Transformer, batch: list[list[int]]) -> torch.Tensor:
+    tokens = torch.tensor([token for document in batch for token in document])
+    positions = torch.cat([torch.arange(len(document)) for document in batch])
+    cu_seqlens = torch.tensor([0, *map(len, batch)]).cumsum(0).int()
+    with torch.no_grad():
+        return model.logits(model(tokens, positions, PackedAttention(model.config, cu_seqlens)))
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_do_not_see_each_other(family: str) -> None:
+    model = tiny_model(family)
+    expected = torch.cat([full_logits(model, document) for document in documents()])
+    assert_same(packed_logits(model, documents()), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_paged_equals_packed_in_one_step(family: str) -> None:
+    model = tiny_model(family)
+    cache = PagedCache(model)
+    paged = cache.logits([(sequence, 0, document) for sequence, document in enumerate(documents())])
+    assert_same(paged, packed_logits(model, documents()))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_paged_equals_packed_in_chunks(family: str, chunk: int) -> None:
+    """Chunk 1 is decoding token by token; sequences of other lengths run along until they end."""
+    model = tiny_model(family)
+    cache = PagedCache(model)
+    batch = documents()
+    rows: list[list[torch.Tensor]] = [[] for _ in batch]
+    for done in range(0, max(LENGTHS), chunk):
+        chunks = [(s, done, document[done : done + chunk]) for s, document in enumerate(batch) if done < len(document)]
+        logits = cache.logits(chunks).split([len(new) for _, _, new in chunks])
+        for (sequence, _, _), part in zip(chunks, logits, strict=True):
+            rows[sequence].append(part)
+    assert_same(torch.cat([part for parts in rows for part in parts]), packed_logits(model, batch))
+
+
+def test_prefill_decode_and_verification_share_one_step() -> None:
+    """Rows of one batch may be a whole prompt, one token, or a few tokens to verify."""
+    model = tiny_model("llama")
+    cache = PagedCache(model)
+    batch = documents()
+    cache.logits([(0, 0, batch[0][:36]), (3, 0, batch[3][:45])])
+    mixed = cache.logits([(3, 45, batch[3][45:]), (2, 0, batch[2]), (0, 36, batch[0][36:])])
+    whole = {sequence: full_logits(model, batch[sequence]) for sequence in (0, 2, 3)}
+    assert_same(mixed, torch.cat([whole[3][45:], whole[2], whole[0][36:]]))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fusing_keeps_the_logits(family: str, tied: bool) -> None:
+    model = tiny_model(family, tie_word_embeddings=tied)
+    expected = packed_logits(model, documents())
+    fused = model.fuse()
+    assert_same(packed_logits(fused, documents()), expected)
+    paged = PagedCache(fused).logits([(sequence, 0, document) for sequence, document in enumerate(documents())])
+    assert_same(paged, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefix", [1, 2, 11, 12, 13, 29, 36])
+def test_the_future_does_not_change_the_past(family: str, prefix: int) -> None:
+    model = tiny_model(family)
+    first, _, _, other = documents()
+    changed = first[:prefix] + other[: len(first) - prefix]
+    torch.testing.assert_close(full_logits(model, changed)[:prefix], full_logits(model, first)[:prefix])
+
+
+def test_activation_checkpointing_keeps_the_gradients() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model("qwen3")
+        model.activation_checkpointing = checkpointing
+        tokens = torch.tensor(documents()[0])
+        attention = PackedAttention(model.config, torch.tensor([0, len(tokens)], dtype=torch.int32))
+        model.logits(model(tokens, torch.arange(len(tokens)), attention)).square().mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(gradients[0], gradients[1], atol=0, rtol=0)
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients[0].values())
+
+
+def test_rotary_angles_survive_a_cast_to_bf16() -> None:
+    """Rounded angles would be wrong after some hundred positions; only the weights may be rounded."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    before = full_logits(model, documents()[3])
+    assert torch.equal(full_logits(model.bfloat16().float(), documents()[3]), before)
+
+
+def test_parameter_counts_match_the_model() -> None:
+    for family in FAMILIES:
+        for tied in (False, True):
+            config = tiny_config(family, tie_word_embeddings=tied)
+            counted = sum(parameter.numel() for parameter in Transformer(config).parameters())
+            assert config.num_parameters() == counted

@@ -1,0 +1,114 @@
+"""Every family against transformers: the same logits from their folder here, and from our folder there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint import load_config, load_model, save_model
+from tests.tiny import full_logits
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-rope-llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 16}),
+    "llama-multi-query": ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+    "mistral": ("mistral", {"sliding_window": 8, "tie_word_embeddings": False}),
+    "mistral-tied-no-window": ("mistral", {"sliding_window": None, "tie_word_embeddings": True, "head_dim": 4}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False}),
+    "qwen3-tied-wide-heads": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "smollm3-tied": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "smollm3-windows": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+    ),
+}
+TOKENS = torch.randint(3, 96, (48,), generator=torch.Generator().manual_seed(5))
+
+
+def their_model(name: str) -> Any:
+    """A transformers model with every parameter random, biases and norms included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, fields = FAMILIES[name]
+    config = AutoConfig.for_model(family, **(SIZES | fields))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            around = 1.0 if "norm" in parameter_name else 0.0
+            parameter.copy_(around + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def their_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS[None]).logits[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "shards"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_transformers_in_both_directions(name: str, sharded: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = their_model(name)
+    expected = their_logits(theirs)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if sharded else "5GB")
+    ours = load_model(tmp_path / "theirs")
+    torch.testing.assert_close(full_logits(ours, TOKENS.tolist()), expected, atol=1e-4, rtol=0)
+
+    save_model(ours, tmp_path / "ours", max_shard_bytes=20_000 if sharded else 5_000_000_000)
+    assert (len(list((tmp_path / "ours").glob("*.safetensors"))) > 1) == sharded
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert again.dtype == torch.float32
+    torch.testing.assert_close(their_logits(again), expected, atol=1e-4, rtol=0)
+    assert load_config(tmp_path / "ours") == ours.config
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "smollm3-windows"])
+def test_the_window_is_shorter_than_the_text(name: str, tmp_path: Path) -> None:
+    """Guards the oracle: without windows, the logits of these models would differ."""
+    from dataclasses import replace
+
+    their_model(name).save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    with_windows = full_logits(ours, TOKENS.tolist())
+    ours.config = replace(ours.config, windows=(None,) * 3)
+    assert (with_windows - full_logits(ours, TOKENS.tolist())).abs().max() > 0.1
