@@ -64,14 +64,12 @@ def load_model(
     _check_names(folder, config, shapes, files)
     with torch.device("meta"):
         model = Transformer(config)
-    if dtype == "auto":
-        with _open_safetensors(files[EMBEDDING]) as file:
-            dtype = file.get_tensor(EMBEDDING).dtype
+    wanted = _resolve_dtype(dtype, files)
     for path in sorted(set(files.values())):
         with _open_safetensors(path) as file:
             for name in (name for name in shapes if files[name] == path):
                 tensor = _read_tensor(file, path, name, shapes[name])
-                fresh = torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
+                fresh = torch.empty(tensor.shape, dtype=wanted, device=device).copy_(tensor)
                 _set_parameter(model, name, fresh)
     if config.tie_word_embeddings and HEAD in files:
         _check_tied_head(files)
@@ -141,6 +139,15 @@ def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Name and shape of every tensor in a checkpoint of this configuration, in the order of the model's layers."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
+
+
+def _resolve_dtype(dtype: torch.dtype | Literal["auto"], files: Mapping[str, Path]) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        raise CheckpointError(f'dtype must be a torch.dtype or "auto", not {dtype!r}.')
+    with _open_safetensors(files[EMBEDDING]) as file:
+        return file.get_tensor(EMBEDDING).dtype
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -297,7 +297,7 @@ def _read_templates(folder: Path, configured: str | list[dict[str, str]] | None)
     return templates | {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
 
 
-def _added_spans(template: ChatTemplate, given: Mapping[str, Any], whole: RenderedChat) -> list[tuple[int, int]]:
+def _added_spans(template: ChatTemplate, given: dict[str, Any], whole: RenderedChat) -> list[tuple[int, int]]:
     """For each assistant message, the characters from the end of its generation prompt to the end of its turn."""
     messages = given["messages"]
     spans = []
