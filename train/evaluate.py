@@ -7,7 +7,8 @@
     agreement        fraction of positions where both put the same token first
     acceptance       1 - mean total variation: the chance that speculative decoding accepts the student's draft
 
-Positions without a label do not count.
+Positions without a label do not count. The model that is measured runs in the precision around it (the trainer's
+autocast, or its own dtype), a teacher always in its own.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch import Tensor
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_distillation import linear_distillation
 from model.transformer import Transformer
-from train.objectives import teacher_states
+from train.objectives import hidden_states, teacher_states
 from train.packing import Batch
 
 
@@ -68,7 +69,7 @@ def evaluate_quality(model: Transformer, batches: Sequence[Batch], num_bytes: in
     for batch in batches:
         batch = batch.to(model.device)
         with torch.no_grad():
-            hidden = teacher_states(model, batch)
+            hidden = hidden_states(model, batch)
             total += linear_cross_entropy(hidden, model.head_weight.detach(), batch.labels).item()
     return Quality(
         nll=total / tokens,
@@ -95,7 +96,7 @@ def compare(student: Transformer, teacher: Transformer | TeacherStates, batches:
         with torch.no_grad():
             reference = teacher.hidden[number] if isinstance(teacher, TeacherStates) else teacher_states(teacher, batch)
             weight = teacher.weight if isinstance(teacher, TeacherStates) else teacher.head_weight
-            hidden = teacher_states(student, batch)
+            hidden = hidden_states(student, batch)
             result = linear_distillation(hidden, student.head_weight.detach(), reference, weight, batch.labels)
         sums += torch.stack([result.kl, result.agreement, result.total_variation]).double().cpu()
     kl, agreement, total_variation = (sums / tokens).tolist()

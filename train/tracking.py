@@ -1,12 +1,13 @@
 """Where measurements go: `metrics.jsonl` always, wandb if asked for.
 
-The local file comes first and holds only what the same run would measure again: a resumed run cuts it back to the step
-that it resumes from and writes the same lines once more. Wall-clock figures go to wandb and to the progress display.
+The local file comes first and holds only what the same run would measure again: a resumed run cuts it back to its
+checkpoint's position and writes the same lines once more. Wall-clock figures go to wandb and to the progress display.
 wandb is a guest: it is imported only when it is used, and no outage of it stops or holds up training.
 """
 
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from model.files import write_json, write_text
+from model.files import write_json
 
 log = logging.getLogger(__name__)
 
@@ -45,31 +46,35 @@ class Tracker:
         self._file: IO[str] | None = None
         self._run: Any = None
 
-    def start(self, resumed_step: int = 0) -> None:
-        """Opens the log after cutting it back to `resumed_step`."""
+    def start(self, position: int = 0) -> None:
+        """Opens the log for appending after cutting it back to `position`, which `sync` returned in an earlier run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._file is not None:
             self._file.close()
-        _cut_back(self.metrics_path, resumed_step)
         self._file = self.metrics_path.open("a", encoding="utf-8")
+        if self._file.tell() < position:
+            log.warning("%s lost its end: lines of steps before the resumed one are missing.", self.metrics_path)
+        self._file.truncate(min(position, self._file.tell()))
         if self.wandb != "disabled" and self._run is None:
             self._run = _start_wandb(self)
 
     def log(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None) -> None:
         """Records `metrics` of a step; `timings` go to wandb only, since no two runs share them."""
         if self._file is None:
-            self.start()
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-            self._file.flush()
+            raise ValueError("the tracker must be started before it can log")
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
         if self._run is not None:
             self._guard("log", lambda: self._run.log({"step": step, **metrics, **(timings or {})}))
 
-    def sync(self) -> None:
-        """Forces the log to the disk: called before a checkpoint that counts on it is published."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def sync(self) -> int:
+        """Forces the log to the disk and returns its size in bytes, for the checkpoint that goes with it."""
+        if self._file is None:
+            raise ValueError("the tracker must be started before it can be synced")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
 
     def finish(self) -> None:
         """Closes the log. A wandb that does not answer is left behind after ten seconds."""
@@ -96,18 +101,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _cut_back(path: Path, step: int) -> None:
-    """Drops the lines of later steps, atomically."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    if kept != lines:
-        staging = path.with_name(path.name + ".staging")
-        write_text(staging, "".join(kept))
-        os.replace(staging, path)
 
 
 def _start_wandb(tracker: Tracker) -> Any:
