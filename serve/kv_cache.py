@@ -1,0 +1,227 @@
+"""Who holds which page of the KV cache: reference counts, block tables, prefix sharing. Host bookkeeping, no tensors.
+
+A page holds the keys and values of PAGE_SIZE consecutive tokens of a sequence in every layer of the target, and, at
+the same page id in tensors of its own, of the draft: one allocator, one block table and one admission rule serve both
+models, because both see the same tokens at the same positions.
+
+A page is *held* while at least one block table lists it, else *free*: held + free = total, always. A full page whose
+tokens are all committed is *published* under a hash of everything up to its end; it keeps its contents when freed, and
+a later sequence that begins alike takes it back. Free pages are reused in the order they became free, those without
+a hash first. Source of the hash chain and the eviction order: vLLM, v1/core/{block_pool,kv_cache_utils}.py.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+PAGE_SIZE = 16
+
+
+def pages_for(num_tokens: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // PAGE_SIZE)
+
+
+def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """SHA-256 of a page's tokens and of everything before them: equal digests mean equal keys and values."""
+    return hashlib.sha256(parent + np.asarray(tokens, dtype=np.int32).tobytes()).digest()
+
+
+class BlockTable:
+    """The pages of one sequence, in order; `ids[:num_pages]` are page ids."""
+
+    __slots__ = ("digests", "ids", "num_drafted_pages", "num_pages", "num_published", "root")
+
+    def __init__(self, max_pages: int, salt: str = "") -> None:
+        """`salt`: sequences share pages only with sequences of the same salt."""
+        self.ids = np.zeros(max_pages, dtype=np.int32)
+        self.num_pages = 0
+        self.num_published = 0
+        """Leading pages that have been offered for sharing."""
+        self.num_drafted_pages = 0
+        """Leading pages known to hold the draft's keys and values too."""
+        self.root = hashlib.sha256(salt.encode()).digest()
+        self.digests: list[bytes] = []
+        """Digests of the leading full pages, as many as were needed so far."""
+
+    def digest(self, page: int, tokens: Sequence[int]) -> bytes:
+        """The digest of full page number `page` of a sequence that begins with `tokens`."""
+        for number in range(len(self.digests), page + 1):
+            parent = self.digests[-1] if self.digests else self.root
+            self.digests.append(chain_digest(parent, tokens[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]))
+        return self.digests[page]
+
+
+class PagePool:
+    """All pages: how many tables hold each, which are free, which digest names which."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.holders = [0] * num_pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._page_of_digest: dict[bytes, int] = {}
+        self._digest_of_page: dict[int, bytes] = {}
+        self.has_draft = bytearray(num_pages)
+        """1 where a page holds the draft's keys and values as well."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """Hold the free page that was free longest; what it was published as is forgotten."""
+        page, _ = self._free.popitem(last=False)
+        digest = self._digest_of_page.pop(page, None)
+        if digest is not None:
+            del self._page_of_digest[digest]
+        self.holders[page] = 1
+        self.has_draft[page] = 0
+        return page
+
+    def hold(self, page: int) -> None:
+        """One more table lists `page`, which may be free and published."""
+        if self.holders[page] == 0:
+            del self._free[page]
+        self.holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """One table less lists `page`."""
+        if self.holders[page] == 0:
+            raise RuntimeError(f"page {page} was released more often than it was held")
+        self.holders[page] -= 1
+        if self.holders[page] == 0:
+            self._free[page] = None
+            if page not in self._digest_of_page:
+                self._free.move_to_end(page, last=False)
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Let others find `page`; the first page published under a digest stays."""
+        if digest not in self._page_of_digest and page not in self._digest_of_page:
+            self._page_of_digest[digest] = page
+            self._digest_of_page[page] = digest
+
+    def find(self, digest: bytes) -> int | None:
+        return self._page_of_digest.get(digest)
+
+    def is_free(self, page: int) -> bool:
+        return self.holders[page] == 0
+
+
+class KVCache:
+    """Gives pages to block tables and takes them back."""
+
+    def __init__(self, num_pages: int, *, share_prefixes: bool = True) -> None:
+        self.pool = PagePool(num_pages)
+        self.share_prefixes = share_prefixes
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    @property
+    def num_used(self) -> int:
+        return self.pool.num_pages - self.pool.num_free
+
+    def admit(
+        self, table: BlockTable, tokens: Sequence[int], *, headroom: int = 0, may_share: bool = True
+    ) -> int | None:
+        """Give an empty table pages for all `tokens` and the next one, found in the cache as far as possible.
+
+        Never all tokens are found: the last one must be computed for its logits. `headroom` free pages must remain.
+        Returns the number of tokens found, or None, with nothing changed, when the free pages do not suffice.
+        """
+        may_share &= self.share_prefixes
+        hits = self._find_prefix(table, tokens) if may_share else []
+        num_new = pages_for(len(tokens) + 1) - len(hits)
+        num_revived = sum(map(self.pool.is_free, hits))
+        if num_new + num_revived + headroom > self.pool.num_free:
+            return None
+        for page in hits:
+            self.pool.hold(page)
+            self._append(table, page)
+        table.num_published = len(hits)
+        table.num_drafted_pages = next((n for n, page in enumerate(hits) if not self.pool.has_draft[page]), len(hits))
+        for _ in range(num_new):
+            self._append(table, self.pool.take())
+        if may_share:
+            self.num_queried_tokens += len(tokens)
+            self.num_hit_tokens += len(hits) * PAGE_SIZE
+        return len(hits) * PAGE_SIZE
+
+    def reserve(self, table: BlockTable, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
+        """Make slots [start, stop) of a sequence writable, by new pages and by copies of shared ones.
+
+        Returns the (source, destination) pages to copy before writing, or None, with nothing changed, when the free
+        pages do not suffice. Pages before `start` may stay shared.
+        """
+        shared = [n for n in range(start // PAGE_SIZE, table.num_pages) if self.pool.holders[table.ids[n]] > 1]
+        num_new = max(0, pages_for(stop) - table.num_pages)
+        if num_new + len(shared) > self.pool.num_free:
+            return None
+        copies = []
+        for number in shared:
+            source, copy = int(table.ids[number]), self.pool.take()
+            self.pool.release(source)
+            table.ids[number] = copy
+            copies.append((source, copy))
+        for _ in range(num_new):
+            self._append(table, self.pool.take())
+        return tuple(copies)
+
+    def fork(self, parent: BlockTable, child: BlockTable, num_tokens: int) -> None:
+        """Let an empty `child` share the parent's first `num_tokens` tokens; whoever writes a shared page copies it."""
+        for page in parent.ids[: pages_for(num_tokens)].tolist():
+            self.pool.hold(page)
+            self._append(child, page)
+        child.num_published, child.num_drafted_pages = parent.num_published, parent.num_drafted_pages
+        child.digests = list(parent.digests)
+
+    def publish(self, table: BlockTable, tokens: Sequence[int], num_committed: int) -> None:
+        """Offer the full pages among the first `num_committed` tokens, all computed and final, for sharing."""
+        if not self.share_prefixes:
+            return
+        for number in range(table.num_published, num_committed // PAGE_SIZE):
+            self.pool.publish(int(table.ids[number]), table.digest(number, tokens))
+            table.num_published = number + 1
+
+    def mark_drafted(self, table: BlockTable, num_tokens: int) -> None:
+        """Note that the draft has computed the first `num_tokens` tokens, all of them committed."""
+        for number in range(table.num_drafted_pages, num_tokens // PAGE_SIZE):
+            self.pool.has_draft[table.ids[number]] = 1
+            table.num_drafted_pages = number + 1
+
+    @staticmethod
+    def num_drafted_tokens(table: BlockTable) -> int:
+        """Leading tokens of a sequence whose keys and values of the draft are in its pages."""
+        return table.num_drafted_pages * PAGE_SIZE
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the pages past `num_tokens` tokens: the roll-back of rejected drafts."""
+        self._cut(table, pages_for(num_tokens))
+
+    def free(self, table: BlockTable) -> None:
+        """Give back all pages, the last first, so that the beginning of a sequence stays findable longest."""
+        self._cut(table, 0)
+        table.num_published = table.num_drafted_pages = 0
+
+    def _find_prefix(self, table: BlockTable, tokens: Sequence[int]) -> list[int]:
+        pages: list[int] = []
+        for number in range((len(tokens) - 1) // PAGE_SIZE):
+            page = self.pool.find(table.digest(number, tokens))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def _append(self, table: BlockTable, page: int) -> None:
+        table.ids[table.num_pages] = page
+        table.num_pages += 1
+
+    def _cut(self, table: BlockTable, num_pages: int) -> None:
+        while table.num_pages > num_pages:
+            table.num_pages -= 1
+            self.pool.release(int(table.ids[table.num_pages]))

@@ -1,0 +1,171 @@
+"""Serving from Python, without a server: `LLM(path).generate(prompts, SamplingParams(...))`."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from serve.config import EngineConfig
+from serve.engine import Engine
+from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
+from serve.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Choice:
+    """One continuation of a prompt."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    drafted_mask: list[bool] = field(default_factory=list)
+    """True for tokens that the draft proposed and the target accepted."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    error: str | None = None
+
+
+@dataclass
+class Generation:
+    """What became of one prompt."""
+
+    prompt: str | None
+    """None when the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+
+class LLM:
+    """An engine in this process, for scripts and batch jobs."""
+
+    def __init__(self, model: str, *, draft: str | None = None, **options: Any) -> None:
+        """`model` and `draft`: folders of artifacts or Hugging Face models; `options`: fields of EngineConfig."""
+        self.engine = Engine(EngineConfig(model=str(model), draft=None if draft is None else str(draft), **options))
+        self.tokenizer = self.engine.tokenizer
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Generation]:
+        """Continue each prompt; a prompt is text, or a list of token ids. Results are in the order of the prompts.
+
+        `params`: one for all prompts, or one for each. `progress` shows a line on stderr. Raises ValueError, before
+        anything is computed, when a prompt or its parameters cannot be served.
+        """
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = cast("list[Prompt]", [prompts] if is_one else list(prompts))
+        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
+        ids = [
+            self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+            for prompt in several
+        ]
+        return self._run(texts, ids, params, progress)
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **template_variables: Any,
+    ) -> list[Generation]:
+        """Answer each conversation: a list of messages, or a list of such lists. Otherwise like `generate`."""
+        is_one = len(conversations) > 0 and isinstance(conversations[0], Mapping)
+        several = cast("list[Conversation]", [conversations] if is_one else list(conversations))
+        ids = [
+            self.tokenizer.chat_token_ids(messages, add_generation_prompt=True, **template_variables)
+            for messages in several
+        ]
+        return self._run([None] * len(ids), ids, params, progress)
+
+    def _run(
+        self,
+        texts: list[str | None],
+        ids: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[Generation]:
+        each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(ids):
+            raise ValueError(f"there are {len(ids)} prompts, but sampling parameters for {len(each)}")
+        generations: dict[str, Generation] = {}
+        try:
+            for text, prompt, own in zip(texts, ids, each, strict=True):
+                request_id = str(self._num_requests)
+                self.engine.add_request(request_id, prompt, own)
+                self._num_requests += 1
+                generations[request_id] = Generation(text, prompt, [Choice() for _ in range(own.n)])
+            self._drain(generations, progress)
+        except BaseException:  # also Ctrl-C: the engine must be free for the next call
+            for request_id in generations:
+                self.engine.abort(request_id)
+            self.engine.step()
+            raise
+        return list(generations.values())
+
+    def _drain(self, generations: dict[str, Generation], progress: bool) -> None:
+        line = ProgressLine(sum(len(generation.choices) for generation in generations.values())) if progress else None
+        while self.engine.has_work():
+            for output in self.engine.step():
+                _collect(generations[output.request_id], output)
+                if line is not None:
+                    line.add(output)
+        if line is not None:
+            line.close()
+
+
+def _collect(generation: Generation, output: RequestOutput) -> None:
+    choice = generation.choices[output.index]
+    choice.text += output.new_text
+    choice.token_ids += output.new_token_ids
+    choice.drafted_mask += output.drafted_mask
+    choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+    choice.num_drafted, choice.num_accepted = output.num_drafted, output.num_accepted
+    choice.error = output.error
+    if output.logprobs is not None:
+        choice.logprobs = (choice.logprobs or []) + output.logprobs
+    if output.prompt_logprobs is not None:
+        generation.prompt_logprobs = output.prompt_logprobs
+    generation.num_cached_tokens = output.num_cached_tokens
+
+
+class ProgressLine:
+    """One line on stderr, redrawn at most ten times a second."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_choices = num_choices
+        self._num_finished = self._num_tokens = 0
+        self._started = self._drawn = time.perf_counter()
+
+    def add(self, output: RequestOutput) -> None:
+        self._num_tokens += len(output.new_token_ids)
+        self._num_finished += output.finished
+        if time.perf_counter() - self._drawn > 0.1:
+            self._draw()
+
+    def close(self) -> None:
+        self._draw()
+        print(file=sys.stderr)
+
+    def _draw(self) -> None:
+        self._drawn = time.perf_counter()
+        rate = self._num_tokens / max(self._drawn - self._started, 1e-9)
+        counts = f"{self._num_finished}/{self._num_choices} answers, {self._num_tokens} tokens, {rate:.1f} tokens/s"
+        print(f"\r{counts}\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""Runs one flat ragged batch on one model: owns its page memory, builds its tensors.
+
+T tokens, R rows whose hidden states are wanted, B pieces (sequences of this pass), P pages, L layers.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.attention import PagedAttention, PagedBatch
+from model.config import ModelConfig
+from serve.kv_cache import PAGE_SIZE, BlockTable, pages_for
+
+
+class LanguageModel(Protocol):
+    """What the runner asks of a model; `model.transformer.Transformer` is one."""
+
+    config: ModelConfig
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: PagedAttention) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of one sequence, computed in one pass; their pages are reserved."""
+
+    tokens: list[int]
+    start: int
+    """Position of the first token."""
+    table: BlockTable
+    num_rows: int
+    """Of how many tokens, counted from the last, the hidden state is wanted."""
+
+
+class Runner:
+    """One model with its pages."""
+
+    def __init__(self, model: LanguageModel, num_pages: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocates `num_pages` pages of keys and values a layer, of `dtype`, on `device`."""
+        self.model = model
+        self.device = device
+        config = model.config
+        shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self.k_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.v_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    def hidden(self, pieces: list[Piece]) -> Tensor:
+        """Computes the pieces and stores their keys and values. Returns `[R, D]`, piece after piece."""
+        lengths = [len(piece.tokens) for piece in pieces]
+        tokens, positions, batch = self._flatten(pieces, lengths)
+        attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages)
+        hidden = self.model(tokens, positions, attention)
+        rows = _wanted_rows(pieces, lengths)
+        return hidden if rows is None else hidden[torch.from_numpy(rows).to(self.device)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[R, D] -> [R, V]`."""
+        return self.model.logits(hidden)
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copies (source, destination) pages in all layers; every source is read before any destination is written."""
+        if not copies:
+            return
+        sources, destinations = torch.tensor(copies, device=self.device).T
+        for pages in (*self.k_pages, *self.v_pages):
+            pages[destinations] = pages[sources]
+
+    def _flatten(self, pieces: list[Piece], lengths: list[int]) -> tuple[Tensor, Tensor, PagedBatch]:
+        cu_seqlens = np.zeros(len(pieces) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=cu_seqlens[1:])
+        kv_lengths = np.array([piece.start for piece in pieces], dtype=np.int32) + np.array(lengths, dtype=np.int32)
+        block_tables = np.zeros((len(pieces), pages_for(int(kv_lengths.max()))), dtype=np.int32)
+        for row, piece in enumerate(pieces):
+            num_pages = min(piece.table.num_pages, block_tables.shape[1])
+            block_tables[row, :num_pages] = piece.table.ids[:num_pages]
+        tokens = np.array([token for piece in pieces for token in piece.tokens], dtype=np.int64)
+        owner = np.repeat(np.arange(len(pieces)), lengths)
+        positions = np.arange(len(tokens)) + (kv_lengths - cu_seqlens[1:])[owner]
+        slots = block_tables[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        batch = PagedBatch(*map(self._tensor, (slots, block_tables, cu_seqlens, kv_lengths)))
+        return self._tensor(tokens), self._tensor(positions), batch
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _wanted_rows(pieces: list[Piece], lengths: list[int]) -> np.ndarray | None:
+    """Indices of the wanted rows in the flat batch; None when all of them are."""
+    if all(piece.num_rows == length for piece, length in zip(pieces, lengths, strict=True)):
+        return None
+    ends = np.cumsum(lengths)
+    ranges = [np.arange(end - piece.num_rows, end) for piece, end in zip(pieces, ends, strict=True)]
+    return np.concatenate(ranges)
