@@ -1,0 +1,196 @@
+"""Prometheus metrics, each under two names: `potstill:NAME` and, so that existing dashboards work, `vllm:NAME`.
+
+Label sets are closed: the model's name, finish reasons, our own routes, status codes. Nothing a client sends becomes a
+label. Names and meanings follow vLLM 0.33; counters gain `_total`. Durations in seconds, lengths in tokens.
+"""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from serve.messages import Ready
+from serve.outputs import EngineStats, RequestOutput
+
+PREFIX, ALIAS = "potstill:", "vllm:"
+MAX_DRAFT_POSITIONS = 16
+"""Places in the draft that get a label of their own."""
+# Roughly geometric, so that one set of buckets reads well from a laptop's CPU to a large GPU.
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+TOKENS = tuple(float(2**power) for power in range(18))
+
+
+class Metrics:
+    """All metrics of one server. Not global: two servers in one process do not mix."""
+
+    def __init__(self, model_name: str) -> None:
+        self._source = CollectorRegistry(auto_describe=False)
+        self._public = CollectorRegistry(auto_describe=False)
+        self._public.register(_TwoNames(self._source))
+        self._model_name = model_name
+        self._stats = EngineStats()
+        self._gauges()
+        self._counters()
+        self._histograms()
+
+    def _gauges(self) -> None:
+        self.num_requests_running = self._one(Gauge, "num_requests_running", "Choices in the running batch.")
+        self.num_requests_waiting = self._one(Gauge, "num_requests_waiting", "Choices waiting for a place.")
+        self.kv_cache_usage = self._one(Gauge, "kv_cache_usage_perc", "Fraction of KV pages in use; 1 is all.")
+        self.speculative_tokens = self._one(Gauge, "spec_decode_draft_length", "Mean draft length asked for lately.")
+        self.cache_config = Gauge(
+            f"{PREFIX}cache_config_info",
+            "Pages of the KV cache and tokens in a page.",
+            ["model_name", "num_gpu_blocks", "block_size"],
+            registry=self._source,
+        )
+
+    def _counters(self) -> None:
+        self._totals = {
+            name: self._one(Counter, metric, explanation)
+            for name, metric, explanation in (
+                ("num_prompt_tokens", "prompt_tokens", "Prompt tokens computed or found in the cache."),
+                ("num_generation_tokens", "generation_tokens", "Tokens generated."),
+                ("num_preemptions", "num_preemptions", "Sequences that lost their pages and were recomputed."),
+                ("prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
+                ("prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
+                ("num_drafts", "spec_decode_num_drafts", "Verifications with at least one draft token."),
+                ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens proposed."),
+                ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+            )
+        }
+        self.accepted_per_position = self._many(
+            Counter, "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by place.", "position"
+        )
+        self.request_success = self._many(
+            Counter, "request_success", "Choices that finished, by finish reason.", "finished_reason"
+        )
+        self.admission_rejections = self._many(
+            Counter, "admission_rejections", "Requests refused for overload.", "reason"
+        )
+        self.engine_restarts = self._one(Counter, "engine_restarts", "Engines started after one died.")
+        self.http_requests = self._many(Counter, "http_requests", "HTTP requests answered.", "route", "status")
+
+    def _histograms(self) -> None:
+        def seconds(name: str, explanation: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+            return self._one(Histogram, name, explanation, buckets=buckets)
+
+        self.time_to_first_token = seconds("time_to_first_token_seconds", "Arrival to first token.")
+        self.inter_token_latency = seconds("inter_token_latency_seconds", "Gap between outputs.", TOKEN_SECONDS)
+        self.time_per_output_token = seconds(
+            "request_time_per_output_token_seconds", "Decode time over tokens after the first.", TOKEN_SECONDS
+        )
+        self.e2e_latency = seconds("e2e_request_latency_seconds", "Arrival to last token.")
+        self.queue_time = seconds("request_queue_time_seconds", "Arrival to a place in the batch.")
+        self.prefill_time = seconds("request_prefill_time_seconds", "A place in the batch to the first token.")
+        self.decode_time = seconds("request_decode_time_seconds", "First token to last token.")
+        self.prompt_length = self._one(Histogram, "request_prompt_tokens", "Prompt tokens.", buckets=TOKENS)
+        self.generation_length = self._one(Histogram, "request_generation_tokens", "Output tokens.", buckets=TOKENS)
+        self.iteration_tokens = self._one(
+            Histogram, "iteration_tokens_total", "Prompt and output tokens between two reports.", buckets=TOKENS
+        )
+
+    def _one(self, kind, name: str, explanation: str, **settings):  # type: ignore[no-untyped-def]
+        """A metric whose only label is the model's name, with that label filled in."""
+        metric = kind(f"{PREFIX}{name}", explanation, ["model_name"], registry=self._source, **settings)
+        return metric.labels(self._model_name)
+
+    def _many(self, kind, name: str, explanation: str, *labels: str) -> "_Labelled":  # type: ignore[no-untyped-def]
+        metric = kind(f"{PREFIX}{name}", explanation, ["model_name", *labels], registry=self._source)
+        return _Labelled(metric, self._model_name)
+
+    def engine_started(self, info: Ready) -> None:
+        """A fresh engine: its counters begin anew, ours go on."""
+        self._stats = info.stats
+        self.cache_config.labels(self._model_name, info.num_pages, info.page_size).set(1)
+
+    def record_stats(self, stats: EngineStats) -> None:
+        """Take over what the engine says of itself after a step."""
+        before, self._stats = self._stats, stats
+        self.num_requests_running.set(stats.num_running)
+        self.num_requests_waiting.set(stats.num_waiting)
+        self.kv_cache_usage.set(stats.num_pages_used / stats.num_pages if stats.num_pages else 0.0)
+        self.speculative_tokens.set(stats.speculative_tokens)
+        for name, counter in self._totals.items():
+            counter.inc(getattr(stats, name) - getattr(before, name))
+        for position, accepted in enumerate(stats.accepted_per_position[:MAX_DRAFT_POSITIONS]):
+            earlier = before.accepted_per_position[position] if position < len(before.accepted_per_position) else 0
+            self.accepted_per_position.labels(position=str(position)).inc(accepted - earlier)
+        new_tokens = (stats.num_prompt_tokens - before.num_prompt_tokens) + (
+            stats.num_generation_tokens - before.num_generation_tokens
+        )
+        if new_tokens:
+            self.iteration_tokens.observe(new_tokens)
+
+    def expose(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._public)
+
+
+class _Labelled:
+    """A metric with the model's name filled in and further labels open."""
+
+    def __init__(self, metric: Counter, model_name: str) -> None:
+        self._metric = metric
+        self._model_name = model_name
+
+    def labels(self, **labels: str) -> Counter:
+        return self._metric.labels(model_name=self._model_name, **labels)
+
+
+class _TwoNames:
+    """Collects every family of a registry twice: under our prefix and under vLLM's."""
+
+    def __init__(self, source: CollectorRegistry) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._source.collect():
+            yield family
+            alias = Metric(family.name.replace(PREFIX, ALIAS, 1), family.documentation, family.type, family.unit)
+            alias.samples = [
+                sample._replace(name=sample.name.replace(PREFIX, ALIAS, 1))
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            ]
+            yield alias
+
+
+class ChoiceTimer:
+    """Times of one choice, recorded as its outputs arrive."""
+
+    def __init__(self, metrics: Metrics, arrival: float, started: float | None) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._started = started
+        """When it got its place in the batch; None if that was not reported."""
+        self._first: float | None = None
+        self._last = arrival
+
+    def record(self, output: RequestOutput) -> None:
+        now = time.monotonic()
+        if output.new_token_ids:
+            if self._first is None:
+                self._first = now
+                self._metrics.time_to_first_token.observe(now - self._arrival)
+                if self._started is not None:
+                    self._metrics.prefill_time.observe(now - self._started)
+            else:
+                self._metrics.inter_token_latency.observe(now - self._last)
+            self._last = now
+        if output.finish_reason is not None:
+            self._finish(output, output.finish_reason, now)
+
+    def _finish(self, output: RequestOutput, reason: str, now: float) -> None:
+        self._metrics.request_success.labels(finished_reason=reason).inc()
+        self._metrics.e2e_latency.observe(now - self._arrival)
+        self._metrics.generation_length.observe(output.num_output_tokens)
+        if output.index == 0:
+            self._metrics.prompt_length.observe(output.num_prompt_tokens)
+        if self._first is not None:
+            decode_s = self._last - self._first
+            self._metrics.decode_time.observe(decode_s)
+            if output.num_output_tokens > 1:
+                self._metrics.time_per_output_token.observe(decode_s / (output.num_output_tokens - 1))

@@ -1,0 +1,230 @@
+"""What `potstill serve` can be told: one dataclass, its command line (vLLM's spellings) and its YAML file.
+
+No torch and no HTTP stack here: the command line is parsed before either is imported.
+"""
+
+import argparse
+import ipaddress
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from serve.config import NGRAM, EngineConfig
+
+API_KEY_VARIABLE = "POTSTILL_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How to serve one model. Sizes in bytes, times in seconds; the engine's own defaults stand in EngineConfig."""
+
+    model: str
+    """Folder of the model: an artifact or any Hugging Face folder."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Other than loopback, it needs api_keys or allow_unauthenticated."""
+    port: int = 8000
+    """0 takes a free port."""
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may use; empty: the model as it was given."""
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    verify: str | None = None
+    """Folder of the target: its distribution is served, and `model` is its draft."""
+    draft: str | None = None
+    """Folder of a draft for `model`, or "ngram"."""
+    num_speculative_tokens: int | None = None
+    seed: int = 0
+    api_keys: tuple[str, ...] = ()
+    allow_unauthenticated: bool = False
+    chat_template: str | None = None
+    """File that replaces the model's chat template."""
+    max_queue: int = 64
+    """Most choices that may wait for a place in the running batch; more are refused with 429."""
+    queue_wait_s: float = 30.0
+    """A request that has waited this long is refused with 429."""
+    drain_s: float = 30.0
+    """After SIGTERM, how long running requests may take to finish."""
+    health_timeout_s: float = 10.0
+    """How long /health waits for the engine's loop; longer than the longest step."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.verify is not None and self.draft is not None:
+            raise ValueError("give either --verify or --speculative-config: one target has one draft")
+        for name in ("max_queue", "max_num_seqs", "port"):
+            if getattr(self, name) < (1 if name == "max_num_seqs" else 0):
+                raise ValueError(f"{name} must not be {getattr(self, name)}")
+        if any(not key.strip() for key in self.api_keys):
+            raise ValueError("an API key is empty")
+        if not (_is_loopback(self.host) or self.api_keys or self.allow_unauthenticated):
+            raise ValueError(
+                f"host {self.host} is reachable from other machines: give --api-key (or {API_KEY_VARIABLE}), "
+                "or say --allow-unauthenticated"
+            )
+
+    @property
+    def target(self) -> str:
+        """The model whose distribution is served."""
+        return self.verify or self.model
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names a request may use; the first is the one that responses carry."""
+        return self.served_model_name or (self.model,)
+
+    def engine_config(self) -> EngineConfig:
+        """The part that the engine process gets."""
+        shared = {field.name for field in fields(EngineConfig)} & {field.name for field in fields(self)}
+        values = {name: getattr(self, name) for name in shared}
+        return EngineConfig(
+            **values | {"model": self.target, "draft": self.model if self.verify is not None else self.draft}
+        )
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and the options of `potstill serve`. Options not given stay out of the namespace."""
+
+    def add(flag: str, explanation: str, **settings: Any) -> None:
+        name = settings.get("dest", flag.lstrip("-").replace("-", "_"))
+        default = getattr(ServerOptions, name, None)
+        shown = "" if default in (None, (), False, True) else f" (default: {default})"
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=explanation + shown, **settings)
+
+    parser.add_argument("model", metavar="MODEL", help="folder of the model: an artifact or any Hugging Face folder")
+    add("--host", "address to listen on")
+    add("--port", "port to listen on; 0 takes a free one", type=int)
+    add("--served-model-name", "names that requests use for the model", nargs="+", metavar="NAME")
+    add("--dtype", "auto, float32, bfloat16 or float16")
+    add("--device", "auto, cpu, cuda or cuda:N")
+    add("--max-model-len", "most tokens of prompt and output together", type=int, metavar="TOKENS")
+    add("--gpu-memory-utilization", "fraction of the GPU's memory to use", type=float, metavar="FRACTION")
+    add("--kv-cache-bytes", "memory for KV pages, such as 2G", type=_size, metavar="BYTES")
+    add("--max-num-seqs", "most sequences running at once", type=int, metavar="N")
+    add("--max-num-batched-tokens", "most tokens computed in one step", type=int, metavar="N")
+    add("--no-enable-prefix-caching", "do not share the KV pages of equal prefixes", action="store_false",
+        dest="enable_prefix_caching")  # fmt: skip
+    add("--verify", "serve TARGET's distribution, with MODEL as its draft", metavar="TARGET")
+    add("--speculative-config", 'JSON: {"model": DRAFT or "ngram", "num_speculative_tokens": N}', type=_speculative)
+    add("--seed", "seed of requests that bring none", type=int)
+    add("--api-key", f"key that requests must bring; repeatable; also {API_KEY_VARIABLE}", action="append",
+        dest="api_keys", metavar="KEY")  # fmt: skip
+    add("--allow-unauthenticated", "listen beyond loopback without a key", action="store_true")
+    add("--chat-template", "Jinja file that replaces the model's chat template", metavar="FILE")
+    add("--max-queue", "most sequences waiting; more are refused with 429", type=int, metavar="N")
+    add("--queue-wait-s", "longest wait for a place in the batch, seconds", type=float, metavar="SECONDS")
+    add("--drain-s", "how long running requests may go on after SIGTERM, seconds", type=float, metavar="SECONDS")
+    add("--health-timeout-s", "how long /health waits for the engine, seconds", type=float, metavar="SECONDS")
+    add("--log-level", "debug, info, warning or error", choices=["debug", "info", "warning", "error"])
+    add("--config", "YAML file of these options, without the dashes in front; the command line wins", metavar="FILE")
+
+
+def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:
+    """The options of a parsed command line: YAML file, then command line, then the environment for a missing key.
+
+    Raises ValueError with one sentence for what is wrong. Attributes of `namespace` that are no options are ignored.
+    """
+    known = {field.name for field in fields(ServerOptions)} | {"speculative_config"}
+    given = {name: value for name, value in vars(namespace).items() if name in known}
+    values = _from_yaml(Path(namespace.config)) if getattr(namespace, "config", None) else {}
+    values |= given
+    values |= values.pop("speculative_config", None) or {}
+    if not values.get("api_keys") and os.environ.get(API_KEY_VARIABLE):
+        values["api_keys"] = [os.environ[API_KEY_VARIABLE]]
+    for name in ("api_keys", "served_model_name"):
+        values[name] = tuple(values.get(name) or ())
+    return ServerOptions(**values)
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    """The options of a YAML file, read exactly as the command line would read them."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not path.is_file():
+        raise ValueError(f"--config {path}: no such file")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold option names and values")
+    parser = _FileParser(prog=f"--config {path}", add_help=False, allow_abbrev=False)
+    add_serve_arguments(parser)
+    words = [word for name, value in content.items() for word in _words(str(name), value)]
+    values = vars(parser.parse_args(["", *words]))
+    values.pop("model", None)
+    return values
+
+
+class _FileParser(argparse.ArgumentParser):
+    """Reads the words of a file: a mistake is a ValueError, where on a command line it ends the program."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(f"{self.prog}: {message}")
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """One entry of the file in the form of the command line."""
+    flag = f"--{name.replace('_', '-')}"
+    if flag == "--config":
+        raise ValueError("a --config file cannot name another")
+    if isinstance(value, bool):
+        return [flag] if value else []
+    if isinstance(value, dict):
+        return [f"{flag}={json.dumps(value)}"]
+    if isinstance(value, list):
+        if flag == "--api-key":
+            return [f"{flag}={item}" for item in value]
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]
+
+
+def _size(text: str) -> int:
+    """ "512M" as bytes; K, M and G are powers of 1024."""
+    number, factor = text.upper().removesuffix("IB").removesuffix("B"), 1
+    if number and number[-1] in "KMG":
+        number, factor = number[:-1], 1024 ** ("KMG".index(number[-1]) + 1)
+    try:
+        size = int(float(number) * factor)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2147483648, 2048M or 2G") from None
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"a size must be positive, not {text}")
+    return size
+
+
+def _speculative(text: str) -> dict[str, Any]:
+    """--speculative-config as fields of ServerOptions."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict) or set(value) - {"model", "method", "num_speculative_tokens"}:
+        raise argparse.ArgumentTypeError('expected {"model": ..., "num_speculative_tokens": ...} and nothing else')
+    if value.get("method", "draft_model") not in ("draft_model", NGRAM):
+        raise argparse.ArgumentTypeError(f'method must be "draft_model" or "{NGRAM}"')
+    draft = NGRAM if value.get("method") == NGRAM else value.get("model")
+    tokens = value.get("num_speculative_tokens")
+    if draft is not None and not isinstance(draft, str):
+        raise argparse.ArgumentTypeError("model must be a string")
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
+        raise argparse.ArgumentTypeError("num_speculative_tokens must be a whole number")
+    chosen = {} if draft is None else {"draft": draft}
+    return chosen | {"num_speculative_tokens": tokens}
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,161 @@
+"""OpenAI's responses, whole and in chunks. Fields that may be null are always present; UNSET ones are left out."""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    """Prompt tokens whose keys and values came from the prefix cache."""
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """How the draft did: tokens it proposed that the target accepted, and that it rejected."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens read and written; each prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Only from a server that speculates."""
+
+
+class LegacyLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of /v1/completions: parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+    """Where each token begins in the choice's text, in characters."""
+    drafted: list[bool] | UnsetType = UNSET
+    """True where the draft proposed the token; only from a server that speculates."""
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probabilities of /v1/chat/completions: one object a token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+    drafted: bool | UnsetType = UNSET
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """A choice of a whole completion, or its part in a chunk."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """A whole completion, or a chunk of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One entry of /v1/models."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    owned_by: str = "potstill"
+    object: str = "model"
+    parent: None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+encoder = msgspec.json.Encoder()
+
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
