@@ -173,6 +173,7 @@ def _build_recipe(raw: dict[str, Any]) -> Recipe:
         tracking=_build(Tracking, raw.get("tracking") or {}, "tracking"),
     )
     _check_references(recipe)
+    _check_gates(recipe)
     return recipe
 
 
@@ -279,6 +280,18 @@ def _check_references(recipe: Recipe) -> None:
             models.append(out)
     if recipe.serve is not None:
         _check_names(recipe.serve, "serve", models=models, data=data, later=[])
+
+
+def _check_gates(recipe: Recipe) -> None:
+    """A gate can only bound what its stage measures."""
+    for index, (kind, config) in enumerate(recipe.stages):
+        if kind != "evaluate":
+            continue
+        relative = ("max_kl", "min_acceptance", "min_agreement") if config.against is None else ()
+        for name in ("max_kl_ratio", *relative):
+            if getattr(config.gate, name) is not None:
+                missing = "nothing is trained here" if name == "max_kl_ratio" else "`against` is not set"
+                raise RecipeError(f"stages.{index}.evaluate.gate.{name} has nothing to bound: {missing}.")
 
 
 def _check_names(config: Any, path: str, *, models: list[str], data: list[str], later: list[str]) -> None:

@@ -1,0 +1,227 @@
+"""The `potstill` command. Everything heavy is imported by the command that needs it; `--help` imports no torch.
+
+Exit codes: 0 done; 1 a gate refused a result, or a defect; 2 a mistake in what was given; 130 interrupted, the same
+command goes on.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import GateRefused, RunInterrupted, UserError
+from serve.options import add_serve_arguments, options_from_arguments
+
+ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code. A user's mistake is one sentence, never a traceback."""
+    options = make_parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except (GateRefused, RunInterrupted) as end:
+        _say(f"{end}.")
+        return end.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted; the same command goes on from here.")
+        return RunInterrupted.exit_code
+    except (ValueError, OSError) as error:
+        if options.traceback:
+            raise
+        logging.getLogger("potstill").debug("the command failed", exc_info=True)
+        text = str(error) or type(error).__name__
+        _say(text if text.endswith((".", "?", "!")) else f"{text}.")
+        return UserError.exit_code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="potstill", description="One recipe turns a large language model into an efficient one and serves it."
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_serve(commands)
+    _add_generate(commands)
+    _add_small(commands)
+    return parser
+
+
+def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    run = commands.add_parser("run", help="run a recipe, or go on with it")
+    run.add_argument("recipe", type=Path, help="recipe file, or the folder of a run")
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="such as distill.tokens=1M or name=other")
+    run.add_argument("--folder", type=Path, help="the run's folder (default: runs/NAME)")
+    run.add_argument("--cache", type=Path, help="downloads and tokenized text (default: ~/.cache/potstill)")
+    run.set_defaults(command=_run)
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, alone or verified",
+        description="MODEL may also be the folder of a run: its recipe says what to serve, and --verify takes the name "
+        "of one of its models.",
+    )
+    add_serve_arguments(serve)
+    serve.set_defaults(command=_serve)
+
+
+def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    generate = commands.add_parser("generate", help="print one answer")
+    generate.add_argument("model", metavar="MODEL", help="folder of a model or of a run")
+    generate.add_argument("prompt", nargs="?", help="what to say (default: read from standard input)")
+    generate.add_argument("--verify", metavar="TARGET", help="serve TARGET's distribution, with MODEL as its draft")
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    generate.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    generate.set_defaults(command=_generate)
+
+
+def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    report = commands.add_parser("report", help="write a run's report.html again")
+    report.add_argument("run", type=Path, help="folder of the run")
+    report.set_defaults(command=_report)
+    doctor = commands.add_parser("doctor", help="say what this environment is and what is wrong with it")
+    doctor.set_defaults(command=_doctor)
+    recipe = commands.add_parser("recipe", help="show or check a recipe")
+    actions = recipe.add_subparsers(required=True, metavar="ACTION")
+    for name, text in (("show", "print it with every default and override"), ("validate", "only check it")):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("recipe", type=Path)
+        action.add_argument("overrides", nargs="*", metavar="key=value")
+        action.set_defaults(command=_recipe, show=name == "show")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from pipeline.processes import Processes
+    from pipeline.recipe import load_recipe
+    from pipeline.run_folder import RECIPE_NAME, RunFolder, is_run
+
+    resumes = is_run(options.recipe)
+    path = options.recipe / RECIPE_NAME if resumes else options.recipe
+    recipe = load_recipe(path, options.overrides)
+    folder = RunFolder(options.folder or (options.recipe if resumes else Path("runs") / recipe.name))
+    processes = Processes()
+    log_to(folder.log if processes.is_main else None, show=processes.is_main)
+    from pipeline.run import run_recipe
+
+    try:
+        results = run_recipe(recipe, folder, cache=options.cache or default_cache(), processes=processes)
+    finally:
+        processes.close()
+    if processes.is_main:
+        _print_results(results, folder.report)
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from pipeline.run_folder import resolve_served
+
+    served = resolve_served(options.model, getattr(options, "verify", None))
+    options.model = served.model
+    if served.verify is not None:
+        options.verify = served.verify
+    if served.name is not None and not hasattr(options, "served_model_name"):
+        options.served_model_name = [served.name]
+    server_options = options_from_arguments(options)
+    from serve.server import run_server
+
+    return run_server(server_options)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from pipeline.run_folder import resolve_served
+
+    served = resolve_served(options.model, options.verify)
+    prompt = options.prompt if options.prompt is not None else sys.stdin.read()
+    if not prompt.strip():
+        raise UserError("There is no prompt: give one after MODEL or on standard input.")
+    from pipeline.generate import generate
+
+    return generate(served, prompt, options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pipeline.report import write_report
+    from pipeline.run_folder import RunFolder
+
+    print(write_report(RunFolder(options.run)))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from pipeline.doctor import run_doctor
+
+    return run_doctor()
+
+
+def _recipe(options: argparse.Namespace) -> int:
+    from pipeline.recipe import load_recipe, recipe_to_yaml
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.show:
+        print(recipe_to_yaml(recipe), end="")
+    else:
+        print(f"{options.recipe} is a valid recipe: {', '.join(stage.name for stage in recipe.plan())}")
+    return 0
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def log_to(file: Path | None, *, show: bool) -> None:
+    """Sends our rooms' messages to the terminal and, with times and details, to the run's log file."""
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setFormatter(logging.Formatter("%(message)s"))
+    screen.setLevel(logging.INFO if show else logging.ERROR)
+    handlers: list[logging.Handler] = [screen]
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = logging.FileHandler(file, encoding="utf-8", delay=True)
+        kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers.append(kept)
+    for room in ROOMS:
+        logger = logging.getLogger(room)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        logger.handlers = handlers
+
+
+def default_cache() -> Path:
+    """Where downloads and tokenized text are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
+
+
+def _print_results(results: Sequence[object], report: Path) -> None:
+    from rich.console import Console
+
+    from pipeline.answers import print_conversation
+    from pipeline.result import Result
+    from pipeline.table import collect_rows, rich_table
+
+    found = [result for result in results if isinstance(result, Result)]
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    answers = [answer for result in found for answer in result.answers]
+    if answers:
+        print_conversation(console, answers)
+    rows = collect_rows(found)
+    if rows:
+        console.print()
+        console.print(rich_table(rows))
+    console.print(f"report: {report}", soft_wrap=True, highlight=False)
+
+
+def _say(sentence: str) -> None:
+    print(f"potstill: {sentence}", file=sys.stderr)

@@ -1,0 +1,35 @@
+"""`potstill generate`: one answer from the engine in this process, drafted tokens marked, and its speed."""
+
+import argparse
+import time
+
+from rich.console import Console
+
+from pipeline.answers import pieces_of, print_answer
+from pipeline.run_folder import Served
+from serve.llm import LLM
+from serve.sampling_params import SamplingParams
+
+
+def generate(served: Served, prompt: str, options: argparse.Namespace) -> int:
+    """Prints the answer on standard output and the speed on standard error. Returns the exit code."""
+    target, draft = (served.model, None) if served.verify is None else (served.verify, served.model)
+    engine = LLM(target, draft=draft, dtype=options.dtype, device=options.device, kv_cache_bytes=2**29)
+    params = SamplingParams(
+        temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
+    )
+    started = time.perf_counter()
+    if options.raw or not engine.tokenizer.templates:
+        answer = engine.generate(prompt, params)[0].choices[0]
+    else:
+        answer = engine.chat([{"role": "user", "content": prompt}], params)[0].choices[0]
+    seconds = time.perf_counter() - started
+    spelled = engine.tokenizer.token_bytes()
+    tokens = [(spelled[token], drafted) for token, drafted in zip(answer.token_ids, answer.drafted_mask, strict=True)]
+    print_answer(Console(), pieces_of(tokens, answer.text))
+    count = len(answer.token_ids)
+    accepted = ""
+    if answer.num_drafted:
+        accepted = f"; {answer.num_accepted} of {answer.num_drafted} drafted tokens accepted"
+    Console(stderr=True).print(f"{count} tokens, {count / seconds:.1f} tokens/s{accepted}", style="dim")
+    return 0

@@ -1,0 +1,204 @@
+"""Runs a recipe: stage after stage, each only when something that decides its result has changed.
+
+    lock → recipe.yaml → for each stage: key → finished? skip : run → result.json → report.html
+
+A stage's key is a digest of its settings, of the models and the data that go in, and of the format. A finished stage is
+one whose result.json carries that key and whose published model still matches its own hashes. The part of the key
+without the gate decides whether an unfinished stage's state may be resumed: another bound needs no new training.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from model.artifact import ArtifactError, open_artifact
+from pipeline.errors import GateRefused, RunInterrupted
+from pipeline.processes import Processes
+from pipeline.recipe import to_plain
+from pipeline.result import FORMAT_VERSION, Result, read_result, write_atomically, write_result
+from pipeline.run_folder import RunFolder
+from pipeline.schema import ModelSource, Recipe, Stage
+from pipeline.stages import runner
+from pipeline.stages.context import Input, StageContext, prepare_data
+
+log = logging.getLogger(__name__)
+
+INPUTS_NAME = "inputs.json"
+SKIP, RUN, FAILED = 0, 1, 2
+
+
+class Run:
+    """One run of a recipe in its folder, by this process as one of `processes`."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, *, cache: Path, processes: Processes) -> None:
+        self.recipe, self.folder, self.cache, self.processes = recipe, folder, cache, processes
+        self.finished: dict[str, Input] = {}
+        """Verified models by their names in the recipe."""
+        self._data_digests: dict[tuple[str, str], str] = {}
+
+    def execute(self) -> list[Result]:
+        """Runs what has to run. Returns the results of all stages; in processes other than the main one, nothing.
+
+        Raises UserError (also for a held lock), GateRefused or RunInterrupted; what was finished stays finished.
+        """
+        with self.folder.locked() if self.processes.is_main else nullcontext():
+            if self.processes.is_main:
+                self.folder.write_recipe(self.recipe)
+            self.processes.wait()
+            results = [self._stage(stage) for stage in self.recipe.plan()]
+        return [result for result in results if result is not None]
+
+    def _stage(self, stage: Stage) -> Result | None:
+        key, work_key = self._keys(stage)
+        result = self._finished_result(stage, key) if self.processes.is_main else None
+        if self.processes.agree(SKIP if result else RUN) == SKIP:
+            log.info("%s is finished, nothing has changed", stage.name)
+        else:
+            result = self._run(stage, key, work_key)
+        self._check_gate(stage, result)
+        if stage.out:
+            folder = self.folder.model(stage)
+            self.finished[stage.out] = Input(folder, open_artifact(folder, verify=False).digest)
+        return result
+
+    def _run(self, stage: Stage, key: str, work_key: str) -> Result | None:
+        """Runs a stage in its folder, on top of what an interrupted attempt at the same work left there."""
+        folder = self.folder.stage(stage)
+        if self.processes.is_main:
+            self._open_stage(stage, work_key)
+        self.processes.wait()
+        log.info("%s begins", stage.name)
+        context = StageContext(
+            stage=stage,
+            recipe=self.recipe,
+            folder=folder,
+            cache=self.cache,
+            inputs={name: self.finished[name] for name in model_names(stage)},
+            key=key,
+            processes=self.processes,
+        )
+        result = runner(stage.kind)(context)
+        if result is not None:
+            write_result(folder, result)
+        self.processes.wait()
+        return result
+
+    def _open_stage(self, stage: Stage, work_key: str) -> None:
+        """Makes the stage's folder ready: as it was left for the same work, empty for other work."""
+        folder = self.folder.stage(stage)
+        recorded = folder / INPUTS_NAME
+        same = recorded.is_file() and json.loads(recorded.read_text(encoding="utf-8")).get("key") == work_key
+        finished = read_result(folder) is not None
+        if not same and finished:
+            log.info("%s has other inputs now; its old result moves to %s", stage.name, self.folder.previous(stage))
+            shutil.rmtree(self.folder.previous(stage), ignore_errors=True)
+            self.folder.previous(stage).parent.mkdir(exist_ok=True)
+            folder.rename(self.folder.previous(stage))
+        elif not same:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        (folder / "result.json").unlink(missing_ok=True)
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        write_atomically(recorded, json.dumps({"key": work_key}).encode())
+
+    def _finished_result(self, stage: Stage, key: str) -> Result | None:
+        """The stage's result if it has this key, passed, and what it published is whole."""
+        result = read_result(self.folder.stage(stage))
+        if result is None or result.key != key or not result.passed:
+            return None
+        if stage.out is None:
+            return result
+        try:
+            digest = open_artifact(self.folder.model(stage)).digest
+        except ArtifactError as error:
+            log.warning("%s has to run again: %s", stage.name, error)
+            return None
+        return result if digest == result.output else None
+
+    def _check_gate(self, stage: Stage, result: Result | None) -> None:
+        """Stops every process when the main one's result was refused."""
+        failed = self.processes.is_main and result is not None and not result.passed
+        if self.processes.agree(FAILED if failed else RUN) == FAILED:
+            raise GateRefused(f"{stage.name} is below its gate: nothing was published, and the run stops here")
+
+    def _keys(self, stage: Stage) -> tuple[str, str]:
+        """(key of the result, key of the work), both hexadecimal; the second leaves out what only judges.
+
+        How often a checkpoint is written changes nothing, so it is in neither."""
+        settings = to_plain(stage.config)
+        gate = settings.pop("gate", None)
+        settings.pop("checkpoint_every_s", None)
+        work = {
+            "format": FORMAT_VERSION,
+            "kind": stage.kind,
+            "settings": settings,
+            "models": {name: self.finished[name].digest for name in model_names(stage)},
+            "data": self._data_digest(stage),
+            "source": _stamp(stage.config) if isinstance(stage.config, ModelSource) else None,
+        }
+        work_key = _digest(work)
+        return _digest({"work": work_key, "gate": gate}), work_key
+
+    def _data_digest(self, stage: Stage) -> str | None:
+        """Digest of the tokenized data set that a stage names, split included. Known in every process."""
+        name = getattr(stage.config, "data", None)
+        if name is None:
+            return None
+        from model.tokenizer import Tokenizer
+
+        folder = self.finished[getattr(stage.config, "teacher", None) or stage.config.model].folder
+        tokenizer = Tokenizer.load(folder)
+        if (name, tokenizer.digest) not in self._data_digests:
+            if not self.processes.is_main:
+                self.processes.wait()
+            show = self.processes.is_main
+            prepared = prepare_data(self.recipe.data[name], tokenizer, self.cache, progress=show)
+            if self.processes.is_main:
+                self.processes.wait()
+            both = _digest([prepared.train.digest, prepared.held_out.digest])
+            self._data_digests[name, tokenizer.digest] = both
+        return self._data_digests[name, tokenizer.digest]
+
+
+def model_names(stage: Stage) -> list[str]:
+    """Names of the models that a stage reads, each once."""
+    if isinstance(stage.config, ModelSource):
+        return []
+    student = getattr(stage.config, "student", None)
+    named = [getattr(stage.config, field, None) for field in ("teacher", "model", "against", "verify")]
+    return list(dict.fromkeys(name for name in [*named, student and student.origin] if name))
+
+
+def run_recipe(recipe: Recipe, folder: RunFolder, *, cache: Path, processes: Processes) -> list[Result]:
+    """`Run.execute`, and a report of whatever is there at the end, also of a run that stopped half-way."""
+    from pipeline.report import write_report
+
+    try:
+        results = Run(recipe, folder, cache=cache, processes=processes).execute()
+    except (GateRefused, RunInterrupted):
+        if processes.is_main:
+            write_report(folder)
+        raise
+    if processes.is_main:
+        write_report(folder)
+    return results
+
+
+def _stamp(source: ModelSource) -> Any:
+    """Sizes and times of a local source's files: when they change, the model is imported anew.
+
+    An import that gives the same files has the same digest, so the stages after it do not run again for nothing.
+    """
+    path = Path(source.origin).expanduser()
+    if source.origin.startswith("wheel:") or not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

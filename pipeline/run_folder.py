@@ -1,0 +1,145 @@
+"""A run's folder: where everything of a run lies, its lock, and how names in its recipe become artifact paths.
+
+runs/NAME/
+  recipe.yaml             the resolved recipe, the source of truth
+  00-teacher/ 01-distill/ one folder a stage
+    inputs.json           digest of what decides the work; equal on resume, else the stage starts afresh
+    checkpoints/          resumable training state
+    candidate/            a model that is measured but not published, or was refused by its gate
+    model/                the artifact it published
+    metrics.jsonl         every logged step
+    result.json           quality, memory, speed, cost, gate
+  previous/               finished stages that a changed recipe replaced, one generation
+  report.html  log.txt  lock
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.artifact import ArtifactError, open_artifact
+from pipeline.errors import RunLockedError, UserError
+from pipeline.recipe import load_recipe, recipe_to_yaml
+from pipeline.result import Result, read_result, write_atomically
+from pipeline.schema import Recipe, Stage
+
+RECIPE_NAME = "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run. Making one touches nothing."""
+
+    path: Path
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    def stage(self, stage: Stage) -> Path:
+        """The folder of one stage."""
+        return self.path / stage.name
+
+    def model(self, stage: Stage) -> Path:
+        """Where the stage publishes its model."""
+        return self.stage(stage) / "model"
+
+    def previous(self, stage: Stage) -> Path:
+        """Where a finished stage goes that a changed recipe replaces."""
+        return self.path / "previous" / stage.name
+
+    def recipe(self) -> Recipe:
+        """The recipe that the run was last started with."""
+        if not is_run(self.path):
+            raise UserError(f"{self.path} is no run folder: it has no {RECIPE_NAME}.")
+        return load_recipe(self.path / RECIPE_NAME)
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Keeps the resolved recipe."""
+        write_atomically(self.path / RECIPE_NAME, recipe_to_yaml(recipe).encode())
+
+    def results(self, recipe: Recipe) -> list[Result]:
+        """Results of the recipe's stages that have one, in order."""
+        found = (read_result(self.stage(stage)) for stage in recipe.plan())
+        return [result for result in found if result is not None]
+
+    def artifact(self, recipe: Recipe, name: str) -> Path:
+        """The folder of the model that the recipe calls `name`. Raises UserError when it is not there yet."""
+        stages = {stage.out: stage for stage in recipe.plan() if stage.out}
+        if name not in stages:
+            raise UserError(f"The run {self.path} has no model {name!r}; it has {', '.join(stages)}.")
+        folder = self.model(stages[name])
+        try:
+            open_artifact(folder, verify=False)
+        except ArtifactError as error:
+            reason = str(error).rstrip(".")
+            raise UserError(f"The run {self.path} has no finished model {name!r} yet ({reason}).") from None
+        return folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the run's lock. The system drops it when the process ends, however it ends, so none is ever stale.
+
+        Raises RunLockedError, naming the holder, when another process has it.
+        """
+        import fcntl
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / "lock", "a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise RunLockedError(f"{self.path} is in use by {holder}; one run at a time.") from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
+            yield
+
+
+def is_run(path: Path) -> bool:
+    """Whether the folder is one that `potstill run` made."""
+    return (path / RECIPE_NAME).is_file()
+
+
+@dataclass(frozen=True)
+class Served:
+    """Folders of what to serve, and the name that clients know it by."""
+
+    model: str
+    verify: str | None
+    name: str | None
+    """The run's name; None for a model folder, which names itself."""
+
+
+def resolve_served(given: str, verify: str | None = None) -> Served:
+    """What `serve` and `generate` were told → folders.
+
+    `given` is a model folder, or a run folder whose recipe's `serve:` decides; `verify` is a model folder or, with a
+    run folder, the name of one of its models. Raises UserError for anything else.
+    """
+    path = Path(given)
+    if not is_run(path):
+        return Served(_model_folder(given), verify and _model_folder(verify), None)
+    folder = RunFolder(path)
+    recipe = folder.recipe()
+    if recipe.serve is None:
+        raise UserError(f"The recipe of {path} has no `serve:`; give the folder of one of its models instead.")
+    verify = verify or recipe.serve.verify
+    if verify is not None and not (Path(verify) / "config.json").is_file():
+        verify = str(folder.artifact(recipe, verify))
+    return Served(str(folder.artifact(recipe, recipe.serve.model)), verify, recipe.name)
+
+
+def _model_folder(given: str) -> str:
+    if (Path(given) / "config.json").is_file():
+        return given
+    raise UserError(f"{given} is neither a model folder (with config.json) nor a run folder (with {RECIPE_NAME}).")

@@ -1,0 +1,92 @@
+"""Stage `evaluate`: quality, memory and speed of a model, of its reference, and of the two serving together."""
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from model.checkpoint import load_model
+from model.tokenizer import Tokenizer
+from pipeline.gate import check_gate, describe
+from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
+from pipeline.result import ModelReport, Parity, Result, SpeedPoint
+from pipeline.schema import Evaluate
+from pipeline.speed import measure_speed, prompts_from
+from pipeline.stages.context import StageContext
+
+if TYPE_CHECKING:
+    from train.evaluate import TeacherStates
+
+log = logging.getLogger(__name__)
+
+
+def run(context: StageContext) -> Result | None:
+    """Measures everything in the main process. Publishes nothing."""
+    config: Evaluate = context.stage.config
+    tokenizer = Tokenizer.load(context.inputs[config.model].folder)
+    data = context.data(config.data, tokenizer)
+    if not context.processes.is_main:
+        return None
+    sequence_length = context.recipe.data[config.data].sequence_length
+    held_out = HeldOut.of(data, sequence_length=sequence_length, max_tokens=config.held_out_tokens)
+    reports, parity = [], []
+    reference: TeacherStates | None = None
+    for name in [config.against, config.model] if config.against else [config.model]:
+        log.info("measuring the quality of %s", name)
+        report, states = _quality(context, name, held_out, reference)
+        reference = reference or states
+        reports.append(report)
+        parity.append(check_parity(context.inputs[name].folder, held_out.batches, _device()))
+    if config.against:
+        reports.append(_pair(config, *reports))
+    checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
+    for check in checks:
+        log.info("%s", describe(check))
+    prompts = prompts_from(held_out.batches, count=max(config.speed.batch_sizes, default=0), config=config.speed)
+    reports = [replace(report, speed=_speed(context, report, prompts)) for report in reports]
+    return context.result(models=reports, gate=checks, parity=_worst(parity))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _quality(
+    context: StageContext, name: str, held_out: HeldOut, reference: "TeacherStates | None"
+) -> tuple[ModelReport, "TeacherStates | None"]:
+    """The row of one model, and its states if it is the reference of the others."""
+    model = load_model(context.inputs[name].folder, dtype=PUBLISHED_DTYPE, device=_device())
+    states = held_out.states(model) if name == context.stage.config.against else None
+    return describe_model(name, model, held_out.quality(model, reference)), states
+
+
+def _pair(config: Evaluate, verifier: ModelReport, draft: ModelReport) -> ModelReport:
+    """Both models serving together: the cost of two, the distribution of the verifier."""
+    return ModelReport(
+        label=f"{draft.label} verified by {verifier.label}",
+        parameters=verifier.parameters + draft.parameters,
+        weight_bytes=verifier.weight_bytes + draft.weight_bytes,
+        kv_bytes_per_token=verifier.kv_bytes_per_token + draft.kv_bytes_per_token,
+        quality=verifier.quality,
+        exact=True,
+    )
+
+
+def _speed(context: StageContext, report: ModelReport, prompts: list[list[int]]) -> tuple[SpeedPoint, ...]:
+    config: Evaluate = context.stage.config
+    if not config.speed.batch_sizes:
+        return ()
+    log.info("measuring the speed of %s", report.label)
+    served = config.against if report.exact else report.label
+    draft = str(context.inputs[config.model].folder) if report.exact else None
+    return measure_speed(str(context.inputs[str(served)].folder), draft, prompts, config.speed)
+
+
+def _worst(found: list[Parity]) -> Parity:
+    """One verdict over several models."""
+    return replace(
+        max(found, key=lambda one: one.max_difference),
+        tokens=sum(one.tokens for one in found),
+        same_top=min(one.same_top for one in found),
+    )

@@ -1,0 +1,121 @@
+"""The table that a run ends with: one row a model, the same columns in the terminal and in the report."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeline.result import Estimate, ModelReport, Result
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its heading, what it means, and a row's cell."""
+
+    heading: str
+    meaning: str
+    cell: Callable[[ModelReport], str]
+
+
+def collect_rows(results: Iterable[Result]) -> list[ModelReport]:
+    """One row for each model that some stage measured; a later stage's numbers replace an earlier one's."""
+    rows: dict[str, ModelReport] = {}
+    for result in results:
+        for report in result.models:
+            known = rows.get(report.label)
+            if known is not None:
+                report = replace(report, quality=report.quality or known.quality, speed=report.speed or known.speed)
+            rows[report.label] = report
+    return list(rows.values())
+
+
+def columns(rows: list[ModelReport]) -> list[Column]:
+    """The columns for these rows: the fixed ones, and one for each batch size at which speed was measured."""
+    fixed = [
+        Column("parameters", "Trained numbers; tied embeddings count once.", lambda row: count(row.parameters)),
+        Column("weights", "Bytes of the weights as stored.", lambda row: size(row.weight_bytes)),
+        Column(
+            "KV / token", "Bytes of keys and values a token while serving.", lambda row: size(row.kv_bytes_per_token)
+        ),
+        Column(
+            "perplexity", "On held-out text.", lambda row: f"{row.quality.perplexity:,.2f}" if row.quality else ABSENT
+        ),
+        Column("bits/byte", "Loss on held-out text in bits a UTF-8 byte.", _bits_per_byte),
+        Column("KL", "KL(reference ‖ model) on held-out text, nats a token.", lambda row: _quality(row, "kl")),
+        Column("agreement", "Positions where both put the same token first.", lambda row: _quality(row, "agreement")),
+        Column("1 − TV", "Chance that the reference accepts a drafted token.", lambda row: _quality(row, "acceptance")),
+    ]
+    sizes = sorted({point.batch_size for row in rows for point in row.speed})
+    accepted = Column("accepted", "Drafted tokens that the verifier accepted while serving.", _accepted)
+    return fixed + [_speed_column(batch_size) for batch_size in sizes] + [accepted] * any(row.exact for row in rows)
+
+
+def rich_table(rows: list[ModelReport]) -> "Table":
+    """The table for a terminal."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("model", no_wrap=True)
+    shown = columns(rows)
+    for column in shown:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.label, *(column.cell(row) for column in shown))
+    return table
+
+
+def count(number: int) -> str:
+    """134.5 M"""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.4g} {unit}"
+    return str(number)
+
+
+def size(number_of_bytes: float) -> str:
+    """269 MB, in powers of a thousand."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number_of_bytes >= factor:
+            return f"{number_of_bytes / factor:.3g} {unit}"
+    return f"{number_of_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """3 min 05 s"""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _bits_per_byte(row: ModelReport) -> str:
+    return f"{row.quality.bits_per_byte.value:.3f}" if row.quality else ABSENT
+
+
+def _quality(row: ModelReport, name: str) -> str:
+    estimate: Estimate | None = getattr(row.quality, name) if row.quality else None
+    if row.exact:
+        return {"kl": "0", "agreement": "100 %", "acceptance": "1"}[name]
+    if estimate is None:
+        return ABSENT
+    return f"{estimate.value * 100:.1f} %" if name == "agreement" else f"{estimate.value:.3f}"
+
+
+def _accepted(row: ModelReport) -> str:
+    fractions = [point.accepted for point in row.speed if point.accepted is not None]
+    return f"{fractions[0] * 100:.0f} %" if fractions else ABSENT
+
+
+def _speed_column(batch_size: int) -> Column:
+    def cell(row: ModelReport) -> str:
+        points = [point for point in row.speed if point.batch_size == batch_size]
+        return f"{points[0].tokens_per_s:,.0f}" if points else ABSENT
+
+    heading = f"tokens/s ×{batch_size}"
+    return Column(heading, f"New tokens a second with {batch_size} requests at once, by the serving engine.", cell)
