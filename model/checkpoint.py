@@ -60,10 +60,10 @@ def load_model(
     folder = Path(folder)
     config = load_config(folder)
     files = _tensor_files(folder)
-    shapes = tensor_shapes(config)
-    _check_names(folder, config, shapes, files)
     with torch.device("meta"):
         model = Transformer(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    _check_names(folder, config, shapes, files)
     wanted = _resolve_dtype(dtype, files)
     for path in sorted(set(files.values())):
         with _open_safetensors(path) as file:

@@ -54,14 +54,16 @@ def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = to
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(metadata, tensors)
     renamed = {_hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
-    if missing := [name for name in tensor_shapes(config) if name not in renamed]:
+    expected = tensor_shapes(config)
+    if missing := [name for name in expected if name not in renamed]:
         raise GGUFError(f"{path} lacks the tensor that becomes {missing[0]}.")
-    if extra := renamed.keys() - tensor_shapes(config).keys():
+    if extra := renamed.keys() - expected.keys():
         name = min(extra)
         raise GGUFError(f"{path} holds {renamed[name].name}, which a {config.family} model does not have.")
+    tokenizer = tokenizer_json(metadata)
     sources = {name: partial(_weight, tensor, name, config) for name, tensor in renamed.items()}
     write_checkpoint(folder, config, sources, dtype=dtype)
-    write_json(folder / "tokenizer.json", tokenizer_json(metadata))
+    write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config.max_position_embeddings))
     if template := chat_template(metadata):
         write_text(folder / "chat_template.jinja", template)
@@ -99,10 +101,13 @@ def _config(metadata: dict[str, Any], tensors: "dict[str, ReaderTensor]") -> Mod
     head_dim = field("attention.key_length", hidden_size // heads)
     if field("rope.dimension_count", head_dim) != head_dim:
         raise GGUFError(f"{family}.rope.dimension_count differs from the head size {head_dim}: not supported.")
+    vocab_size = int(tensors["token_embd.weight"].shape[1])
+    if (num_tokens := len(metadata.get("tokenizer.ggml.tokens", ()))) > vocab_size:
+        raise GGUFError(f"tokenizer.ggml.tokens lists {num_tokens} tokens for {vocab_size} rows of token_embd.weight.")
     bos, eos, pad = special_token_ids(metadata)
     raw = {
         "architectures": [ARCHITECTURES[family]],
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": field("feed_forward_length"),
         "num_hidden_layers": field("block_count"),

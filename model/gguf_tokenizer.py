@@ -6,7 +6,7 @@ into words before merging (`tokenizer.ggml.pre`). The table below holds those ru
 
 from typing import Any
 
-CONTROL, USER_DEFINED = 3, 4  # entries of tokenizer.ggml.token_type
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # entries of tokenizer.ggml.token_type
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = (
@@ -166,7 +166,7 @@ def _sentencepiece_parts(metadata: dict[str, Any]) -> dict[str, Any]:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": vocabulary,
-            "merges": _merges_from_scores(vocabulary, _field(metadata, "scores")),
+            "merges": _merges_from_scores(vocabulary, _field(metadata, "scores"), _field(metadata, "token_type")),
         },
     }
 
@@ -188,10 +188,15 @@ def _merge_pair(merge: str) -> list[str]:
     return [merge[:cut], merge[cut + 1 :]]
 
 
-def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """SentencePiece merges whichever neighbours form the token of the highest score; BPE wants those pairs in order."""
+def _merges_from_scores(vocabulary: dict[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
+    """SentencePiece merges whichever neighbours form the token of the highest score; BPE wants those pairs in order.
+
+    Only ordinary tokens form: text that spells a control token must not merge into it.
+    """
     ranked = []
     for token, index in vocabulary.items():
+        if types[index] != NORMAL:
+            continue
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
