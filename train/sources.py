@@ -82,7 +82,8 @@ def open_source(config: DataConfig) -> Source:
     if config.source == PYTHON_STDLIB:
         if config.chat:
             raise ValueError(f"{PYTHON_STDLIB} holds no conversations; switch `chat` off or name another source")
-        return _text_files(Path(sysconfig.get_path("stdlib")), config, skip_folders=("site-packages", "dist-packages"))
+        root = Path(sysconfig.get_path("stdlib"))
+        return _text_files(root, config, suffixes=(".py",), skip_folders=("site-packages", "dist-packages"))
     path = Path(config.source).expanduser()
     if path.exists():
         return _local(path, config)
@@ -117,9 +118,11 @@ def _fingerprint(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _text_files(path: Path, config: DataConfig, skip_folders: tuple[str, ...] = ()) -> Source:
+def _text_files(
+    path: Path, config: DataConfig, *, suffixes: tuple[str, ...] = TEXT_SUFFIXES, skip_folders: tuple[str, ...] = ()
+) -> Source:
     """Files that are not UTF-8 are no text and are left out (the standard library tests itself with a few)."""
-    files = _files_below(path, TEXT_SUFFIXES, skip_folders)
+    files = _files_below(path, suffixes, skip_folders)
     files.sort(key=lambda entry: hashlib.sha256(entry[0].encode()).digest())
     files = files[: config.max_documents]
 
