@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from model.chat_template import ChatTemplate, ChatTemplateError, ControlTokens, HiddenText, RenderedChat
+from model.chat_template import ChatTemplate, ChatTemplateError, ControlTokens, HiddenText
 from model.detokenizer import DecodingRule, StreamDecoder, TokenBytes
 from model.files import read_json_object, sync_file, write_json, write_text
 
@@ -184,7 +184,10 @@ class Tokenizer:
         hidden, given = self._hide(messages, tools, variables)
         template = self._template(tools)
         rendered = template.render(**given, add_generation_prompt=False)
-        spans = rendered.generated if template.marks_generation else _added_spans(template, given, rendered)
+        spans = rendered.generated
+        if not template.marks_generation:
+            ends = [self.control_tokens[index] for index in self.eos_token_ids if index in self.control_tokens]
+            spans = _added_spans(template, given, rendered.text, ends)
         tokens = self._encode_rendered(rendered.text, hidden)
         return [index for index, _, _ in tokens], _mark_overlaps(tokens, spans)
 
@@ -297,8 +300,14 @@ def _read_templates(folder: Path, configured: str | list[dict[str, str]] | None)
     return templates | {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
 
 
-def _added_spans(template: ChatTemplate, given: dict[str, Any], whole: RenderedChat) -> list[tuple[int, int]]:
-    """For each assistant message, the characters from the end of its generation prompt to the end of its turn."""
+def _added_spans(
+    template: ChatTemplate, given: dict[str, Any], whole: str, ends_of_turn: Sequence[str]
+) -> list[tuple[int, int]]:
+    """For each assistant message, the characters from the end of its generation prompt to the end of its turn.
+
+    The end is where the conversation ends when it is cut after that message. Where a template shows a last turn in
+    another way than an earlier one (Qwen3 drops earlier thoughts), it is the turn's first end-of-text token.
+    """
     messages = given["messages"]
     spans = []
     for turn, message in enumerate(messages):
@@ -306,13 +315,17 @@ def _added_spans(template: ChatTemplate, given: dict[str, Any], whole: RenderedC
             continue
         before = template.render(**given | {"messages": messages[:turn]}, add_generation_prompt=True).text
         after = template.render(**given | {"messages": messages[: turn + 1]}, add_generation_prompt=False).text
-        if not whole.text.startswith(after) or not after.startswith(before):
+        stop = len(after)
+        if not (whole.startswith(after) and after.startswith(before)):
+            found = [(whole.find(end, len(before)), end) for end in ends_of_turn]
+            stop = min((at + len(end) for at, end in found if at >= 0), default=-1)
+        if not whole.startswith(before) or stop < 0:
             raise ChatTemplateError(
                 f"Which tokens of message {turn} are the assistant's cannot be told from this chat template: it "
                 "renders earlier turns differently once later ones follow. Put {% generation %} ... {% endgeneration %}"
                 " around the assistant's text in the template."
             )
-        spans.append((len(before), len(after)))
+        spans.append((len(before), stop))
     return spans
 
 

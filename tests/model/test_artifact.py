@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 import model.artifact
 import model.files
 from model.artifact import MANIFEST_NAME, ArtifactError, is_artifact, model_card, open_artifact, publish
+from model.checkpoint import save_model
+from tests.tiny import tiny_model
 
 CONTENTS = {"config.json": "{}", "model.safetensors": "weights" * 50, "adapters/one/weights.bin": "x" * 300}
 
@@ -220,6 +224,35 @@ def test_a_fault_at_any_point_leaves_the_old_or_the_new(
         assert publish_contents(target, write=new_contents) == open_artifact(target)
         assert [path.name for path in target.parent.iterdir()] == ["student"]
     assert failures == points
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """The system refuses to let any file grow beyond the limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_takes_no_more_keeps_the_old_artifact(tmp_path: Path) -> None:
+    """Real refusals of the system, at every stage of writing a real model; the error is always an OSError."""
+    target = tmp_path / "student"
+
+    def write_model(folder: Path) -> None:
+        save_model(tiny_model("llama"), folder, max_shard_bytes=200_000)
+
+    old = publish_contents(target, write=write_model)
+    largest = max(record.size for record in old.files.values())
+    for limit in [0, 1, 20, 200, 800, 2000, 10_000, *range(20_000, largest, 30_000), largest - 1]:
+        with largest_file(limit), pytest.raises(OSError):
+            publish_contents(target, write=write_model)
+        assert open_artifact(target) == old
+        assert [path.name for path in tmp_path.iterdir()] == ["student"]
+    with largest_file(largest):
+        publish_contents(target, write=write_model)
 
 
 def test_an_error_while_writing_reaches_the_caller_and_leaves_nothing(tmp_path: Path) -> None:

@@ -119,9 +119,23 @@ def test_a_conversation_without_answers_has_an_empty_mask() -> None:
     assert set(mask) == {0}
 
 
+def test_masks_of_a_template_that_forgets_earlier_thoughts() -> None:
+    tokenizer = our_tokenizer(template="forgets")
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "<think>\none more\n</think>\n\n2"},
+        {"role": "user", "content": "and 1?"},
+        {"role": "assistant", "content": "<think>\nagain\n</think>\n\n3"},
+    ]
+    ids, mask = tokenizer.assistant_mask(messages)
+    supervised = [index for index, bit in zip(ids, mask, strict=True) if bit]
+    text = tokenizer.decode(supervised, skip_special_tokens=False)
+    assert text == "2<|im_end|>" + "<think>\nagain\n</think>\n\n3<|im_end|>\n"
+
+
 def test_a_template_that_rewrites_earlier_turns_needs_generation_blocks() -> None:
-    forgets = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '...' }}\n{% endfor %}"
-    tokenizer = Tokenizer(tokenizer_json("byte-level"), templates={"default": forgets})
+    rewrites = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '...' }}\n{% endfor %}"
+    tokenizer = Tokenizer(tokenizer_json("byte-level"), templates={"default": rewrites})
     with pytest.raises(ChatTemplateError, match=r"tokens of message 1 .* generation %}"):
         tokenizer.assistant_mask(CONVERSATIONS["four"])
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import stat
 import struct
 from pathlib import Path
@@ -182,6 +183,23 @@ def test_a_folder_without_weights(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     with pytest.raises(CheckpointError, match=f"holds neither {WEIGHTS} nor {INDEX}"):
         load_model(folder)
+
+
+def test_a_folder_with_traps_runs_nothing(folder: Path, tmp_path: Path) -> None:
+    """Code and pickles beside a model are never touched, and never a substitute for its weights."""
+    sprung = tmp_path / "sprung"
+    trap = f"open({str(sprung)!r}, 'w').close()"
+    (folder / "modeling_custom.py").write_text(trap)
+    (folder / "pytorch_model.bin").write_bytes(b"cbuiltins\nexec\n(V" + trap.encode() + b"\ntR.")
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())  # noqa: S301 - the trap works
+    assert sprung.exists()
+    sprung.unlink()
+    edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_custom.Custom"})
+    load_model(folder)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load_model(folder)
+    assert not sprung.exists()
 
 
 def test_a_folder_without_a_configuration(folder: Path) -> None:

@@ -89,12 +89,28 @@ MISTRAL_LIKE = (
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+# Thoughts are shown in the last answer alone, as Qwen3 does.
+FORGETS_THOUGHTS = """
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- set thoughts = '' %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' and loop.last %}{{- '<think>\n' + thoughts + '\n</think>\n\n' }}{% endif %}
+    {{- content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+"""
 TEMPLATES = {
     "chatml": CHATML,
     "generation": CHATML_GENERATION,
     "llama3": LLAMA3_LIKE,
     "tools": TOOLS,
     "mistral": MISTRAL_LIKE,
+    "forgets": FORGETS_THOUGHTS,
 }
 
 
