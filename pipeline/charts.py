@@ -10,6 +10,7 @@ from html import escape
 from itertools import pairwise
 
 WIDTH, HEIGHT = 560, 280
+BAR_WIDTH, BAR_ROW = 340, 46
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 18, 44
 MAX_POINTS = 240
 """Points of one line; more are averaged in buckets, which a screen could not tell apart anyway."""
@@ -50,23 +51,23 @@ def line_chart(title: str, series: Sequence[Series], *, x_label: str, y_label: s
 
 
 def bar_chart(title: str, bars: Sequence[Bar]) -> str:
-    """Horizontal bars from zero with their values written beside them."""
+    """Horizontal bars from zero, each under its name and its value."""
     bars = [bar for bar in bars if math.isfinite(bar.value)]
     if not bars:
         return ""
-    longest = max((bar.value for bar in bars), default=0.0) or 1.0
-    label_width, value_width, row = 168, 76, 34
-    room = WIDTH - label_width - value_width
+    longest = max(bar.value for bar in bars) or 1.0
     parts = []
     for index, bar in enumerate(bars):
-        y, length = 8 + index * row, max(room * bar.value / longest, 2.0)
+        y = 14 + index * BAR_ROW
         parts.append(
             f"<g><title>{escape(bar.name)}: {escape(bar.text)}</title>"
-            f'<text class="tick" x="{label_width - 10}" y="{y + 15}" text-anchor="end">{escape(bar.name)}</text>'
-            f'<rect class="bar c{bar.color}" x="{label_width}" y="{y}" width="{length:.1f}" height="21" rx="3"/>'
-            f'<text class="value" x="{label_width + length + 8:.1f}" y="{y + 15}">{escape(bar.text)}</text></g>'
+            f'<text class="name" x="0" y="{y}">{escape(bar.name)}</text>'
+            f'<text class="value" x="{BAR_WIDTH}" y="{y}" text-anchor="end">{escape(bar.text)}</text>'
+            f'<rect class="rail" x="0" y="{y + 7}" width="{BAR_WIDTH}" height="12" rx="3"/>'
+            f'<rect class="bar c{bar.color}" x="0" y="{y + 7}" width="{max(BAR_WIDTH * bar.value / longest, 2.0):.1f}" '
+            f'height="12" rx="3"/></g>'
         )
-    return _figure(title, parts, [], height=16 + len(bars) * row - 10)
+    return _figure(title, parts, [], box=(BAR_WIDTH, len(bars) * BAR_ROW - 12))
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -137,11 +138,11 @@ def _line(frame: _Frame, line: Series, color: int, x_label: str) -> str:
     return f'<polyline class="line c{color}" points="{path}"/>{"".join(dots)}'
 
 
-def _figure(title: str, parts: list[str], legend: list[str], height: int = HEIGHT) -> str:
+def _figure(title: str, parts: list[str], legend: list[str], box: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
     keys = "".join(f'<span class="key"><i class="c{n}"></i>{escape(name)}</span>' for n, name in enumerate(legend, 1))
     return (
         f'<figure><figcaption>{escape(title)}<span class="legend">{keys}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
+        f'<svg viewBox="0 0 {box[0]} {box[1]}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
     )
 
 

@@ -219,7 +219,7 @@ def _print_results(results: Sequence[object], report: Path) -> None:
     rows = collect_rows(found)
     if rows:
         console.print()
-        console.print(rich_table(rows))
+        console.print(rich_table(rows, width=console.width))
     console.print(f"report: {report}", soft_wrap=True, highlight=False)
 
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from pipeline.errors import UserError
-from pipeline.schema import STAGES, DataSource, ModelSource, Recipe, Serve, Tracking
+from pipeline.schema import STAGES, DataSource, ModelSource, Recipe, Serve, Tracking, Training
 
 T = TypeVar("T")
 
@@ -173,6 +173,7 @@ def _build_recipe(raw: dict[str, Any]) -> Recipe:
         tracking=_build(Tracking, raw.get("tracking") or {}, "tracking"),
     )
     _check_references(recipe)
+    _check_batches(recipe)
     _check_gates(recipe)
     return recipe
 
@@ -280,6 +281,24 @@ def _check_references(recipe: Recipe) -> None:
             models.append(out)
     if recipe.serve is not None:
         _check_names(recipe.serve, "serve", models=models, data=data, later=[])
+
+
+def _check_batches(recipe: Recipe) -> None:
+    """What would otherwise fail only after minutes of preparation."""
+    for index, (kind, config) in enumerate(recipe.stages):
+        if not isinstance(config, Training):
+            continue
+        here, length = f"stages.{index}.{kind}", recipe.data[config.data].sequence_length  # type: ignore[attr-defined]
+        if config.batch_tokens % config.micro_batch_tokens:
+            raise RecipeError(
+                f"{here}.batch_tokens is {config.batch_tokens:,}; it must be a multiple of micro_batch_tokens, "
+                f"which is {config.micro_batch_tokens:,}."
+            )
+        if config.micro_batch_tokens < length:
+            raise RecipeError(
+                f"{here}.micro_batch_tokens is {config.micro_batch_tokens:,}; it must be at least the sequence_length "
+                f"of its data, which is {length:,}."
+            )
 
 
 def _check_gates(recipe: Recipe) -> None:

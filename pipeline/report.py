@@ -26,7 +26,7 @@ CURVES = (
     ("agreement", "Top-1 agreement", "fraction"),
     ("cross_entropy", "Cross-entropy on the text", "nats a token"),
     ("learning_rate", "Learning rate", "learning rate"),
-    ("tokens_per_s", "Training speed", "tokens a second"),
+    ("gradient_norm", "Gradient norm", "before clipping"),
 )
 """Logged name, title, unit of each curve, in the order of the page."""
 HELD_OUT = "held_out_"
@@ -142,12 +142,15 @@ def _before_and_after(rows: list[ModelReport]) -> str:
                 charts.append(
                     bar_chart(title, [Bar(when, one.value, _with_margin(one), color) for when, one, color in names])
                 )
-    return _section("Before and after", "95 % confidence, from the spread between held-out batches.", charts)
+    note = "Held-out text; ± is the 95 % confidence interval, from the spread between batches."
+    return _section("Before and after", note, charts, kind="bars")
 
 
 def _training(stage: str, logged: list[dict[str, float]]) -> str:
     charts = []
     for name, title, unit in CURVES:
+        if name == "loss" and _points(logged, "loss") == _points(logged, "kl"):
+            continue  # the loss is the divergence itself
         lines = [Series("training", _points(logged, name)), Series("held out", _points(logged, HELD_OUT + name), True)]
         lines = [line for line in lines if line.points]
         charts.append(line_chart(title, lines, x_label="tokens", y_label=unit, from_zero=name != "cross_entropy"))
@@ -165,7 +168,9 @@ def _speed(rows: list[ModelReport]) -> str:
                     bars.append(Bar(row.label, point.tokens_per_s, f"{point.tokens_per_s:,.0f}", 3 if row.exact else 1))
         requests = "one request" if batch_size == 1 else f"{batch_size} requests at once"
         charts.append(bar_chart(f"Tokens a second, {requests}", bars))
-    return _section("Speed", "New tokens a second by the serving engine, prompts included, greedy.", charts)
+    return _section(
+        "Speed", "New tokens a second by the serving engine, prompts included, greedy.", charts, kind="bars"
+    )
 
 
 def _conversation(answers: Sequence[Answer]) -> str:
@@ -259,12 +264,12 @@ def _recipe(recipe: Recipe) -> str:
     )
 
 
-def _section(heading: str, introduction: str, charts: Sequence[str]) -> str:
+def _section(heading: str, introduction: str, charts: Sequence[str], *, kind: str = "lines") -> str:
     charts = [chart for chart in charts if chart]
     if not charts:
         return ""
     text = f"<p>{escape(introduction)}</p>" if introduction else ""
-    return f'<h2>{escape(heading)}</h2>{text}<div class="charts">{"".join(charts)}</div>'
+    return f'<h2>{escape(heading)}</h2>{text}<div class="charts {kind}">{"".join(charts)}</div>'
 
 
 def _with_margin(estimate: Any) -> str:
@@ -273,6 +278,11 @@ def _with_margin(estimate: Any) -> str:
 
 def _points(logged: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
     return [(row["tokens"], row[name]) for row in logged if name in row and "tokens" in row]
+
+
+def _with_acceptance(row: dict[str, float]) -> dict[str, float]:
+    """The loop logs total variation; readers think in what is left of it."""
+    return row | ({"acceptance": 1 - row["total_variation"]} if "total_variation" in row else {})
 
 
 def _curves(run: RunFolder, recipe: Recipe) -> dict[str, list[dict[str, float]]]:
@@ -297,4 +307,4 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
             continue
         numbers = {name: value for name, value in logged.items() if isinstance(value, int | float)}
         rows.setdefault(numbers.get("step", len(rows)), {}).update(numbers)
-    return [rows[step] for step in sorted(rows)]
+    return [_with_acceptance(rows[step]) for step in sorted(rows)]

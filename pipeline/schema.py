@@ -135,7 +135,7 @@ class Training:
     """Recompute each layer in the backward pass: less memory, a third more work."""
     evaluate_every_tokens: int | None = _setting(None, count=True, range=COUNTS)
     """Measure the held-out loss this often; nothing measures only before and after."""
-    checkpoint_every_s: float = _setting(120.0, range=(0.0, 1e9))
+    checkpoint_every_s: float = _setting(300.0, range=(0.0, 1e9))
     """Seconds between checkpoints."""
     seed: int = 0
     """Decides the order of the documents."""

@@ -30,14 +30,16 @@ code, pre, .digest { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consola
 .scroll { overflow-x: auto; }
 .card { padding: 6px 18px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 9px 10px; text-align: right; border-top: 1px solid var(--rule); white-space: nowrap; }
-thead th { border-top: 0; color: var(--soft); font-weight: 500; font-size: 13px; }
+th, td { padding: 9px 8px; text-align: right; border-top: 1px solid var(--rule); white-space: nowrap; }
+thead th { border-top: 0; color: var(--soft); font-weight: 500; font-size: 13px; white-space: normal;
+  vertical-align: bottom; line-height: 1.3; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 tbody th { font-weight: 600; }
 td.text, th.text { text-align: left; }
 .note { color: var(--soft); font-size: 13px; margin: 8px 2px 0; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 16px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 16px; }
+.charts.bars { grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }
 figure { margin: 0; padding: 14px 16px 10px; }
 figcaption { font-weight: 600; font-size: 14px; display: flex; justify-content: space-between; gap: 12px; }
 .legend { font-weight: 400; color: var(--soft); font-size: 13px; }
@@ -47,7 +49,8 @@ figcaption { font-weight: 600; font-size: 14px; display: flex; justify-content: 
 .c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); } .c4 { --c: var(--c4); }
 svg { display: block; width: 100%; height: auto; margin-top: 8px; overflow: visible; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
-svg .value { fill: var(--ink); font-weight: 600; }
+svg .name { font-size: 13px; } svg .value { fill: var(--ink); font-size: 13px; font-weight: 600; }
+svg .rail { fill: var(--tint); }
 svg .grid { stroke: var(--rule); } svg .axis { stroke: var(--soft); }
 svg .line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 svg .dot, svg .hover, svg .bar { fill: var(--c); }

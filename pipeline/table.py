@@ -54,18 +54,22 @@ def columns(rows: list[ModelReport]) -> list[Column]:
     return fixed + [_speed_column(batch_size) for batch_size in sizes] + [accepted] * any(row.exact for row in rows)
 
 
-def rich_table(rows: list[ModelReport]) -> "Table":
-    """The table for a terminal."""
+def rich_table(rows: list[ModelReport], *, width: int) -> "Table":
+    """The table for a terminal of `width` characters: a row a model, or on a narrow one a column a model."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("model", no_wrap=True)
     shown = columns(rows)
-    for column in shown:
-        table.add_column(column.heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.label, *(column.cell(row) for column in shown))
+    lines = [["model", *(column.heading for column in shown)]]
+    lines += [[row.label, *(column.cell(row) for column in shown)] for row in rows]
+    widest = sum(max(map(len, cells)) + 3 for cells in zip(*lines, strict=True))
+    if widest > width:
+        lines = [list(cells) for cells in zip(*lines, strict=True)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, heading in enumerate(lines[0]):
+        table.add_column(heading, justify="right" if place else "left", overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*line)
     return table
 
 

@@ -5,16 +5,25 @@
 
 import json
 import random
+import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.checkpoint import save_model
 from model.config import ModelConfig
 from model.transformer import Transformer
+from pipeline.processes import Processes
+from pipeline.recipe import load_recipe
+from pipeline.result import Result
+from pipeline.run import run_recipe
+from pipeline.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RECIPE = ROOT / "configs" / "tiny.yaml"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -68,6 +77,61 @@ def write_teacher(folder: Path, *, seed: int = 0, layers: int = 3) -> Path:
     settings = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A run folder and what the run needs: teacher, text and cache below `home`."""
+
+    home: Path
+    folder: RunFolder
+
+    @classmethod
+    def prepare(cls, home: Path) -> "TinyRun":
+        write_teacher(home / "teacher")
+        write_text(home / "text")
+        return cls(home, RunFolder(home / "run"))
+
+    def copy(self, folder: Path, *stages: str) -> "TinyRun":
+        """The same run in another folder, at the state this one is in, or with only these stages done."""
+        shutil.copytree(self.folder.path, folder)
+        for path in folder.glob("[0-9]*") if stages else ():
+            if path.name not in stages:
+                shutil.rmtree(path)
+        return TinyRun(self.home, RunFolder(folder))
+
+    def overrides(self, *more: str, drop: tuple[str, ...] = ("conversation",)) -> list[str]:
+        """What makes configs/tiny.yaml run here; without `drop`'s stages."""
+        with open(RECIPE, encoding="utf-8") as file:
+            stages = [stage for stage in yaml.safe_load(file)["stages"] if not set(stage) & set(drop)]
+        return [
+            f"stages={json.dumps(stages)}",
+            f"models.teacher.from={self.home / 'teacher'}",
+            f"data.text.source={self.home / 'text'}",
+            *more,
+        ]
+
+    def arguments(self, *more: str, drop: tuple[str, ...] = ("conversation",)) -> list[str]:
+        """The command line of the run."""
+        where = ["--folder", str(self.folder.path), "--cache", str(self.home / "cache")]
+        return ["run", str(RECIPE), *self.overrides(*more, drop=drop), *where]
+
+    def run(self, *more: str, drop: tuple[str, ...] = ("conversation",)) -> list[Result]:
+        """Runs it in this process."""
+        recipe = load_recipe(RECIPE, self.overrides(*more, drop=drop))
+        return run_recipe(recipe, self.folder, cache=self.home / "cache", processes=Processes())
+
+    def finished(self) -> dict[str, int]:
+        """When each stage finished, in ns, by its name: what changes when a stage runs again."""
+        return {path.parent.name: path.stat().st_mtime_ns for path in self.folder.path.glob("*/result.json")}
+
+    def weights(self) -> bytes:
+        return (self.folder.path / "01-distill" / "model" / "model.safetensors").read_bytes()
+
+
+def rerun(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    """Stages that ran between two calls of `finished`."""
+    return {name for name, when in after.items() if before.get(name) != when}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,248 @@
+"""Runs: what is done again and what is not, what a gate stops, what a damaged file leads to."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from model.artifact import open_artifact
+from model.checkpoint import load_model
+from pipeline.errors import GateRefused, UserError
+from pipeline.result import FILE_NAME, read_result
+from pipeline.run_folder import RunFolder, resolve_served
+from tests.pipeline.tiny_run import TinyRun, rerun, write_text
+
+
+def test_a_run_leaves_what_the_design_says(finished_run: TinyRun) -> None:
+    folder = finished_run.folder.path
+    assert {path.name for path in folder.iterdir()} >= {
+        "recipe.yaml", "00-teacher", "01-distill", "02-evaluate", "report.html"
+    }  # fmt: skip
+    distill = folder / "01-distill"
+    assert {path.name for path in distill.iterdir()} >= {"checkpoints", "model", "metrics.jsonl", "result.json"}
+    assert not (distill / "candidate").exists()
+    manifest = open_artifact(distill / "model")
+    teacher = open_artifact(folder / "00-teacher" / "model")
+    assert manifest.parents == (teacher.digest,)
+    assert load_model(distill / "model").config.num_layers == 2
+    assert (distill / "model" / "README.md").read_text().count("perplexity") == 3
+
+
+def test_results_hold_the_fixed_schema(finished_run: TinyRun) -> None:
+    keys = None
+    for path in sorted(finished_run.folder.path.glob("*/result.json")):
+        raw = json.loads(path.read_text())
+        keys = keys or raw.keys()
+        assert raw.keys() == keys
+        assert raw["versions"]["torch"] and raw["hardware"]["cores"] >= 1 and raw["cost"]["seconds"] > 0
+    evaluate = read_result(finished_run.folder.path / "02-evaluate")
+    assert evaluate is not None and evaluate.parity is not None and evaluate.parity.passed
+    assert evaluate.parity.same_top == 1.0 and evaluate.parity.tokens > 100
+    rows = {row.label: row for row in evaluate.models}
+    assert list(rows) == ["teacher", "student", "student verified by teacher"]
+    pair, teacher, student = rows["student verified by teacher"], rows["teacher"], rows["student"]
+    assert pair.exact and pair.parameters == teacher.parameters + student.parameters
+    assert pair.quality == teacher.quality
+    assert teacher.quality and teacher.quality.kl is None and student.quality and student.quality.kl
+    assert all([point.batch_size for point in row.speed] == [1, 2] for row in rows.values())
+    assert all(point.tokens_per_s > 0 for row in rows.values() for point in row.speed)
+
+
+def test_distillation_brings_the_student_closer(finished_run: TinyRun) -> None:
+    result = read_result(finished_run.folder.path / "01-distill")
+    assert result is not None
+    before, after = (
+        next(row for row in result.models if row.label == label) for label in ("student, before", "student")
+    )
+    assert before.quality and after.quality and before.quality.kl and after.quality.kl
+    assert after.quality.kl.value < before.quality.kl.value
+    assert result.cost.trained_tokens > 1_800 and result.details["kept_layers"] and result.details["steps"] == 8
+
+
+def test_the_figures_are_those_of_the_published_files(finished_run: TinyRun) -> None:
+    """Quality measured again from the artifacts, by other code, is what the result says."""
+    import math
+
+    import torch
+
+    from model.tokenizer import Tokenizer
+    from pipeline.recipe import load_recipe
+    from pipeline.stages.context import prepare_data
+    from tests.tiny import full_logits
+
+    folder = finished_run.folder
+    result = read_result(folder.path / "02-evaluate")
+    assert result is not None
+    recipe = load_recipe(folder.path / "recipe.yaml")
+    tokenizer = Tokenizer.load(folder.path / "00-teacher" / "model")
+    held_out = prepare_data(recipe.data["text"], tokenizer, finished_run.home / "cache", progress=False).held_out
+    models = [load_model(folder.path / name / "model", dtype=torch.bfloat16) for name in ("00-teacher", "01-distill")]
+    sums, labels = dict.fromkeys(("nll", "kl", "acceptance", "agreement"), 0.0), 0
+    for start, end in zip(held_out.offsets[:-1], held_out.offsets[1:], strict=True):
+        tokens = held_out.tokens[start:end].tolist()
+        if labels + len(tokens) - 1 > 512:
+            break
+        teacher, student = (torch.log_softmax(full_logits(model, tokens[:-1]).double(), -1) for model in models)
+        labels += len(tokens) - 1
+        sums["nll"] -= student.gather(1, torch.tensor(tokens[1:])[:, None]).sum().item()
+        sums["kl"] += (teacher.exp() * (teacher - student)).sum().item()
+        sums["acceptance"] += torch.minimum(teacher.exp(), student.exp()).sum().item()
+        sums["agreement"] += (teacher.argmax(-1) == student.argmax(-1)).sum().item()
+    quality = next(row.quality for row in result.models if row.label == "student")
+    assert quality is not None and quality.tokens == labels
+    for name, total in sums.items():
+        assert math.isclose(getattr(quality, name).value, total / labels, rel_tol=1e-3), name
+
+
+def test_a_second_time_nothing_runs(copied_run: TinyRun) -> None:
+    before = copied_run.finished()
+    weights = copied_run.weights()
+    results = copied_run.run()
+    assert rerun(before, copied_run.finished()) == set()
+    assert copied_run.weights() == weights
+    assert [result.stage for result in results] == ["00-teacher", "01-distill", "02-evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("override", "stages"),
+    [
+        ("evaluate.held_out_tokens=256", {"02-evaluate"}),
+        ("distill.seed=1", {"01-distill", "02-evaluate"}),
+        ("distill.checkpoint_every_s=50", set()),
+        ("serve.verify=teacher", set()),
+        ("tracking.wandb=disabled", set()),
+        ("data.text.held_out=0.3", {"01-distill", "02-evaluate"}),
+    ],
+)
+def test_a_change_runs_what_depends_on_it(copied_run: TinyRun, override: str, stages: set[str]) -> None:
+    before = copied_run.finished()
+    copied_run.run(override)
+    assert rerun(before, copied_run.finished()) == stages
+
+
+def test_a_replaced_result_is_kept_once(copied_run: TinyRun) -> None:
+    weights = copied_run.weights()
+    copied_run.run("distill.seed=1")
+    previous = copied_run.folder.path / "previous" / "01-distill" / "model" / "model.safetensors"
+    assert previous.read_bytes() == weights != copied_run.weights()
+
+
+def test_changed_text_runs_everything_but_the_import(
+    finished_run: TinyRun, copied_run: TinyRun, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path / "text", seed=1)
+    before = copied_run.finished()
+    copied_run.run(f"data.text.source={text}")
+    assert rerun(before, copied_run.finished()) == {"01-distill", "02-evaluate"}
+    before = copied_run.finished()
+    same = shutil.copytree(finished_run.home / "text", tmp_path / "same")
+    shutil.rmtree(text)
+    same.rename(text)
+    copied_run.run(f"data.text.source={text}")
+    assert rerun(before, copied_run.finished()) == {"01-distill", "02-evaluate"}, (
+        "the path is the same, the text is not"
+    )
+
+
+def test_a_touched_teacher_is_imported_again_and_nothing_else(copied_run: TinyRun, tmp_path: Path) -> None:
+    teacher = shutil.copytree(copied_run.home / "teacher", tmp_path / "teacher")
+    copied_run.run(f"models.teacher.from={teacher}")
+    before = copied_run.finished()
+    os.utime(teacher / "config.json", ns=(1, 1))
+    copied_run.run(f"models.teacher.from={teacher}")
+    assert rerun(before, copied_run.finished()) == {"00-teacher"}
+
+
+@pytest.mark.parametrize("stage", ["00-teacher", "01-distill"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "extra", "missing", "manifest"])
+def test_a_damaged_artifact_is_made_again_and_never_used(copied_run: TinyRun, stage: str, damage: str) -> None:
+    weights = copied_run.weights()
+    folder = copied_run.folder.path / stage / "model"
+    victim = folder / ("potstill.json" if damage == "manifest" else "model.safetensors")
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage in ("flip", "manifest"):
+        victim.write_bytes(content)
+    elif damage == "truncate":
+        victim.write_bytes(content[:-1])
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        (folder / "extra.bin").write_bytes(b"x")
+    before = copied_run.finished()
+    copied_run.run()
+    assert rerun(before, copied_run.finished()) == {stage}
+    assert copied_run.weights() == weights
+    open_artifact(folder)
+
+
+def test_a_result_that_was_edited_away_is_made_again(copied_run: TinyRun) -> None:
+    (copied_run.folder.path / "02-evaluate" / FILE_NAME).write_text("{")
+    before = copied_run.finished()
+    copied_run.run()
+    assert rerun(before, copied_run.finished()) == {"02-evaluate"}
+
+
+def test_a_gate_refuses_and_stops_the_run(finished_run: TinyRun, tmp_path: Path) -> None:
+    tiny = finished_run.copy(tmp_path / "run", "00-teacher")
+    with pytest.raises(GateRefused, match="01-distill"):
+        tiny.run("distill.gate.max_kl=0.0001")
+    folder = tiny.folder.path
+    assert not (folder / "01-distill" / "model").exists() and (folder / "01-distill" / "candidate").exists()
+    assert not (folder / "02-evaluate").exists()
+    result = read_result(folder / "01-distill")
+    assert result is not None and not result.passed and result.output is None
+    assert "stopped at a gate" in tiny.folder.report.read_text()
+    with pytest.raises(GateRefused):
+        tiny.run("distill.gate.max_kl=0.0001")
+    checkpoint = next((folder / "01-distill" / "checkpoints").iterdir())
+    trained = checkpoint.stat().st_mtime_ns
+    tiny.run("distill.gate.max_kl=5")
+    assert checkpoint.stat().st_mtime_ns == trained, "another bound needs no new training"
+    assert tiny.weights() == finished_run.weights()
+
+
+def test_a_stricter_gate_takes_back_what_was_published(copied_run: TinyRun) -> None:
+    with pytest.raises(GateRefused):
+        copied_run.run("distill.gate.min_acceptance=0.999")
+    assert not (copied_run.folder.path / "01-distill" / "model").exists()
+    with pytest.raises(UserError, match="no finished model 'student'"):
+        resolve_served(str(copied_run.folder.path))
+
+
+def test_an_evaluation_has_a_gate_too(copied_run: TinyRun) -> None:
+    with pytest.raises(GateRefused, match="02-evaluate"):
+        copied_run.run("evaluate.gate.max_bits_per_byte=0.01")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("distill.student.layers=9", "student.layers is 9, but teacher has only 3 layers"),
+        ("models.teacher.from=nowhere", "There is no model at nowhere"),
+        ("models.teacher.from=./nowhere.gguf", "There is no GGUF file"),
+        ("models.teacher.from=wheel:name", "must be of the form wheel:NAME==VERSION"),
+        ("data.text.source=./nowhere.txt", "does not exist"),
+    ],
+)
+def test_mistakes_found_while_running_are_sentences(copied_run: TinyRun, override: str, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        copied_run.run(override)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_names_in_a_run_become_folders(finished_run: TinyRun) -> None:
+    folder = finished_run.folder.path
+    served = resolve_served(str(folder))
+    assert (served.model, served.verify, served.name) == (str(folder / "01-distill" / "model"), None, "tiny")
+    verified = resolve_served(str(folder), "teacher")
+    assert verified.verify == str(folder / "00-teacher" / "model")
+    plain = resolve_served(served.model, verified.verify)
+    assert (plain.model, plain.verify, plain.name) == (served.model, verified.verify, None)
+    for model, verify in ((str(folder), "techer"), ("nowhere", None), (served.model, "nowhere")):
+        with pytest.raises(UserError):
+            resolve_served(model, verify)
+    with pytest.raises(UserError, match="no run folder"):
+        RunFolder(folder / "01-distill").recipe()
