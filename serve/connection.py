@@ -44,15 +44,17 @@ class Connection(H11Protocol):
             self._limit(HEAD_S)
 
     def send_400_response(self, msg: str) -> None:
-        error = invalid("the request is not valid HTTP/1.1, or its headers are too large")
-        headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-        headers.append((b"connection", b"close"))
-        events: list[Any] = [
-            h11.Response(status_code=error.status, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=error.body()),
-            h11.EndOfMessage(),
-        ]
+        if self.cycle is not None and not self.cycle.response_complete:  # the head was fine, the body is not
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = invalid("the request is not valid HTTP/1.1, or its headers are too large")
+            headers = error.headers() | {"content-length": str(len(error.body())), "connection": "close"}
+            events: list[Any] = [
+                h11.Response(status_code=error.status, headers=list(headers.items()), reason="Bad Request"),
+                h11.Data(data=error.body()),
+                h11.EndOfMessage(),
+            ]
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 

@@ -44,6 +44,9 @@ from serve.messages import (
 )
 from serve.metrics import Metrics
 
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine_process")
+ROOT = str(Path(__file__).resolve().parent.parent)
+"""Where the engine process finds its modules; `-P` keeps the working directory from getting in front."""
 MAX_RESTARTS_PER_MINUTE = 5
 STOP_S = 5.0
 """How long an engine that was told to leave may take."""
@@ -63,9 +66,9 @@ class EngineClient:
         max_queue: int = 64,
         queue_wait_s: float = 30.0,
         log_level: str = "info",
-        command: Sequence[str] = (sys.executable, "-m", "serve.engine_process"),
+        command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
-        """`command` is what runs as the engine; its arguments are added. Tests put a scripted engine there."""
+        """`command` runs the engine process; its arguments are put behind it."""
         self.config = config
         self.metrics = metrics
         self.max_sequences = config.max_num_seqs + max_queue
@@ -173,9 +176,12 @@ class EngineClient:
                 await self._run_engine()
                 if self._stopping or self.failure is not None:
                     break
-                self.metrics.engine_restarts.inc()
-                if len(began) == began.maxlen and time.monotonic() - began[0] < 60.0:
+                if not self._ready.is_set():
+                    self.failure = "the engine process ended while it was loading; its output says why"
+                elif len(began) == began.maxlen and time.monotonic() - began[0] < 60.0:
                     self.failure = f"the engine died {len(began)} times within a minute"
+                else:
+                    self.metrics.engine_restarts.inc()
         finally:
             self._fail_all(unavailable("the engine has stopped", "engine_stopped"))
             self.ended.set()
@@ -187,7 +193,10 @@ class EngineClient:
         connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
         connected = asyncio.get_running_loop().create_future()
         listener = await asyncio.start_unix_server(lambda *streams: connected.set_result(streams), path)
-        process = await asyncio.create_subprocess_exec(*self._arguments, "--socket", str(path))
+        python_path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+        process = await asyncio.create_subprocess_exec(
+            *self._arguments, "--socket", str(path), env=os.environ | {"PYTHONPATH": python_path}
+        )
         exited = asyncio.create_task(process.wait())
         first: set[asyncio.Future[Any]] = {connected, exited}
         try:

@@ -13,12 +13,13 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from serve.config import EngineConfig
+from serve.logs import configure_logging
 from serve.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -185,7 +186,7 @@ def warm_up(engine: "Engine") -> None:
                 raise ValueError(f"{engine.config.model} cannot be served: {output.error}")
 
 
-def main() -> int:
+def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
     parser = argparse.ArgumentParser(prog="serve.engine_process")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -196,7 +197,7 @@ def main() -> int:
     die_with(arguments.parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process drains first and then says when to leave
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    configure_logging(arguments.log_level)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connected.connect(arguments.socket)
     connection = Connection(connected)

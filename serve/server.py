@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,10 @@ from starlette.types import ASGIApp
 
 from kernels import __version__
 from serve.connection import MAX_HEAD_BYTES, Connection
-from serve.engine_client import EngineClient
+from serve.engine_client import ENGINE_COMMAND, EngineClient
 from serve.gate import Gate
 from serve.generation import Service
+from serve.logs import configure_logging
 from serve.messages import Ready
 from serve.metrics import Metrics
 from serve.options import ServerOptions
@@ -39,16 +40,16 @@ UNREAD_MS = 30_000
 log = logging.getLogger("potstill.server")
 
 
-def run_server(options: ServerOptions) -> int:
+def run_server(options: ServerOptions, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until told to stop. Returns the exit code: 0 after a drain, 1 when the engine is beyond help.
 
+    `engine_command` is what runs as the engine process; tests put a scripted one there.
     ValueError or OSError with one sentence when the options do not fit the files, or the port is taken.
     """
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    configure_logging(options.log_level)
     tokenizer = load_tokenizer(options)
     with listen(options.host, options.port) as listener:
-        return asyncio.run(_serve(options, tokenizer, listener))
+        return asyncio.run(_serve(options, tokenizer, listener, engine_command))
 
 
 def load_tokenizer(options: ServerOptions) -> "Tokenizer":
@@ -97,7 +98,9 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _serve(options: ServerOptions, tokenizer: "Tokenizer", listener: socket.socket) -> int:
+async def _serve(
+    options: ServerOptions, tokenizer: "Tokenizer", listener: socket.socket, engine_command: Sequence[str]
+) -> int:
     metrics = Metrics(options.model_names[0])
     engine = EngineClient(
         options.engine_config(),
@@ -105,6 +108,7 @@ async def _serve(options: ServerOptions, tokenizer: "Tokenizer", listener: socke
         max_queue=options.max_queue,
         queue_wait_s=options.queue_wait_s,
         log_level=options.log_level,
+        command=engine_command,
     )
     app = build_app(Service(options, engine, tokenizer, metrics))
     web = _Uvicorn(
@@ -116,6 +120,7 @@ async def _serve(options: ServerOptions, tokenizer: "Tokenizer", listener: socke
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_graceful_shutdown=int(CLOSE_S),
         )

@@ -52,8 +52,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _small_integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > MAX_INTEGER_DIGITS:
-        raise invalid(f"an integer of {len(digits)} digits is too large; at most {MAX_INTEGER_DIGITS} are read")
+    length = len(digits.lstrip("-"))
+    if length > MAX_INTEGER_DIGITS:
+        raise invalid(f"an integer of {length} digits is too large; at most {MAX_INTEGER_DIGITS} are read")
     return int(digits)
 
 

@@ -18,6 +18,7 @@ import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.checkpoint import save_model
+from model.transformer import Transformer
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +40,8 @@ CORPUS = [
 ]
 
 
-def save_tiny_folder(folder: Path, **changes: Any) -> Path:
-    """A model folder: random weights, 512 tokens, a byte-level BPE tokenizer, a ChatML template."""
+def save_tiny_folder(folder: Path, model: Transformer | None = None) -> Path:
+    """A model folder: 512 tokens, random weights unless given, a byte-level BPE tokenizer, a ChatML template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +54,7 @@ def save_tiny_folder(folder: Path, **changes: Any) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    save_model(tiny_model(**changes), folder)
+    save_model(model or tiny_model(), folder)
     return folder
 
 
@@ -115,10 +116,16 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+REAL = ("-m", "serve")
+SCRIPTED = (str(Path(__file__).with_name("scripted_server.py")),)
+
+
 @contextmanager
-def running_server(folder: Path, log: Path, *arguments: str, ready: bool = True) -> Iterator[RunningServer]:
-    """`python -m serve folder arguments` on a free port, warm (with `ready`), killed at the end."""
-    command = [sys.executable, "-m", "serve", str(folder), "--port", "0", *arguments]
+def running_server(
+    folder: Path, log: Path, *arguments: str, program: tuple[str, ...] = REAL, ready: bool = True
+) -> Iterator[RunningServer]:
+    """A server of `folder` on a free port, warm (with `ready`), killed at the end."""
+    command = [sys.executable, *program, str(folder), "--port", "0", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, cwd=ROOT)

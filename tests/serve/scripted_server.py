@@ -1,0 +1,16 @@
+"""`python -m serve` with the scripted engine in place of the real one."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from serve.options import add_serve_arguments, options_from_arguments
+from serve.server import run_server
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    engine = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
+    raise SystemExit(run_server(options_from_arguments(parser.parse_args()), engine_command=engine))
