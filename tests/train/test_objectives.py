@@ -1,0 +1,161 @@
+"""Objectives against the dense formulas, and evaluation against its definitions."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.transformer import Transformer
+from tests.tiny import full_logits, tiny_model
+from tests.train.toy import batch_of, random_sequences
+from train.evaluate import compare, compute_teacher_states, evaluate_quality
+from train.objectives import Distillation, DistillationConfig, LanguageModelling
+from train.packing import Batch
+
+SEQUENCES = random_sequences(9, 23, 4)
+KINDS = ["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"]
+
+
+def dense_logits(model: Transformer) -> Tensor:
+    """Logits of every position that has a label, in fp64."""
+    return torch.cat([full_logits(model, sequence)[:-1] for sequence in SEQUENCES]).double()
+
+
+def next_tokens() -> Tensor:
+    return torch.tensor([token for sequence in SEQUENCES for token in sequence[1:]])
+
+
+def divergence(kind: str, teacher: Tensor, student: Tensor, alpha: float) -> float:
+    """From log-probabilities, by torch's own kl_div: KL(target ‖ input)."""
+    p, q = teacher.exp(), student.exp()
+    forward, reverse = alpha * p + (1 - alpha) * q, (1 - alpha) * p + alpha * q
+    sums: dict[str, Any] = {
+        "forward_kl": lambda: F.kl_div(student, p, reduction="sum"),
+        "reverse_kl": lambda: F.kl_div(teacher, q, reduction="sum"),
+        "jsd": lambda: (
+            alpha * F.kl_div(forward.log(), p, reduction="sum")
+            + (1 - alpha) * F.kl_div(forward.log(), q, reduction="sum")
+        ),
+        "skewed_forward_kl": lambda: F.kl_div(forward.log(), p, reduction="sum"),
+        "skewed_reverse_kl": lambda: F.kl_div(reverse.log(), q, reduction="sum"),
+    }
+    return sums[kind]().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("temperature", "hard_weight"), [(1.0, 0.0), (2.0, 0.25), (0.7, 1.0)])
+def test_distillation_equals_the_dense_formulas(kind: Any, temperature: float, hard_weight: float) -> None:
+    student, teacher = tiny_model(seed=1), tiny_model(seed=2, num_layers=3)
+    config = DistillationConfig(kind=kind, temperature=temperature, alpha=0.3, hard_weight=hard_weight)
+    output = Distillation(teacher, config)(student, batch_of(SEQUENCES))
+    z, w = dense_logits(student), dense_logits(teacher)
+    soft = divergence(kind, F.log_softmax(w / temperature, -1), F.log_softmax(z / temperature, -1), 0.3)
+    hard = F.cross_entropy(z, next_tokens(), reduction="sum").item()
+    assert output.num_labels == len(next_tokens())
+    expected = (1 - hard_weight) * temperature**2 * soft + hard_weight * hard
+    assert output.loss_sum.item() == pytest.approx(expected, rel=1e-4)
+    p, q = F.softmax(w, -1), F.softmax(z, -1)
+    metrics = {name: value.item() for name, value in output.metrics.items()}
+    assert metrics == pytest.approx(
+        {
+            "kl": F.kl_div(q.log(), p, reduction="sum").item(),
+            "cross_entropy": hard,
+            "total_variation": 0.5 * (p - q).abs().sum().item(),
+            "agreement": float((p.argmax(-1) == q.argmax(-1)).sum()),
+        },
+        rel=1e-4,
+    )
+
+
+def test_the_teacher_gets_no_gradient_and_the_student_does() -> None:
+    student, teacher = tiny_model(seed=1), tiny_model(seed=2)
+    Distillation(teacher)(student, batch_of(SEQUENCES)).loss_sum.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert all(parameter.grad is not None for parameter in student.parameters())
+
+
+def test_a_bf16_teacher_keeps_its_dtype_inside_the_trainers_autocast() -> None:
+    student, teacher = tiny_model(seed=1), tiny_model(seed=2).to(torch.bfloat16)
+    expected = compute_teacher_states(teacher, [batch_of(SEQUENCES)]).hidden[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = compute_teacher_states(teacher, [batch_of(SEQUENCES)]).hidden[0]
+        output = Distillation(teacher)(student, batch_of(SEQUENCES))
+    output.loss_sum.backward()
+    assert inside.dtype == torch.bfloat16 and torch.equal(inside, expected)
+    assert output.loss_sum.dtype == torch.float32
+    assert all(parameter.grad.dtype == torch.float32 for parameter in student.parameters())
+
+
+def test_language_modelling_is_the_cross_entropy() -> None:
+    model = tiny_model(seed=1)
+    output = LanguageModelling()(model, batch_of(SEQUENCES))
+    expected = F.cross_entropy(dense_logits(model), next_tokens(), reduction="sum").item()
+    assert output.loss_sum.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("kind", "kl"), ("temperature", 0.0), ("alpha", 1.5), ("hard_weight", -0.1)]
+)
+def test_settings_out_of_range_are_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field} "):
+        DistillationConfig(**{field: value})
+
+
+def batches() -> list[Batch]:
+    return [batch_of(SEQUENCES[:1]), batch_of(SEQUENCES[1:])]
+
+
+def test_quality_follows_its_definitions() -> None:
+    model = tiny_model(seed=1)
+    nll = F.cross_entropy(dense_logits(model), next_tokens(), reduction="sum").item()
+    quality = evaluate_quality(model, batches())
+    tokens, num_bytes = len(next_tokens()), 3 * sum(map(len, SEQUENCES))
+    assert quality.tokens == tokens
+    assert quality.nll == pytest.approx(nll / tokens, rel=1e-5)
+    assert quality.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+    assert quality.bits_per_byte == pytest.approx(nll / math.log(2) / num_bytes, rel=1e-5)
+    assert evaluate_quality(model, batches(), 1000).bits_per_byte == pytest.approx(nll / math.log(2) / 1000, rel=1e-5)
+
+
+def test_a_model_that_knows_nothing_has_the_vocabulary_as_its_perplexity() -> None:
+    model = tiny_model(seed=1)
+    model.lm_head.weight.data.zero_()
+    assert evaluate_quality(model, batches()).perplexity == pytest.approx(512, rel=1e-5)
+
+
+def test_how_text_is_batched_does_not_change_its_score() -> None:
+    model = tiny_model(seed=1)
+    together = evaluate_quality(model, [batch_of(SEQUENCES)])
+    assert evaluate_quality(model, batches()) == replace(
+        together, nll=pytest.approx(together.nll), perplexity=pytest.approx(together.perplexity),
+        bits_per_byte=pytest.approx(together.bits_per_byte),
+    )  # fmt: skip
+
+
+def test_a_model_agrees_with_itself() -> None:
+    model = tiny_model(seed=1)
+    comparison = compare(model, model, batches())
+    assert comparison.kl == pytest.approx(0, abs=1e-5)
+    assert comparison.agreement == 1.0
+    assert comparison.acceptance == pytest.approx(1, abs=1e-5)
+
+
+def test_teacher_states_computed_once_give_the_same_comparison() -> None:
+    student, teacher = tiny_model(seed=1), tiny_model(seed=2)
+    states = compute_teacher_states(teacher, batches())
+    comparison = compare(student, states, batches())
+    assert comparison == compare(student, teacher, batches())
+    z, w = dense_logits(student), dense_logits(teacher)
+    kl = F.kl_div(F.log_softmax(z, -1), F.softmax(w, -1), reduction="sum").item()
+    assert comparison.kl == pytest.approx(kl / len(next_tokens()), rel=1e-4)
+    with pytest.raises(ValueError, match="states of 2 batches cannot be compared on 1"):
+        compare(student, states, batches()[:1])
+
+
+def test_nothing_to_evaluate_on_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no label"):
+        evaluate_quality(tiny_model(), [])
