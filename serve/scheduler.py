@@ -118,7 +118,7 @@ class Scheduler:
             copies = self.cache.reserve(sequence.table, start, start + 1)
         while copies is None:
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             step.preempted.append(victim.id)
             if victim is sequence:
                 return
@@ -126,7 +126,8 @@ class Scheduler:
         step.copies += copies
         step.add(sequence, 1, num_drafts)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages; it waits again, to be recomputed with its tokens and random streams."""
         self.running.remove(sequence)
         self.cache.free(sequence.table)
         sequence.is_running = False

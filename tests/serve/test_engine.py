@@ -74,16 +74,40 @@ def test_greedy_output_is_that_of_transformers(model: Transformer, tmp_path: Pat
         assert told[0, len(prompt) :].tolist() == tokens
 
 
-def test_preemption_changes_nothing(model: Transformer) -> None:
-    prompts = random_prompts(40, seed=4, high=14)
-    params = [greedy(70) if n % 2 else SamplingParams(seed=n, max_tokens=70, ignore_eos=True) for n in range(40)]
+def mixed_params(count: int, max_tokens: int) -> list[SamplingParams]:
+    return [
+        greedy(max_tokens) if number % 2 else SamplingParams(seed=number, max_tokens=max_tokens, ignore_eos=True)
+        for number in range(count)
+    ]
+
+
+def test_running_out_of_pages_changes_nothing(model: Transformer) -> None:
+    prompts, params = random_prompts(24, seed=4, high=14), mixed_params(24, 70)
     roomy = make_engine(model)
     expected = generate(roomy, prompts, params)
     assert roomy.stats().num_preemptions == 0
     for caching in (True, False):
-        engine = make_engine(model, num_pages=14, max_model_len=None, enable_prefix_caching=caching)
+        engine = make_engine(model, num_pages=12, max_model_len=None, enable_prefix_caching=caching)
         assert generate(engine, prompts, params) == expected
-        assert engine.stats().num_preemptions >= 40
+        assert engine.stats().num_preemptions >= 10
+
+
+def test_five_hundred_preemptions_change_nothing(model: Transformer) -> None:
+    prompts, params = random_prompts(32, seed=5, high=30), mixed_params(32, 24)
+    expected = generate(make_engine(model), prompts, params)
+    engine = make_engine(model, num_pages=32, max_num_batched_tokens=24, max_model_len=None)
+    for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(number), prompt, own)
+    random_, joined, num_preempted = random.Random(6), {}, 0
+    while engine.has_work():
+        for output in engine.step():
+            join(joined, output)
+        if engine.scheduler.running and num_preempted < 500:
+            for sequence in random_.sample(engine.scheduler.running, k=min(3, len(engine.scheduler.running))):
+                engine.scheduler.preempt(sequence)
+                num_preempted += 1
+    assert num_preempted >= 500
+    assert [joined[(str(number), 0)].new_token_ids for number in range(32)] == expected
 
 
 def test_a_cached_prefix_changes_nothing_and_is_not_computed_again(model: Transformer) -> None:

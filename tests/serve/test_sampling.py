@@ -1,0 +1,265 @@
+"""Distributions, penalties, random draws and log-probabilities against slow references."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from model.transformer import Transformer
+from serve.kv_cache import BlockTable
+from serve.outputs import TokenLogprobs
+from serve.sampling import NonFiniteLogitsError, Purpose, Row, Sampler, adjust_logits, token_logprobs
+from serve.sampling_params import SamplingParams
+from serve.sequence import Sequence
+from serve.text import TextStream
+from tests.serve.toys import drain, greedy, make_engine, random_prompts
+from tests.tiny import full_logits, tiny_model
+
+V = 12
+
+
+def sequence(params: SamplingParams, prompt: list[int], output: list[int], *, index: int = 0) -> Sequence:
+    return Sequence(
+        id=0,
+        request_id="r",
+        index=index,
+        params=params,
+        tokens=prompt + output,
+        num_prompt_tokens=len(prompt),
+        arrival=0.0,
+        priority=0,
+        deadline=None,
+        seed=params.seed or 0,
+        end_token_ids=(1, *params.stop_token_ids),
+        table=BlockTable(1),
+        text=TextStream(None),  # type: ignore[arg-type]
+    )
+
+
+def slowly_adjusted(scores: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
+    """The definitions, one token at a time."""
+    adjusted = []
+    for token, score in enumerate(scores):
+        score += params.logit_bias.get(token, 0.0)
+        if token in prompt or token in output:
+            score = score / params.repetition_penalty if score > 0 else score * params.repetition_penalty
+        score -= params.frequency_penalty * output.count(token)
+        score -= params.presence_penalty * (token in output)
+        if len(output) < params.min_tokens and token in (1, *params.stop_token_ids):
+            score = -math.inf
+        adjusted.append(score)
+    return adjusted
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6},
+        {"presence_penalty": 0.8},
+        {"frequency_penalty": -0.5},
+        {"logit_bias": {0: 3.0, 7: -100.0}},
+        {"min_tokens": 5, "max_tokens": 9, "stop_token_ids": (4,)},
+        {
+            "repetition_penalty": 1.2,
+            "presence_penalty": -0.3,
+            "frequency_penalty": 0.4,
+            "logit_bias": {2: -1.0},
+            "min_tokens": 9,
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafted", [(), (3, 3, 11)])
+def test_adjustments_are_those_of_the_definitions(params: dict[str, Any], drafted: tuple[int, ...]) -> None:
+    own = SamplingParams(**{"max_tokens": 20} | params)
+    prompt, output = [2, 3, 3, 9], [5, 3, 5]
+    scores = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 3
+    expected = slowly_adjusted(scores.tolist(), own, prompt, output + list(drafted))
+    adjust_logits(scores, Row(sequence(own, prompt, output), drafted))
+    torch.testing.assert_close(scores, torch.tensor(expected))
+
+
+def test_penalties_of_a_whole_generation(model: Transformer) -> None:
+    params = {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {7: 2.0}}
+    prompt = random_prompts(1, low=20, high=21)[0]
+    tokens: list[int] = []
+    for _ in range(20):
+        scores = full_logits(model, prompt + tokens)[-1].tolist()
+        adjusted = slowly_adjusted(scores, SamplingParams(**params), prompt, tokens)
+        tokens.append(int(np.argmax(adjusted)))
+    engine = make_engine(model, max_num_batched_tokens=16)
+    engine.add_request("r", prompt, greedy(20, **params))
+    assert drain(engine)[("r", 0)].new_token_ids == tokens
+
+
+@pytest.mark.parametrize("purpose", [Purpose.TARGET, Purpose.DRAFT])
+def test_draws_follow_the_distribution(purpose: Purpose) -> None:
+    sampler = Sampler(V, torch.device("cpu"))
+    logits = torch.randn(V, generator=torch.Generator().manual_seed(1))
+    rows = [
+        Row(sequence(SamplingParams(temperature=0.8, seed=seed), [2], [3] * (seed % 5)), (4,) * (seed % 3))
+        for seed in range(6000)
+    ]
+    drawn = sampler.draw(logits.expand(len(rows), V), rows, purpose)
+    expected = torch.softmax(logits.double() / 0.8, dim=-1) * len(rows)
+    assert stats.chisquare(np.bincount(drawn, minlength=V), expected / expected.sum() * len(rows)).pvalue > 1e-4
+
+
+def test_a_draw_depends_on_its_key_and_on_nothing_else() -> None:
+    noise = Sampler(V, torch.device("cpu")).noise
+    one = sequence(SamplingParams(seed=7), [2], [3, 4])
+    same = noise.exponential(one, 5, Purpose.TARGET)
+    torch.testing.assert_close(noise.exponential(one, 5, Purpose.TARGET), same, rtol=0, atol=0)
+    others = [
+        noise.exponential(one, 6, Purpose.TARGET),
+        noise.exponential(one, 5, Purpose.DRAFT),
+        noise.exponential(sequence(SamplingParams(seed=8), [2], [3, 4]), 5, Purpose.TARGET),
+        noise.exponential(sequence(SamplingParams(seed=7), [2], [3, 4], index=1), 5, Purpose.TARGET),
+    ]
+    assert all(not torch.equal(same, other) for other in others)
+    noise.exponential(sequence(SamplingParams(seed=-(2**63)), [2], []), 2**31, Purpose.TARGET)
+
+
+def test_noise_is_exponential_and_never_zero() -> None:
+    noise = Sampler(200_000, torch.device("cpu")).noise
+    draws = torch.cat(
+        [noise.exponential(sequence(SamplingParams(seed=s), [2], []), 0, Purpose.TARGET) for s in range(5)]
+    )
+    assert stats.kstest(draws.numpy(), "expon").pvalue > 1e-4
+    assert float(draws.min()) > 0
+    uniform = noise.uniform(sequence(SamplingParams(seed=1), [2], []), 0, 10_000)
+    assert stats.kstest(uniform.numpy(), "uniform").pvalue > 1e-4
+
+
+def test_mixed_rows_in_blocks_are_drawn_as_alone() -> None:
+    sampler = Sampler(V, torch.device("cpu"))
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(2))
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 2.0},
+        {"temperature": 1.0},
+        {"temperature": 2.0, "top_k": 3},
+        {"temperature": 0.7, "top_p": 0.5},
+        {"temperature": 1.1, "min_p": 0.3},
+    ]
+    rows = [Row(sequence(SamplingParams(seed=n, **kinds[n % 6]), [2, 5], [3] * n)) for n in range(50)]
+    alone = [sampler.draw(logits[n : n + 1], [rows[n]])[0] for n in range(50)]
+    before = logits.clone()
+    assert sampler.draw(logits, rows) == alone
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_a_number_is_an_error(temperature: float) -> None:
+    logits = torch.zeros(2, V)
+    logits[1, 3] = math.nan
+    rows = [Row(sequence(SamplingParams(temperature=temperature), [2], [])) for _ in range(2)]
+    with pytest.raises(NonFiniteLogitsError):
+        Sampler(V, torch.device("cpu")).draw(logits, rows)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return tiny_model(seed=3)
+
+
+def check_entry(entry: TokenLogprobs, scores: torch.Tensor, num_top: int) -> None:
+    logprobs = torch.log_softmax(scores.double(), dim=-1)
+    assert entry.logprob == pytest.approx(float(logprobs[entry.token_id]), abs=1e-4)
+    order = logprobs.argsort(descending=True).tolist()
+    assert entry.rank == order.index(entry.token_id) + 1
+    assert [token for token, _ in entry.top] == order[:num_top]
+    assert [value for _, value in entry.top] == pytest.approx(logprobs[order[:num_top]].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("draft", [None, "equal"])
+def test_logprobs_are_the_models_own(model: Transformer, draft: str | None) -> None:
+    """Of the model's distribution, whatever is sampled from: penalties and temperature do not show."""
+    prompt = random_prompts(1, low=30, high=31)[0]
+    params = SamplingParams(
+        temperature=1.3, seed=4, repetition_penalty=1.2, logprobs=3, max_tokens=15, ignore_eos=True, stop=("q",)
+    )
+    engine = make_engine(model, model if draft else None, num_speculative_tokens=3)
+    engine.add_request("r", prompt, params)
+    output = drain(engine)[("r", 0)]
+    scores = full_logits(model, prompt + output.new_token_ids)
+    assert [entry.token_id for entry in output.logprobs or []] == output.new_token_ids
+    for position, entry in enumerate(output.logprobs or []):
+        check_entry(entry, scores[len(prompt) - 1 + position], 3)
+
+
+@pytest.mark.parametrize("budget", [8, 64, 512])
+def test_prompt_logprobs_in_any_chunks(model: Transformer, budget: int) -> None:
+    prompt = random_prompts(1, low=150, high=151)[0]
+    engine = make_engine(model, max_num_batched_tokens=budget)
+    engine.add_request("first", prompt, greedy(1))
+    drain(engine)  # its pages are cached now, and must not be used
+    engine.add_request("r", prompt, greedy(3, prompt_logprobs=2, n=2))
+    if budget == 8:  # interrupted twice inside the prompt
+        for _ in range(2):
+            assert engine.step() == engine.step() == engine.step() == []
+            engine.scheduler.preempt(engine.scheduler.running[0])
+    joined = drain(engine)
+    assert joined[("r", 1)].prompt_logprobs is None
+    entries = joined[("r", 0)].prompt_logprobs or []
+    assert len(entries) == len(prompt) and entries[0] is None
+    scores = full_logits(model, prompt)
+    for position, entry in enumerate(entries[1:], 1):
+        assert entry is not None and entry.token_id == prompt[position]
+        check_entry(entry, scores[position - 1], 2)
+
+
+def test_logprobs_of_many_rows_come_in_order() -> None:
+    logits = torch.randn(40, V, generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(V, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+    entries = token_logprobs(logits, tokens, 0)
+    for row, token, entry in zip(logits, tokens, entries, strict=True):
+        assert entry.token_id == token and entry.top == ()
+        check_entry(entry, row, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {V: 1.0}}, "logit_bias"),
+        ({"logit_bias": {3: math.nan}}, "logit_bias"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ("",)}, "stop"),
+        ({"stop": (3,)}, "stop"),
+        ({"stop_token_ids": (V,)}, "stop_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"n": 0}, "n must"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": V + 1}, "prompt_logprobs"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+    ],
+    ids=str,
+)
+def test_every_field_has_bounds(changes: dict[str, Any], message: str) -> None:
+    SamplingParams().validate(V)
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**changes).validate(V)
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    assert SamplingParams(stop="\n").stop == ("\n",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]

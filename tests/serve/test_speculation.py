@@ -1,0 +1,313 @@
+"""Speculation changes speed, never output: greedy and seeded tokens are equal, the others equally distributed."""
+
+import math
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from kernels.sampling import sample
+from model.transformer import Transformer
+from serve import speculate
+from serve.draft_length import PassCosts
+from serve.outputs import RequestOutput
+from serve.runner import LanguageModel
+from serve.sampling_params import SamplingParams
+from serve.speculate import NgramDraft, Question, Sampler, Verdict
+from tests.serve.toys import (
+    CountingModel,
+    TableModel,
+    drain,
+    generate,
+    greedy,
+    greedy_oracle,
+    make_engine,
+    random_prompts,
+)
+from tests.tiny import tiny_model
+
+PROMPTS = random_prompts(8, seed=1)
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return tiny_model(seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Transformer) -> list[list[int]]:
+    return [greedy_oracle(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def noisy_twin(model: Transformer, noise: float = 0.03) -> Transformer:
+    """A draft that is right sometimes: the target with noise on its weights."""
+    twin = tiny_model(seed=3)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator)
+    return twin
+
+
+def drafts(model: Transformer) -> dict[str, LanguageModel | str]:
+    return {"equal": model, "twin": noisy_twin(model), "stranger": tiny_model(seed=8, num_layers=1), "ngram": "ngram"}
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, None])
+@pytest.mark.parametrize("draft", ["equal", "twin", "stranger", "ngram"])
+def test_greedy_output_does_not_change(
+    model: Transformer, expected: list[list[int]], draft: str, num_drafts: int | None
+) -> None:
+    engine = make_engine(model, drafts(model)[draft], num_speculative_tokens=num_drafts)
+    assert generate(engine, PROMPTS, greedy(NUM_TOKENS)) == expected
+    assert engine.stats().num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("draft", ["equal", "twin", "ngram"])
+def test_greedy_output_does_not_change_under_memory_pressure(model: Transformer, draft: str) -> None:
+    prompts = random_prompts(16, seed=4, high=14)
+    expected = generate(make_engine(model), prompts, greedy(60))
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "num_pages": 10, "max_model_len": None}
+    engine = make_engine(model, drafts(model)[draft], max_num_batched_tokens=24, **options)
+    assert generate(engine, prompts, greedy(60)) == expected
+    assert engine.stats().num_preemptions >= 5
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, None])
+@pytest.mark.parametrize("draft", ["equal", "twin", "stranger", "ngram"])
+def test_seeded_output_does_not_change(model: Transformer, draft: str, num_drafts: int | None) -> None:
+    params = [
+        SamplingParams(
+            seed=number,
+            temperature=0.5 + 0.1 * number,
+            top_k=(0, 40)[number % 2],
+            top_p=(1.0, 0.9)[number // 2 % 2],
+            repetition_penalty=(1.0, 1.3)[number // 4],
+            frequency_penalty=(0.0, 0.4)[number % 2],
+            min_tokens=number,
+            max_tokens=NUM_TOKENS,
+        )
+        for number in range(len(PROMPTS))
+    ]
+    plain = generate(make_engine(model), PROMPTS, params)
+    engine = make_engine(model, drafts(model)[draft], num_speculative_tokens=num_drafts)
+    assert generate(engine, PROMPTS, params) == plain
+    stats = engine.stats()
+    if draft == "twin":
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    if draft == "equal":  # the shared random draws make both models agree
+        assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens  # some lie behind the end of a sequence
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [{}, {"num_pages": 10, "max_model_len": None}, {"enable_prefix_caching": False}])
+def test_an_equal_draft_is_always_right(model: Transformer, temperature: float, options: dict) -> None:
+    """Any error in the draft's cache (catching up, roll-back, forks, shared prefixes) would make it wrong somewhere."""
+    prompts = random_prompts(10, seed=4, high=40)
+    prompts += [prompts[0] + [9], prompts[0] + [8]]
+    engine = make_engine(model, model, num_speculative_tokens=4, max_num_batched_tokens=40, **options)
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, max_tokens=31, ignore_eos=True, n=1 + number % 2)
+        engine.add_request(str(number), prompt, params)
+    outputs = drain(engine)
+    assert engine.stats().num_draft_tokens > 200
+    for output in outputs.values():
+        assert output.num_accepted == output.num_drafted > 0
+        assert len(output.drafted_mask) == output.num_output_tokens == 31
+
+
+def test_the_mask_tells_drafted_tokens_from_the_targets_own(model: Transformer) -> None:
+    engine = make_engine(model, noisy_twin(model), num_speculative_tokens=3)
+    engine.add_request("r", PROMPTS[0], greedy(40))
+    masks = []
+    while engine.has_work():
+        for output in engine.step():
+            masks.append(output.drafted_mask)
+            assert len(output.new_token_ids) == len(output.drafted_mask) <= 4
+    counted = engine.stats()
+    assert all(mask[-1:] == [False] and all(mask[:-1]) for mask in masks[:-1])
+    assert counted.num_accepted_tokens == sum(counted.accepted_per_position)
+    assert sum(map(sum, masks)) in (counted.num_accepted_tokens, counted.num_accepted_tokens - len(masks[-1]))
+
+
+def test_the_draft_computes_no_token_twice_and_no_cached_prefix(model: Transformer) -> None:
+    counting = CountingModel(model)
+    engine = make_engine(model, counting, num_speculative_tokens=2, max_num_batched_tokens=256)
+    prompt = random_prompts(1, low=100, high=101)[0]
+    # The prompt's pass emits one token, each of ten rounds three, all accepted. In the last round the draft need not
+    # compute its second guess nor the target's own token after it.
+    generate(engine, [prompt], greedy(31))
+    assert counting.num_tokens == 100 + 31 - 2
+    counting.num_tokens = 0
+    generate(engine, [[*prompt, 7]], greedy(4))
+    assert counting.num_tokens == (101 - 96) + 4 - 2
+
+
+def test_ngram_lookup_quotes_the_latest_occurrence() -> None:
+    draft = NgramDraft(PassCosts())
+    assert draft._lookup([1, 2, 3, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], 2) == [7, 8]
+    assert draft._lookup([4, 1, 2, 6, 3, 2], 3) == [6, 3, 2]
+    assert draft._lookup([1, 2, 3], 3) == []
+    assert draft._lookup([5], 3) == []
+    assert draft._lookup([5, 5, 5], 4) == [5]
+
+
+# Distributions: a model that is a table, so that many sequences are cheap.
+
+V = 5
+FIRST = 0
+NUM_SEQUENCES = 2000
+
+
+def tables() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    target = torch.softmax(1.2 * torch.randn(V, V, generator=generator), dim=-1)
+    target[:, 4] = 0  # a token that the target never says
+    target /= target.sum(dim=-1, keepdim=True)
+    partial = torch.softmax(1.2 * torch.randn(V, V, generator=generator), dim=-1)
+    one_hot = torch.zeros(V, V)
+    one_hot[:, 2] = 1
+    disjoint = torch.zeros(V, V)
+    disjoint[:, 4] = 1
+    return {"target": target, "equal": target, "partial": partial, "one-hot": one_hot, "disjoint": disjoint}
+
+
+def joint_counts(draft: str | None, num_drafts: int | None, params: dict[str, Any], length: int) -> Counter:
+    """How often each run of `length` first tokens comes out of the engine."""
+    model = tables()
+    options = {"max_num_seqs": 50, "max_num_batched_tokens": 1000, "num_pages": 200, "max_model_len": 16}
+    source: LanguageModel | None = TableModel(model[draft]) if draft else None
+    engine = make_engine(TableModel(model["target"]), source, num_speculative_tokens=num_drafts, **options)
+    for number in range(NUM_SEQUENCES // 50):
+        engine.add_request(str(number), [FIRST], SamplingParams(max_tokens=length, n=50, ignore_eos=True, **params))
+    return Counter(tuple(output.new_token_ids) for output in drain(engine).values())
+
+
+def exact_joint(temperature: float, top_k: int, length: int) -> dict[tuple[int, ...], float]:
+    table = tables()["target"] ** (1 / temperature)
+    if top_k:
+        table = table * (table >= table.topk(top_k, dim=-1).values[:, -1:])
+    table = (table / table.sum(dim=-1, keepdim=True)).double()
+    return {
+        run: math.prod(float(table[a, b]) for a, b in zip((FIRST, *run), run, strict=False))
+        for run in product(range(V), repeat=length)
+    }
+
+
+def p_value(counts: Counter, exact: dict[tuple[int, ...], float]) -> float:
+    """Chi-square of the cells with at least 5 expected, the rest as one cell; impossible runs must not occur."""
+    assert not [run for run in counts if exact[run] == 0], "a run that the target never emits"
+    total = counts.total()
+    big = [run for run, probability in exact.items() if probability * total >= 5]
+    seen = [counts[run] for run in big]
+    awaited = [exact[run] * total for run in big]
+    if total - sum(awaited) > 1:
+        seen.append(total - sum(seen))
+        awaited.append(total - sum(awaited))
+    awaited = [cell * sum(seen) / sum(awaited) for cell in awaited]
+    return float(stats.chisquare(seen, awaited).pvalue)
+
+
+def total_variation(counts: Counter, exact: dict[tuple[int, ...], float]) -> float:
+    return sum(abs(counts[run] / counts.total() - probability) for run, probability in exact.items()) / 2
+
+
+def bound(num_cells: int, delta: float = 1e-6) -> float:
+    return math.sqrt(num_cells / NUM_SEQUENCES) / 2 + math.sqrt(math.log(1 / delta) / (2 * NUM_SEQUENCES))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
+@pytest.mark.parametrize("draft", ["equal", "partial", "one-hot", "disjoint"])
+def test_the_joint_distribution_is_the_targets(draft: str, num_drafts: int) -> None:
+    counts = joint_counts(draft, num_drafts, {}, length=3)
+    exact = exact_joint(1.0, 0, 3)
+    assert p_value(counts, exact) > 1e-4
+    assert total_variation(counts, exact) < bound(4**3)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.6}, {"temperature": 1.5, "top_k": 3}], ids=str)
+def test_the_joint_distribution_follows_the_sampling_settings(params: dict[str, Any]) -> None:
+    counts = joint_counts("partial", 3, params, length=2)
+    exact = exact_joint(params["temperature"], params.get("top_k", 0), 2)
+    assert p_value(counts, exact) > 1e-4
+
+
+def test_penalties_see_the_accepted_prefix() -> None:
+    """A draft token counts for the tokens behind it, in the draft's distribution as in the target's."""
+    scores = tables()["target"].double().log()
+    exact = {}
+    for run in product(range(V), repeat=3):
+        probability, last = 1.0, FIRST
+        for at, token in enumerate(run):
+            penalty = torch.tensor([1.5 * (t in run[:at]) + 0.5 * run[:at].count(t) for t in range(V)])
+            probability *= float(torch.softmax(scores[last] - penalty, dim=-1)[token])
+            last = token
+        exact[run] = probability
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    assert p_value(joint_counts("partial", 3, penalties, length=3), exact) > 1e-4
+    assert p_value(joint_counts("partial", 3, {}, length=3), exact) < 1e-6
+
+
+def test_seeds_that_differ_give_the_targets_distribution_too() -> None:
+    model = tables()
+    options = {"max_num_seqs": 50, "max_num_batched_tokens": 1000, "num_pages": 200, "max_model_len": 16}
+    engine = make_engine(TableModel(model["target"]), TableModel(model["partial"]), num_speculative_tokens=2, **options)
+    for seed in range(NUM_SEQUENCES):
+        engine.add_request(str(seed), [FIRST], SamplingParams(max_tokens=2, seed=seed, ignore_eos=True))
+    counts = Counter(tuple(output.new_token_ids) for output in drain(engine).values())
+    assert p_value(counts, exact_joint(1.0, 0, 2)) > 1e-4
+
+
+def test_the_test_notices_the_classic_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rejection, drawing from p itself instead of max(p - q, 0) looks right and is wrong."""
+
+    def wrong(target_p: Tensor, draft_p: Tensor, drafted: Tensor, u: Tensor, exponential: Tensor) -> tuple[int, int]:
+        for at, token in enumerate(drafted.tolist()):
+            if u[at] * draft_p[at, token] >= target_p[at, token]:
+                return at, int(sample(target_p[at : at + 1], exponential[None]))
+        return len(drafted), int(sample(target_p[-1:], exponential[None]))
+
+    monkeypatch.setattr(speculate, "verify_draft", wrong)
+    assert p_value(joint_counts("partial", 2, {}, length=3), exact_joint(1.0, 0, 3)) < 1e-6
+
+
+def test_the_test_notices_a_draft_that_misreports_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = speculate.verify_draft
+
+    def wrong(target_p: Tensor, draft_p: Tensor, *rest: Any) -> tuple[int, int]:
+        return right(target_p, torch.full_like(draft_p, 1 / V), *rest)
+
+    monkeypatch.setattr(speculate, "verify_draft", wrong)
+    assert p_value(joint_counts("partial", 2, {}, length=3), exact_joint(1.0, 0, 3)) < 1e-6
+
+
+def test_one_request_that_cannot_be_verified_fails_alone(
+    model: Transformer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = speculate._verify_by_rejection
+
+    def wrong(sampler: Sampler, logits: Tensor, question: Question) -> Verdict:
+        if question.sequence.request_id == "bad":
+            raise RuntimeError("poisoned")
+        return right(sampler, logits, question)
+
+    monkeypatch.setattr(speculate, "_verify_by_rejection", wrong)
+    engine = make_engine(model, noisy_twin(model), num_speculative_tokens=2, max_num_seqs=16)
+    engine.add_request("bad", [5, 6], SamplingParams(max_tokens=9))
+    engine.add_request("good", [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, greedy(NUM_TOKENS))
+    outputs: dict[tuple[str, int], RequestOutput] = drain(engine)
+    assert outputs[("bad", 0)].finish_reason == "error"
+    assert outputs[("good", 0)].num_output_tokens == 9
+    assert [outputs[(str(number), 0)].new_token_ids for number in range(len(PROMPTS))] == expected
+
+
+def test_a_failing_draft_costs_speed_only(model: Transformer, expected: list[list[int]]) -> None:
+    engine = make_engine(model, CountingModel(noisy_twin(model), poison=expected[0][3]), num_speculative_tokens=2)
+    assert generate(engine, PROMPTS, greedy(NUM_TOKENS)) == expected

@@ -1,0 +1,71 @@
+"""Streamed text: joined pieces are the whole text, cut before the first stop string, and no piece ever shows one."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.detokenizer import StreamDecoder
+from serve.text import TextStream
+from tests.serve.toys import toy_tokenizer
+
+TOKENIZER = toy_tokenizer()
+
+
+def stream(stop: tuple[str, ...] = ()) -> TextStream:
+    return TextStream(StreamDecoder(TOKENIZER, continues=True), stop)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    text=st.text(alphabet="abcé☃", max_size=40),
+    stop=st.lists(st.text(alphabet="abcé☃", min_size=1, max_size=4), max_size=3),
+)
+def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    tokens = TOKENIZER.encode(text)  # single bytes: characters and stop strings span tokens
+    shown, matched = "", None
+    streamed = stream(tuple(stop))
+    for token in tokens:
+        matched = streamed.push(token)
+        shown += streamed.take()
+        assert not any(s in shown for s in stop)
+        if matched is not None:
+            break
+    if matched is None:
+        shown += streamed.finish()
+        assert shown == text and not any(s in text for s in stop)
+        return
+    # Decoding stops with the token that completes the first match; the text ends where that match begins.
+    end = min(text.find(s) + len(s) for s in stop if s in text)
+    begin = min(text[:end].find(s) for s in stop if s in text[:end])
+    assert shown == text[:begin] and text[:end].endswith(matched) and text[begin:end] == matched
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(text=st.text(alphabet="ab", max_size=30), stop=st.text(alphabet="ab", min_size=1, max_size=4))
+def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: str) -> None:
+    streamed, shown = stream((stop,)), ""
+    for at, token in enumerate(TOKENIZER.encode(text), 1):
+        if streamed.push(token) is not None:
+            return
+        shown += streamed.take()
+        held = text[len(shown) : at]
+        assert not held or stop.startswith(held)
+
+
+def test_text_before_min_tokens_belongs_to_no_stop_string() -> None:
+    streamed = stream(("ab",))
+    a, b = TOKENIZER.encode("ab")
+    assert streamed.push(a, may_stop=False) is None
+    assert streamed.push(b) is None
+    assert streamed.push(a) is None
+    assert streamed.push(b) == "ab"
+    assert streamed.take() == "ab"
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_an_unfinished_character_shows_at_the_end_only(stop: tuple[str, ...]) -> None:
+    streamed = stream(stop)
+    for token in TOKENIZER.encode("☃")[:2]:
+        streamed.push(token)
+        assert streamed.take() == ""
+    assert streamed.finish() == "\ufffd"
