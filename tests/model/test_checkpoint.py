@@ -274,7 +274,7 @@ def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def malformed(header: bytes, data: bytes = b"\0" * 64) -> bytes:
+def safetensors_file(header: bytes, data: bytes = b"\0" * 64) -> bytes:
     return struct.pack("<Q", len(header)) + header + data
 
 
@@ -285,13 +285,13 @@ def malformed(header: bytes, data: bytes = b"\0" * 64) -> bytes:
         b"\x01",
         struct.pack("<Q", 17 << 20) + b"{" * 100,
         struct.pack("<Q", 2**63) + b"{}",
-        malformed(b"not json"),
-        malformed(b"[]"),
-        malformed(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,999]}}'),
-        malformed(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,8]}}'),
-        malformed(b'{"a":{"dtype":"F99","shape":[16],"data_offsets":[0,64]}}'),
-        malformed(b'{"a":{"dtype":"F32","shape":[18446744073709551615,2],"data_offsets":[0,64]}}'),
-        malformed(
+        safetensors_file(b"not json"),
+        safetensors_file(b"[]"),
+        safetensors_file(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,999]}}'),
+        safetensors_file(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,8]}}'),
+        safetensors_file(b'{"a":{"dtype":"F99","shape":[16],"data_offsets":[0,64]}}'),
+        safetensors_file(b'{"a":{"dtype":"F32","shape":[18446744073709551615,2],"data_offsets":[0,64]}}'),
+        safetensors_file(
             b'{"a":{"dtype":"F32","shape":[8],"data_offsets":[0,32]},'
             b'"b":{"dtype":"F32","shape":[12],"data_offsets":[16,64]}}'
         ),
@@ -302,6 +302,18 @@ def test_malformed_weights_are_one_typed_error(contents: bytes, folder: Path) ->
     (folder / WEIGHTS).write_bytes(contents)
     with pytest.raises(CheckpointError, match=WEIGHTS):
         load_model(folder)
+
+
+def test_a_valid_file_with_an_oversized_header_is_refused(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    size = struct.unpack("<Q", whole[:8])[0]
+    for padding, fits in ((1 << 20, True), (16 << 20, False)):
+        (folder / WEIGHTS).write_bytes(safetensors_file(whole[8 : 8 + size] + b" " * padding, whole[8 + size :]))
+        if fits:
+            load_model(folder)
+        else:
+            with pytest.raises(CheckpointError, match=r"the limit is 16777216"):
+                load_model(folder)
 
 
 def test_mutated_headers_never_give_another_error(folder: Path) -> None:
