@@ -3,24 +3,76 @@
     z = h Wᵀ,   loss = Σ_rows (logsumexp(z) − z[label])
     dz = softmax(z) − onehot(label),   dh = dz W,   dW = dzᵀ h
 
-Legend: T tokens, D hidden size, V vocabulary.
+The gradients are known as soon as the logits are, so forward computes them chunk by chunk (kernels/_projection.py) and
+backward only scales them. Products run in the dtype of the hidden states or of autocast, softmax and sums in fp32.
+
+Legend: T tokens, n rows with a label, r rows of a block, D hidden size, V vocabulary.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_LABEL = -100
+from kernels._projection import (
+    IGNORE_LABEL,
+    ProjectionGradients,
+    attach_gradients,
+    blocks,
+    chunks,
+    log_normalizer,
+    logits_buffer,
+    product_dtype,
+    rows_per_block,
+    statistics_dtype,
+)
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """`linear_cross_entropy` in its plainest form, with all logits at once."""
-    logits = (hidden @ weight.t()).float()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE_LABEL, reduction="sum")
+    logits = hidden @ weight.t()
+    return F.cross_entropy(
+        logits.to(statistics_dtype(logits.dtype)), labels, ignore_index=IGNORE_LABEL, reduction="sum"
+    )
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross-entropy of the rows whose label is not -100, an fp32 scalar.
+    """Return the summed cross-entropy, in nats, of the rows whose label is not -100: an fp32 scalar.
 
-    hidden [T, D]; weight [V, D]; labels [T] int64. Differentiable in hidden and weight.
+    hidden [T, D]; weight [V, D]; labels [T] int64. Differentiable in hidden and weight; backward works once.
     """
-    return linear_cross_entropy_reference(hidden, weight, labels)
+    dtype = product_dtype(hidden)
+    valid = (labels != IGNORE_LABEL).nonzero()[:, 0]
+    rows, projection = hidden.detach()[valid].to(dtype), weight.detach().to(dtype)
+    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    gradients = None
+    if wanted:
+        gradients = ProjectionGradients(rows, projection, weight.shape[0], of_projection=weight.requires_grad)
+    with torch.no_grad():
+        loss = _summed_loss(rows, projection, labels[valid], gradients)
+    return loss if gradients is None else attach_gradients(loss, hidden, weight, valid, gradients)
+
+
+def _summed_loss(rows: Tensor, projection: Tensor, labels: Tensor, gradients: ProjectionGradients | None) -> Tensor:
+    """Return the loss of rows [n, D], all with a label; add to the gradients."""
+    (num_rows, _), (vocabulary, _) = rows.shape, projection.shape
+    buffer = logits_buffer(num_rows, vocabulary, rows)
+    probabilities = rows.new_empty(rows_per_block(vocabulary), vocabulary, dtype=statistics_dtype(rows.dtype))
+    loss = probabilities.new_zeros(())
+    for chunk in chunks(num_rows, vocabulary):
+        logits = torch.mm(rows[chunk], projection.t(), out=buffer[: chunk.stop - chunk.start])
+        for block in blocks(logits.shape[0], vocabulary):
+            loss += _block_loss(logits[block], labels[chunk][block], probabilities, gradients is not None)
+        if gradients is not None:
+            gradients.add(chunk, logits)
+    return loss
+
+
+def _block_loss(logits: Tensor, labels: Tensor, buffer: Tensor, into_gradient: bool) -> Tensor:
+    """Return the summed loss of a block; on demand turn its logits [r, V] into the gradient."""
+    probabilities = torch.softmax(logits, dim=-1, dtype=buffer.dtype, out=buffer[: logits.shape[0]])
+    labels = labels[:, None]
+    loss = (log_normalizer(logits, probabilities) - logits.gather(1, labels)[:, 0]).sum()
+    if into_gradient:
+        probabilities.scatter_add_(1, labels, probabilities.new_full(labels.shape, -1))
+        logits.copy_(probabilities)
+    return loss
