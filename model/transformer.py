@@ -11,7 +11,7 @@ from kernels.linear import PreparedWeight, linear, prepare_linear_weight
 from kernels.rotary import rope_frequencies, rotary_tables
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
-from model.layers import DecoderLayer, Linear, RMSNorm
+from model.layers import MLP, DecoderLayer, Linear, RMSNorm, SelfAttention
 
 
 class Body(nn.Module):
@@ -94,8 +94,8 @@ class Transformer(nn.Module):
     def fuse(self) -> "Transformer":
         """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after."""
         self.requires_grad_(False)
-        for layer in self.model.layers:
-            layer.self_attn.fuse()
-            layer.mlp.fuse()
+        for part in list(self.modules()):
+            if isinstance(part, SelfAttention | MLP):
+                part.fuse()
         self._prepared_head = prepare_linear_weight(self.head_weight)
         return self.eval()
