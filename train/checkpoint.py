@@ -10,8 +10,6 @@ Writing: staging folder, fsync, rename, then the published files are read back a
 checkpoints purged. Reading: newest first; one that fails verification is set aside with a loud message.
 """
 
-import hashlib
-import json
 import logging
 import os
 import re
@@ -24,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.files import read_json_object, sha256_of, sync_file, sync_tree, write_json
+from model.files import read_json_object, sync_file, write_json
+from train.sealed_folder import check, seal
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+STATE = "state.json"
 # Whole names only: `step-00000050.damaged` or `step-00000050-copy` is somebody else's folder.
 NAME = re.compile(r"step-(\d{8})")
 STAGING = re.compile(r"\.staging-step-\d{8}")
@@ -69,7 +67,10 @@ def save_checkpoint(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        _write(staging, tensors, state)
+        for name, group in tensors.items():
+            save_file(group, staging / f"{name}.safetensors")
+        write_json(staging / STATE, state)
+        seal(staging)
         if target.exists():
             shutil.rmtree(target)
         os.rename(staging, target)
@@ -120,35 +121,8 @@ def _check_room(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> None:
         raise DiskFullError(f"A checkpoint of {needed:,} bytes does not fit {folder}: {free:,} bytes are free.")
 
 
-def _write(staging: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-    for name, group in tensors.items():
-        save_file(group, staging / f"{name}.safetensors")
-    write_json(staging / STATE, state)
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(staging.iterdir())}
-    sync_tree(staging)
-    manifest = {"format": FORMAT_VERSION, "files": files}
-    write_json(staging / MANIFEST, manifest | {"sha256": _digest(manifest)})
-    sync_file(staging)
-
-
 def _verify(folder: Path) -> Checkpoint:
     """Raises TrainingStateError naming the first file that is missing, short or altered."""
-    manifest = read_json_object(folder / MANIFEST, TrainingStateError)
-    expected = manifest.pop("sha256", None)
-    if expected != _digest(manifest):
-        raise TrainingStateError(f"{folder / MANIFEST} has been altered: its SHA-256 is not the recorded one.")
-    if manifest["format"] != FORMAT_VERSION:
-        raise TrainingStateError(f"{folder} has checkpoint format {manifest['format']}; this is {FORMAT_VERSION}.")
-    for name, entry in manifest["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.exists() else 0
-        if size != entry["bytes"]:
-            raise TrainingStateError(f"{path} ends at byte {size} instead of {entry['bytes']}.")
-        if sha256_of(path) != entry["sha256"]:
-            raise TrainingStateError(f"{path} has been altered: its SHA-256 is not the recorded one.")
+    check(folder, TrainingStateError)
     state = read_json_object(folder / STATE, TrainingStateError)
     return Checkpoint(folder, int(folder.name.removeprefix("step-")), state)
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -25,15 +25,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from model.files import read_json_object, sha256_of, sync_tree, write_json
 from model.tokenizer import Tokenizer
 from train.progress import Progress
+from train.sealed_folder import check, seal
 from train.sources import DataConfig, Document, Source, open_source
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+CACHE_VERSION = 1
 SPLITS = ("train", "held_out")
 DTYPES = {"tokens": "<i4", "mask": "u1", "offsets": "<i8", "bytes": "<i8"}
 
@@ -103,20 +102,13 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, *, pro
 
 def load_cache(folder: Path, name: str) -> PreparedData:
     """Opens a cache folder after checking every file; raises DamagedCacheError naming the file that is wrong."""
-    manifest = read_json_object(folder / MANIFEST, DamagedCacheError)
-    for file, expected in manifest["files"].items():
-        path = folder / file
-        size = path.stat().st_size if path.exists() else 0
-        if size != expected["bytes"]:
-            raise DamagedCacheError(f"{path} ends at byte {size} instead of {expected['bytes']}.")
-        if sha256_of(path) != expected["sha256"]:
-            raise DamagedCacheError(f"{path} has been altered: its SHA-256 is not the recorded one.")
-    train, held_out = (_open_split(folder, split, manifest, name) for split in SPLITS)
+    files = check(folder, DamagedCacheError)
+    train, held_out = (_open_split(folder, split, files, name) for split in SPLITS)
     return PreparedData(train, held_out)
 
 
-def _open_split(folder: Path, split: str, manifest: dict[str, Any], name: str) -> TokenizedDocuments:
-    files = {file: entry for file, entry in manifest["files"].items() if file.startswith(f"{split}.")}
+def _open_split(folder: Path, split: str, entries: dict[str, dict[str, Any]], name: str) -> TokenizedDocuments:
+    files = {file: entry for file, entry in entries.items() if file.startswith(f"{split}.")}
     arrays = {kind: _map(folder / f"{split}.{kind}", dtype) for kind, dtype in DTYPES.items()}
     hashes = "".join(entry["sha256"] for _, entry in sorted(files.items()))
     return TokenizedDocuments(
@@ -138,7 +130,7 @@ def _map(path: Path, dtype: str) -> np.ndarray:
 
 def _cache_key(config: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
     parts = {
-        "format": FORMAT_VERSION,
+        "format": CACHE_VERSION,
         "source": source.fingerprint,
         "tokenizer": tokenizer.digest,
         "config": {name: value for name, value in asdict(config).items() if name != "source"},
@@ -148,7 +140,6 @@ def _cache_key(config: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
 
 def _publish(staging: Path, folder: Path) -> None:
     """Another process may have built the same cache meanwhile; its content is the same, so its copy is kept."""
-    sync_tree(staging)
     try:
         os.rename(staging, folder)
     except OSError:
@@ -218,7 +209,7 @@ def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Pat
     for writer in (train, held_out):
         writer.close()
     _check_supervision(config, train, held_out, smallest)
-    _write_manifest(folder)
+    seal(folder)
 
 
 def _place(document: Document, seed: int) -> float:
@@ -265,8 +256,3 @@ def _check_supervision(config: DataConfig, train: _SplitWriter, held_out: _Split
             f"data source {config.source!r}: held_out={config.held_out} selects none of its {train.num_documents} "
             f"documents; set held_out above {smallest:.4f} to select at least one, or to 0 to evaluate on nothing"
         )
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
-    write_json(folder / MANIFEST, {"format": FORMAT_VERSION, "files": files})

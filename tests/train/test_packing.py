@@ -1,5 +1,6 @@
 """Packing: every token is predicted once, by a position that sees its own document and nothing else."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -35,7 +36,7 @@ def test_every_token_but_a_documents_first_is_predicted_once(
         assert batch.num_labels == len(batch.labels)
         bounds = batch.cu_seqlens.tolist()
         assert bounds[0] == 0 and bounds[-1] == len(batch.tokens)
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in itertools.pairwise(bounds):
             assert 0 < end - first <= sequence_length
             assert batch.positions[first:end].tolist() == list(range(end - first))
             own = np.searchsorted(data.offsets, batch.labels[first:end].numpy(), side="right")
