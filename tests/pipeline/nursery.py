@@ -1,0 +1,88 @@
+"""Forks potstill commands from a warm process and kills them: imports and set-up happen once, not once a kill.
+
+`python -m tests.pipeline.nursery`, then one JSON line a command on standard input:
+`{"arguments": [...], "kill_after_s": 0.4}`; the answer is `{"status": exit code or -signal, "seconds": ...}`.
+The first command runs in the warm process itself, so that its forks find everything loaded.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from tests.pipeline.tiny_run import ROOT
+
+
+class Nursery:
+    """The client's side; use as a context manager."""
+
+    def __enter__(self) -> "Nursery":
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.pipeline.nursery"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.communicate()
+
+    def run(self, arguments: list[str], kill_after_s: float | None = None) -> dict[str, Any]:
+        """Runs one command in a fork, killed with SIGKILL after so many seconds unless it has ended."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the nursery is closed")
+        self._process.stdin.write(json.dumps({"arguments": arguments, "kill_after_s": kill_after_s}) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+def serve() -> None:
+    """The warm side."""
+    import torch
+
+    import pipeline.stages.distill
+    import pipeline.stages.evaluate
+    import pipeline.stages.teacher
+    import serve.llm
+    from pipeline.cli import main
+
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    warm = False
+    for line in sys.stdin:
+        order = json.loads(line)
+        started = time.monotonic()
+        if not warm:
+            status, warm = main(order["arguments"]), True
+        elif (child := os.fork()) == 0:
+            os._exit(main(order["arguments"]))
+        else:
+            status = _wait(child, started, order["kill_after_s"])
+        answers.write(json.dumps({"status": status, "seconds": time.monotonic() - started}) + "\n")
+        answers.flush()
+
+
+def _wait(child: int, started: float, kill_after_s: float | None) -> int:
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if kill_after_s is not None and time.monotonic() - started >= kill_after_s:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            kill_after_s = None
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    serve()
