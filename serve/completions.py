@@ -27,7 +27,7 @@ class CompletionReply(Reply[CompletionRequest]):
         super().__init__(request, service)
         self._prompt_ids: list[list[int]] = []
         self._writers: dict[int, LegacyLogprobsWriter] = {}
-        self._parts: dict[int, list[CompletionChoice]] = {}
+        self._outputs: list[tuple[int, RequestOutput]] = []
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
 
     @property
@@ -82,6 +82,10 @@ class CompletionReply(Reply[CompletionRequest]):
             num_cached_tokens=output.num_cached_tokens,
         )
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.request.logprobs is not None
+
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Completion]:
         part = self._part(prompt_index, output)
         if part.text or part.finish_reason or (part.logprobs is not None and part.logprobs.tokens):
@@ -91,11 +95,14 @@ class CompletionReply(Reply[CompletionRequest]):
         return self._completion([], usage)
 
     def collect(self, prompt_index: int, output: RequestOutput) -> None:
-        part = self._part(prompt_index, output)
-        self._parts.setdefault(part.index, []).append(part)
+        self._outputs.append((prompt_index, output))
 
     def whole(self, usage: Usage) -> Completion:
-        return self._completion([_joined(self._parts[index]) for index in sorted(self._parts)], usage)
+        parts: dict[int, list[CompletionChoice]] = {}
+        for prompt_index, output in self._outputs:
+            part = self._part(prompt_index, output)
+            parts.setdefault(part.index, []).append(part)
+        return self._completion([_joined(parts[index]) for index in sorted(parts)], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.model, choices, usage)

@@ -48,10 +48,12 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine_process")
 ROOT = str(Path(__file__).resolve().parent.parent)
 """Where the engine process finds its modules; `-P` keeps the working directory from getting in front."""
 MAX_RESTARTS_PER_MINUTE = 5
-STOP_S = 5.0
+STOP_S = 1.0
 """How long an engine that was told to leave may take."""
 EXIT_S = 1.0
 """How long an engine that has closed its socket may take to exit."""
+DIED = unavailable("the engine died; a fresh one is starting", "engine_died")
+STOPPED = unavailable("the server is shutting down", "engine_stopped")
 log = logging.getLogger("potstill.server")
 
 
@@ -182,8 +184,11 @@ class EngineClient:
                     self.failure = f"the engine died {len(began)} times within a minute"
                 else:
                     self.metrics.engine_restarts.inc()
+        except Exception as error:
+            log.exception("no engine process can be run")
+            self.failure = f"no engine process can be run: {error}"
         finally:
-            self._fail_all(unavailable("the engine has stopped", "engine_stopped"))
+            self._fail_all(STOPPED)
             self.ended.set()
 
     async def _run_engine(self) -> None:
@@ -213,7 +218,7 @@ class EngineClient:
             await exited
             if not self._stopping and self.failure is None:
                 log.error("the engine process ended with code %s", process.returncode)
-            self._fail_all(unavailable("the engine died; a fresh one is starting", "engine_died"))
+            self._fail_all(STOPPED if self._stopping else DIED)
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read messages until the engine closes the connection, then drop it."""

@@ -6,13 +6,14 @@ A client that leaves, at any point of this, aborts its request. A client that do
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -100,6 +101,11 @@ class Reply(ABC, Generic[Request]):
     @abstractmethod
     def params(self, room: int) -> SamplingParams:
         """The engine's parameters; `room` is how many tokens the longest prompt leaves."""
+
+    @property
+    @abstractmethod
+    def wants_logprobs(self) -> bool:
+        """Whether responses hold numbers for every token: too many to write while others wait."""
 
     @abstractmethod
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[msgspec.Struct]:
@@ -202,17 +208,28 @@ class GenerationResponse:
     async def _whole(self, call: Call) -> bytes:
         async for prompt_index, output in self._outputs(call):
             self._reply.collect(prompt_index, output)
-        return encoder.encode(self._reply.whole(self._reply.usage.total(self._reply.speculates)))
+        def write() -> bytes:
+            return encoder.encode(self._reply.whole(self._usage()))
+
+        return await self._write(write, much=self._reply.wants_logprobs)
 
     async def _events(self, call: Call) -> AsyncIterator[bytes]:
         reply = self._reply
         async for prompt_index, output in self._outputs(call):
-            data = b"".join(event(chunk) for chunk in reply.chunks(prompt_index, output))
+            write = functools.partial(events_of, reply, prompt_index, output)
+            data = await self._write(write, much=output.prompt_logprobs is not None)
             if data:
                 yield data
         if reply.request.include_usage:
-            yield event(reply.usage_chunk(reply.usage.total(reply.speculates)))
+            yield event(reply.usage_chunk(self._usage()))
         yield DONE
+
+    def _usage(self) -> Usage:
+        return self._reply.usage.total(self._reply.speculates)
+
+    async def _write(self, write: Callable[[], bytes], *, much: bool) -> bytes:
+        """The bytes of a response or an event; where they may be many, from a worker thread."""
+        return await asyncio.to_thread(write) if much else write()
 
     async def _stream(self, call: Call, scope: Scope, send: Send) -> None:
         """Nothing is sent before the first event is there: errors up to then have a status code of their own."""
@@ -231,6 +248,11 @@ class GenerationResponse:
 
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+def events_of(reply: Reply[Any], prompt_index: int, output: RequestOutput) -> bytes:
+    """The events, none or several, that an output becomes."""
+    return b"".join(event(chunk) for chunk in reply.chunks(prompt_index, output))
 
 
 def event(data: msgspec.Struct) -> bytes:

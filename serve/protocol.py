@@ -207,10 +207,10 @@ UNSUPPORTED = {
 }
 """Fields that clients do send, with a better sentence than "unknown". null is taken, since it asks for nothing."""
 
-Request = TypeVar("Request", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
-def read(value: dict[str, Any], kind: type[Request]) -> Request:
+def read(value: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
     """`value` as a request of this kind, or ApiError 400 naming the field at fault."""
     for name in UNSUPPORTED.keys() & value.keys():
         if value[name] is not None:

@@ -16,11 +16,13 @@ from serve.errors import ApiError, invalid, unavailable
 from serve.generation import GenerationResponse, Service
 from serve.logprobs import token_text
 from serve.messages import Ready
-from serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
 from serve.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
 from serve.strict_json import loads_object
 
 MAX_BODY_BYTES = 2**20
+INLINE_BYTES = 64 * 1024
+"""Larger bodies are parsed in a thread."""
 BODY_S = 30.0
 """How long a client may take to send its body."""
 FRESH_STATS_S = 0.5
@@ -54,14 +56,20 @@ class Routes:
         """Paths without parameters: what logs and labels may show."""
         return [route.path for route in self.router.routes if isinstance(route, Route) and "{" not in route.path]
 
-    async def completions(self, request: Request) -> GenerationResponse:
-        wanted = read(await read_object(request), CompletionRequest)
+    async def _read(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
+        """A route's request. A large body is parsed in a thread, so that it holds nobody up."""
+        body = await read_body(request)
+        large = len(body) > INLINE_BYTES
+        wanted = await asyncio.to_thread(parse, body, kind) if large else parse(body, kind)
         self._service.check_model(wanted.model)
+        return wanted
+
+    async def completions(self, request: Request) -> GenerationResponse:
+        wanted = await self._read(request, CompletionRequest)
         return GenerationResponse(CompletionReply(wanted, self._service), request.state.tenant)
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
-        wanted = read(await read_object(request), ChatRequest)
-        self._service.check_model(wanted.model)
+        wanted = await self._read(request, ChatRequest)
         return GenerationResponse(ChatReply(wanted, self._service), request.state.tenant)
 
     async def models(self, request: Request) -> Response:
@@ -83,8 +91,7 @@ class Routes:
         return self._service.engine.info
 
     async def tokenize(self, request: Request) -> Response:
-        wanted = read(await read_object(request), TokenizeRequest)
-        self._service.check_model(wanted.model)
+        wanted = await self._read(request, TokenizeRequest)
         tokens = await asyncio.to_thread(self._tokens, wanted)
         texts = [token_text(self._service.tokenizer, token) for token in tokens] if wanted.return_token_strs else None
         return json_response(Tokenized(len(tokens), self._info().max_model_len, tokens, texts))
@@ -105,8 +112,7 @@ class Routes:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        wanted = read(await read_object(request), DetokenizeRequest)
-        self._service.check_model(wanted.model)
+        wanted = await self._read(request, DetokenizeRequest)
         size = self._info().vocab_size
         if any(token >= size for token in wanted.tokens):
             raise invalid(f"a token is outside the vocabulary of {size} tokens", "tokens")
@@ -138,8 +144,13 @@ def json_response(content: msgspec.Struct | dict[str, Any]) -> Response:
     return Response(encoder.encode(content), media_type="application/json")
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object in a request's body. ApiError 400, or 413 as soon as the limit is passed."""
+def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+    """A body as a checked request, or ApiError 400."""
+    return read(loads_object(body), kind)
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a JSON request. ApiError 400 for another content type, 413 as soon as the limit is passed."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise invalid("the Content-Type must be application/json", "Content-Type")
@@ -155,7 +166,7 @@ async def read_object(request: Request) -> dict[str, Any]:
                     raise _body_too_large()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_S:g} s", code="body_timeout") from None
-    return loads_object(bytes(body))
+    return bytes(body)
 
 
 def _body_too_large() -> ApiError:

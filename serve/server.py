@@ -129,6 +129,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     serving = asyncio.create_task(web.serve([listener]))
+    serving.add_done_callback(lambda _: stop.set())
     engine.start()
     try:
         announce_address(options, listener)
