@@ -38,3 +38,11 @@ class EngineConfig:
     """Seeds the random streams of requests that bring no seed of their own."""
     verify_artifact: bool = True
     """Check the SHA-256 of every file of an artifact before loading it."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_pages", "kv_cache_bytes", "num_speculative_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization:g}")

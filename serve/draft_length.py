@@ -5,7 +5,6 @@ and one pass of the target over k + 1 rows a sequence instead of one. Source: ht
 """
 
 import bisect
-from collections.abc import Callable
 
 from serve.sequence import Sequence
 
@@ -136,6 +135,3 @@ def _is_probe(sequence: Sequence) -> bool:
     """
     length = sequence.num_output
     return (length >= 16 and length & (length - 1) == 0) or (length == 1 and sequence.id % 16 == 0)
-
-
-DraftLength = Callable[[Sequence], int]

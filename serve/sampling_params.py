@@ -12,7 +12,7 @@ class SamplingParams:
     """How to continue one prompt. Names and meanings follow vLLM and OpenAI; the defaults sample from the model itself.
 
     The distribution of a token is built in this order: `min_tokens` mask, `logit_bias`, repetition, frequency and
-    presence penalty, temperature, then `min_p`, `top_k`, `top_p` cut its tail.
+    presence penalty, temperature, then `top_k`, `top_p` and `min_p` cut its tail.
     """
 
     temperature: float = 1.0

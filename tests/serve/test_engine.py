@@ -334,13 +334,24 @@ def test_what_cannot_be_served_is_refused(
     [
         ({"max_model_len": 5000}, "2048 positions"),
         ({"max_model_len": 512, "num_pages": 4}, "hold 64 tokens"),
-        ({"num_pages": 0}, "no memory"),
+        ({"num_pages": 0}, "num_pages must be at least 1"),
+        ({"num_pages": None, "kv_cache_bytes": 100}, "no memory for KV pages"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(model: Transformer, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"dtype": "int8"}, "dtype must be auto"), ({"device": "tpu9"}, "device must be")]
+)
+def test_a_machine_that_does_not_exist_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(EngineConfig(model="nowhere", **options))
 
 
 def test_stats_count_what_happened(model: Transformer) -> None:
