@@ -1,6 +1,6 @@
 """An engine without a model, run as the engine process of a real server: fast to start, and as slow or wild as told.
 
-A prompt of up to three token ids is a script: [milliseconds a step, KiB of text a token, 1 to die at the first step].
+A prompt of up to three token ids is a script: [milliseconds a step (511: a minute), KiB of text a token, 1 to die].
 Every step gives each running request one token; a request runs until max_tokens.
 """
 
@@ -91,7 +91,8 @@ class ScriptedEngine:
             queues.running.append(queues.waiting.pop(0))
         if any(request.script(2) for request in queues.running):
             os._exit(3)
-        time.sleep(max((request.script(0) for request in queues.running), default=1) / 1000)
+        slowest = max((request.script(0) for request in queues.running), default=1)
+        time.sleep(60 if slowest == 511 else slowest / 1000)
         outputs = [self._token(request) for request in queues.running]
         queues.running[:] = [request for request in queues.running if request.num_output < request.params.max_tokens]
         return [output for several in outputs for output in several]
