@@ -18,7 +18,7 @@ IGNORE_LABEL = -100
 # A chunk's logits: large enough that the products run at full speed, small beside the weight gradient.
 _LOGITS_PER_CHUNK = 2**24
 # Elementwise work goes through a chunk in blocks whose few fp32 buffers stay in the cache.
-_LOGITS_PER_BLOCK = 2**19
+_LOGITS_PER_BLOCK = 2**18
 _VOCABULARY_PER_TILE = 4096
 
 

@@ -86,7 +86,7 @@ def flash_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     documents = list(_documents(cu_seqlens_q, cu_seqlens_k))
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+    if _bands_pay(q):
         return _BandedAttention.apply(q, k, v, documents, (causal, window, scale))
     outputs = [_attend_document(q[rows], k[keys], v[keys], causal, window, scale) for rows, keys in documents]
     return outputs[0] if len(outputs) == 1 else torch.cat([q[:0], *outputs])
@@ -98,6 +98,19 @@ def _documents(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> Iterator[tu
     bounds_k = bounds_q if cu_seqlens_k is None else cu_seqlens_k.tolist()
     for b in range(len(bounds_q) - 1):
         yield slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
+
+
+def _bands_pay(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+    """Attend, without gradients, within one document: q [s_q, Hq, d], k and v [s_k, Hkv, d] → [s_q, Hq, d]."""
+    if not _bands_pay(q):
+        return _attend_document(q, k, v, True, window, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _attend_in_bands(q, k, v, causal=True, window=window, scale=scale, out=out)
+    return out
 
 
 def _attend_document(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float) -> Tensor:
@@ -138,7 +151,7 @@ def _bands(s_q: int, s_k: int, causal: bool, window: int | None, dtype: torch.dt
         yield _Band(slice(start, stop), slice(low, high), mask[:, None])
 
 
-def attend_in_bands(
+def _attend_in_bands(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float, out: Tensor
 ) -> None:
     """Write the attention of one document, q [s_q, Hq, d] over k and v [s_k, Hkv, d], into out [s_q, Hq, d]."""
@@ -193,7 +206,7 @@ class _BandedAttention(torch.autograd.Function):
         causal, window, scale = settings
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for queries, keys in documents:
-            attend_in_bands(q[queries], k[keys], v[keys], causal=causal, window=window, scale=scale, out=out[queries])
+            _attend_in_bands(q[queries], k[keys], v[keys], causal=causal, window=window, scale=scale, out=out[queries])
         ctx.save_for_backward(q, k, v)
         ctx.documents, ctx.settings = documents, settings
         return out
