@@ -199,6 +199,16 @@ class KVCache:
         """Leading tokens of a sequence whose keys and values of the draft are in its pages."""
         return table.num_drafted_pages * PAGE_SIZE
 
+    def skip_drafted(self, table: BlockTable, start: int, stop: int, filled: set[int]) -> int:
+        """The first of tokens [start, stop] that the draft must compute; at the latest, `stop`.
+
+        Skips whole pages that are in `filled` or hold the draft's keys and values already.
+        """
+        page = start // PAGE_SIZE
+        while page < stop // PAGE_SIZE and (self.pool.has_draft[table.ids[page]] or table.ids[page] in filled):
+            page += 1
+        return max(start, page * PAGE_SIZE)
+
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Give back the pages past `num_tokens` tokens: the roll-back of rejected drafts."""
         self._cut(table, pages_for(num_tokens))

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from kernels.sampling import verify_draft
 from serve.draft_length import PassCosts
-from serve.kv_cache import KVCache
+from serve.kv_cache import PAGE_SIZE, KVCache
 from serve.runner import Piece, Runner
 from serve.sampling import Purpose, Row, Sampler
 from serve.sequence import Sequence
@@ -120,47 +120,54 @@ class ModelDraft:
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, Proposal]:
         pieces, guesses = self._catch_up(wanted)
-        done = {guess.sequence.id: guess for guess in guesses}
-        while guesses:
+        proposed = list(guesses)
+        while pieces:
             started = time.perf_counter()
-            self._extend(guesses, self._logits(pieces))
+            hidden = self.runner.hidden(pieces)
+            if guesses:
+                self._extend(guesses, self._logits(hidden))
             self.costs.record(sum(len(piece.tokens) for piece in pieces), time.perf_counter() - started)
             guesses = [guess for guess in guesses if len(guess.tokens) < guess.length]
             pieces = [guess.next_piece() for guess in guesses]
-        return {id: guess.proposal() for id, guess in done.items()}
+        return {guess.sequence.id: guess.proposal() for guess in proposed}
 
     def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         sequence.num_draft_computed = sequence.num_tokens + min(num_accepted, num_drafted - 1)
         self.cache.mark_drafted(sequence.table, sequence.num_draft_computed)
 
     def _catch_up(self, wanted: list[tuple[Sequence, int]]) -> tuple[list[Piece], list[_Guess]]:
-        """Pieces that bring the draft up to each sequence's last token, as far as one pass goes.
+        """Pieces that bring the draft up to each sequence's last token, as far as one pass goes, and whose turn it is.
 
-        A sequence that needs more is brought nearer at once and guesses in a later step. Pages before the last may be
-        shared with other sequences; the same tokens are written to them again, and what the draft's cache holds
-        decides how often it guesses right, never what is emitted.
+        A sequence that needs more is brought nearer and guesses in a later step. Pages that another sequence fills, or
+        has filled, are skipped: a pass writes all keys and values of a layer before it reads any. Where two fill the
+        same page, they write the same; what the draft's cache holds decides how often it is right, never what is
+        emitted.
         """
-        complete: list[Piece] = []
-        partial: list[Piece] = []
+        pieces: list[Piece] = []
         guesses = []
+        filled: set[int] = set()
         room = self.max_tokens
         for sequence, length in wanted:
-            start = sequence.num_draft_computed
+            start = self.cache.skip_drafted(
+                sequence.table, sequence.num_draft_computed, sequence.num_tokens - 1, filled
+            )
             tokens = sequence.tokens[start : start + room]
+            stop = start + len(tokens)
+            if not tokens:
+                continue
             room -= len(tokens)
-            if start + len(tokens) == sequence.num_tokens:
-                complete.append(Piece(tokens, start, sequence.table, num_rows=1))
+            filled.update(sequence.table.ids[start // PAGE_SIZE : stop // PAGE_SIZE].tolist())
+            is_complete = stop == sequence.num_tokens
+            pieces.append(Piece(tokens, start, sequence.table, num_rows=int(is_complete)))
+            if is_complete:
                 guesses.append(_Guess(sequence, length))
-            elif tokens:
-                partial.append(Piece(tokens, start, sequence.table, num_rows=0))
-                sequence.num_draft_computed += len(tokens)
-        if partial:
-            self.runner.hidden(partial)
-        return complete, guesses
+            else:
+                sequence.num_draft_computed = stop
+        return pieces, guesses
 
-    def _logits(self, pieces: list[Piece]) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         """The draft's logits on the target's vocabulary `[R, V]`; either may be padded at its end."""
-        logits = self.runner.logits(self.runner.hidden(pieces))
+        logits = self.runner.logits(hidden)
         missing = self.sampler.noise.vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : logits.shape[1] + missing]
 

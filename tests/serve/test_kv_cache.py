@@ -178,6 +178,16 @@ def test_freed_pages_keep_their_prefix_until_taken_and_tails_go_first() -> None:
     assert cache.admit(BlockTable(8), [*tokens, 99]) == 32
 
 
+def test_pages_found_free_are_not_counted_as_free_for_the_rest() -> None:
+    cache = KVCache(3)
+    tokens = list(range(32))
+    cache.free(computed(cache, tokens))
+    computed(cache, [99])  # takes the page that was not published
+    assert cache.pool.num_free == 2
+    assert cache.admit(BlockTable(8), [*tokens, *range(17)]) is None
+    assert cache.admit(BlockTable(8), [*tokens[:16], 5]) == 16
+
+
 def test_the_longest_free_page_is_reused_first() -> None:
     cache = KVCache(4)
     for number in range(4):

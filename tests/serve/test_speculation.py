@@ -148,6 +148,15 @@ def test_the_draft_computes_no_token_twice_and_no_cached_prefix(model: Transform
     assert counting.num_tokens == (101 - 96) + 4 - 2
 
 
+def test_choices_share_the_drafts_computation_of_the_prompt(model: Transformer) -> None:
+    counting = CountingModel(model)
+    engine = make_engine(model, counting, num_speculative_tokens=1, max_num_batched_tokens=256)
+    engine.add_request("r", random_prompts(1, low=37, high=38)[0], greedy(3, n=4))
+    outputs = drain(engine)
+    assert counting.num_tokens == 38 + 3 * (38 - 32)
+    assert all(output.num_accepted == output.num_drafted == 1 for output in outputs.values())
+
+
 def test_ngram_lookup_quotes_the_latest_occurrence() -> None:
     draft = NgramDraft(PassCosts())
     assert draft._lookup([1, 2, 3, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], 2) == [7, 8]
