@@ -53,7 +53,12 @@ class Call:
         deadline_s: float | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        """Send the prompts (token ids) to the engine; `deadline_s` counts from the arrival of the HTTP request."""
+        """Send the prompts (token ids) to the engine; `deadline_s` counts from the arrival of the HTTP request.
+
+        ApiError 503 when the engine has died since the places were reserved.
+        """
+        if not self._client.is_ready:
+            raise self._client.absence()
         call_id = uuid.uuid4().hex
         deadline = None if deadline_s is None else self._arrival + deadline_s
         for prompt_index, prompt in enumerate(prompts):

@@ -52,8 +52,6 @@ STOP_S = 1.0
 """How long an engine that was told to leave may take."""
 EXIT_S = 1.0
 """How long an engine that has closed its socket may take to exit."""
-DIED = unavailable("the engine died; a fresh one is starting", "engine_died")
-STOPPED = unavailable("the server is shutting down", "engine_stopped")
 log = logging.getLogger("potstill.server")
 
 
@@ -91,7 +89,7 @@ class EngineClient:
         ]
         self._folder = Path(tempfile.mkdtemp(prefix="potstill-"))  # mode 0700: no other user can connect
         self._requests: dict[str, tuple[Call, int]] = {}
-        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._pings: dict[int, asyncio.Future[bool]] = {}
         self._num_pings = 0
         self._writer: asyncio.StreamWriter | None = None
         self._ready = asyncio.Event()
@@ -137,19 +135,18 @@ class EngineClient:
         self.send(Ping(number))
         try:
             async with asyncio.timeout(timeout_s):
-                await answer
-        except (TimeoutError, ApiError):
+                return await answer
+        except TimeoutError:
             return False
         finally:
             del self._pings[number]
-        return True
 
     def open_call(self, num_sequences: int) -> "Call":
         """Reserve places for this many choices. ApiError: 503 when there is no engine, 429 when the queue is full."""
         if self.draining:
             raise unavailable("the server is shutting down", "draining")
         if not self.is_ready:
-            raise unavailable("the engine is starting", "engine_starting")
+            raise self.absence()
         if num_sequences > self.max_sequences:
             raise invalid(f"the request asks for {num_sequences} choices at once; at most {self.max_sequences} fit")
         if self.num_sequences + num_sequences > self.max_sequences:
@@ -188,11 +185,10 @@ class EngineClient:
             log.exception("no engine process can be run")
             self.failure = f"no engine process can be run: {error}"
         finally:
-            self._fail_all(STOPPED)
             self.ended.set()
 
     async def _run_engine(self) -> None:
-        """One engine process, from its start to its end. Its requests have been answered when this returns."""
+        """One engine process, from its start to its end."""
         path = self._folder / "engine.sock"
         path.unlink(missing_ok=True)
         connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
@@ -210,7 +206,6 @@ class EngineClient:
                 await self._serve_connection(*connected.result())
             await asyncio.wait({exited}, timeout=EXIT_S)
         finally:
-            self._writer = None
             listener.close()
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -218,10 +213,9 @@ class EngineClient:
             await exited
             if not self._stopping and self.failure is None:
                 log.error("the engine process ended with code %s", process.returncode)
-            self._fail_all(STOPPED if self._stopping else DIED)
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read messages until the engine closes the connection, then drop it."""
+        """Read messages until the engine closes the connection; then what still waits for it is failed."""
         try:
             while True:
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -237,7 +231,9 @@ class EngineClient:
         except ProtocolError:
             log.exception("the engine sent something that is not a message")
         finally:
+            self._writer = None
             writer.close()
+            self._fail_all()
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -258,13 +254,21 @@ class EngineClient:
             case Pong(number, stats):
                 self.metrics.record_stats(stats)
                 if number in self._pings and not self._pings[number].done():
-                    self._pings[number].set_result(None)
+                    self._pings[number].set_result(True)
             case Failed(reason):
                 self.failure = reason
 
-    def _fail_all(self, error: ApiError) -> None:
+    def absence(self) -> ApiError:
+        """Why there is no engine at the moment."""
+        if self._stopping or self.ended.is_set():
+            return unavailable("the server is shutting down", "engine_stopped")
+        if self.info is None:
+            return unavailable("the engine is starting", "engine_starting")
+        return unavailable("the engine died; a fresh one is starting", "engine_died")
+
+    def _fail_all(self) -> None:
         for call, _ in list(self._requests.values()):
-            call.fail(error)
+            call.fail(self.absence())
         for answer in self._pings.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_result(False)

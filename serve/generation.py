@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve.call import Call
 from serve.engine_client import EngineClient
-from serve.errors import ApiError, invalid, unavailable
+from serve.errors import ApiError, invalid
 from serve.messages import Ready
 from serve.metrics import Metrics
 from serve.options import ServerOptions
@@ -184,7 +184,7 @@ class GenerationResponse:
         reply, request, engine = self._reply, self._reply.request, self._service.engine
         prompts = await asyncio.to_thread(reply.tokenize)
         if engine.info is None:
-            raise unavailable("the engine is starting", "engine_starting")
+            raise engine.absence()
         params = reply.params(check_prompts(prompts, reply.max_tokens or 1, engine.info))
         try:
             params.validate(engine.info.vocab_size)
@@ -208,6 +208,7 @@ class GenerationResponse:
     async def _whole(self, call: Call) -> bytes:
         async for prompt_index, output in self._outputs(call):
             self._reply.collect(prompt_index, output)
+
         def write() -> bytes:
             return encoder.encode(self._reply.whole(self._usage()))
 

@@ -59,9 +59,12 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.verify is not None and self.draft is not None:
             raise ValueError("give either --verify or --speculative-config: one target has one draft")
-        for name in ("max_queue", "max_num_seqs", "port"):
-            if getattr(self, name) < (1 if name == "max_num_seqs" else 0):
-                raise ValueError(f"{name} must not be {getattr(self, name)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "queue_wait_s", "health_timeout_s"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        for name in ("max_queue", "drain_s", "port"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("an API key is empty")
         if not (_is_loopback(self.host) or self.api_keys or self.allow_unauthenticated):

@@ -87,7 +87,7 @@ class Routes:
     def _info(self) -> Ready:
         """What the engine said of itself; ApiError 503 before the first is there."""
         if self._service.engine.info is None:
-            raise unavailable("the engine is starting", "engine_starting")
+            raise self._service.engine.absence()
         return self._service.engine.info
 
     async def tokenize(self, request: Request) -> Response:
@@ -124,7 +124,7 @@ class Routes:
         if engine.draining:
             raise unavailable("the server is shutting down", "draining")
         if not engine.is_ready:
-            raise unavailable("the engine is starting", "engine_starting")
+            raise engine.absence()
         if not await engine.ping(self._service.options.health_timeout_s):
             raise unavailable("the engine does not answer", "engine_stalled")
         return json_response({"status": "ok"})

@@ -444,7 +444,7 @@ def test_a_killed_engine_is_replaced(server: RunningServer, client: openai.OpenA
     assert time.monotonic() - began < 2
     assert caught.value.code == "engine_died"
     health = httpx.get(f"{server.url}/health")
-    assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_starting")
+    assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_died")
     refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT})
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) > 0

@@ -21,6 +21,11 @@ from starlette.requests import ClientDisconnect
 from uvicorn.server import ServerState
 
 from serve import connection, generation
+from serve.config import EngineConfig
+from serve.engine_client import EngineClient
+from serve.errors import ApiError
+from serve.metrics import Metrics
+from serve.sampling_params import SamplingParams
 from tests.serve.http_server import ROOT, SCRIPTED, RunningServer, children_of, running_server, save_tiny_folder
 
 SLOW, BIG, FATAL = [20], [2, 64], [1, 0, 1]
@@ -243,6 +248,32 @@ def test_a_dying_engine_fails_its_requests_and_nothing_else(server: RunningServe
     server.wait_healthy(10)
     assert ask(server, [1], 3).json()["choices"][0]["text"] == "xxx"
     assert server.metric("potstill:engine_restarts_total") == before + 1
+
+
+def test_a_request_that_is_still_being_tokenized_when_the_engine_dies_is_told() -> None:
+    async def reserve_kill_submit() -> None:
+        command = [sys.executable, str(Path(SCRIPTED[0]).with_name("scripted_engine.py"))]
+        client = EngineClient(EngineConfig("none", max_num_seqs=1), Metrics("m"), max_queue=1, command=command)
+        before = set(children_of(os.getpid()))
+        client.start()
+        try:
+            assert await client.wait_ready()
+            assert await client.ping(5)
+            [engine] = set(children_of(os.getpid())) - before
+            with client.open_call(2) as call:
+                os.kill(engine, signal.SIGKILL)
+                while client.is_ready:
+                    await asyncio.sleep(0.01)
+                with pytest.raises(ApiError) as caught:
+                    call.submit([[1], [2]], SamplingParams())
+                assert (caught.value.status, caught.value.code) == (503, "engine_died")
+                with pytest.raises(ApiError, match="fresh one is starting"):
+                    client.open_call(1)
+            assert (client.num_sequences, client.num_calls) == (0, 0)
+        finally:
+            await client.stop()
+
+    asyncio.run(reserve_kill_submit())
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(start: Start) -> None:

@@ -318,6 +318,38 @@ def test_verify_serves_the_target_and_drafts_with_the_model() -> None:
         parsed("student", "--verify", "teacher", "--speculative-config", '{"model": "x"}')
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max-num-seqs", "0"),
+        ("--max-model-len", "-1"),
+        ("--max-queue", "-1"),
+        ("--drain-s", "-0.1"),
+        ("--queue-wait-s", "0"),
+        ("--port", "-1"),
+        ("--api-key", " "),
+    ],
+)
+def test_options_out_of_bounds_are_refused_by_name(words: tuple[str, str]) -> None:
+    name = "API key" if "key" in words[0] else words[0].lstrip("-").replace("-", "_")
+    with pytest.raises(ValueError, match=name):
+        parsed("m", *words)
+
+
+@pytest.mark.parametrize("words", [("--kv-cache-bytes", "big"), ("--kv-cache-bytes", "0"), ("--log-level", "loud")])
+def test_words_that_are_no_values_end_the_program(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("m", *words)
+    assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"draft": 1}', '{"num_speculative_tokens": -1}', '{"method": "eagle"}'])
+def test_speculative_config_is_checked(text: str) -> None:
+    with pytest.raises(SystemExit):
+        parsed("m", "--speculative-config", text)
+    assert parsed("m", "--speculative-config", '{"method": "ngram"}').draft == "ngram"
+
+
 def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
