@@ -124,7 +124,7 @@ SCRIPTED = (str(Path(__file__).with_name("scripted_server.py")),)
 def running_server(
     folder: Path, log: Path, *arguments: str, program: tuple[str, ...] = REAL, ready: bool = True
 ) -> Iterator[RunningServer]:
-    """A server of `folder` on a free port, warm (with `ready`), killed at the end."""
+    """A server of `folder` on a free port, warm (with `ready`), ended at the end."""
     command = [sys.executable, *program, str(folder), "--port", "0", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("w") as stderr:
@@ -139,6 +139,17 @@ def running_server(
             server.lines.append(process.stdout.readline())
             assert "ready" in server.lines[-1], log.read_text()
         yield server
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Two signals: do not wait for requests, but clean up."""
+    try:
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        process.wait(5)
     finally:
         process.kill()
         process.wait()

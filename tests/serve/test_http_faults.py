@@ -362,7 +362,10 @@ def test_an_engine_that_hangs_does_not_hold_up_the_end(start: Start) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1], [511]], ids=["idle", "in a long step"])
-def test_no_engine_outlives_its_server(start: Start, prompt: list[int]) -> None:
+def test_no_engine_outlives_its_server(
+    start: Start, prompt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed server cannot remove its socket
     with start() as server:
         [engine] = children_of(server.process.pid)
         with pytest.raises(httpx.ReadTimeout):
