@@ -1,0 +1,156 @@
+"""What only real processes show: signals, kills, and two processes that train as one."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train import toy_process
+from tests.train.toy import STEPS
+from train.tracking import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = 10
+
+# Processes are forked from one that has imported torch, and what torch and accelerate import at first use.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.train.toy_process", "torch._dynamo", "torch.distributed.tensor"])
+
+Start = Callable[..., ForkServerProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[ForkServerProcess] = []
+
+    def begin(*arguments: object, **options: object) -> ForkServerProcess:
+        process = CONTEXT.Process(target=toy_process.run, args=arguments, kwargs=options)
+        process.start()
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def finish(process: ForkServerProcess, seconds: float = 60) -> int | None:
+    process.join(seconds)
+    return process.exitcode
+
+
+def logged_lines(folder: Path) -> int:
+    return len(read_metrics(folder / "metrics.jsonl"))
+
+
+def wait_for_lines(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while logged_lines(folder) < count:
+        assert time.monotonic() < deadline, "training does not get on"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def straight(tmp_path: Path, start: Start) -> tuple[str, str]:
+    """Weights and log of a run that nothing disturbs."""
+    return undisturbed(tmp_path / "straight", start, STEPS)
+
+
+def undisturbed(folder: Path, start: Start, steps: int) -> tuple[str, str]:
+    assert finish(start(str(folder), "awake", steps=steps)) == 0
+    return (folder / "weights.sha256").read_text(), (folder / "metrics.jsonl").read_text()
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_weights(tmp_path: Path, start: Start) -> None:
+    steps = 40
+    weights, log = undisturbed(tmp_path / "straight", start, steps)
+    folder = tmp_path / "killed"
+    moments = random.Random(0)
+    reached = []
+    for _ in range(KILLS):
+        process = start(str(folder), "awake", steps=steps)
+        # From the start-up to several steps on, at any point of a step, an evaluation or a save.
+        wait_for_lines(folder, logged_lines(folder) + moments.randrange(4))
+        time.sleep(moments.uniform(0.0, 0.1))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        reached.append(logged_lines(folder))
+    assert len(set(reached)) > KILLS / 2, f"the kills must hit different moments, not lines {reached}"
+    assert finish(start(str(folder), "awake", steps=steps)) == 0
+    assert (folder / "weights.sha256").read_text() == weights
+    assert (folder / "metrics.jsonl").read_text() == log
+    names = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert sorted(names) == [f"step-{steps - 1:08d}", f"step-{steps:08d}"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_and_the_next_run_goes_on(
+    number: signal.Signals, tmp_path: Path, start: Start, straight: tuple[str, str]
+) -> None:
+    folder = tmp_path / "signalled"
+    process = start(str(folder), "awake", save_every_step=False)
+    wait_for_lines(folder, 2)
+    os.kill(process.pid or 0, number)
+    assert finish(process, 20) == toy_process.INTERRUPTED
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{read_metrics(folder / 'metrics.jsonl')[-1]['step']:08d}"
+    assert finish(start(str(folder), "awake", save_every_step=False)) == 0
+    assert (folder / "weights.sha256").read_text() == straight[0]
+    assert (folder / "metrics.jsonl").read_text() == straight[1]
+
+
+def test_a_signal_during_evaluation_stops_at_once_and_the_next_run_evaluates(
+    tmp_path: Path, start: Start, straight: tuple[str, str]
+) -> None:
+    folder = tmp_path / "evaluating"
+    process = start(str(folder), "sleepy")
+    wait_for_lines(folder, 4)  # of 128 tokens each: 500 are crossed
+    time.sleep(0.3)
+    began = time.monotonic()
+    os.kill(process.pid or 0, signal.SIGTERM)
+    assert finish(process, 20) == toy_process.INTERRUPTED
+    assert time.monotonic() - began < toy_process.EVALUATION_S / 4
+    assert finish(start(str(folder), "awake")) == 0
+    assert (folder / "metrics.jsonl").read_text() == straight[1]
+
+
+def torchrun(folder: Path, processes: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += ["-m", "tests.train.toy_process", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as launcher:
+        try:
+            output, _ = launcher.communicate(timeout=120)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 0, output[-3000:]
+
+
+def test_two_processes_train_as_one(tmp_path: Path, start: Start) -> None:
+    torchrun(tmp_path / "two", 2)
+    assert finish(start(str(tmp_path / "one"), save_every_step=False)) == 0
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [line["step"] for line in two] == list(range(1, STEPS + 1))
+    for expected, line in zip(one, two, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+    last = Path("checkpoints") / f"step-{STEPS:08d}" / "model.safetensors"
+    weights = [load_file(tmp_path / name / last) for name in ("one", "two")]
+    for name, expected in weights[0].items():
+        torch.testing.assert_close(weights[1][name], expected, rtol=1e-3, atol=1e-5)
+    # A checkpoint does not know how many processes made it: one goes on where two stopped.
+    assert finish(start(str(tmp_path / "two"), save_every_step=False)) == 0

@@ -1,0 +1,45 @@
+"""A toy run in a process of its own: to be signalled, killed, or started several times by torchrun.
+
+torchrun --nproc_per_node 2 -m tests.train.toy_process FOLDER
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from model.transformer import Transformer
+from tests.train.toy import STEPS, toy_trainer, weights_hash
+from train.loop import Trainer
+
+INTERRUPTED = 3
+EVALUATION_S = 60.0
+
+
+def sleepy(model: Transformer) -> dict[str, float]:
+    """An evaluation that takes a minute, unless the folder `awake` says that it need not."""
+    time.sleep(EVALUATION_S)
+    return {"held_out_loss": 1.0}
+
+
+def awake(model: Transformer) -> dict[str, float]:
+    return {"held_out_loss": 1.0}
+
+
+def run(folder: str, evaluation: str | None = None, *, save_every_step: bool = True, steps: int = STEPS) -> None:
+    """Trains to the end and writes the hash of the weights; a stop is told by the exit code."""
+    torch.set_num_threads(1)
+    evaluate = {None: None, "sleepy": sleepy, "awake": awake}[evaluation]
+    every_s = 0.0 if save_every_step else 1e6
+    trainer: Trainer = toy_trainer(
+        Path(folder), evaluate=evaluate, evaluate_every_tokens=500, checkpoint_every_s=every_s, tokens=steps * 128
+    )
+    if trainer.train().interrupted:
+        sys.exit(INTERRUPTED)
+    if trainer.is_main:
+        (Path(folder) / "weights.sha256").write_text(weights_hash(trainer.model))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], save_every_step=False)
