@@ -43,17 +43,22 @@ def _llama3_frequencies(inv_freq: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin), each [T, d/2] fp32, of positions [T] int64 and inv_freq [d/2] fp32."""
-    angles = positions[:, None].float() * inv_freq
-    return angles.cos(), angles.sin()
+    """Return (cos, sin) for `apply_rotary`, each [T, 1, d] fp32, of positions [T] int64 and inv_freq [d/2] fp32.
+
+    Both halves of a row hold the same angles; sin is negative in the first, where it is subtracted.
+    """
+    angles = positions[:, None, None].float() * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary` in its plainest form: a product of complex numbers."""
-    turn = torch.complex(cos, sin)[:, None]
+    half = q.shape[-1] // 2
+    turn = torch.complex(cos[..., half:], sin[..., half:])
 
     def rotate(x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
+        first, second = x.to(cos.dtype).chunk(2, dim=-1)
         turned = torch.complex(first, second) * turn
         return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
 
@@ -61,11 +66,32 @@ def apply_rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tu
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries [T, Hq, d] and keys [T, Hkv, d] by the tables [T, d/2]; dtypes are kept; differentiable."""
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    """Rotate queries [T, Hq, d] and keys [T, Hkv, d] of one dtype, by `rotary_tables`, in fp32; differentiable.
+
+    The results have the dtype of q and share memory with nothing but each other.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        return _Rotary.apply(q, k, cos, sin)
+    return _rotate(q, k, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    heads = torch.cat((q, k), dim=1)
+    wide = heads.to(torch.promote_types(heads.dtype, cos.dtype))
+    turned = torch.addcmul(wide * cos, wide.roll(heads.shape[-1] // 2, dims=-1), sin).to(heads.dtype)
+    return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
+
+
+class _Rotary(torch.autograd.Function):
+    """The gradient of a rotation is turned back by the same angles; q and k need not be kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(q, k, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *_rotate(grad_q, grad_k, cos, -sin), None, None
