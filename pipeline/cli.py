@@ -19,7 +19,7 @@ ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code. A user's mistake is one sentence, never a traceback."""
-    options = make_parser().parse_args(arguments)
+    options = parse_arguments(arguments)
     try:
         return options.command(options)
     except (GateRefused, RunInterrupted) as end:
@@ -51,13 +51,26 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line. Overrides and a prompt may stand behind options too, where argparse leaves them over."""
+    parser = make_parser()
+    options, late = parser.parse_known_args(arguments)
+    place = getattr(options, "late", "")
+    fits = place == "overrides" or (place == "prompt" and len(late) == 1 and options.prompt is None)
+    if late and (not fits or any(word.startswith("-") for word in late)):
+        parser.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:
+        setattr(options, place, [*options.overrides, *late] if place == "overrides" else late[0])
+    return options
+
+
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     run = commands.add_parser("run", help="run a recipe, or go on with it")
     run.add_argument("recipe", type=Path, help="recipe file, or the folder of a run")
     run.add_argument("overrides", nargs="*", metavar="key=value", help="such as distill.tokens=1M or name=other")
     run.add_argument("--folder", type=Path, help="the run's folder (default: runs/NAME)")
     run.add_argument("--cache", type=Path, help="downloads and tokenized text (default: ~/.cache/potstill)")
-    run.set_defaults(command=_run)
+    run.set_defaults(command=_run, late="overrides")
 
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -83,7 +96,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    generate.set_defaults(command=_generate)
+    generate.set_defaults(command=_generate, late="prompt")
 
 
 def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -98,7 +111,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action = actions.add_parser(name, help=text)
         action.add_argument("recipe", type=Path)
         action.add_argument("overrides", nargs="*", metavar="key=value")
-        action.set_defaults(command=_recipe, show=name == "show")
+        action.set_defaults(command=_recipe, late="overrides", show=name == "show")
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ OPTIONAL = {
     "prometheus_client": "/metrics",
 }
 LOCK_NAME = "requirements.lock"
+LOCKED = re.compile(r"^([A-Za-z0-9._-]+)==([A-Za-z0-9.+!]+)[ \t]*$", re.MULTILINE)
+"""A line that holds on every platform; one with a marker may rightly be missing here."""
 LOW_DISK_BYTES = 5 * 10**9
 
 
@@ -117,8 +120,7 @@ def _lock() -> Iterator[Finding]:
     lock = _home() / LOCK_NAME
     if not lock.is_file():
         return
-    lines = [line.split("==") for line in lock.read_text(encoding="utf-8").splitlines() if "==" in line]
-    pairs = [(name.strip(), wanted.strip()) for name, wanted in lines if not name.startswith("#")]
+    pairs = LOCKED.findall(lock.read_text(encoding="utf-8"))
     others = [
         f"{name} {_version(name) or 'missing'} (locked {wanted})" for name, wanted in pairs if _differs(name, wanted)
     ]

@@ -48,10 +48,6 @@ def serve() -> None:
     """The warm side."""
     import torch
 
-    import pipeline.stages.distill
-    import pipeline.stages.evaluate
-    import pipeline.stages.teacher
-    import serve.llm
     from pipeline.cli import main
 
     torch.set_num_threads(1)

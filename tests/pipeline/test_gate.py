@@ -1,0 +1,152 @@
+"""Gates refuse what is bad, whatever made it bad, and let through what is good."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from model.transformer import Transformer
+from pipeline.gate import check_gate, describe, estimate
+from pipeline.quality import HeldOut, check_parity
+from pipeline.result import Estimate, Quality
+from pipeline.schema import Gate
+from tests.pipeline.tiny_run import TinyRun
+from tests.tiny import tiny_model
+from train.packing import Batch
+
+
+def batches(count: int = 12, length: int = 24) -> tuple[Batch, ...]:
+    """Random text of the tiny vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 512, (count, length + 1), generator=generator)
+    positions, ends = torch.arange(length), torch.tensor([0, length], dtype=torch.int32)
+    return tuple(Batch(row[:-1], positions, ends, row[1:], num_labels=length, num_bytes=2 * length) for row in tokens)
+
+
+def nudged(model: Transformer, size: float) -> Transformer:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def zero_a_layer(model: Transformer) -> None:
+    model.model.layers[1].mlp.down_proj.weight.zero_()
+
+
+def swap_layers(model: Transformer) -> None:
+    first, second = (dict(model.model.layers[index].named_parameters()) for index in (0, 1))
+    for name in first:
+        kept = first[name].clone()
+        first[name].copy_(second[name])
+        second[name].copy_(kept)
+
+
+def roll_the_vocabulary(model: Transformer) -> None:
+    model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.roll(1, dims=0))
+
+
+def mix_up_heads(model: Transformer) -> None:
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.copy_(weight.roll(16, dims=0))
+
+
+def scale_a_norm(model: Transformer) -> None:
+    model.model.norm.weight.mul_(1.5)
+
+
+def add_noise(model: Transformer) -> None:
+    nudged(model, 0.3)
+
+
+@pytest.mark.parametrize(
+    "sabotage", [zero_a_layer, swap_layers, roll_the_vocabulary, mix_up_heads, scale_a_norm, add_noise]
+)
+def test_six_sabotaged_students_are_refused_and_the_good_one_is_not(sabotage: Callable[[Transformer], None]) -> None:
+    held_out = HeldOut(batches())
+    reference = held_out.states(tiny_model())
+    gate = Gate(max_kl=0.02, min_acceptance=0.93, min_agreement=0.85)
+    good = nudged(tiny_model(), 0.01)
+    assert all(check.passed for check in check_gate(gate, held_out.quality(good, reference)))
+    with torch.no_grad():
+        sabotage(good)
+    checks = check_gate(gate, held_out.quality(good, reference))
+    assert sum(not check.passed for check in checks) >= 2, [describe(check) for check in checks]
+
+
+def test_quality_that_is_not_finite_fails_every_bound() -> None:
+    broken = Quality(
+        tokens=1, nll=Estimate(math.nan, None), perplexity=math.nan, bits_per_byte=Estimate(math.nan, None),
+        kl=Estimate(math.nan, math.nan), agreement=Estimate(math.nan, None), acceptance=Estimate(math.nan, None),
+    )  # fmt: skip
+    gate = Gate(max_kl=1e9, max_kl_ratio=1e9, min_acceptance=0.0, min_agreement=0.0, max_bits_per_byte=1e9)
+    before = Quality(1, Estimate(1, None), 3.0, Estimate(1, None), kl=Estimate(9.0, None))
+    checks = check_gate(gate, broken, before)
+    assert len(checks) == 5 and not any(check.passed for check in checks)
+
+
+@pytest.mark.parametrize(("margin", "passed"), [(None, True), (0.05, True), (0.2, False)])
+def test_a_bound_holds_only_when_the_whole_interval_keeps_it(margin: float | None, passed: bool) -> None:
+    quality = Quality(10, Estimate(1, None), 3.0, Estimate(1, None), Estimate(0.4, margin), None, Estimate(0.6, margin))
+    upper, lower = check_gate(Gate(max_kl=0.5, min_acceptance=0.5), quality)
+    assert (upper.passed, lower.passed) == (passed, passed)
+    before = Quality(10, Estimate(1, None), 3.0, Estimate(1, None), Estimate(2.0, None))
+    (ratio,) = check_gate(Gate(max_kl_ratio=0.25), quality, before)
+    assert ratio.value == pytest.approx(0.2) and ratio.passed == passed
+
+
+def test_the_interval_covers_the_truth_95_times_in_100() -> None:
+    generator = random.Random(0)
+    covered = 0
+    for _ in range(2_000):
+        weights = [generator.choice((50, 100, 150)) for _ in range(24)]
+        means = [2.0 + generator.gauss(0, 1) / math.sqrt(weight) for weight in weights]
+        found = estimate(means, weights)
+        covered += found.low <= 2.0 <= found.high
+    assert 0.92 < covered / 2_000 < 0.97
+
+
+def test_one_batch_has_no_interval() -> None:
+    assert estimate([1.5], [10]) == Estimate(1.5, None)
+
+
+def test_quality_is_the_same_in_any_batches() -> None:
+    import dataclasses
+
+    one = batches()
+    joined = Batch(
+        tokens=torch.cat([batch.tokens for batch in one]),
+        positions=torch.cat([batch.positions for batch in one]),
+        cu_seqlens=torch.arange(0, 24 * 13, 24, dtype=torch.int32),
+        labels=torch.cat([batch.labels for batch in one]),
+        num_labels=24 * 12,
+        num_bytes=48 * 12,
+    )
+    student, teacher = nudged(tiny_model(), 0.05), tiny_model()
+    qualities = [HeldOut(found).quality(student, HeldOut(found).states(teacher)) for found in (one, (joined,))]
+    for field in dataclasses.fields(Quality):
+        values = [getattr(quality, field.name) for quality in qualities]
+        numbers = [value.value if isinstance(value, Estimate) else value for value in values]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-5), field.name
+
+
+def test_parity_notices_a_server_with_other_weights(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pipeline.quality
+
+    folder = finished_run.folder.path / "01-distill" / "model"
+    text = tuple(Batch(one.tokens % 320, one.positions, one.cu_seqlens, one.labels, 24) for one in batches())
+    assert check_parity(folder, text, "cpu").passed
+    honest = pipeline.quality.load_model
+
+    def altered(*arguments: object, **options: object) -> Transformer:
+        model = honest(*arguments, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
+        return model
+
+    monkeypatch.setattr(pipeline.quality, "load_model", altered)
+    parity = check_parity(folder, text, "cpu")
+    assert not parity.passed and parity.max_difference > parity.tolerance

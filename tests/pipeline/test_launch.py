@@ -1,0 +1,55 @@
+"""The same recipe started plainly, by `accelerate launch`, and as two processes by torchrun: the same losses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.run_folder import RunFolder
+from tests.pipeline.tiny_run import ROOT, TinyRun
+
+LAUNCHERS = Path(sys.executable).parent
+NO_SPEED = "evaluate.speed.batch_sizes=[]"
+
+
+def launch(tiny: TinyRun, *command: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    arguments = [*command, "-m", "pipeline", *tiny.arguments(NO_SPEED)]
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def logged(tiny: TinyRun) -> list[dict[str, float]]:
+    lines = (tiny.folder.path / "01-distill" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_accelerate_launch_changes_nothing(finished_run: TinyRun, tmp_path: Path) -> None:
+    tiny = TinyRun(finished_run.home, RunFolder(tmp_path / "run"))
+    launch(tiny, str(LAUNCHERS / "accelerate"), "launch", "--config_file", "configs/accelerate/cpu.yaml")
+    assert logged(tiny) == logged(finished_run)
+    assert tiny.weights() == finished_run.weights()
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one(finished_run: TinyRun, tmp_path: Path) -> None:
+    tiny = TinyRun(finished_run.home, RunFolder(tmp_path / "run"))
+    launch(tiny, str(LAUNCHERS / "torchrun"), "--standalone", "--nproc_per_node", "2")
+    one, two = logged(finished_run), logged(tiny)
+    assert len(one) == len(two) > 8
+    for expected, found in zip(one, two, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    launch(tiny, str(LAUNCHERS / "torchrun"), "--standalone", "--nproc_per_node", "2")
+    assert logged(tiny) == two, "a second time nothing runs"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_launch_files_hold_what_accelerate_knows(path: Path) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    config = ClusterConfig.from_yaml_file(str(path))
+    assert config.mixed_precision == "no", "the recipe's precision decides"

@@ -1,0 +1,186 @@
+"""The report: one page, no network, nothing unescaped, numbers where the eye looks for them."""
+
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from pipeline.answers import pieces_of
+from pipeline.charts import MAX_POINTS, Bar, Series, bar_chart, line_chart, short, ticks
+from pipeline.recipe import parse_recipe
+from pipeline.report import read_metrics, render
+from pipeline.result import Answer, Cost, Estimate, ModelReport, Piece, Quality, Result, SpeedPoint
+from pipeline.table import collect_rows, columns, count, duration, rich_table, size
+from tests.pipeline.tiny_run import TinyRun
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Structure(HTMLParser):
+    """Every tag is closed in order; no tag loads anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag not in {"script", "link", "img", "iframe", "object", "base"}
+        for name, value in attributes:
+            assert name not in {"src", "href", "srcset", "action"} and not name.startswith("on")
+            assert "url(" not in (value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag in {"line", "rect", "circle", "polyline"}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def structure_of(page: str) -> Structure:
+    parsed = Structure()
+    parsed.feed(page)
+    assert parsed.open == []
+    assert not re.search(r"https?://|@import", page)
+    return parsed
+
+
+def test_the_report_of_a_run(finished_run: TinyRun) -> None:
+    text = structure_of(finished_run.folder.report.read_text(encoding="utf-8")).text
+    headings = (
+        "Before and after",
+        "KL to the teacher",
+        "Tokens a second, 2 requests at once",
+        "Lineage",
+        "Environment",
+    )
+    for words in (*headings, "01-distill", "trainer and server agree", "held out", "student verified by teacher"):
+        assert words in text
+    assert "complete; " in text
+
+
+def test_every_chart_is_wellformed_svg(finished_run: TinyRun) -> None:
+    page = finished_run.folder.report.read_text(encoding="utf-8")
+    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(charts) >= 9
+    for chart in charts:
+        root = ElementTree.fromstring(chart)
+        assert list(root.iter("title")) and root.get("aria-label")
+
+
+EVIL = "<script>alert(1)</script>&\"'<img src=x onerror=alert(2)>"
+
+
+def make_result(**changes: object) -> Result:
+    fields = {
+        "stage": "01-distill", "kind": "distill", "key": "k", "parents": {EVIL: "d" * 64}, "output": None,
+        "models": (ModelReport(EVIL, 10, 20, 30),), "cost": Cost(1.0, 1), "gate": (), "versions": {"torch": EVIL},
+        "hardware": {"processor": EVIL}, "finished_at": EVIL,
+        "answers": (Answer(EVIL, EVIL, (Piece(EVIL, True), Piece(EVIL, False)), 2, 1, 0.1),),
+    }  # fmt: skip
+    return Result(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_nothing_from_a_model_or_a_user_becomes_markup() -> None:
+    recipe = parse_recipe("name: x\nmodels: {teacher: {from: '<b>x</b>'}}\n")
+    page = render(recipe, [make_result()], {"<i>stage": [{"step": 1, "tokens": 5, "loss": 1.0}]})
+    assert EVIL in structure_of(page).text
+    assert "<script" not in page and "<img" not in page and "<b>x" not in page and "<i>stage" not in page
+
+
+def test_a_run_that_has_only_begun_has_a_report() -> None:
+    recipe = parse_recipe("name: x\nmodels: {teacher: {from: y}}\n")
+    assert "0 of 1 stages finished" in structure_of(render(recipe, [], {})).text
+
+
+def test_a_cut_log_line_is_left_out_and_steps_count_once(tmp_path: "object") -> None:
+    from pathlib import Path
+
+    path = Path(str(tmp_path)) / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2, "total_variation": 0.25}\n{"step": 1, "held_out_kl": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 2, "total_variation": 0.25, "acceptance": 0.75, "held_out_kl": 1}]
+    assert read_metrics(path.with_name("missing")) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 97, [0, 20, 40, 60, 80, 100]), (0.0, 0.003, [0, 0.001, 0.002, 0.003]),
+     (-3, 4, [-4, -2, 0, 2, 4]), (6.56, 7.01, [6.5, 6.6, 6.7, 6.8, 6.9, 7.0, 7.1])],
+)  # fmt: skip
+def test_ticks_are_round_and_enclose_the_data(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-12, -5.0, 1e15])
+def test_ticks_of_a_single_value(value: float) -> None:
+    found = ticks(value, value)
+    assert found[0] <= value <= found[-1] and len(found) >= 2 and all(map(math.isfinite, found))
+
+
+def test_lines_keep_their_ends_and_lose_what_is_not_finite() -> None:
+    points = [(float(x), math.sin(x)) for x in range(10_000)] + [(10_000.0, math.nan), (10_001.0, math.inf)]
+    chart = line_chart("t", [Series("a", points), Series("b", [(1.0, 0.5)])], x_label="x", y_label="y")
+    drawn = [line.split() for line in re.findall(r'points="([^"]*)"', chart)]
+    assert [len(line) for line in drawn] == [MAX_POINTS, 1]
+    assert "nan" not in chart and "inf" not in chart and chart.count('class="key"') == 2
+    assert line_chart("t", [Series("a", [(1.0, math.nan)])], x_label="x", y_label="y") == ""
+    assert bar_chart("t", []) == "" and "nan" not in bar_chart("t", [Bar("a", 0.0, "0"), Bar("b", math.nan, "?")])
+
+
+def test_numbers_for_people() -> None:
+    assert [short(value) for value in (0, 0.25, 1_000, 150_000, 2e6, 1e-5)] == [
+        "0",
+        "0.25",
+        "1k",
+        "150k",
+        "2M",
+        "1e-05",
+    ]
+    assert [count(number) for number in (7, 28_830, 134_515_008)] == ["7", "28.83 k", "134.5 M"]
+    assert [size(number) for number in (7, 57_700, 269_030_016, 1.6e10)] == ["7 B", "57.7 kB", "269 MB", "16 GB"]
+    assert [duration(s) for s in (0.51, 59.96, 185, 7_500)] == ["0.5 s", "60.0 s", "3 min 05 s", "2 h 05 min"]
+
+
+def quality(kl: float | None) -> Quality:
+    found = None if kl is None else Estimate(kl, 0.1)
+    return Quality(9, Estimate(2.0, None), 7.389, Estimate(0.9, None), found, found, found)
+
+
+def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
+    first = make_result(
+        models=(ModelReport("a", 1, 2, 3, quality(0.5), (SpeedPoint(1, 10.0),)), ModelReport("b", 1, 2, 3))
+    )
+    second = make_result(
+        models=(ModelReport("a", 1, 2, 3, quality(0.25)), ModelReport("c", 1, 2, 3, quality(None), exact=True))
+    )
+    rows = collect_rows([first, second])
+    assert [row.label for row in rows] == ["a", "b", "c"]
+    cells = {column.heading: [column.cell(row) for row in rows] for column in columns(rows)}
+    assert cells["KL"] == ["0.250", "–", "0"]
+    assert cells["agreement"] == ["25.0 %", "–", "100 %"]
+    assert cells["tokens/s ×1"] == ["10", "–", "–"]
+    assert len(rich_table(rows, width=200).columns) == len(cells) + 1
+    assert len(rich_table(rows, width=60).columns) == len(rows) + 1
+
+
+def test_pieces_spell_the_text_and_nothing_after_it() -> None:
+    word = "é€"
+    spelled = word.encode()
+    tokens = [
+        (b"a", False),
+        (b"b", True),
+        (spelled[:1], True),
+        (spelled[1:3], False),
+        (spelled[3:], False),
+        (b"<end>", True),
+    ]
+    pieces = pieces_of(tokens, "ab" + word)
+    assert "".join(piece.text for piece in pieces) == "ab" + word
+    assert pieces == (Piece("a", False), Piece("b", True), Piece("é€", False))
