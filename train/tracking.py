@@ -5,6 +5,7 @@ checkpoint's position and writes the same lines once more. Wall-clock figures go
 wandb is a guest: it is imported only when it is used, and no outage of it stops or holds up training.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 WandbMode = Literal["online", "offline", "disabled"]
 METRICS = "metrics.jsonl"
 WANDB_RUN = "wandb-run.json"
-WANDB_INIT_TIMEOUT_S = 20
+WANDB_INIT_TIMEOUT_S = 10
 WANDB_FINISH_TIMEOUT_S = 10
 
 
@@ -123,10 +124,19 @@ def _start_wandb(tracker: Tracker) -> Any:
                 dir=str(tracker.folder),
                 mode=mode,
                 resume="allow" if mode == "online" else None,
-                settings=wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT_S, console="off"),
+                settings=wandb.Settings(init_timeout=WANDB_INIT_TIMEOUT_S, console="off", quiet=True),
             )
             run.define_metric("*", step_metric="step")
             return run
         except Exception as error:  # not installed, no login, no network: training needs none of them
             log.warning("wandb cannot start %s (%s)", mode, error)
+            _forget_failed_start()
     return None
+
+
+def _forget_failed_start() -> None:
+    """Ends wandb's helper process, which would refuse the same run id a second time."""
+    with contextlib.suppress(Exception):
+        import wandb
+
+        wandb.teardown()
