@@ -7,6 +7,7 @@ command goes on.
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"{end}.")
         return end.exit_code
     except KeyboardInterrupt:
-        _say("interrupted; the same command goes on from here.")
+        _say("interrupted.")
         return RunInterrupted.exit_code
     except (ValueError, OSError) as error:
         if options.traceback:
@@ -126,12 +127,15 @@ def _run(options: argparse.Namespace) -> int:
     path = options.recipe / RECIPE_NAME if resumes else options.recipe
     recipe = load_recipe(path, options.overrides)
     folder = RunFolder(options.folder or (options.recipe if resumes else Path("runs") / recipe.name))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: children first, one sentence
     processes = Processes()
     log_to(folder.log if processes.is_main else None, show=processes.is_main)
     from pipeline.run import run_recipe
 
     try:
         results = run_recipe(recipe, folder, cache=options.cache or default_cache(), processes=processes)
+    except KeyboardInterrupt:
+        raise RunInterrupted("interrupted; the same command goes on from here") from None
     finally:
         processes.close()
     if processes.is_main:

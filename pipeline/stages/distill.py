@@ -67,7 +67,10 @@ def run(context: StageContext) -> Result | None:
     student = prune_depth(load_model(context.inputs[config.student.origin].folder), start.kept_layers)
     training = _train(context, data, teacher, student)
     if training.interrupted:
-        raise RunInterrupted(f"stopped after step {training.steps} of {context.stage.name}")
+        raise RunInterrupted(
+            f"{context.stage.name} is saved at step {training.steps} of {training_config(config).steps}; "
+            "the same command goes on from here"
+        )
     if not context.processes.is_main:
         return None
     return _finish(context, data, teacher, student, start=start, training=training)

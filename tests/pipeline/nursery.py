@@ -1,7 +1,8 @@
 """Forks potstill commands from a warm process and kills them: imports and set-up happen once, not once a kill.
 
 `python -m tests.pipeline.nursery`, then one JSON line a command on standard input:
-`{"arguments": [...], "kill_after_s": 0.4}`; the answer is `{"status": exit code or -signal, "seconds": ...}`.
+`{"arguments": [...], "kill_after_s": 0.4, "signal": 9}`; the answer is `{"status": -9, "seconds": 0.4}`, status being an
+exit code or a negative signal.
 The first command runs in the warm process itself, so that its forks find everything loaded.
 """
 
@@ -35,11 +36,14 @@ class Nursery:
     def __exit__(self, *exception: object) -> None:
         self._process.communicate()
 
-    def run(self, arguments: list[str], kill_after_s: float | None = None) -> dict[str, Any]:
-        """Runs one command in a fork, killed with SIGKILL after so many seconds unless it has ended."""
+    def run(
+        self, arguments: list[str], kill_after_s: float | None = None, number: int = signal.SIGKILL
+    ) -> dict[str, Any]:
+        """Runs one command in a fork; it gets the signal after so many seconds unless it has ended."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the nursery is closed")
-        self._process.stdin.write(json.dumps({"arguments": arguments, "kill_after_s": kill_after_s}) + "\n")
+        order = {"arguments": arguments, "kill_after_s": kill_after_s, "signal": number}
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
@@ -63,19 +67,19 @@ def serve() -> None:
         elif (child := os.fork()) == 0:
             os._exit(main(order["arguments"]))
         else:
-            status = _wait(child, started, order["kill_after_s"])
+            status = _wait(child, started, order["kill_after_s"], order["signal"])
         answers.write(json.dumps({"status": status, "seconds": time.monotonic() - started}) + "\n")
         answers.flush()
 
 
-def _wait(child: int, started: float, kill_after_s: float | None) -> int:
+def _wait(child: int, started: float, kill_after_s: float | None, number: int) -> int:
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
         if kill_after_s is not None and time.monotonic() - started >= kill_after_s:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+                os.kill(child, number)
             kill_after_s = None
         time.sleep(0.001)
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 
 import pytest
 
@@ -47,6 +48,24 @@ def test_a_killed_stage_goes_on_to_the_same_weights(
             assert_equal_runs(victim, reference)
     assert kills >= KILLS
     assert len(phases) >= 4, f"kills fell only into {phases}"
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_run_and_the_same_command_goes_on(
+    finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    home = tmp_path_factory.mktemp("term")
+    with Nursery() as nursery:
+        reference = finished_run.copy(home / "reference", "00-teacher")
+        nursery.run(reference.arguments(*SETTINGS, drop=ONLY))
+        timed = finished_run.copy(home / "timed", "00-teacher")
+        whole = nursery.run(timed.arguments(*SETTINGS, drop=ONLY))
+        victim = finished_run.copy(home / "victim", "00-teacher")
+        for part in (0.2, 0.5, 0.6, 0.7):
+            ended = nursery.run(victim.arguments(*SETTINGS, drop=ONLY), part * whole["seconds"], signal.SIGTERM)
+            assert ended["status"] in (0, 130)
+        assert nursery.run(victim.arguments(*SETTINGS, drop=ONLY))["status"] == 0
+        assert_equal_runs(victim, reference)
 
 
 def phase_of(tiny: TinyRun) -> str:

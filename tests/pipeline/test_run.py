@@ -217,6 +217,16 @@ def test_an_evaluation_has_a_gate_too(copied_run: TinyRun) -> None:
         copied_run.run("evaluate.gate.max_bits_per_byte=0.01")
 
 
+def test_a_model_can_be_evaluated_alone(copied_run: TinyRun) -> None:
+    stage = {"evaluate": {"model": "teacher", "data": "text", "held_out_tokens": 256, "speed": {"batch_sizes": []}}}
+    results = copied_run.run(f"stages={json.dumps([stage])}", "serve=null")
+    (row,) = results[-1].models
+    assert row.label == "teacher" and row.quality is not None and row.quality.kl is None and row.speed == ()
+    assert results[-1].parity is not None and results[-1].parity.passed
+    with pytest.raises(UserError, match="has no `serve:`"):
+        resolve_served(str(copied_run.folder.path))
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
