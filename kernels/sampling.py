@@ -1,6 +1,6 @@
 """From logits to tokens: adjusted distributions, sampling, and the acceptance rule of speculative decoding.
 
-Legend: N rows, V vocabulary, k drafted tokens.
+Legend: N rows, V vocabulary, K most probable tokens, k drafted tokens.
 """
 
 import math
@@ -8,40 +8,82 @@ import math
 import torch
 from torch import Tensor
 
+# Sorting a whole vocabulary costs 50 times as much as finding its 256 largest; few distributions need more.
+_FIRST_CANDIDATES = 256
+
+
+def adjusted_probabilities_reference(
+    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """`adjusted_probabilities` in its plainest form: row by row, by sorting."""
+    rows = []
+    for row, t, k, p, m in zip(logits.float(), temperature, top_k, top_p, min_p, strict=True):
+        if t == 0:
+            rows.append(torch.zeros_like(row).scatter_(0, row.argmax(keepdim=True), 1))
+            continue
+        probabilities = torch.softmax(row / t, dim=-1)
+        if k > 0:
+            least = probabilities.sort(descending=True).values[min(int(k), len(row)) - 1]
+            probabilities[probabilities < least] = 0
+            probabilities /= probabilities.sum()
+        if p < 1:
+            ordered = probabilities.sort(descending=True).values
+            more_probable = ordered.cumsum(0) - ordered
+            least = ordered[max(int((more_probable < p).sum()), 1) - 1]
+            probabilities[probabilities < least] = 0
+            probabilities /= probabilities.sum()
+        probabilities[probabilities < m * probabilities.max()] = 0
+        rows.append(probabilities / probabilities.sum())
+    return torch.stack(rows)
+
 
 def adjusted_probabilities(
     logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
     """Return the distribution that a request samples from, [N, V] fp32, each row summing to 1.
 
-    In this order: temperature, top-k (0 = off), top-p (1 = off), min-p (0 = off), each given per row, [N].
-    A row of temperature 0 is one-hot at its first maximum.
+    logits [N, V]. In this order: temperature, top-k (0 = off), top-p (1 = off), min-p (0 = off), each given per row,
+    [N]. Of tokens as probable as the last one kept all are kept. A row of temperature 0 is one-hot at its first
+    maximum.
     """
     greedy = temperature == 0
     scores = logits.float() / torch.where(greedy, 1, temperature)[:, None]
-    if bool((top_k > 0).any()) or bool((top_p < 1).any()):
-        scores = _keep_top_k_top_p(scores, top_k, top_p)
+    # A filter touches only the rows that ask for it: the others must not depend on their company.
+    for keep, limits, asked in (
+        (_keep_top_k, top_k, top_k > 0),
+        (_keep_top_p, top_p, top_p < 1),
+        (_keep_min_p, min_p, min_p > 0),
+    ):
+        rows = (asked & ~greedy).nonzero()[:, 0]
+        if len(rows):
+            scores[rows] = keep(scores[rows], limits[rows])
     probabilities = torch.softmax(scores, dim=-1)
-    if bool((min_p > 0).any()):
-        floor = min_p[:, None] * probabilities.amax(dim=-1, keepdim=True)
-        probabilities = probabilities.masked_fill(probabilities < floor, 0)
-        probabilities /= probabilities.sum(dim=-1, keepdim=True)
     if bool(greedy.any()):
         probabilities[greedy] = 0
         probabilities[greedy, logits[greedy].argmax(dim=-1)] = 1
     return probabilities
 
 
-def _keep_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    ordered, order = scores.sort(dim=-1)
-    vocabulary = scores.shape[-1]
-    k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary).long()
-    smallest_kept = ordered.gather(1, (vocabulary - k)[:, None])
-    ordered = ordered.masked_fill(ordered < smallest_kept, -math.inf)
-    below = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
-    dropped = (below <= 1 - top_p[:, None]) & (top_p[:, None] < 1)
-    dropped[:, -1] = False
-    return torch.empty_like(scores).scatter_(1, order, ordered.masked_fill(dropped, -math.inf))
+def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+    top_k = top_k.clamp(max=scores.shape[-1]).long()
+    largest = scores.topk(int(top_k.max()), dim=-1).values
+    return scores.masked_fill(scores < largest.gather(1, top_k[:, None] - 1), -math.inf)
+
+
+def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    probabilities = torch.softmax(scores, dim=-1)
+    num_candidates, vocabulary = _FIRST_CANDIDATES, scores.shape[-1]
+    while True:
+        num_candidates = min(num_candidates, vocabulary)
+        largest = probabilities.topk(num_candidates, dim=-1).values
+        kept = (largest.cumsum(dim=-1) - largest < top_p[:, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
+        if num_candidates == vocabulary or int(kept.max()) < num_candidates:
+            return scores.masked_fill(probabilities < largest.gather(1, kept - 1), -math.inf)
+        num_candidates *= 16
+
+
+def _keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
+    return scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + min_p[:, None].log(), -math.inf)
 
 
 def sample(probabilities: Tensor, exponential: Tensor) -> Tensor:
@@ -50,6 +92,7 @@ def sample(probabilities: Tensor, exponential: Tensor) -> Tensor:
     `exponential` [N, V] holds independent draws of the unit exponential distribution; argmax(p / e) has the
     distribution p.
     """
+    # A draw of exactly 0 must not turn the quotient of an impossible token into NaN.
     return (probabilities / exponential.clamp_min(torch.finfo(torch.float32).tiny)).argmax(dim=-1)
 
 
