@@ -5,6 +5,7 @@ and one pass of the target over k + 1 rows a sequence instead of one. Source: ht
 """
 
 import bisect
+from collections import deque
 
 from serve.sequence import Sequence
 
@@ -13,11 +14,20 @@ MAX_DRAFT_TOKENS = 8
 MIN_GAIN = 1.03
 """Drafting must promise this much over not drafting: the estimates are noisy, and a wrong yes costs more."""
 INITIAL_ACCEPTANCE = 0.7
+INITIAL_WEIGHT = 5.0
+"""Tested draft tokens' worth of trust in the initial acceptance."""
 PRIOR_WEIGHT = 2.0
-"""Draft tokens' worth of trust in the engine-wide acceptance rate, for a sequence with a rate of its own."""
+"""The same, for a sequence that has no record yet, in the engine-wide acceptance."""
 SEQUENCE_MEMORY = 0.95
 """What one verification leaves of a sequence's earlier counts: a memory of 20 verifications."""
-ENGINE_MEMORY = 0.99
+ENGINE_MEMORY = 0.97
+PROBE_TOKENS = 2
+"""Length of a draft that is made to learn: its first pass may have to catch up, the second shows the usual cost."""
+PROBE_SEQUENCES = 2
+"""Sequences that probe in one step; the first ones in order, so that few sequences have to catch up."""
+PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
+"""Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
+SAMPLES = 9
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
@@ -25,78 +35,115 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return sum(acceptance**i for i in range(num_drafts + 1))
 
 
+def best_length(acceptances: list[float], seconds: list[float]) -> int:
+    """The draft length of most expected tokens per second; `seconds[k]` is the time of a step with length k."""
+    best, best_rate = 0, MIN_GAIN * len(acceptances) / seconds[0]
+    tokens, powers = float(len(acceptances)), [1.0] * len(acceptances)
+    for length in range(1, len(seconds)):
+        powers = [power * acceptance for power, acceptance in zip(powers, acceptances, strict=True)]
+        tokens += sum(powers)
+        if tokens / seconds[length] > best_rate:
+            best, best_rate = length, tokens / seconds[length]
+    return best
+
+
 class PassCosts:
-    """Seconds of a forward pass by its number of rows: decaying means, linear in between."""
+    """Seconds of a forward pass by its number of rows, linear in between; robust against a busy machine.
+
+    Disturbances only ever add time. So a low quantile of the latest passes counts, and no pass is taken to cost more
+    than one of more rows.
+    """
 
     def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
         self._rows: list[int] = []
-        self._seconds: dict[int, float] = {}
+        self._seconds: list[float] = []
 
     def record(self, num_rows: int, seconds: float) -> None:
         rows = _bucket(num_rows)
-        known = self._seconds.get(rows)
-        if known is None:
-            bisect.insort(self._rows, rows)
-            self._seconds[rows] = seconds
-        else:  # one hiccup of the machine must not look like a trend
-            self._seconds[rows] = known + 0.2 * (min(seconds, 3 * known) - known)
+        self._samples.setdefault(rows, deque(maxlen=SAMPLES)).append(seconds)
+        self._rows = sorted(self._samples)
+        self._seconds = [sorted(samples)[(len(samples) - 1) // 3] for _, samples in sorted(self._samples.items())]
+        for at in range(len(self._seconds) - 2, -1, -1):
+            self._seconds[at] = min(self._seconds[at], self._seconds[at + 1])
 
     def estimate(self, num_rows: int) -> float | None:
         """Seconds of a pass of `num_rows` rows; None before anything was measured.
 
-        Outside of what was measured it is the nearest measurement: hopeful for more rows, so they get tried once.
+        Outside of what was measured it hopes for the best, so that it gets tried and measured: more rows cost no more,
+        fewer rows cost in proportion less.
         """
         if not self._rows:
             return None
         at = bisect.bisect_left(self._rows, num_rows)
         if at == len(self._rows):
-            return self._seconds[self._rows[-1]]
-        high = self._rows[at]
-        if high == num_rows or at == 0:
-            return self._seconds[high]
-        low = self._rows[at - 1]
-        weight = (num_rows - low) / (high - low)
-        return (1 - weight) * self._seconds[low] + weight * self._seconds[high]
+            return self._seconds[-1]
+        if at == 0:
+            return self._seconds[0] * num_rows / self._rows[0]
+        weight = (num_rows - self._rows[at - 1]) / (self._rows[at] - self._rows[at - 1])
+        return (1 - weight) * self._seconds[at - 1] + weight * self._seconds[at]
 
 
 def _bucket(num_rows: int) -> int:
-    """Row counts above 16 share a bucket with those that agree in their four highest bits."""
+    """Row counts above 16 share a bucket with those that agree in their five highest bits."""
     shift = max(0, num_rows.bit_length() - 5)
     return num_rows >> shift << shift
 
 
 class AdaptiveLength:
-    """Follows acceptance, per sequence and engine-wide, and the costs of both models."""
+    """Follows acceptance, per sequence and engine-wide, and the costs of both models.
+
+    One step's draft passes serve all sequences, so a length is chosen for the batch; a sequence whose drafts are not
+    worth their rows in the target's pass gets less.
+    """
 
     def __init__(self) -> None:
         self.target_costs, self.draft_costs = PassCosts(), PassCosts()
-        self._accepted, self._rejected = 10 * INITIAL_ACCEPTANCE, 10 * (1 - INITIAL_ACCEPTANCE)
-        self._step_costs: list[float] = []
+        self._accepted = INITIAL_WEIGHT * INITIAL_ACCEPTANCE
+        self._rejected = INITIAL_WEIGHT * (1 - INITIAL_ACCEPTANCE)
+        self._length = 0
+        """The batch's draft length in this step."""
+        self._row_price = 0.0
+        """Tokens that could be had elsewhere for the time that one more row of the target's pass takes."""
+        self._can_pay = False
+        """Whether drafting would pay if every draft token were accepted."""
+        self._num_steps = 0
+        """Steps since the last probe."""
+        self._interval = PROBE_INTERVAL
+        self._num_probes = 0
+        """Sequences that may still probe in this step."""
 
-    def begin_step(self, num_decoding: int) -> None:
-        """Estimate the seconds of a step in which all of `num_decoding` sequences draft 0, 1, 2, ... tokens."""
-        self._step_costs = []
-        draft = self.draft_costs.estimate(num_decoding)
-        for length in range(MAX_DRAFT_TOKENS + 1):
-            target = self.target_costs.estimate(num_decoding * (length + 1))
-            if target is None:
-                return
-            self._step_costs.append(target + length * (draft or 0.0))
+    def begin_step(self, decoding: list[Sequence]) -> None:
+        """Choose the length for a step in which these sequences decode."""
+        num_decoding = len(decoding)
+        target = [self.target_costs.estimate(num_decoding * (k + 1)) for k in range(MAX_DRAFT_TOKENS + 1)]
+        if target[0] is None:  # nothing was measured yet
+            self._length, self._row_price = PROBE_TOKENS, 0.0
+            return
+        draft = self.draft_costs.estimate(num_decoding) or 0.0
+        seconds = [cost + k * draft for k, cost in enumerate(target) if cost is not None]
+        self._length = best_length([self.acceptance(sequence) for sequence in decoding], seconds)
+        self._can_pay = best_length([1.0], seconds) > 0
+        if self._length:
+            num_rows = num_decoding * self._length
+            self._row_price = (seconds[self._length] - self._length * draft - seconds[0]) / num_rows
+            self._row_price *= num_decoding / seconds[0]
+            self._interval = PROBE_INTERVAL
+        self._num_steps += 1
+        self._num_probes = PROBE_SEQUENCES if self._num_steps >= self._interval else 0
 
     def __call__(self, sequence: Sequence) -> int:
         """Draft tokens that this sequence should get now."""
-        if not self._step_costs:
-            return 1
         acceptance = self.acceptance(sequence)
-        plain = 1 / self._step_costs[0]
-        best, best_rate, expected, power = 0, plain * MIN_GAIN, 1.0, 1.0
-        for length in range(1, MAX_DRAFT_TOKENS + 1):
-            power *= acceptance
-            expected += power
-            rate = expected / self._step_costs[length]
-            if rate > best_rate:
-                best, best_rate = length, rate
-        return best or int(_is_probe(sequence))
+        length, gain = 0, acceptance
+        while length < self._length and gain >= self._row_price:
+            length, gain = length + 1, gain * acceptance
+        if length == 0 and self._num_probes:
+            self._num_probes -= 1
+            self._num_steps = 0
+            self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
+            return PROBE_TOKENS
+        return length
 
     def acceptance(self, sequence: Sequence) -> float:
         """Estimated probability that this sequence's next draft token is accepted.
@@ -114,6 +161,8 @@ class AdaptiveLength:
         sequence.recent_rejected = SEQUENCE_MEMORY * sequence.recent_rejected + rejected
         self._accepted = ENGINE_MEMORY * self._accepted + num_accepted
         self._rejected = ENGINE_MEMORY * self._rejected + rejected
+        if not rejected and self._can_pay:  # a probe that went well is followed by another soon
+            self._interval = min(self._interval, PROBE_INTERVAL // 8)
 
 
 class FixedLength(AdaptiveLength):
@@ -121,17 +170,10 @@ class FixedLength(AdaptiveLength):
 
     def __init__(self, length: int) -> None:
         super().__init__()
-        self.length = length
+        self._length = length
+
+    def begin_step(self, decoding: list[Sequence]) -> None:
+        pass
 
     def __call__(self, sequence: Sequence) -> int:
-        return self.length
-
-
-def _is_probe(sequence: Sequence) -> bool:
-    """Whether to draft one token although it should lose, so that better times are noticed.
-
-    At output lengths 16, 32, 64, ...: catching up the draft's cache then costs each token at most one draft pass in
-    bulk. And in every 16th request at its first decode, for loads of short answers.
-    """
-    length = sequence.num_output
-    return (length >= 16 and length & (length - 1) == 0) or (length == 1 and sequence.id % 16 == 0)
+        return self._length

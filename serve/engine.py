@@ -199,11 +199,12 @@ class Engine:
     def _schedule(self) -> Schedule:
         if self.draft is None:
             return self.scheduler.schedule()
-        num_decoding = sum(sequence.num_pending == 1 for sequence in self.scheduler.running)
-        self.draft_length.begin_step(num_decoding)
+        decoding = [sequence for sequence in self.scheduler.running if sequence.num_pending == 1]
+        if decoding:
+            self.draft_length.begin_step(decoding)
         schedule = self.scheduler.schedule(self.draft_length)
-        if num_decoding:
-            mean = sum(chunk.num_drafts for chunk in schedule.chunks) / num_decoding
+        if decoding:
+            mean = sum(chunk.num_drafts for chunk in schedule.chunks) / len(decoding)
             self._counters.speculative_tokens += 0.1 * (mean - self._counters.speculative_tokens)
         return schedule
 
