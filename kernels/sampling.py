@@ -65,9 +65,10 @@ def adjusted_probabilities(
 
 
 def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+    """Set the scores of dropped tokens to −inf, in place; so do the other filters."""
     top_k = top_k.clamp(max=scores.shape[-1]).long()
     largest = scores.topk(int(top_k.max()), dim=-1).values
-    return scores.masked_fill(scores < largest.gather(1, top_k[:, None] - 1), -math.inf)
+    return scores.masked_fill_(scores < largest.gather(1, top_k[:, None] - 1), -math.inf)
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
@@ -78,12 +79,12 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
         largest = probabilities.topk(num_candidates, dim=-1).values
         kept = (largest.cumsum(dim=-1) - largest < top_p[:, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
         if num_candidates == vocabulary or int(kept.max()) < num_candidates:
-            return scores.masked_fill(probabilities < largest.gather(1, kept - 1), -math.inf)
+            return scores.masked_fill_(probabilities < largest.gather(1, kept - 1), -math.inf)
         num_candidates *= 16
 
 
 def _keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
-    return scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + min_p[:, None].log(), -math.inf)
+    return scores.masked_fill_(scores < scores.amax(dim=-1, keepdim=True) + min_p[:, None].log(), -math.inf)
 
 
 def sample(probabilities: Tensor, exponential: Tensor) -> Tensor:
