@@ -11,7 +11,7 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 560, 280
 BAR_WIDTH, BAR_ROW = 340, 46
-LEFT, RIGHT, TOP, BOTTOM = 62, 16, 18, 44
+LEFT, RIGHT, TOP, BOTTOM = 70, 16, 18, 44
 MAX_POINTS = 240
 """Points of one line; more are averaged in buckets, which a screen could not tell apart anyway."""
 

@@ -1,7 +1,7 @@
 """The `potstill` command. Everything heavy is imported by the command that needs it; `--help` imports no torch.
 
-Exit codes: 0 done; 1 a gate refused a result, or a defect; 2 a mistake in what was given; 130 interrupted, the same
-command goes on.
+Exit codes: 0 done; 1 a gate refused a result, or a stage failed; 2 a mistake in what was given; 130 interrupted, and
+the same command goes on.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.errors import GateRefused, RunInterrupted, UserError
+from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
 from serve.options import add_serve_arguments, options_from_arguments
 
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         return options.command(options)
-    except (GateRefused, RunInterrupted) as end:
+    except (GateRefused, RunInterrupted, StageFailed) as end:
         _say(f"{end}.")
         return end.exit_code
     except KeyboardInterrupt:

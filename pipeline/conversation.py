@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.answers import pieces_of
+from pipeline.errors import StageFailed
 from pipeline.result import Answer
 
 ADDRESS = re.compile(r"listens on http://([^:\s]+):(\d+)")
@@ -22,7 +23,7 @@ START_S = 300.0
 ANSWER_S = 600.0
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(StageFailed):
     """The server process ended, or did not become healthy in time; the sentence ends with what it said."""
 
 

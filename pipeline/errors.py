@@ -17,6 +17,12 @@ class GateRefused(Exception):
     exit_code = 1
 
 
+class StageFailed(Exception):
+    """A stage could not do its work for a reason that one sentence explains."""
+
+    exit_code = 1
+
+
 class RunInterrupted(Exception):
     """A signal stopped the run; its state is saved and the same command goes on from there."""
 

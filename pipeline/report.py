@@ -17,7 +17,7 @@ from pipeline.result import Answer, ModelReport, Result, write_atomically
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
 from pipeline.style import CSS
-from pipeline.table import collect_rows, columns, count, duration, size
+from pipeline.table import collect_rows, columns, count, duration, size, speed
 
 CURVES = (
     ("loss", "Training loss", "nats a token"),
@@ -165,7 +165,7 @@ def _speed(rows: list[ModelReport]) -> str:
         for row in rows:
             for point in row.speed:
                 if point.batch_size == batch_size:
-                    bars.append(Bar(row.label, point.tokens_per_s, f"{point.tokens_per_s:,.0f}", 3 if row.exact else 1))
+                    bars.append(Bar(row.label, point.tokens_per_s, speed(point.tokens_per_s), 3 if row.exact else 1))
         requests = "one request" if batch_size == 1 else f"{batch_size} requests at once"
         charts.append(bar_chart(f"Tokens a second, {requests}", bars))
     return _section(

@@ -111,10 +111,11 @@ class Cost:
     """What the stage itself took."""
 
     seconds: float
-    """Wall clock, over all attempts of an interrupted stage that trains; else of the attempt that finished."""
+    """Wall clock of the attempt that finished."""
     peak_memory_bytes: int
     trained_tokens: int = 0
     training_seconds: float = 0.0
+    """Spent in training steps, over all attempts of a stage that was interrupted."""
     trained_tokens_per_s: float = 0.0
     processes: int = 1
 

@@ -35,10 +35,10 @@ thead th { border-top: 0; color: var(--soft); font-weight: 500; font-size: 13px;
   vertical-align: bottom; line-height: 1.3; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 tbody th { font-weight: 600; }
-td.text, th.text { text-align: left; }
+td.text, th.text { text-align: left; white-space: normal; }
 .note { color: var(--soft); font-size: 13px; margin: 8px 2px 0; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 16px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(390px, 100%), 1fr)); gap: 16px; }
 .charts.bars { grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }
 figure { margin: 0; padding: 14px 16px 10px; }
 figcaption { font-weight: 600; font-size: 14px; display: flex; justify-content: space-between; gap: 12px; }
@@ -47,7 +47,7 @@ figcaption { font-weight: 600; font-size: 14px; display: flex; justify-content: 
 .key i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; vertical-align: middle;
   margin-right: 6px; background: var(--c); }
 .c1 { --c: var(--c1); } .c2 { --c: var(--c2); } .c3 { --c: var(--c3); } .c4 { --c: var(--c4); }
-svg { display: block; width: 100%; height: auto; margin-top: 8px; overflow: visible; }
+svg { display: block; width: 100%; max-width: 600px; height: auto; margin: 8px auto 0; overflow: visible; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
 svg .name { font-size: 13px; } svg .value { fill: var(--ink); font-size: 13px; font-weight: 600; }
 svg .rail { fill: var(--tint); }

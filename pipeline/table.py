@@ -89,6 +89,11 @@ def size(number_of_bytes: float) -> str:
     return f"{number_of_bytes:.0f} B"
 
 
+def speed(tokens_per_s: float) -> str:
+    """7.4 or 1,250"""
+    return f"{tokens_per_s:.1f}" if tokens_per_s < 100 else f"{tokens_per_s:,.0f}"
+
+
 def duration(seconds: float) -> str:
     """3 min 05 s"""
     if seconds < 60:
@@ -119,7 +124,7 @@ def _accepted(row: ModelReport) -> str:
 def _speed_column(batch_size: int) -> Column:
     def cell(row: ModelReport) -> str:
         points = [point for point in row.speed if point.batch_size == batch_size]
-        return f"{points[0].tokens_per_s:,.0f}" if points else ABSENT
+        return speed(points[0].tokens_per_s) if points else ABSENT
 
     heading = f"tokens/s ×{batch_size}"
     return Column(heading, f"New tokens a second with {batch_size} requests at once, by the serving engine.", cell)

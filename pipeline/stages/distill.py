@@ -22,13 +22,14 @@ from model.checkpoint import load_config, load_model, save_model
 from model.files import sha256_of
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
-from pipeline.errors import RunInterrupted, UserError
+from pipeline.errors import RunInterrupted, StageFailed, UserError
 from pipeline.gate import check_gate, describe
 from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
 from pipeline.result import Quality, Result, write_atomically
 from pipeline.schema import Distill, Gate
 from pipeline.stages.context import StageContext
-from train.loop import Trainer, TrainingConfig, TrainingResult
+from train.config import TrainingConfig
+from train.loop import DivergedError, Trainer, TrainingResult
 from train.objectives import Distillation, DistillationConfig
 from train.packing import held_out_batches
 from train.tracking import Tracker
@@ -165,6 +166,8 @@ def _train(context: StageContext, data: "PreparedData", teacher: Transformer, st
     log.info("training on %s tokens in %d steps", f"{config.tokens:,}", training_config(config).steps)
     try:
         return trainer.train()
+    except DivergedError as error:
+        raise StageFailed(f"{context.stage.name}: {error}") from None
     finally:
         tracker.finish()
 

@@ -1,8 +1,8 @@
 """Forks potstill commands from a warm process and kills them: imports and set-up happen once, not once a kill.
 
 `python -m tests.pipeline.nursery`, then one JSON line a command on standard input:
-`{"arguments": [...], "kill_after_s": 0.4, "signal": 9}`; the answer is `{"status": -9, "seconds": 0.4}`, status being an
-exit code or a negative signal.
+`{"arguments": [...], "kill_after_s": 0.4, "signal": 9}`; the answer is `{"status": -9, "seconds": 0.4}`, status being
+an exit code or a negative signal.
 The first command runs in the warm process itself, so that its forks find everything loaded.
 """
 

@@ -165,7 +165,7 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     cells = {column.heading: [column.cell(row) for row in rows] for column in columns(rows)}
     assert cells["KL"] == ["0.250", "–", "0"]
     assert cells["agreement"] == ["25.0 %", "–", "100 %"]
-    assert cells["tokens/s ×1"] == ["10", "–", "–"]
+    assert cells["tokens/s ×1"] == ["10.0", "–", "–"]
     assert len(rich_table(rows, width=200).columns) == len(cells) + 1
     assert len(rich_table(rows, width=60).columns) == len(rows) + 1
 

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+import pipeline.stages.distill
 from model.artifact import open_artifact
 from model.checkpoint import load_model
-from pipeline.errors import GateRefused, UserError
+from model.transformer import Transformer
+from pipeline.errors import GateRefused, StageFailed, UserError
 from pipeline.result import FILE_NAME, read_result
 from pipeline.run_folder import RunFolder, resolve_served
 from tests.pipeline.tiny_run import TinyRun, rerun, write_text
+from train.objectives import Distillation, ObjectiveOutput
+from train.packing import Batch
 
 
 def test_a_run_leaves_what_the_design_says(finished_run: TinyRun) -> None:
@@ -93,7 +97,9 @@ def test_the_figures_are_those_of_the_published_files(finished_run: TinyRun) -> 
     quality = next(row.quality for row in result.models if row.label == "student")
     assert quality is not None and quality.tokens == labels
     for name, total in sums.items():
-        assert math.isclose(getattr(quality, name).value, total / labels, rel_tol=1e-3), name
+        # In bf16 two tokens may tie for the first place, and either is right.
+        allowed = 0.01 if name == "agreement" else 0.0
+        assert math.isclose(getattr(quality, name).value, total / labels, rel_tol=1e-3, abs_tol=allowed), name
 
 
 def test_a_second_time_nothing_runs(copied_run: TinyRun) -> None:
@@ -256,3 +262,18 @@ def test_names_in_a_run_become_folders(finished_run: TinyRun) -> None:
             resolve_served(model, verify)
     with pytest.raises(UserError, match="no run folder"):
         RunFolder(folder / "01-distill").recipe()
+
+
+def test_training_that_diverges_is_one_sentence_and_publishes_nothing(
+    copied_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Diverging(Distillation):
+        def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+            found = super().__call__(model, batch)
+            return found._replace(loss_sum=found.loss_sum * float("nan"))
+
+    monkeypatch.setattr(pipeline.stages.distill, "Distillation", Diverging)
+    with pytest.raises(StageFailed, match="lower the learning rate") as caught:
+        copied_run.run("distill.seed=1")
+    assert "\n" not in str(caught.value)
+    assert not (copied_run.folder.path / "01-distill" / "model").exists()
