@@ -15,7 +15,7 @@ from tests.serve.test_speculation import noisy_twin
 from tests.serve.toys import VOCAB_SIZE, drain, join, make_engine
 from tests.tiny import tiny_model
 
-NUM_REQUESTS = 40
+NUM_REQUESTS = 28
 
 
 @pytest.fixture(scope="module")

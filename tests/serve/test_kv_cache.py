@@ -142,7 +142,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(set(sequence.pages)) == len(sequence.pages)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None, derandomize=True)
+CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 TestCacheMachine = CacheMachine.TestCase
 
 

@@ -170,7 +170,7 @@ def test_ngram_lookup_quotes_the_latest_occurrence() -> None:
 
 V = 5
 FIRST = 0
-NUM_SEQUENCES = 2000
+NUM_SEQUENCES = 1200
 
 
 def tables() -> dict[str, Tensor]:
