@@ -21,7 +21,7 @@ from serve.outputs import TokenLogprobs
 from serve.sequence import Sequence
 
 # Rows are processed in blocks: on a CPU large temporaries cost page faults that dwarf the arithmetic.
-ROWS_PER_BLOCK = 16
+ROWS_PER_BLOCK = 4
 
 
 class NonFiniteLogitsError(RuntimeError):
