@@ -266,18 +266,27 @@ def test_an_abort_at_any_time_frees_everything_and_hurts_nobody(model: Transform
                 assert output.new_token_ids == tokens
 
 
-def test_deadlines_hold_queued_and_running(model: Transformer) -> None:
+def test_deadlines_hold_queued_and_running(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     engine = make_engine(model, max_num_seqs=2)
-    now = time.monotonic()
-    engine.add_request("running", PROMPTS[0], greedy(200), deadline=now + 0.15)
-    engine.add_request("unhurried", PROMPTS[1], greedy(4))
-    engine.add_request("late before it starts", PROMPTS[2], greedy(4), deadline=now - 1)
+    engine.add_request("running", PROMPTS[0], greedy(200, n=2), deadline=110.0)
+    engine.add_request("queued", PROMPTS[1], greedy(4), deadline=109.0)
+    engine.add_request("unhurried", PROMPTS[2], greedy(4), deadline=1000.0)
+    engine.add_request("late before it came", PROMPTS[3], greedy(4), deadline=99.0)
+    (late,) = (output for output in engine.step() if output.finished)
+    assert (late.request_id, late.finish_reason) == ("late before it came", "deadline")
+    for _ in range(5):
+        assert not any(output.finished for output in engine.step())
+    clock[0] = 109.5
+    (queued,) = (output for output in engine.step() if output.finished)
+    assert (queued.request_id, queued.finish_reason, queued.num_output_tokens) == ("queued", "deadline", 0)
+    clock[0] = 110.0
     joined = drain(engine)
-    assert joined[("running", 0)].finish_reason == "deadline"
-    assert 0 < joined[("running", 0)].num_output_tokens < 200
+    for index in (0, 1):
+        assert joined[("running", index)].finish_reason == "deadline"
+        assert joined[("running", index)].num_output_tokens == 7
     assert joined[("unhurried", 0)].finish_reason == "length"
-    assert joined[("late before it starts", 0)].num_output_tokens == 0
-    assert joined[("late before it starts", 0)].finish_reason == "deadline"
 
 
 def test_a_poisoned_request_fails_alone(model: Transformer, expected: list[list[int]]) -> None:
