@@ -22,27 +22,19 @@ _LOGITS_PER_BLOCK = 2**18
 _VOCABULARY_PER_TILE = 4096
 
 
-def chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:
-    """Cut the rows into chunks to multiply with a projection at once."""
-    return _slices(num_rows, max(1, _LOGITS_PER_CHUNK // vocabulary))
+def rows_per_chunk(num_rows: int, vocabulary: int) -> int:
+    """Return how many of the rows to multiply with a projection at once."""
+    return max(1, min(num_rows, _LOGITS_PER_CHUNK // vocabulary))
 
 
-def blocks(num_rows: int, vocabulary: int) -> Iterator[slice]:
-    """Cut the rows of a chunk into blocks for elementwise work."""
-    return _slices(num_rows, rows_per_block(vocabulary))
+def rows_per_block(num_rows: int, vocabulary: int) -> int:
+    """Return how many of the rows to work on element by element at once."""
+    return max(1, min(num_rows, _LOGITS_PER_BLOCK // vocabulary))
 
 
-def rows_per_block(vocabulary: int) -> int:
-    return max(1, _LOGITS_PER_BLOCK // vocabulary)
-
-
-def _slices(length: int, step: int) -> Iterator[slice]:
+def slices(length: int, step: int) -> Iterator[slice]:
+    """Cut a range into slices of `step`, the last one shorter."""
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
-
-
-def logits_buffer(num_rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """Return an uninitialised buffer for the logits of one chunk."""
-    return like.new_empty(min(num_rows, max(1, _LOGITS_PER_CHUNK // vocabulary)), vocabulary)
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
@@ -78,7 +70,7 @@ class ProjectionGradients:
         torch.mm(grad_logits, self._projection, out=self.hidden[chunk])
         if self.projection is None:
             return
-        for tile in _slices(grad_logits.shape[1], _VOCABULARY_PER_TILE):
+        for tile in slices(grad_logits.shape[1], _VOCABULARY_PER_TILE):
             part = torch.mm(grad_logits[:, tile].t(), self._rows[chunk], out=self._tile[: tile.stop - tile.start])
             self.projection[tile] += part
 

@@ -17,12 +17,11 @@ from kernels._projection import (
     IGNORE_LABEL,
     ProjectionGradients,
     attach_gradients,
-    blocks,
-    chunks,
     log_normalizer,
-    logits_buffer,
     product_dtype,
     rows_per_block,
+    rows_per_chunk,
+    slices,
     statistics_dtype,
 )
 
@@ -55,12 +54,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
 def _summed_loss(rows: Tensor, projection: Tensor, labels: Tensor, gradients: ProjectionGradients | None) -> Tensor:
     """Return the loss of rows [n, D], all with a label; add to the gradients."""
     (num_rows, _), (vocabulary, _) = rows.shape, projection.shape
-    buffer = logits_buffer(num_rows, vocabulary, rows)
-    probabilities = rows.new_empty(rows_per_block(vocabulary), vocabulary, dtype=statistics_dtype(rows.dtype))
+    chunk_rows, block_rows = rows_per_chunk(num_rows, vocabulary), rows_per_block(num_rows, vocabulary)
+    buffer = rows.new_empty(chunk_rows, vocabulary)
+    probabilities = rows.new_empty(block_rows, vocabulary, dtype=statistics_dtype(rows.dtype))
     loss = probabilities.new_zeros(())
-    for chunk in chunks(num_rows, vocabulary):
+    for chunk in slices(num_rows, chunk_rows):
         logits = torch.mm(rows[chunk], projection.t(), out=buffer[: chunk.stop - chunk.start])
-        for block in blocks(logits.shape[0], vocabulary):
+        for block in slices(logits.shape[0], block_rows):
             loss += _block_loss(logits[block], labels[chunk][block], probabilities, gradients is not None)
         if gradients is not None:
             gradients.add(chunk, logits)

@@ -32,12 +32,11 @@ from kernels._projection import (
     IGNORE_LABEL,
     ProjectionGradients,
     attach_gradients,
-    blocks,
-    chunks,
     log_normalizer,
-    logits_buffer,
     product_dtype,
     rows_per_block,
+    rows_per_chunk,
+    slices,
     statistics_dtype,
 )
 
@@ -176,15 +175,16 @@ def _summed(
 ) -> Tensor:
     """Return the fields of DistillationSums, [5]; student, teacher: rows [n, D] and projection [V, D]."""
     num_rows, vocabulary = student[0].shape[0], student[1].shape[0]
-    student_buffer, teacher_buffer = (logits_buffer(num_rows, vocabulary, rows) for rows, _ in (student, teacher))
-    dtype = statistics_dtype(student_buffer.dtype)
-    workspace = student_buffer.new_empty(5, rows_per_block(vocabulary), vocabulary, dtype=dtype)
+    chunk_rows, block_rows = rows_per_chunk(num_rows, vocabulary), rows_per_block(num_rows, vocabulary)
+    buffers = student[0].new_empty(2, chunk_rows, vocabulary)
+    workspace = buffers.new_empty(5, block_rows, vocabulary, dtype=statistics_dtype(buffers.dtype))
     sums = workspace.new_zeros(5)
-    for chunk in chunks(num_rows, vocabulary):
-        size = chunk.stop - chunk.start
-        z_student = torch.mm(student[0][chunk], student[1].t(), out=student_buffer[:size])
-        z_teacher = torch.mm(teacher[0][chunk], teacher[1].t(), out=teacher_buffer[:size])
-        for block in blocks(size, vocabulary):
+    for chunk in slices(num_rows, chunk_rows):
+        z_student, z_teacher = (
+            torch.mm(rows[chunk], projection.t(), out=buffer[: chunk.stop - chunk.start])
+            for (rows, projection), buffer in zip((student, teacher), buffers, strict=True)
+        )
+        for block in slices(z_student.shape[0], block_rows):
             logits = _Logits(z_student[block], z_teacher[block])
             sums += _block_sums(logits, labels[chunk][block], objective, workspace, gradients is not None)
         if gradients is not None:

@@ -126,4 +126,4 @@ def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
         residual[token] = 0
     else:
         residual = (p - q).clamp_min(0)
-    return residual if bool(residual.any()) else p
+    return residual if float(residual.sum()) > 0 else p
