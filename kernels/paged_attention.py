@@ -97,7 +97,8 @@ def plan_paged_attention(
 ) -> PagedPlan:
     """Prepare the `paged_attention` calls of a step, which share block tables, lengths and window."""
     bounds = cu_seqlens_q.tolist()
-    few, many = [], []
+    few: list[_Sequence] = []
+    many: list[_Sequence] = []
     for row, length in enumerate(kv_lengths.tolist()):
         queries = bounds[row + 1] - bounds[row]
         first_key = 0 if window is None else max(0, length - queries - window + 1)
@@ -169,15 +170,17 @@ def _mask(members: list[_Sequence], window: int | None, device: torch.device) ->
 
 
 def write_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Store keys and values [T, Hkv, d] at slots [T] int64 of the pages [P, page, Hkv, d]; slot < 0 is skipped."""
-    if bool((slots < 0).any()):
+    """Store keys and values [T, Hkv, d] at slots [T] int64 of the pages [P, page, Hkv, d], all of one dtype.
+
+    A slot < 0 is skipped.
+    """
+    if slots.numel() and slots.min().item() < 0:
         kept = slots >= 0
         k, v, slots = k[kept], v[kept], slots[kept]
-    k_pages.flatten(0, 1).index_copy_(0, slots, k.to(k_pages.dtype))
-    v_pages.flatten(0, 1).index_copy_(0, slots, v.to(v_pages.dtype))
+    k_pages.flatten(0, 1).index_copy_(0, slots, k)
+    v_pages.flatten(0, 1).index_copy_(0, slots, v)
 
 
-@torch.no_grad()
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -195,7 +198,7 @@ def paged_attention(
     q [T, Hq, d]; k_pages and v_pages [P, page, Hkv, d]; block_tables [B, max_pages] int32; cu_seqlens_q [B+1] int32;
     kv_lengths [B] int32; `window`: number of keys a query sees, itself included; `scale` defaults to 1/sqrt(d);
     `plan`: the result of `plan_paged_attention` for the same block tables, lengths and window.
-    Returns [T, Hq, d] in the dtype of q, without gradient. What lies in slots beyond a sequence's length is never used.
+    Returns [T, Hq, d] in the dtype of q. For inference only. What lies in slots beyond a sequence's length is not used.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if plan is None:
@@ -203,30 +206,38 @@ def paged_attention(
     k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
     if len(plan.groups) == 1 and not plan.prompts:
         return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.groups:
-        out[group.queries] = _attend_group(q[group.queries], k_slots, v_slots, group, scale)
+        _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
     for prompt in plan.prompts:
-        k, v = k_slots[prompt.keys], v_slots[prompt.keys]
-        out[prompt.queries] = attend_causally(q[prompt.queries], k, v, window=window, scale=scale)
+        k, v = _take(k_slots, prompt.keys), _take(v_slots, prompt.keys)
+        _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=window, scale=scale))
     return out
 
 
 def _attend_group(q: Tensor, k_slots: Tensor, v_slots: Tensor, group: _Group, scale: float) -> Tensor:
     """Return the attention of a group's queries, [g·n, Hq, d] in and out."""
-    num_kv_heads, d = k_slots.shape[1:]
-    k, v = (
-        _take(slots, group.keys).view(group.size, -1, num_kv_heads, d).transpose(1, 2) for slots in (k_slots, v_slots)
-    )
-    shape = (group.size, -1, num_kv_heads, q.shape[1] // num_kv_heads, d)
-    rows = q.reshape(shape).transpose(1, 2).flatten(2, 3)
+    g, (num_kv_heads, d) = group.size, k_slots.shape[1:]
+    k, v = (_take(slots, group.keys).view(g, -1, num_kv_heads, d).transpose(1, 2) for slots in (k_slots, v_slots))
     mask = group.mask
+    if q.shape[0] == g:  # decode: a view where the rows below are copies
+        rows = q.reshape(g, num_kv_heads, -1, d)
+        mask = None if mask is None else mask[:, None]
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+    rows = q.reshape(g, -1, num_kv_heads, q.shape[1] // num_kv_heads, d).transpose(1, 2)
     if mask is not None:
-        mask = mask.repeat_interleave(shape[3], dim=1)[:, None] if mask.shape[1] > 1 else mask[:, None]
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
-    return out.unflatten(2, (-1, shape[3])).transpose(1, 2).reshape(q.shape)
+        mask = mask.repeat_interleave(rows.shape[3], dim=1)[:, None]
+    out = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=mask, scale=scale)
+    return out.view(rows.shape).transpose(1, 2).reshape(q.shape)
 
 
-def _take(slots: Tensor, where: slice | Tensor) -> Tensor:
-    # index_select, unlike indexing, copies whole rows.
-    return slots[where] if isinstance(where, slice) else slots.index_select(0, where)
+def _take(rows: Tensor, where: slice | Tensor) -> Tensor:
+    # Unlike indexing, index_select copies whole rows.
+    return rows[where] if isinstance(where, slice) else rows.index_select(0, where)
+
+
+def _put(rows: Tensor, where: slice | Tensor, values: Tensor) -> None:
+    if isinstance(where, slice):
+        rows[where] = values
+    else:
+        rows.index_copy_(0, where, values)
