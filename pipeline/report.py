@@ -162,7 +162,7 @@ def _speed(rows: list[ModelReport]) -> str:
     sizes = sorted({point.batch_size for row in rows for point in row.speed})
     for batch_size in sizes:
         bars = []
-        for row in rows:
+        for row in (row for row in rows if row.same_shape_as is None):
             for point in row.speed:
                 if point.batch_size == batch_size:
                     bars.append(Bar(row.label, point.tokens_per_s, speed(point.tokens_per_s), 3 if row.exact else 1))

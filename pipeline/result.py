@@ -76,6 +76,8 @@ class ModelReport:
     speed: tuple[SpeedPoint, ...] = ()
     exact: bool = False
     """The distribution is the reference's own, by construction: a verified pair."""
+    same_shape_as: str | None = None
+    """Label of the model that this one is a state of: other weights in the same layers, hence equally fast."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pipeline.schema import Speed
 if TYPE_CHECKING:
     from train.packing import Batch
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 64
 """Enough steps for the adaptive draft length to have measured acceptance and step costs."""
 
 

@@ -22,7 +22,10 @@ class Column:
 
 
 def collect_rows(results: Iterable[Result]) -> list[ModelReport]:
-    """One row for each model that some stage measured; a later stage's numbers replace an earlier one's."""
+    """One row for each model that some stage measured; a later stage's numbers replace an earlier one's.
+
+    A model that is kept in two states, before and after training, is timed once.
+    """
     rows: dict[str, ModelReport] = {}
     for result in results:
         for report in result.models:
@@ -30,6 +33,9 @@ def collect_rows(results: Iterable[Result]) -> list[ModelReport]:
             if known is not None:
                 report = replace(report, quality=report.quality or known.quality, speed=report.speed or known.speed)
             rows[report.label] = report
+    for label, row in rows.items():
+        if not row.speed and row.same_shape_as in rows:
+            rows[label] = replace(row, speed=rows[row.same_shape_as].speed)
     return list(rows.values())
 
 
@@ -127,4 +133,4 @@ def _speed_column(batch_size: int) -> Column:
         return speed(points[0].tokens_per_s) if points else ABSENT
 
     heading = f"tokens/s ×{batch_size}"
-    return Column(heading, f"New tokens a second with {batch_size} requests at once, by the serving engine.", cell)
+    return Column(heading, f"New tokens a second with {batch_size} requests at once, by the serving engine; before training as after.", cell)

@@ -10,7 +10,7 @@ import copy
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -223,7 +223,7 @@ def _finish(
     after = held_out.quality(model, held_out.states(teacher))
     reports = [
         describe_model(config.teacher, teacher, start.teacher),
-        describe_model(f"{config.out}, before", model, start.before),
+        replace(describe_model(f"{config.out}, before", model, start.before), same_shape_as=config.out),
         describe_model(config.out, model, after),
     ]
     parity = check_parity(candidate, held_out.batches, teacher.device)

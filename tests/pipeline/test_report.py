@@ -170,6 +170,16 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     assert len(rich_table(rows, width=60).columns) == len(rows) + 1
 
 
+def test_a_model_before_training_is_as_fast_as_after_it() -> None:
+    rows = collect_rows(
+        [
+            make_result(models=(ModelReport("a, before", 1, 2, 3, same_shape_as="a"), ModelReport("a", 1, 2, 3))),
+            make_result(models=(ModelReport("a", 1, 2, 3, speed=(SpeedPoint(1, 10.0),)),)),
+        ]
+    )
+    assert [row.speed for row in rows] == [(SpeedPoint(1, 10.0),)] * 2
+
+
 def test_pieces_spell_the_text_and_nothing_after_it() -> None:
     word = "é€"
     spelled = word.encode()
