@@ -1,6 +1,6 @@
 """What a recipe gives on this machine: runs it, or takes the finished run, and keeps its table.
 
-    python -m bench.recipe configs/demo.yaml configs/smollm2.yaml
+python -m bench.recipe configs/demo.yaml configs/smollm2.yaml
 """
 
 import argparse

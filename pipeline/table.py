@@ -133,4 +133,8 @@ def _speed_column(batch_size: int) -> Column:
         return speed(points[0].tokens_per_s) if points else ABSENT
 
     heading = f"tokens/s ×{batch_size}"
-    return Column(heading, f"New tokens a second with {batch_size} requests at once, by the serving engine; before training as after.", cell)
+    return Column(
+        heading,
+        f"New tokens a second with {batch_size} requests at once, by the serving engine; before training as after.",
+        cell,
+    )
