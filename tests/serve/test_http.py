@@ -359,7 +359,7 @@ def test_the_context_is_never_cut_silently(client: openai.OpenAI) -> None:
         began = time.monotonic()
         with pytest.raises(openai.BadRequestError) as caught:
             ask(length, max_tokens)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert caught.value.code == "context_length_exceeded"
         assert "512" in str(caught.value) and str(length) in str(caught.value)
     chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x " * 240}])
@@ -441,7 +441,7 @@ def test_a_killed_engine_is_replaced(server: RunningServer, client: openai.OpenA
     began = time.monotonic()
     with pytest.raises(openai.APIError) as caught:
         list(waiting)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert caught.value.code == "engine_died"
     health = httpx.get(f"{server.url}/health")
     assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_died")

@@ -74,7 +74,7 @@ def undisturbed(folder: Path, start: Start, steps: int) -> tuple[str, str]:
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_weights(tmp_path: Path, start: Start) -> None:
-    steps = 40
+    steps = 120
     weights, log = undisturbed(tmp_path / "straight", start, steps)
     folder = tmp_path / "killed"
     moments = random.Random(0)
