@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         tokens, positions: `[T]` int64; positions restart at 0 for each document.
         Returns the hidden states after the final norm, `[T, D]`.
         """
-        rotary = rotary_tables(positions, self._rope_frequencies(tokens.device))
+        rotary = self.rotary(positions)
         delta, residual = self.model.embed_tokens(tokens), None
         for layer in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -70,6 +70,10 @@ class Transformer(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.model.embed_tokens.weight.dtype
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each token's angles, `[T, 1, d]` fp32 each, for positions `[T]` int64."""
+        return rotary_tables(positions, self._rope_frequencies(positions.device))
 
     def _rope_frequencies(self, device: torch.device) -> Tensor:
         if device not in self._frequencies:
