@@ -70,6 +70,27 @@ def bar_chart(title: str, bars: Sequence[Bar]) -> str:
     return _figure(title, parts, [], box=(BAR_WIDTH, len(bars) * BAR_ROW - 12))
 
 
+def grid_chart(title: str, rows: Sequence[Sequence[int]], *, row_name: str, column_name: str) -> str:
+    """A square for each number of a table, coloured by it: equal numbers in a row belong together."""
+    if not rows:
+        return ""
+    columns = max(len(row) for row in rows)
+    cell = min(22.0, (WIDTH - LEFT - RIGHT) / columns)
+    height = len(rows) * 9 + TOP + BOTTOM
+    parts = []
+    for y, row in enumerate(rows):
+        for x, number in enumerate(row):
+            place = f'x="{LEFT + x * cell:.1f}" y="{TOP + y * 9}" width="{cell - 2:.1f}" height="7" rx="1.5"'
+            shade = f'style="fill: hsl({number * 137.5 % 360:.0f} 55% 55%)"'
+            title_of = f"<title>{escape(row_name)} {y}, {escape(column_name)} {x}: group {number}</title>"
+            parts.append(f"<g>{title_of}<rect {place} {shade}/></g>")
+    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{TOP + 8}" text-anchor="end">{escape(row_name)} 0</text>')
+    last = TOP + len(rows) * 9 - 2
+    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{last}" text-anchor="end">{len(rows) - 1}</text>')
+    parts.append(f'<text class="label" x="{LEFT}" y="{last + 24}">{escape(column_name)} 0 … {columns - 1}</text>')
+    return _figure(title, parts, [], box=(WIDTH, height))
+
+
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers that enclose [low, high]."""
     if not high > low:

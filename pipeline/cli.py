@@ -225,14 +225,19 @@ def _print_results(results: Sequence[object], report: Path) -> None:
     from rich.console import Console
 
     from pipeline.answers import print_conversation
+    from pipeline.gqa_report import comparison_lines
     from pipeline.result import Result
-    from pipeline.table import collect_rows, rich_table
+    from pipeline.table import collect_rows, plain_table, rich_table
 
     found = [result for result in results if isinstance(result, Result)]
     console = Console(width=None if sys.stdout.isatty() else 160)
     answers = [answer for result in found for answer in result.answers]
     if answers:
         print_conversation(console, answers)
+    for result in found:
+        if lines := comparison_lines(result):
+            console.print()
+            console.print(plain_table(lines))
     rows = collect_rows(found)
     if rows:
         console.print()

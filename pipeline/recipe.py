@@ -255,15 +255,21 @@ def _check_values(built: Any, path: str) -> None:
         choices, bounds = setting.metadata.get("choices"), setting.metadata.get("range")
         if is_dataclass(value):
             _check_values(value, here)
-        elif choices and value not in choices:
-            raise RecipeError(f"{here} is {value!r}; it can be {', '.join(choices)}{_nearest(value, choices)}")
+        elif choices and (strange := [one for one in _each(value) if one not in choices]):
+            raise RecipeError(
+                f"{here} is {strange[0]!r}; it can be {', '.join(choices)}{_nearest(strange[0], choices)}"
+            )
         elif value == () and setting.metadata.get("required"):
             raise RecipeError(f"{here} is empty; it must hold at least one.")
         elif setting.metadata.get("pattern") and value is not None and not setting.metadata["pattern"].fullmatch(value):
             raise RecipeError(f"{here} is {value!r}; it must be {setting.metadata['meaning']}.")
-        for number in value if isinstance(value, tuple) else (value,):
+        for number in _each(value):
             if bounds and number is not None and not bounds[0] <= number <= bounds[1]:
                 raise RecipeError(f"{here} is {number:,}; it must lie between {bounds[0]:,g} and {bounds[1]:,g}.")
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _check_references(recipe: Recipe) -> None:

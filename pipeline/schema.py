@@ -142,11 +142,9 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Distill(Training):
-    """Stage: train a student towards a teacher's distribution, measure both, publish the student."""
+class Recovery(Training):
+    """What stages share that train a smaller model towards a larger one, measure both, and publish the smaller."""
 
-    teacher: str = _setting(refers="model")
-    student: Student = field(default_factory=Student)
     data: str = _setting(refers="data")
     out: str = "student"
     """Name under which later stages find the result."""
@@ -154,6 +152,44 @@ class Distill(Training):
     held_out_tokens: int = _setting(8_192, count=True, range=(16, 1e12))
     """Held-out tokens that quality is measured on, before and after."""
     gate: Gate = field(default_factory=Gate)
+
+
+@dataclass(frozen=True)
+class Distill(Recovery):
+    """Stage: train a student towards a teacher's distribution, measure both, publish the student."""
+
+    teacher: str = _setting(refers="model")
+    student: Student = field(default_factory=Student)
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """Decoding with long prompts in the cache, where the bytes of keys and values decide."""
+
+    context_tokens: int = _setting(1024, count=True, range=(1, 1e7))
+    """Length of each prompt."""
+    new_tokens: int = _setting(32, count=True, range=(2, 1e6))
+    """Tokens generated after it; the time of the first, which the prompt takes, does not count."""
+    batch_sizes: tuple[int, ...] = _setting((1, 8), range=(1, 4096))
+    cache_gib: float = _setting(8.0, range=(1e-3, 1e6))
+    """Memory for which the largest number of sequences of that length is reported."""
+
+
+@dataclass(frozen=True)
+class Gqa(Recovery):
+    """Stage: fewer KV heads, converted on calibration text, recovered by training towards the unconverted parent."""
+
+    model: str = _setting(refers="model")
+    kv_heads: int = _setting(range=(1, 10_000))
+    """KV heads of every layer afterwards; must divide the query heads."""
+    method: str = _setting("subspace", choices=("mean", "first", "aligned", "subspace"))
+    """How heads become one, as in compress/gqa.py."""
+    compare: tuple[str, ...] = _setting((), choices=("mean", "first", "aligned", "subspace"))
+    """Methods to show beside each other, right after conversion and after `compare_tokens` of the same training."""
+    compare_tokens: int = _setting(8_192, count=True, range=COUNTS)
+    calibration_tokens: int = _setting(16_384, count=True, range=COUNTS)
+    """Training tokens on which heads are compared."""
+    long_context: LongContext = field(default_factory=LongContext)
 
 
 @dataclass(frozen=True)
@@ -211,7 +247,7 @@ class Tracking:
     """A wandb run for each stage that trains, grouped under the recipe's name."""
 
 
-STAGES: dict[str, type] = {"distill": Distill, "evaluate": Evaluate, "conversation": Conversation}
+STAGES: dict[str, type] = {"distill": Distill, "gqa": Gqa, "evaluate": Evaluate, "conversation": Conversation}
 """Key of an entry in `stages:` → what it may hold. pipeline/stages/ has a module of the same name."""
 
 

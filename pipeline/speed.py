@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.result import SpeedPoint
-from pipeline.schema import Speed
+from pipeline.schema import LongContext, Speed
 
 if TYPE_CHECKING:
     from train.packing import Batch
@@ -37,7 +37,33 @@ def measure_speed(model: str, draft: str | None, prompts: Sequence[list[int]], c
     return tuple(points)
 
 
-def prompts_from(batches: "Sequence[Batch]", *, count: int, config: Speed) -> list[list[int]]:
+def measure_decoding(model: str, prompts: Sequence[list[int]], config: LongContext) -> tuple[SpeedPoint, ...]:
+    """Greedy decoding after long prompts: the prompts' own time, which one token more takes, is left out.
+
+    Prompts shorter than the context are repeated up to it: what counts is how much lies in the cache.
+    """
+    from serve.llm import LLM
+    from serve.sampling_params import SamplingParams
+
+    length = config.context_tokens + config.new_tokens + 16
+    pages = max(config.batch_sizes) * (length // 16 + 2) + 8
+    engine = LLM(model, max_model_len=length, num_pages=pages, enable_prefix_caching=False)
+    asked = [(prompt * -(-config.context_tokens // len(prompt)))[: config.context_tokens] for prompt in prompts]
+
+    def seconds(batch_size: int, new_tokens: int) -> float:
+        started = time.perf_counter()
+        engine.generate(asked[:batch_size], SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True))
+        return time.perf_counter() - started
+
+    points = []
+    for batch_size in sorted(config.batch_sizes):
+        seconds(batch_size, 2)
+        decoding = seconds(batch_size, config.new_tokens) - seconds(batch_size, 1)
+        points.append(SpeedPoint(batch_size, batch_size * (config.new_tokens - 1) / max(decoding, 1e-9)))
+    return tuple(points)
+
+
+def prompts_from(batches: "Sequence[Batch]", *, count: int, prompt_tokens: int) -> list[list[int]]:
     """`count` prompts of `prompt_tokens` each, from the beginnings of held-out sequences; short ones are left out.
 
     With too few sequences the same ones are asked again.
@@ -45,6 +71,6 @@ def prompts_from(batches: "Sequence[Batch]", *, count: int, config: Speed) -> li
     found: list[list[int]] = []
     for batch in batches:
         for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
-            if end - start >= config.prompt_tokens or not found:
-                found.append(batch.tokens[start : min(end, start + config.prompt_tokens)].tolist())
+            if end - start >= prompt_tokens or not found:
+                found.append(batch.tokens[start : min(end, start + prompt_tokens)].tolist())
     return [found[index % len(found)] for index in range(count)]

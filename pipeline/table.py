@@ -62,15 +62,20 @@ def columns(rows: list[ModelReport]) -> list[Column]:
 
 def rich_table(rows: list[ModelReport], *, width: int) -> "Table":
     """The table for a terminal of `width` characters: a row a model, or on a narrow one a column a model."""
-    from rich import box
-    from rich.table import Table
-
     shown = columns(rows)
     lines = [["model", *(column.heading for column in shown)]]
     lines += [[row.label, *(column.cell(row) for column in shown)] for row in rows]
     widest = sum(max(map(len, cells)) + 3 for cells in zip(*lines, strict=True))
     if widest > width:
         lines = [list(cells) for cells in zip(*lines, strict=True)]
+    return plain_table(lines)
+
+
+def plain_table(lines: list[list[str]]) -> "Table":
+    """Cells as a table for the terminal; the first line is its head."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for place, heading in enumerate(lines[0]):
         table.add_column(heading, justify="right" if place else "left", overflow="fold")

@@ -43,7 +43,9 @@ def run(context: StageContext) -> Result | None:
     checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
     for check in checks:
         log.info("%s", describe(check))
-    prompts = prompts_from(held_out.batches, count=max(config.speed.batch_sizes, default=0), config=config.speed)
+    prompts = prompts_from(
+        held_out.batches, count=max(config.speed.batch_sizes, default=0), prompt_tokens=config.speed.prompt_tokens
+    )
     reports = [replace(report, speed=_speed(context, report, prompts)) for report in reports]
     return context.result(models=reports, gate=checks, parity=_worst(parity))
 

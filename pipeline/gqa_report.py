@@ -1,0 +1,98 @@
+"""The report's section on grouped KV heads: conversions side by side, what the cache holds, decoding, the groups."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from pipeline.charts import Bar, bar_chart, grid_chart
+from pipeline.result import Result
+from pipeline.table import speed
+
+
+def grouped_heads(results: Sequence[Result]) -> str:
+    """HTML of every stage `gqa` that finished; empty without one."""
+    return "".join(_stage(result) for result in results if result.kind == "gqa")
+
+
+def _stage(result: Result) -> str:
+    details = result.details
+    parent, *_, last = result.models
+    intro = f"<h2>Grouped KV heads: {escape(result.stage)}</h2>"
+    if parent.quality and last.quality:
+        intro += f"<p>{escape(_recovery(details, result))}</p>"
+    charts = [
+        grid_chart(
+            "Which heads share keys and values", _group_numbers(details["groups"]), row_name="layer", column_name="head"
+        ),
+        *_decoding(details.get("decoding")),
+    ]
+    return (
+        intro
+        + _compared(result, parent.quality.nll.value if parent.quality else 0.0)
+        + (f'<div class="charts bars">{"".join(charts)}</div>')
+    )
+
+
+def _recovery(details: Mapping[str, Any], result: Result) -> str:
+    """One sentence on the loss and one on memory."""
+    parent, before, after = (row.quality.nll.value for row in result.models if row.quality)
+    back = f"; {(before - after) / (before - parent) * 100:.0f} % of what was lost is back" if before > parent else ""
+    capacity = details["capacity"]
+    fewer, more = capacity["sequences"]
+    return (
+        f"Converted by {details['method']}: the held-out loss went from {parent:.3f} to {before:.3f}, and by training "
+        f"to {after:.3f}{back}. {capacity['cache_gib']:g} GiB of cache hold {more:,} sequences of "
+        f"{capacity['tokens']:,} tokens instead of {fewer:,}."
+    )
+
+
+_COMPARED_COLUMNS = ("method", "loss, converted", "KL, converted", "loss, uptrained", "KL, uptrained")
+
+
+def comparison_lines(result: Result) -> list[list[str]]:
+    """One line for each method that was compared, in the order of the columns' headings, which come first."""
+    lines = [list(_COMPARED_COLUMNS)] if result.details.get("compared") else []
+    for row in result.details.get("compared", ()):
+        found = [row[when][name]["value"] for when in ("converted", "uptrained") for name in ("nll", "kl")]
+        lines.append([row["method"], *(f"{value:.3f}" for value in found)])
+    return lines
+
+
+def _compared(result: Result, parent_loss: float) -> str:
+    if not (lines := comparison_lines(result)):
+        return ""
+    head, *rows = lines
+    body = "".join(
+        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows
+    )
+    return (
+        f'<div class="card scroll"><table><thead><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr></thead>'
+        f'<tbody>{body}</tbody></table></div><p class="note">Held-out text, and the same small budget of training for '
+        f"each; the parent's loss is {parent_loss:.3f}.</p>"
+    )
+
+
+def _group_numbers(groups: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """For each layer the group of each head."""
+    layers = []
+    for layer in groups:
+        numbers = [0] * sum(len(group) for group in layer)
+        for number, group in enumerate(layer):
+            for head in group:
+                numbers[head] = number
+        layers.append(numbers)
+    return layers
+
+
+def _decoding(decoding: Mapping[str, Any] | None) -> list[str]:
+    if decoding is None:
+        return []
+    by_model: Mapping[str, Mapping[str, float]] = decoding["tokens_per_s"]
+    sizes = list(dict.fromkeys(size for points in by_model.values() for size in points))
+    return [
+        bar_chart(
+            f"Decoding, {size} at once, {decoding['context_tokens']:,} tokens in the cache each",
+            [Bar(name, points[size], f"{speed(points[size])} tokens/s") for name, points in by_model.items()],
+        )
+        for size in sizes
+    ]

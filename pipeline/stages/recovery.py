@@ -1,0 +1,208 @@
+"""What `distill` and `gqa` share: train a smaller model towards a larger one, then measure, check and publish it.
+
+    train → round to bf16 → write candidate/ → measure → parity → gate → publish
+
+What is measured is read back from candidate/, so the figures are those of the files that are published. A kill at any
+point costs at most the work since the last arrow or checkpoint; the same command goes on from there.
+"""
+
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model.checkpoint import load_model, save_model
+from model.tokenizer import Tokenizer
+from model.transformer import Transformer
+from pipeline.errors import RunInterrupted, StageFailed
+from pipeline.gate import check_gate, describe
+from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
+from pipeline.result import Quality, Result
+from pipeline.schema import Recovery
+from pipeline.stages.context import StageContext
+from train.config import TrainingConfig
+from train.loop import DivergedError, Trainer, TrainingResult, make_accelerator
+from train.objectives import Distillation, DistillationConfig
+from train.packing import Batch, held_out_batches
+from train.tracking import Tracker
+
+if TYPE_CHECKING:
+    import torch
+
+    from train.data import PreparedData
+
+log = logging.getLogger(__name__)
+
+CURVE_TOKENS = 4_096
+"""Held-out tokens of each point of the curve during training: enough to see it, cheap enough to do often."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Names and qualities that are known before training."""
+
+    teacher: str
+    """The recipe's name of the model that is trained towards."""
+    origin: str
+    """Of the one whose tokenizer the result keeps."""
+    teacher_quality: Quality
+    before: Quality
+    """Of the smaller model."""
+
+
+def device() -> "torch.device":
+    """Where this process computes: its own GPU, or the CPU."""
+    return make_accelerator().device
+
+
+def held_out_text(context: StageContext, data: "PreparedData", *, max_tokens: int | None = None) -> HeldOut:
+    """The text that the stage measures on."""
+    config: Recovery = context.stage.config
+    return HeldOut.of(data, sequence_length=_sequence_length(context), max_tokens=max_tokens or config.held_out_tokens)
+
+
+def training_text(context: StageContext, data: "PreparedData", tokens: int) -> Sequence[Batch]:
+    """The first `tokens` of the training text: what structure is decided on."""
+    length = _sequence_length(context)
+    return held_out_batches(data.train, sequence_length=length, batch_tokens=length, max_tokens=max(tokens, length))
+
+
+def _sequence_length(context: StageContext) -> int:
+    return context.recipe.data[context.stage.config.data].sequence_length
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def train(
+    context: StageContext,
+    data: "PreparedData",
+    teacher: Transformer,
+    student: Transformer,
+    *,
+    folder: Path | None = None,
+    tokens: int | None = None,
+) -> TrainingResult:
+    """Trains `student` in place in all processes, in the stage's folder or another, as far as the budget says.
+
+    Raises RunInterrupted after a signal, StageFailed when training diverged.
+    """
+    config: Recovery = context.stage.config
+    settings = replace(training_config(config), tokens=tokens or config.tokens)
+    tracker = Tracker(
+        folder or context.folder,
+        run_name=f"{context.recipe.name}-{context.stage.name}" + (f"-{folder.name}" if folder else ""),
+        job_type=context.stage.kind,
+        wandb=context.recipe.tracking.wandb,  # type: ignore[arg-type]  # the schema allows no other word
+        group=context.recipe.name,
+        config=asdict(config),
+    )
+    trainer = Trainer(
+        student,
+        Distillation(teacher, DistillationConfig(**asdict(config.loss))),
+        data.train,
+        settings,
+        folder=folder or context.folder,
+        sequence_length=_sequence_length(context),
+        tracker=tracker,
+        evaluate=_curve(context, data, teacher) if config.evaluate_every_tokens else None,
+    )
+    log.info("training on %s tokens in %d steps", f"{settings.tokens:,}", settings.steps)
+    try:
+        training = trainer.train()
+    except DivergedError as error:
+        raise StageFailed(f"{context.stage.name}: {error}") from None
+    finally:
+        tracker.finish()
+    if training.interrupted:
+        raise RunInterrupted(
+            f"{context.stage.name} is saved at step {training.steps} of {settings.steps}; "
+            "the same command goes on from here"
+        )
+    return training
+
+
+def training_config(stage: Recovery) -> TrainingConfig:
+    """The loop's part of a stage's settings."""
+    names = {setting.name for setting in fields(TrainingConfig)} & {setting.name for setting in fields(stage)}
+    return TrainingConfig(**{name: getattr(stage, name) for name in names})
+
+
+def _curve(
+    context: StageContext, data: "PreparedData", teacher: Transformer
+) -> Callable[[Transformer], dict[str, float]]:
+    """What the loop calls now and then: held-out figures of the student as it would be published now."""
+    held_out = held_out_text(context, data, max_tokens=min(CURVE_TOKENS, context.stage.config.held_out_tokens))
+    reference = held_out.states(teacher)
+
+    def measure(model: Transformer) -> dict[str, float]:
+        quality = held_out.quality(rounded(model), reference)
+        found = {"cross_entropy": quality.nll, "kl": quality.kl, "agreement": quality.agreement}
+        found |= {"acceptance": quality.acceptance}
+        return {f"held_out_{name}": estimate.value for name, estimate in found.items() if estimate is not None}
+
+    return measure
+
+
+def rounded(model: Transformer) -> Transformer:
+    """A copy as it would be published; the model being trained stays in fp32."""
+    return copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
+
+
+# --- after -----------------------------------------------------------------------------------------------------------
+
+
+def finish(
+    context: StageContext,
+    data: "PreparedData",
+    teacher: Transformer,
+    student: Transformer,
+    *,
+    beginning: Beginning,
+    training: TrainingResult,
+    details: Mapping[str, Any],
+) -> Result:
+    """Writes the candidate, measures it, and publishes it if parity and gate allow. For the main process."""
+    config: Recovery = context.stage.config
+    candidate = context.folder / "candidate"
+    shutil.rmtree(candidate, ignore_errors=True)
+    save_model(student, candidate, dtype=PUBLISHED_DTYPE)
+    Tokenizer.load(context.inputs[beginning.origin].folder).save(candidate)
+    log.info("measuring %s after training", config.out)
+    held_out = held_out_text(context, data)
+    model = load_model(candidate, dtype=PUBLISHED_DTYPE, device=teacher.device)
+    after = held_out.quality(model, held_out.states(teacher))
+    reports = [
+        describe_model(beginning.teacher, teacher, beginning.teacher_quality),
+        replace(describe_model(f"{config.out}, before", model, beginning.before), same_shape_as=config.out),
+        describe_model(config.out, model, after),
+    ]
+    parity = check_parity(candidate, held_out.batches, teacher.device)
+    checks = check_gate(config.gate, after, beginning.before)
+    for check in checks:
+        log.info("%s", describe(check))
+    output = None
+    if parity.passed and all(check.passed for check in checks):
+        output = context.publish(
+            lambda folder: _move_files(candidate, folder),
+            reports=reports,
+            gates={"parity": asdict(parity), **{check.name: asdict(check) for check in checks}},
+        )
+    return context.result(
+        output=output,
+        models=reports,
+        gate=checks,
+        parity=parity,
+        training=(training.tokens, training.seconds),
+        details={**details, "steps": training.steps, "skipped_steps": training.skipped},
+    )
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Moves a folder's contents; both lie on one file system."""
+    for path in sorted(source.iterdir()):
+        path.rename(target / path.name)
+    source.rmdir()

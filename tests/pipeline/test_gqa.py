@@ -1,0 +1,130 @@
+"""Stage `gqa` on a tiny teacher: what it publishes, compares, reports, and how it goes on after an interruption."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model.artifact import open_artifact
+from pipeline.errors import UserError
+from pipeline.processes import Processes
+from pipeline.recipe import load_recipe
+from pipeline.report import render
+from pipeline.result import Result
+from pipeline.run import run_recipe
+from pipeline.run_folder import RunFolder
+from tests.compare import check_close
+from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
+from tests.tiny import full_logits
+
+STAGE = {
+    "model": "teacher",
+    "kv_heads": 1,
+    "compare": ["mean", "subspace"],
+    "compare_tokens": "512",
+    "calibration_tokens": "512",
+    "data": "text",
+    "tokens": "2k",
+    "batch_tokens": 256,
+    "micro_batch_tokens": 128,
+    "learning_rate": 3e-3,
+    "precision": "fp32",
+    "held_out_tokens": 512,
+    "long_context": {"context_tokens": 40, "new_tokens": 4, "batch_sizes": [1, 2], "cache_gib": 0.01},
+    "out": "narrow",
+}
+
+
+def run(home: Path, **changes: object) -> list[Result]:
+    if not (home / "teacher").exists():
+        write_teacher(home / "teacher")
+        write_text(home / "text")
+    overrides = [
+        f"stages={json.dumps([{'gqa': STAGE | changes}])}",
+        "serve={model: narrow}",
+        f"models.teacher.from={home / 'teacher'}",
+        f"data.text.source={home / 'text'}",
+    ]
+    recipe = load_recipe(RECIPE, overrides)
+    return run_recipe(recipe, RunFolder(home / "run"), cache=home / "cache", processes=Processes())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    home = tmp_path_factory.mktemp("gqa")
+    return home, run(home)[-1]
+
+
+def test_it_publishes_a_model_with_fewer_heads_that_transformers_reads(finished: tuple[Path, Result]) -> None:
+    from model.checkpoint import load_model
+
+    home, result = finished
+    folder = home / "run" / "01-gqa" / "model"
+    assert open_artifact(folder).digest == result.output
+    model = load_model(folder, dtype=torch.float32)
+    assert model.config.num_kv_heads == 1
+    tokens = list(range(3, 60))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        check_close(full_logits(model, tokens), theirs(torch.tensor([tokens])).logits[0], dtype=torch.float16)
+
+
+def test_it_says_what_was_lost_and_what_came_back(finished: tuple[Path, Result]) -> None:
+    _, result = finished
+    assert result.parity is not None and result.parity.passed
+    parent, before, after = (row.quality for row in result.models)
+    assert parent and before and after and before.kl and after.kl
+    assert after.kl.value < before.kl.value
+    teacher, _, narrow = result.models
+    assert narrow.kv_bytes_per_token * 2 == teacher.kv_bytes_per_token
+    compared = {row["method"]: row for row in result.details["compared"]}
+    assert list(compared) == ["mean", "subspace"]
+    for row in compared.values():
+        assert row["uptrained"]["kl"]["value"] < row["converted"]["kl"]["value"]
+    assert compared["subspace"]["converted"]["kl"]["value"] == pytest.approx(before.kl.value)
+    assert compared["subspace"]["converted"]["kl"]["value"] < compared["mean"]["converted"]["kl"]["value"]
+    fewer, more = result.details["capacity"]["sequences"]
+    assert more in (2 * fewer, 2 * fewer + 1)
+    speeds = result.details["decoding"]["tokens_per_s"]
+    assert list(speeds) == ["teacher", "narrow"] and all(set(points) == {"1", "2"} for points in speeds.values())
+
+
+def test_the_report_shows_methods_groups_and_speeds(finished: tuple[Path, Result]) -> None:
+    home, result = finished
+    page = (home / "run" / "report.html").read_text()
+    for text in ("Grouped KV heads", "loss, converted", "Which heads share", "Decoding, 2 at once", "GiB of cache"):
+        assert text in page
+    assert render(RunFolder(home / "run").recipe(), [], {}).count("Grouped KV heads") == 0
+    assert result.kind == "gqa"
+
+
+def test_an_interrupted_calibration_goes_on_with_the_same_result(
+    finished: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pipeline.stages.gqa as stage
+
+    real, calls = stage.plan_layer, []
+
+    def stumbling(*arguments: object, **options: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    home = tmp_path
+    monkeypatch.setattr(stage, "plan_layer", stumbling)
+    with pytest.raises(KeyboardInterrupt):
+        run(home)
+    assert len(list((home / "run" / "01-gqa" / "plans").glob("*.safetensors"))) == 1
+    result = run(home)[-1]
+    assert len(calls) == 2 + 1 + 2 * 2
+    expected = (finished[0] / "run" / "01-gqa" / "model" / "model.safetensors").read_bytes()
+    assert (home / "run" / "01-gqa" / "model" / "model.safetensors").read_bytes() == expected
+    assert result.passed
+
+
+def test_an_impossible_number_of_heads_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gqa: kv_heads is 3; .* can be grouped into 1, 2\."):
+        run(tmp_path, kv_heads=3)
