@@ -1,23 +1,34 @@
 """Where keys and values live: side by side in a packed batch, or in the pages of a cache.
 
-The transformer calls `attention(layer, q, k, v)` once a layer and never learns which of the two it was given, so
-training, prefill, decode and verification run the same model code.
+The transformer calls `attention(layer, q, k, v, turn)` once a layer and never learns which of the two it was given, so
+training, prefill, decode and verification run the same model code. Queries and keys come as they were projected: with
+pages, one kernel then normalises and rotates them and writes the keys where they stay.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from kernels.flash_attention import flash_attention
-from kernels.paged_attention import PagedPlan, paged_attention, plan_paged_attention, write_pages
+from kernels.paged_attention import PagedPlan, paged_attention, plan_paged_attention
+from kernels.rotary_write import HeadNorms, rotate_and_write, turn_heads
 from model.config import ModelConfig
 
 
-class AttentionOverBatch(Protocol):
-    """Attention of one flat batch. `q [T, Hq, d]`, `k` and `v [T, Hkv, d]` -> `[T, Hq, d]`."""
+class Turn(NamedTuple):
+    """What queries and keys go through before they meet; None where a layer leaves a step out."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    norms: HeadNorms | None
+    """The normalisation of each head."""
+    rotary: tuple[Tensor, Tensor] | None
+    """Cosine and sine of each token's angles, by `kernels.rotary.rotary_tables`."""
+
+
+class AttentionOverBatch(Protocol):
+    """Attention of one flat batch. `q [T, Hq, d]`, `k` and `v [T, Hkv, d]`, not yet turned -> `[T, Hq, d]`."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor: ...
 
 
 class PackedAttention:
@@ -28,7 +39,8 @@ class PackedAttention:
         self.windows = config.windows
         self.cu_seqlens = cu_seqlens
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
+        q, k = turn_heads(q, k, rotary=turn.rotary, norms=turn.norms)
         return flash_attention(q, k, v, self.cu_seqlens, window=self.windows[layer])
 
 
@@ -51,11 +63,21 @@ class PagedBatch:
 class PagedAttention:
     """Writes the new keys and values into pages and attends over each sequence's whole past."""
 
-    def __init__(self, config: ModelConfig, batch: PagedBatch, k_pages: list[Tensor], v_pages: list[Tensor]) -> None:
-        """`k_pages[layer]`, `v_pages[layer]`: `[P, page_size, Hkv, d]`."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: PagedBatch,
+        k_pages: list[Tensor],
+        v_pages: list[Tensor],
+        *,
+        k_scales: list[Tensor] | None = None,
+        v_scales: list[Tensor] | None = None,
+    ) -> None:
+        """`k_pages[layer]`, `v_pages[layer]`: `[P, page_size, Hkv, d]`; in 8 bits with scales `[P, page_size, Hkv]`."""
         self.windows = config.windows
         self.batch = batch
         self.k_pages, self.v_pages = k_pages, v_pages
+        self.k_scales, self.v_scales = k_scales, v_scales
         # What depends on lengths and tables alone is worked out once a step, not once a layer.
         self.plans: dict[int | None, PagedPlan] = {
             window: plan_paged_attention(
@@ -64,9 +86,14 @@ class PagedAttention:
             for window in set(config.windows)
         }
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
         k_pages, v_pages, batch = self.k_pages[layer], self.v_pages[layer], self.batch
-        write_pages(k, v, k_pages, v_pages, batch.slots)
+        k_scales = None if self.k_scales is None else self.k_scales[layer]
+        v_scales = None if self.v_scales is None else self.v_scales[layer]
+        scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
+        q = rotate_and_write(
+            q, k, v, k_pages, v_pages, batch.slots, rotary=turn.rotary, norms=turn.norms, scales=scales
+        )
         window = self.windows[layer]
         return paged_attention(
             q,
@@ -77,4 +104,6 @@ class PagedAttention:
             batch.kv_lengths,
             window=window,
             plan=self.plans[window],
+            k_scales=k_scales,
+            v_scales=v_scales,
         )

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from kernels.linear import linear, prepare_linear_weight
 from kernels.rms_norm import rms_norm
-from kernels.rotary import apply_rotary
+from kernels.rotary_write import HeadNorms
 from kernels.swiglu import swiglu
-from model.attention import AttentionOverBatch
+from model.attention import AttentionOverBatch, Turn
 from model.config import ModelConfig
 
 
@@ -39,15 +39,15 @@ class FusedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last dimension, computed in fp32; with a residual, of their sum."""
+    """`x / rms(x) * weight` over the last dimension, computed in fp32.
+
+    The norms of heads hold their weights here and are applied by `kernels/rotary_write.py`.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the norm of `x + residual`, and that sum."""
@@ -75,14 +75,16 @@ class SelfAttention(nn.Module):
         self.output: FusedLinear | None = None
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionOverBatch) -> Tensor:
-        """`x [T, D] -> [T, D]`; `rotary` is the cosine and sine of each token's angles, `[T, d/2]` each."""
+        """`x [T, D] -> [T, D]`; `rotary` is the cosine and sine of each token's angles, `[T, 1, d]` each."""
         q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in self._project(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotates:
-            q, k = apply_rotary(q, k, *rotary)
-        mixed = attention(self.layer, q, k, v).reshape(x.shape[0], -1)
+        turn = Turn(self._norms(), rotary if self.rotates else None)
+        mixed = attention(self.layer, q, k, v, turn).reshape(x.shape[0], -1)
         return self.o_proj(mixed) if self.output is None else self.output(mixed)[0]
+
+    def _norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.qkv is not None:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels._triton import interpreted
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
@@ -13,3 +15,13 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """Where Triton kernels run in a test: on the GPU, or on the CPU through the interpreter."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda")
+        return
+    with interpreted():
+        yield torch.device("cpu")

@@ -1,9 +1,15 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kernels.flash_attention as flash_attention_module
+from kernels._flash_attention_tiles import Tile, Tiles
+from kernels._ragged_tiles import most_tiles, plan_tiles
+from kernels._triton import interpreted
 from kernels.flash_attention import flash_attention, flash_attention_reference
 from tests.compare import check_all_close, check_close
 
@@ -127,3 +133,328 @@ def test_a_window_without_causal_is_an_error() -> None:
     q, k, v = random_inputs([4], None, torch.float32)
     with pytest.raises(ValueError, match="causal"):
         flash_attention(q, k, v, cumulative([4]), causal=False, window=2)
+
+
+def test_rows_past_the_last_document_are_zero() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = random_inputs([30], None, dtype)
+        result = flash_attention(q, k, v, cumulative([3, 17]))
+        assert result.shape == q.shape and (result[20:] == 0).all()
+        assert torch.equal(result[:20], flash_attention(q[:20], k[:20], v[:20], cumulative([3, 17])))
+
+
+@pytest.mark.parametrize(("arguments", "words"), [({"window": 0}, "at least 1"), ({"scale": 0.0}, "positive")])
+def test_bad_options_are_errors(arguments: dict, words: str) -> None:
+    q, k, v = random_inputs([4], None, torch.float32)
+    with pytest.raises(ValueError, match=words):
+        flash_attention(q, k, v, cumulative([4]), **arguments)
+
+
+# In Triton: the same tests run on a GPU, or on the CPU through the interpreter, with small tiles so that all kinds of
+# borders are crossed by few rows.
+
+TRITON_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+TRITON_LENGTHS = {
+    "ragged": ([17, 0, 1, 33], None),
+    "more keys": ([5, 1, 0, 18], [9, 20, 4, 33]),
+    "fewer keys": ([20, 2, 17], [3, 0, 16]),
+    "only keys": ([0, 0], [5, 3]),
+}
+TRITON_MASKS = {"causal": (True, None), "window 3": (True, 3), "window 20": (True, 20), "full": (False, None)}
+
+
+def square_tiles(rows: int = 16, **options: bool) -> Tiles:
+    tile = Tile(rows, rows, 4, 2, **options)
+    return Tiles(tile, tile, tile)
+
+
+@pytest.fixture
+def use_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tiles], None]:
+    """Make the Triton kernels use other tiles."""
+    return lambda tiles: monkeypatch.setattr(flash_attention_module, "choose_tiles", lambda *_: tiles)
+
+
+@pytest.fixture
+def small_tiles(use_tiles: Callable[[Tiles], None]) -> None:
+    use_tiles(square_tiles())
+
+
+def check_triton(
+    device: torch.device,
+    lengths: tuple[list[int], list[int] | None],
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (2, 1),
+    d: int = 16,
+    **options: object,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Compare output and gradients with the reference in fp64; return them."""
+    leaves = tuple(x.detach().to(device) for x in random_inputs(*lengths, dtype, heads, d))
+    leaves = tuple(x.requires_grad_() for x in leaves)
+    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
+    seqlens = tuple(None if side is None else cumulative(side).to(device) for side in lengths)
+    deterministic = options.pop("deterministic", True)
+    result = flash_attention(*leaves, *seqlens, deterministic=deterministic, **options)
+    expected = flash_attention_reference(*wide, *seqlens, **options)
+    assert result.dtype == dtype and result.is_contiguous()
+    check_close(result, expected)
+    grad = torch.randn(result.shape, device=device).to(dtype)
+    grads = torch.autograd.grad(result, leaves, grad)
+    check_all_close(grads, torch.autograd.grad(expected, wide, grad.double(), materialize_grads=True))
+    return result, grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", TRITON_LENGTHS.values(), ids=TRITON_LENGTHS)
+@pytest.mark.parametrize("mask", TRITON_MASKS.values(), ids=TRITON_MASKS)
+def test_triton_equals_the_reference(
+    device: torch.device, small_tiles: None, dtype: torch.dtype, lengths: tuple, mask: tuple[bool, int | None]
+) -> None:
+    heads = (2, 1) if dtype == torch.float32 else (1, 1)
+    check_triton(device, lengths, dtype, heads, causal=mask[0], window=mask[1], scale=0.2)
+
+
+@pytest.mark.parametrize("mask", TRITON_MASKS.values(), ids=TRITON_MASKS)
+def test_triton_in_fp16(device: torch.device, small_tiles: None, mask: tuple[bool, int | None]) -> None:
+    check_triton(device, ([17, 0, 20], [20, 3, 17]), torch.float16, causal=mask[0], window=mask[1])
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (3, 1), (4, 2)], ids=str)
+def test_triton_groups_of_heads(device: torch.device, small_tiles: None, heads: tuple[int, int]) -> None:
+    check_triton(device, ([18], None), heads=heads)
+
+
+@pytest.mark.parametrize("d", [5, 16, 24, 32, 48, 64, 80, 96, 128, 160, 256])
+def test_triton_head_dims(device: torch.device, small_tiles: None, d: int) -> None:
+    check_triton(device, ([18, 3], None), torch.bfloat16, heads=(1, 1), d=d)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
+def test_triton_lengths_around_tiles(device: torch.device, small_tiles: None, length: int) -> None:
+    check_triton(device, ([length, length], None), heads=(1, 1))
+    check_triton(device, ([length], [33]), heads=(1, 1), window=length)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_triton_every_distance_of_the_diagonal_from_a_tile(
+    device: torch.device, small_tiles: None, window: int | None
+) -> None:
+    check_triton(device, ([19] * 16, list(range(19, 35))), heads=(1, 1), window=window)
+
+
+@pytest.mark.parametrize("section", [1, 2, 3])
+def test_triton_sections_of_heads(
+    device: torch.device, small_tiles: None, monkeypatch: pytest.MonkeyPatch, section: int
+) -> None:
+    monkeypatch.setattr(flash_attention_module, "_section", lambda *_: section)
+    check_triton(device, ([18], None), heads=(3, 3))
+    check_triton(device, ([5], None), heads=(6, 3))
+
+
+SWEEP = {
+    "wide": Tiles(Tile(16, 32, 4, 1), Tile(16, 64, 4, 2), Tile(16, 32, 4, 3)),
+    "tall": Tiles(Tile(32, 16, 4, 1), Tile(64, 16, 4, 2), Tile(32, 16, 4, 3)),
+    "mixed": Tiles(Tile(64, 32, 4, 2), Tile(16, 16, 4, 2), Tile(64, 64, 4, 2)),
+    "persistent": square_tiles()._replace(programs_per_processor=1),
+    "two programs a processor": square_tiles()._replace(programs_per_processor=2),
+    "descriptors": square_tiles(descriptors=True),
+}
+
+
+@pytest.mark.parametrize("tiles", SWEEP.values(), ids=SWEEP)
+@pytest.mark.parametrize("mask", TRITON_MASKS.values(), ids=TRITON_MASKS)
+def test_triton_tiles_agree(
+    device: torch.device, use_tiles: Callable[[Tiles], None], tiles: Tiles, mask: tuple[bool, int | None]
+) -> None:
+    use_tiles(tiles)
+    check_triton(device, ([37, 18], [40, 9]), heads=(1, 1), causal=mask[0], window=mask[1])
+
+
+@pytest.mark.parametrize("d", [16, 24])
+def test_triton_descriptors_read_no_neighbour(device: torch.device, use_tiles: Callable[[Tiles], None], d: int) -> None:
+    use_tiles(square_tiles(descriptors=True))
+    check_poisoned_neighbours(device, d)
+
+
+@pytest.mark.parametrize("d", [12, 16])
+@pytest.mark.parametrize("window", [None, 4])
+def test_triton_reads_no_neighbour(device: torch.device, small_tiles: None, d: int, window: int | None) -> None:
+    check_poisoned_neighbours(device, d, window=window)
+
+
+def check_poisoned_neighbours(device: torch.device, d: int, **options: object) -> None:
+    """A document among others that are all NaN gives the bits that it gives alone."""
+    lengths = [5, 18, 7]
+    q, k, v = (x.to(device) for x in random_inputs(lengths, None, torch.float32, (2, 1), d))
+    alone = tuple(x[5:23].clone().requires_grad_() for x in (q, k, v))
+    for x in (q, k, v):
+        x[:5], x[23:] = torch.nan, torch.nan
+    among = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    results = (
+        flash_attention(*alone, cumulative([18]).to(device), **options),
+        flash_attention(*among, cumulative(lengths).to(device), **options)[5:23],
+    )
+    grad = torch.randn(results[0].shape, device=device)
+    grads = tuple(torch.autograd.grad(*pair, grad) for pair in zip(results, (alone, among), strict=True))
+    assert results[0].isfinite().all() and torch.equal(*results)
+    for one, other in zip(*grads, strict=True):
+        assert one.isfinite().all() and torch.equal(one, other[5:23])
+
+
+def test_triton_takes_slices_of_a_fused_projection(device: torch.device, small_tiles: None) -> None:
+    fused = torch.randn(20, 6, 16, device=device, requires_grad=True)
+    wide = fused.detach().double().requires_grad_()
+    seqlens = cumulative([13, 7]).to(device)
+    result = flash_attention(*fused.split([4, 1, 1], dim=1), seqlens)
+    expected = flash_attention_reference(*wide.split([4, 1, 1], dim=1), seqlens)
+    check_close(result, expected)
+    # The gradient of a sum has strides of 0.
+    check_close(*(torch.autograd.grad(x.sum(), y)[0] for x, y in ((result, fused), (expected, wide))))
+    heads_first = (torch.randn(heads, 20, 16, device=device).transpose(0, 1) for heads in (4, 1, 1))
+    q, k, v = heads_first
+    check_close(
+        flash_attention(q, k, v, seqlens), flash_attention_reference(q.double(), k.double(), v.double(), seqlens)
+    )
+
+
+def test_triton_adds_up_query_gradients_in_any_order(device: torch.device, small_tiles: None) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check_triton(device, ([20, 1, 17], [23, 9, 4]), dtype, heads=(4, 2), d=24, deterministic=False)
+        check_triton(device, ([20, 17], [3, 30]), dtype, causal=False, deterministic=False)
+
+
+def test_triton_backward_repeats_its_bits(device: torch.device, small_tiles: None) -> None:
+    inputs = random_inputs([20, 18], None, torch.bfloat16, heads=(2, 1))
+    inputs = tuple(x.detach().to(device).requires_grad_() for x in inputs)
+    seqlens = cumulative([20, 18]).to(device)
+    first, second = (torch.autograd.grad(flash_attention(*inputs, seqlens).sum(), inputs) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@TRITON_DTYPES
+def test_triton_queries_without_keys(device: torch.device, small_tiles: None, dtype: torch.dtype) -> None:
+    result, grads = check_triton(device, ([26, 4], [17, 0]), dtype)
+    blind = torch.tensor([True] * 9 + [False] * 17 + [True] * 4, device=device)
+    assert (result[blind] == 0).all() and (result[~blind] != 0).all()
+    assert (grads[0][blind] == 0).all()
+
+
+def test_triton_rows_past_the_last_document(device: torch.device, small_tiles: None) -> None:
+    q, k, v = (x.detach().to(device) for x in random_inputs([40], None, torch.float32, heads=(2, 1)))
+    for x in (q, k, v):
+        x[20:] = torch.nan
+        x.requires_grad_()
+    seqlens = cumulative([3, 17]).to(device)
+    result = flash_attention(q, k, v, seqlens)
+    assert (result[20:] == 0).all()
+    check_close(result[:20], flash_attention_reference(*(x[:20].double() for x in (q, k, v)), seqlens))
+    for grad in torch.autograd.grad(result, (q, k, v), torch.randn_like(result)):
+        assert grad.isfinite().all() and (grad[20:] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0]], ids=str)
+def test_triton_nothing_at_all(device: torch.device, small_tiles: None, lengths: list[int]) -> None:
+    result, grads = check_triton(device, (lengths, None))
+    assert result.shape == (0, 2, 16) and grads[1].shape == (0, 1, 16)
+    check_triton(device, (lengths, [7] * len(lengths)))
+    check_triton(device, ([7] * len(lengths), lengths))
+
+
+def test_triton_scores_do_not_overflow(device: torch.device, small_tiles: None) -> None:
+    q, k, v = (x.to(device) for x in random_inputs([40], None, torch.float32))
+    seqlens = cumulative([40]).to(device)
+    result = flash_attention(1000 * q, k, v, seqlens)
+    expected = flash_attention_reference(1000 * q.double(), k.double(), v.double(), seqlens)
+    # The scores are in the thousands, so their rounding is seen in the probabilities.
+    check_close(result, expected, dtype=torch.float16)
+    check_close(flash_attention(q, k, v, seqlens, window=1), v.repeat_interleave(3, dim=1).double())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_triton_rows_that_are_not_there_stay_harmless(
+    device: torch.device, small_tiles: None, deterministic: bool
+) -> None:
+    """Scores around −300: a key past the end, with its score of 0, would have a weight beyond fp32."""
+    q, k, v = (x.to(device) for x in random_inputs([20], None, torch.float32, heads=(1, 1)))
+    leaves = tuple(x.requires_grad_() for x in (q + 10, k - 10, v))
+    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
+    seqlens = cumulative([20]).to(device)
+    result = flash_attention(*leaves, seqlens, causal=False, deterministic=deterministic)
+    expected = flash_attention_reference(*wide, seqlens, causal=False)
+    check_close(result, expected, dtype=torch.float16)
+    grad = torch.randn_like(result)
+    grads = torch.autograd.grad(result, leaves, grad)
+    check_all_close(grads, torch.autograd.grad(expected, wide, grad.double()), dtype=torch.float16)
+
+
+def test_triton_autocast_attends_in_its_dtype(device: torch.device, small_tiles: None) -> None:
+    leaves = tuple(x.detach().to(device).requires_grad_() for x in random_inputs([20], None, torch.float32))
+    seqlens = cumulative([20]).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        result = flash_attention(*leaves, seqlens)
+    assert result.dtype == torch.bfloat16
+    grads = torch.autograd.grad(result.float().sum(), leaves)
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    check_close(result, flash_attention_reference(*(x.double() for x in leaves), seqlens))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=2),
+    window=st.none() | st.integers(1, 45),
+    group=st.integers(1, 3),
+)
+def test_triton_any_lengths(lengths: list[tuple[int, int]], window: int | None, group: int) -> None:
+    if torch.cuda.is_available():
+        check_triton(torch.device("cuda"), *any_case(lengths, group), window=window)
+        return
+    with interpreted():
+        check_triton(torch.device("cpu"), *any_case(lengths, group), window=window)
+
+
+def any_case(lengths: list[tuple[int, int]], group: int) -> tuple:
+    return ([pair[0] for pair in lengths], [pair[1] for pair in lengths]), torch.float32, (group, 1)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 5, 130])
+def test_a_plan_lists_the_tiles_of_the_longest_documents_first(
+    device: torch.device, count: int, last_first: bool
+) -> None:
+    rows, others = (torch.randint(0, 40, (count,)).tolist() for _ in range(2))
+    bounds, other_bounds = cumulative(rows), cumulative(others)
+    total = sum(rows) + 9
+    tiles, number = plan_tiles(
+        bounds.to(device), other_bounds.to(device), num_rows=total, rows_per_tile=16, last_first=last_first
+    )
+    # The rows past the last document are a document of 9 rows and nothing on the other side.
+    rows, others = [*rows, 9], [*others, 0]
+    expected = []
+    for b in sorted(range(count + 1), key=lambda b: (-others[b], b)):
+        firsts = range(0, rows[b], 16)
+        for first in reversed(firsts) if last_first else firsts:
+            expected.append([bounds[b], rows[b], other_bounds[b], others[b], first])
+    assert tiles[: number.item()].tolist() == [[int(x) for x in tile] for tile in expected]
+    assert number.item() <= len(tiles) == most_tiles(total, count, 16)
+
+
+BAD_INPUTS = {
+    "float64": lambda q, k, v: (q.double(), k.double(), v.double()),
+    "contiguous": lambda q, k, v: (q.mT.contiguous().mT, k, v),
+    "one dtype": lambda q, k, v: (q, k.half(), v),
+    "fit together": lambda q, k, v: (q, k[:, :, :8], v),
+    "do not fit": lambda q, k, v: (q[:, :5], k, v),
+    "up to 256": lambda q, k, v: tuple(x.repeat(1, 1, 22) for x in (q, k, v)),
+}
+
+
+@pytest.mark.parametrize(("words", "change"), BAD_INPUTS.items(), ids=BAD_INPUTS)
+def test_triton_refuses_what_it_cannot_compute(device: torch.device, words: str, change: Callable) -> None:
+    inputs = change(*(x.to(device) for x in random_inputs([4], None, torch.float32)))
+    with pytest.raises(ValueError, match=words):
+        flash_attention(*inputs, cumulative([4]).to(device))
+
+
+def test_triton_refuses_documents_without_partner(device: torch.device) -> None:
+    q, k, v = (x.to(device) for x in random_inputs([4], None, torch.float32))
+    with pytest.raises(ValueError, match="documents"):
+        flash_attention(q, k, v, cumulative([4]).to(device), cumulative([2, 2]).to(device))

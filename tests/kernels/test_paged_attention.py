@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -6,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels._kv_quantization import LIMITS
 from kernels.flash_attention import flash_attention
 from kernels.paged_attention import paged_attention, paged_attention_reference, plan_paged_attention, write_pages
 from tests.compare import check_close
+from tests.paged import attend_one_by_one, grow_trees, hide_slots, make_case
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 PAGE, QUERY_HEADS, KV_HEADS, HEAD_DIM = 16, 6, 2, 12
@@ -158,3 +161,39 @@ def test_writing_takes_slices_of_a_projection() -> None:
     k_pages, v_pages = torch.zeros(2, 1, PAGE, KV_HEADS, HEAD_DIM)
     write_pages(heads[:, :KV_HEADS], heads[:, KV_HEADS:], k_pages, v_pages, torch.arange(5))
     assert torch.equal(k_pages[0, :5], heads[:, :KV_HEADS]) and torch.equal(v_pages[0, :5], heads[:, KV_HEADS:])
+
+
+SMALL = [(1, 20), (4, 9), (0, 3), (2, 2), (3, 1), (1, 0), (17, 18)]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("change", [None, grow_trees, hide_slots], ids=["plain", "tree", "hidden"])
+@pytest.mark.parametrize("stored", [None, *LIMITS], ids=str)
+def test_against_attention_spelled_out(window: int | None, change: Any, stored: torch.dtype | None) -> None:
+    """The reference and the CPU form with trees, hidden slots and 8-bit pages."""
+    if change is hide_slots and stored is not None:
+        pytest.skip("hidden slots of 8 bits cannot hold NaN")
+    case = make_case(SMALL, torch.float32, CPU, page=8, heads=(2, 1), head_dim=8, stored=stored)
+    if change is not None:
+        case = change(case)
+    expected = attend_one_by_one(case, window)
+    check_close(case.expected(window=window), expected)
+    check_close(case.attend(window=window), expected)
+
+
+def test_extras_keep_the_dtype() -> None:
+    case = grow_trees(make_case(SMALL, torch.bfloat16, CPU))
+    result = case.attend()
+    assert result.dtype == torch.bfloat16
+    check_close(result, case.expected())
+
+
+@DTYPES
+def test_batch_invariant_on_the_cpu(dtype: torch.dtype) -> None:
+    """Each sequence gives the same bits alone as in company."""
+    sequences = BATCHES["decode many"] + BATCHES["mixed"]
+    case = make_case(sequences, dtype, CPU, heads=(6, 2), head_dim=12)
+    together = case.attend(batch_invariant=True).split([queries for queries, _ in sequences])
+    for number, result in enumerate(together):
+        assert torch.equal(case.sequence(number).attend(batch_invariant=True), result)

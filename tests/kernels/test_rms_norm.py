@@ -64,3 +64,105 @@ def test_mixed_dtypes_as_under_autocast() -> None:
         dtype=torch.bfloat16,
     )
     assert [g.dtype for g in actual] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+# The Triton kernels: rows that are heads (several in a program, more than one program), a long row, an odd size.
+TRITON_SHAPES = pytest.mark.parametrize(
+    "shape", [(0, 8), (1, 576), (30, 1030), (70, 64), (3, 5, 20), (90, 3, 16), (2, 3, 2, 8)], ids=str
+)
+TRITON_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def rows(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (3 * torch.randn(shape)).to(dtype).to(device)
+
+
+def wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.detach().double().requires_grad_() for x in tensors)
+
+
+@TRITON_SHAPES
+@TRITON_DTYPES
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_kernel_equals_the_reference(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, differentiable: bool
+) -> None:
+    x, weight = rows(device, *shape, dtype=dtype), rows(device, shape[-1], dtype=dtype)
+    result = rms_norm(x.requires_grad_(differentiable), weight, 1e-5)
+    assert (result.dtype, result.requires_grad) == (dtype, differentiable)
+    check_close(result, rms_norm_reference(x.double(), weight.double(), 1e-5))
+
+
+@TRITON_SHAPES
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=str)
+@TRITON_DTYPES
+def test_kernel_with_residual_and_its_gradients(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, residual_dtype: torch.dtype
+) -> None:
+    x, residual = rows(device, *shape, dtype=dtype), rows(device, *shape, dtype=residual_dtype)
+    weight = rows(device, shape[-1], dtype=dtype).float()
+    leaves = tuple(t.requires_grad_() for t in (x, residual, weight))
+    normalized, summed = rms_norm(x, weight, 1e-5, residual)
+    assert (normalized.dtype, summed.dtype) == (dtype, torch.promote_types(dtype, residual_dtype))
+    if summed.dtype == torch.float32:  # the interpreter cuts digits of bf16 off
+        assert torch.equal(summed, x + residual)
+    oracle = wide(*leaves)
+    expected_sum = oracle[0] + oracle[1]
+    expected = rms_norm_reference(expected_sum, oracle[2], 1e-5)
+    lowest = max((dtype, residual_dtype), key=lambda kind: torch.finfo(kind).eps)
+    check_close(summed, expected_sum, dtype=lowest)
+    check_close(normalized, expected, dtype=lowest)
+    grads = rows(device, *shape, dtype=normalized.dtype), rows(device, *shape, dtype=summed.dtype)
+    actual = torch.autograd.grad((normalized, summed), leaves, grads)
+    assert [g.dtype for g in actual] == [t.dtype for t in leaves]
+    oracle_grads = torch.autograd.grad((expected, expected_sum), oracle, tuple(g.double() for g in grads))
+    check_all_close(actual, oracle_grads, dtype=lowest)
+
+
+@pytest.mark.parametrize("used", ["y", "sum", "both"])
+def test_kernel_gradients_where_a_result_is_not_used(device: torch.device, used: str) -> None:
+    """The gradients may be views that repeat one number, as the gradient of a sum is."""
+    leaves = tuple(rows(device, *shape).requires_grad_() for shape in ((40, 96), (40, 96), (96,)))
+    oracle = wide(*leaves)
+
+    def total(y: torch.Tensor, summed: torch.Tensor) -> torch.Tensor:
+        return {"y": y.sum(), "sum": summed.sum(), "both": y.sum() + summed.sum()}[used]
+
+    x, residual, weight = leaves
+    loss = total(*rms_norm(x, weight, 1e-5, residual))
+    actual = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    x, residual, weight = oracle
+    loss = total(rms_norm_reference(x + residual, weight, 1e-5), x + residual)
+    expected = torch.autograd.grad(loss, oracle, materialize_grads=True)
+    check_all_close(actual, expected, dtype=torch.float32)
+
+
+def test_kernel_takes_heads_of_a_projection(device: torch.device) -> None:
+    joint, weight = rows(device, 9, 7 * 16).requires_grad_(), rows(device, 16).requires_grad_()
+    grad = rows(device, 9, 3, 16)
+    for first in (0, 4):
+        heads = joint.view(9, 7, 16)[:, first : first + 3]
+        actual = torch.autograd.grad(rms_norm(heads, weight, 1e-5), (joint, weight), grad)
+        copied = rms_norm(heads.contiguous(), weight, 1e-5)
+        assert torch.equal(rms_norm(heads, weight, 1e-5), copied)
+        for one, other in zip(actual, torch.autograd.grad(copied, (joint, weight), grad), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_kernel_with_a_frozen_weight(device: torch.device) -> None:
+    x, weight, grad = rows(device, 20, 40).requires_grad_(), rows(device, 40), rows(device, 20, 40)
+    (frozen,) = torch.autograd.grad(rms_norm(x, weight, 1e-5), (x,), grad)
+    trained, _ = torch.autograd.grad(rms_norm(x, weight.requires_grad_(), 1e-5), (x, weight), grad)
+    assert torch.equal(frozen, trained)
+
+
+def test_kernel_refuses_what_it_cannot_take(device: torch.device) -> None:
+    x, weight = rows(device, 4, 8), rows(device, 8)
+    with pytest.raises(ValueError, match=r"x is torch\.float64"):
+        rms_norm(x.double(), weight, 1e-5)
+    with pytest.raises(ValueError, match="contiguous in its last dimension"):
+        rms_norm(rows(device, 8, 4).T, weight, 1e-5)
+    with pytest.raises(ValueError, match="as many weights"):
+        rms_norm(x, weight[:4], 1e-5)
+    with pytest.raises(ValueError, match="of the shape of x"):
+        rms_norm(x, weight, 1e-5, x[:2])

@@ -86,3 +86,40 @@ def test_bf16_gradients() -> None:
     outputs = apply_rotary_reference(*wide, *(table.double() for table in tables))
     for one, other in zip(actual, torch.autograd.grad(outputs, wide, tuple(g.double() for g in grads)), strict=True):
         check_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "q_heads", "kv_heads", "head_dim"), [(0, 2, 1, 8), (1, 5, 3, 24), (9, 4, 4, 16), (2, 10, 9, 256)]
+)
+def test_kernel_equals_the_reference(
+    device: torch.device, dtype: torch.dtype, tokens: int, q_heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Slices of one projection, more heads than a program takes, gradients."""
+    joint = torch.randn(tokens, q_heads + 2 * kv_heads, head_dim).to(dtype).to(device).requires_grad_()
+    q, k = joint[:, :q_heads], joint[:, q_heads : q_heads + kv_heads]
+    tables = rotary_tables(torch.arange(tokens, device=device) + 1000, rope_frequencies(head_dim, 1e4).to(device))
+    actual = apply_rotary(q, k, *tables)
+    assert [x.dtype for x in actual] == [dtype, dtype]
+    with torch.no_grad():
+        assert all(map(torch.equal, actual, apply_rotary(q, k, *tables)))
+    oracle = joint.detach().double().requires_grad_()
+    q, k = oracle[:, :q_heads], oracle[:, q_heads : q_heads + kv_heads]
+    expected = apply_rotary_reference(q, k, *(table.double() for table in tables))
+    check_all_close(actual, expected)
+    grads = tuple(torch.randn(x.shape, device=device).to(dtype) for x in actual)
+    (grad,) = torch.autograd.grad(actual, (joint,), grads)
+    check_close(grad, torch.autograd.grad(expected, (oracle,), tuple(g.double() for g in grads))[0])
+
+
+def test_kernel_refuses_what_it_cannot_take(device: torch.device) -> None:
+    q, k = torch.randn(4, 3, 8, device=device), torch.randn(4, 1, 8, device=device)
+    tables = rotary_tables(torch.arange(4, device=device), rope_frequencies(8, 1e4).to(device))
+    with pytest.raises(ValueError, match="more than their heads"):
+        apply_rotary(q, k.bfloat16(), *tables)
+    with pytest.raises(ValueError, match=r"q is torch\.float64"):
+        apply_rotary(q.double(), k.double(), *tables)
+    with pytest.raises(ValueError, match="as rotary_tables makes them"):
+        apply_rotary(q, k, *(table[:, :, :4] for table in tables))
+    with pytest.raises(ValueError, match="contiguous in its last dimension"):
+        apply_rotary(q.transpose(1, 2), k, *tables)

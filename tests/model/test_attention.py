@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model.attention import PackedAttention, PagedAttention, PagedBatch
+from model.attention import PackedAttention
 from model.transformer import Transformer
+from tests.model.paged_cache import PagedCache, RoundedAttention
 from tests.tiny import full_logits, tiny_config, tiny_model
 
-PAGE_SIZE = 16
 LENGTHS = (37, 1, 16, 50)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
@@ -17,46 +17,12 @@ def documents(seed: int = 0) -> list[list[int]]:
     return [torch.randint(0, 512, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-class PagedCache:
-    """Pages in random order, filled with NaN, so that reading a slot that was never written shows."""
-
-    def __init__(self, model: Transformer, *, num_pages: int = 20) -> None:
-        config = model.config
-        shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        self.model = model
-        self.k_pages = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
-        self.v_pages = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
-        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
-        self.tables = [[order.pop() for _ in range(-(-length // PAGE_SIZE))] for length in LENGTHS]
-
-    def logits(self, chunks: list[tuple[int, int, list[int]]]) -> torch.Tensor:
-        """One engine step; each chunk is (sequence, how many of its tokens are cached, its next tokens)."""
-        tokens = torch.tensor([token for _, _, new in chunks for token in new])
-        positions = torch.cat([torch.arange(done, done + len(new)) for _, done, new in chunks])
-        slots = [
-            self.tables[sequence][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-            for sequence, done, new in chunks
-            for position in range(done, done + len(new))
-        ]
-        width = max(len(self.tables[sequence]) for sequence, _, _ in chunks)
-        tables = [self.tables[sequence] + [0] * (width - len(self.tables[sequence])) for sequence, _, _ in chunks]
-        batch = PagedBatch(
-            slots=torch.tensor(slots),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            cu_seqlens=torch.tensor([0, *(len(new) for _, _, new in chunks)]).cumsum(0).int(),
-            kv_lengths=torch.tensor([done + len(new) for _, done, new in chunks], dtype=torch.int32),
-        )
-        attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages)
-        with torch.no_grad():
-            return self.model.logits(self.model(tokens, positions, attention))
-
-
-def packed_logits(model: Transformer, batch: list[list[int]]) -> torch.Tensor:
+def packed_logits(model: Transformer, batch: list[list[int]], attention: PackedAttention | None = None) -> torch.Tensor:
     tokens = torch.tensor([token for document in batch for token in document])
     positions = torch.cat([torch.arange(len(document)) for document in batch])
     cu_seqlens = torch.tensor([0, *map(len, batch)]).cumsum(0).int()
     with torch.no_grad():
-        return model.logits(model(tokens, positions, PackedAttention(model.config, cu_seqlens)))
+        return model.logits(model(tokens, positions, attention or PackedAttention(model.config, cu_seqlens)))
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -74,7 +40,7 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_paged_equals_packed_in_one_step(family: str) -> None:
     model = tiny_model(family)
-    cache = PagedCache(model)
+    cache = PagedCache(model, LENGTHS)
     paged = cache.logits([(sequence, 0, document) for sequence, document in enumerate(documents())])
     assert_same(paged, packed_logits(model, documents()))
 
@@ -84,7 +50,7 @@ def test_paged_equals_packed_in_one_step(family: str) -> None:
 def test_paged_equals_packed_in_chunks(family: str, chunk: int) -> None:
     """Chunk 1 is decoding token by token; sequences of other lengths run along until they end."""
     model = tiny_model(family)
-    cache = PagedCache(model)
+    cache = PagedCache(model, LENGTHS)
     batch = documents()
     rows: list[list[torch.Tensor]] = [[] for _ in batch]
     for done in range(0, max(LENGTHS), chunk):
@@ -98,12 +64,21 @@ def test_paged_equals_packed_in_chunks(family: str, chunk: int) -> None:
 def test_prefill_decode_and_verification_share_one_step() -> None:
     """Rows of one batch may be a whole prompt, one token, or a few tokens to verify."""
     model = tiny_model("llama")
-    cache = PagedCache(model)
+    cache = PagedCache(model, LENGTHS)
     batch = documents()
     cache.logits([(0, 0, batch[0][:36]), (3, 0, batch[3][:45])])
     mixed = cache.logits([(3, 45, batch[3][45:]), (2, 0, batch[2]), (0, 36, batch[0][36:])])
     whole = {sequence: full_logits(model, batch[sequence]) for sequence in (0, 2, 3)}
     assert_same(mixed, torch.cat([whole[3][45:], whole[2], whole[0][36:]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pages_of_eight_bits_hold_rounded_keys_and_values(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family)
+    cache = PagedCache(model, LENGTHS, dtype=dtype)
+    paged = cache.logits([(sequence, 0, document) for sequence, document in enumerate(documents())])
+    assert_same(paged, packed_logits(model, documents(), RoundedAttention(model.config, LENGTHS, dtype)))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -113,7 +88,9 @@ def test_fusing_keeps_the_logits(family: str, tied: bool) -> None:
     expected = packed_logits(model, documents())
     fused = model.fuse()
     assert_same(packed_logits(fused, documents()), expected)
-    paged = PagedCache(fused).logits([(sequence, 0, document) for sequence, document in enumerate(documents())])
+    paged = PagedCache(fused, LENGTHS).logits(
+        [(sequence, 0, document) for sequence, document in enumerate(documents())]
+    )
     assert_same(paged, expected)
 
 

@@ -1,0 +1,192 @@
+"""Paged attention in PyTorch, for the CPU: kernels/paged_attention.py says what it computes.
+
+Sequences with few queries are grouped by similar length. One gather per group lines up their keys, and one call of
+torch's attention serves the group: the G query heads of a key/value head go in as G rows, so that keys are read once
+instead of G times. A sequence whose pages lie side by side is used in place when it is alone in its group.
+
+Legend: T queries of all sequences, B sequences, Hq query heads, Hkv key/value heads, G query heads per key/value head,
+d head dim, P pages in the pool; in a group g sequences of n queries and at most m keys.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels._flash_attention_cpu import attend_causally
+
+# Sequences with more queries than this (prompts) are attended one by one.
+_MOST_QUERIES_TO_GROUP = 16
+# The gathered keys of a group should stay in the cache, and not be padding for the most part.
+_KEYS_PER_GROUP = 4096
+_SHORTEST_TO_LONGEST = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """g sequences of n queries each that are attended together."""
+
+    size: int
+    queries: slice | Tensor
+    """Where their queries are among all T: one range, or row numbers [g·n] int64."""
+    keys: slice | Tensor
+    """Where their keys are in the pool: one range of slots, or slot numbers [g·m] int64."""
+    mask: Tensor | None
+    """Which keys each query sees, bool [g, n, m]; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """What the CPU works out from lengths and block tables; the same for every layer of a step."""
+
+    groups: tuple[_Group, ...]
+    """Of sequences with few queries."""
+    prompts: tuple[_Group, ...]
+    """Sequences with many queries, one by one; their mask is causal."""
+
+
+class _Sequence(NamedTuple):
+    row: int
+    """In block_tables and kv_lengths."""
+    start: int
+    """Of its queries among all T."""
+    queries: int
+    first_key: int
+    """Position of the first key that any of its queries sees; not 0 under a window."""
+    length: int
+    """Keys in the cache."""
+
+    @property
+    def keys(self) -> int:
+        return self.length - self.first_key
+
+
+def plan_groups(
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lengths: Tensor,
+    *,
+    page_size: int,
+    window: int | None,
+    batch_invariant: bool,
+) -> GroupedPlan:
+    """Return who is attended with whom; in a batch-invariant plan everyone alone."""
+    bounds = cu_seqlens_q.tolist()
+    few: list[_Sequence] = []
+    many: list[_Sequence] = []
+    for row, length in enumerate(kv_lengths.tolist()):
+        queries = bounds[row + 1] - bounds[row]
+        first_key = 0 if window is None else max(0, length - queries - window + 1)
+        if queries:
+            grouped = queries <= min(length, _MOST_QUERIES_TO_GROUP)
+            (few if grouped else many).append(_Sequence(row, bounds[row], queries, first_key, length))
+    teams: Iterable[list[_Sequence]] = [[s] for s in few] if batch_invariant else _similar(few)
+    return GroupedPlan(
+        groups=tuple(_plan_group(members, block_tables, page_size, window) for members in teams),
+        prompts=tuple(
+            _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], block_tables, page_size), None) for s in many
+        ),
+    )
+
+
+def _similar(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
+    """Split into groups of equal query counts and similar numbers of keys, each in the order of the batch."""
+    group: list[_Sequence] = []
+    for sequence in sorted(sequences, key=lambda s: (s.queries, s.keys), reverse=True):
+        if group and not (
+            sequence.queries == group[0].queries
+            and sequence.keys >= _SHORTEST_TO_LONGEST * group[0].keys
+            and (len(group) + 1) * group[0].keys <= _KEYS_PER_GROUP
+        ):
+            yield sorted(group)
+            group = []
+        group.append(sequence)
+    if group:
+        yield sorted(group)
+
+
+def _plan_group(members: list[_Sequence], block_tables: Tensor, page_size: int, window: int | None) -> _Group:
+    queries = members[0].queries
+    starts = torch.tensor([s.start for s in members])
+    rows = (starts[:, None] + torch.arange(queries)).flatten()
+    consecutive = members[-1].start - members[0].start == (len(members) - 1) * queries
+    return _Group(
+        size=len(members),
+        queries=slice(members[0].start, members[0].start + len(rows)) if consecutive else rows.to(block_tables.device),
+        keys=_find_keys(members, block_tables, page_size),
+        mask=_mask(members, window, block_tables.device),
+    )
+
+
+def _find_keys(members: list[_Sequence], block_tables: Tensor, page_size: int) -> slice | Tensor:
+    """Return the slots of the members' keys; those of shorter members are padded with their first."""
+    table = block_tables[[s.row for s in members]].long()
+    first_key, length = torch.tensor([(s.first_key, s.length) for s in members], device=table.device)[
+        :, :, None
+    ].unbind(1)
+    positions = first_key + torch.arange(max(s.keys for s in members), device=table.device)
+    positions = torch.where(positions < length, positions, first_key)
+    slots = (table.gather(1, positions // page_size) * page_size + positions % page_size).flatten()
+    if len(members) == 1 and len(slots) and bool((slots.diff() == 1).all()):
+        start = int(slots[0])
+        return slice(start, start + len(slots))
+    return slots
+
+
+def _mask(members: list[_Sequence], window: int | None, device: torch.device) -> Tensor | None:
+    """Return which keys the queries of a group see, bool [g, n, m]; None where all."""
+    queries = members[0].queries
+    if len(members) == queries == 1:
+        return None
+    keys = torch.tensor([s.keys for s in members], device=device)[:, None, None]
+    key = torch.arange(max(s.keys for s in members), device=device)
+    last = keys - queries + torch.arange(queries, device=device)[:, None]
+    visible = key <= last
+    return visible if window is None else visible & (key > last - window)
+
+
+def attend_groups(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: GroupedPlan, *, window: int | None, scale: float
+) -> Tensor:
+    """Return the attention of all queries, [T, Hq, d] in and out."""
+    k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
+    if len(plan.groups) == 1 and not plan.prompts:
+        return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in plan.groups:
+        _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
+    for prompt in plan.prompts:
+        k, v = _take(k_slots, prompt.keys), _take(v_slots, prompt.keys)
+        _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=window, scale=scale))
+    return out
+
+
+def _attend_group(q: Tensor, k_slots: Tensor, v_slots: Tensor, group: _Group, scale: float) -> Tensor:
+    """Return the attention of a group's queries, [g·n, Hq, d] in and out."""
+    g, (num_kv_heads, d) = group.size, k_slots.shape[1:]
+    k, v = (_take(slots, group.keys).view(g, -1, num_kv_heads, d).transpose(1, 2) for slots in (k_slots, v_slots))
+    mask = group.mask
+    if q.shape[0] == g:  # decode: a view where the rows below are copies
+        rows = q.reshape(g, num_kv_heads, -1, d)
+        mask = None if mask is None else mask[:, None]
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+    rows = q.reshape(g, -1, num_kv_heads, q.shape[1] // num_kv_heads, d).transpose(1, 2)
+    if mask is not None:
+        mask = mask.repeat_interleave(rows.shape[3], dim=1)[:, None]
+    out = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=mask, scale=scale)
+    return out.view(rows.shape).transpose(1, 2).reshape(q.shape)
+
+
+def _take(rows: Tensor, where: slice | Tensor) -> Tensor:
+    # Unlike indexing, index_select copies whole rows.
+    return rows[where] if isinstance(where, slice) else rows.index_select(0, where)
+
+
+def _put(rows: Tensor, where: slice | Tensor, values: Tensor) -> None:
+    if isinstance(where, slice):
+        rows[where] = values
+    else:
+        rows.index_copy_(0, where, values)
