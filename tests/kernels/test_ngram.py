@@ -1,0 +1,62 @@
+"""Drafts from the text: the kernel, its CPU form and the engine's draft say the same."""
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import ngram
+from kernels.ngram import find_ngrams, find_ngrams_reference
+from serve.draft_length import PassCosts
+from serve.speculate import NgramDraft
+
+
+def texts(count: int, alphabet: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens [count, longest], and lengths; what lies beyond them would match too."""
+    generator = np.random.default_rng(alphabet)
+    tokens = torch.from_numpy(generator.integers(0, alphabet, (count, longest)))
+    return tokens, torch.from_numpy(generator.integers(0, longest + 1, count))
+
+
+def expected(tokens: torch.Tensor, lengths: torch.Tensor, k: int, **options: int) -> list[list[int]]:
+    pairs = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    return [find_ngrams_reference(row[:length], k, **options) for row, length in pairs]
+
+
+def trimmed(drafts: torch.Tensor, counts: torch.Tensor) -> list[list[int]]:
+    assert drafts.dtype == torch.int64 and counts.dtype == torch.int32
+    for row, count in zip(drafts.tolist(), counts.tolist(), strict=True):
+        assert set(row[count:]) <= {-1}
+    return [row[:count] for row, count in zip(drafts.tolist(), counts.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_ngram": 1}, {"max_ngram": 4, "searched": 9}], ids=str)
+@pytest.mark.parametrize(("alphabet", "k"), [(2, 1), (3, 5), (12, 4)])
+def test_equals_the_reference(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, alphabet: int, k: int, options: dict[str, int]
+) -> None:
+    monkeypatch.setattr(ngram, "_BLOCK", 16)
+    tokens, lengths = texts(16, alphabet, 40)
+    tokens = tokens.to(torch.int32 if k == 1 else torch.int64)
+    drafts, counts = find_ngrams(tokens.to(device), lengths.to(device), k, **options)
+    assert trimmed(drafts, counts) == expected(tokens, lengths, k, **options)
+
+
+@pytest.mark.parametrize("alphabet", [2, 4, 30])
+def test_equals_the_reference_without_triton(alphabet: int) -> None:
+    tokens, lengths = texts(100, alphabet, 50)
+    for options in ({}, {"max_ngram": 2, "searched": 12}):
+        assert trimmed(*find_ngrams(tokens, lengths, 4, **options)) == expected(tokens, lengths, 4, **options)
+
+
+def test_equals_the_engines_draft() -> None:
+    assert (NgramDraft.MAX_NGRAM, NgramDraft.SEARCHED_TOKENS) == (ngram.MAX_NGRAM, ngram.SEARCHED_TOKENS)
+    draft = NgramDraft(PassCosts())
+    tokens, lengths = texts(60, 5, 40)
+    for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
+        if length:
+            assert find_ngrams_reference(row[:length], 4) == draft._lookup(row[:length], 4)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="k ≥ 1"):
+        find_ngrams(torch.zeros(2, 3), torch.zeros(2), 0)

@@ -1,0 +1,277 @@
+"""Verification of chains and trees against the plain algorithm, in bulk, and against exact distributions."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import _race, verification
+from kernels.random import Purpose, Stream, exponential, uniform
+from kernels.sampling import verify_draft
+from kernels.verification import Verdicts, match_drafts, verify, verify_reference, verify_with
+from tests.kernels.test_sampling import check_frequencies
+
+NODES, VOCABULARY = 5, 11
+TREE = [0, 0, 1, 1, 2]
+"""Two children of the root, two of the first and one of the second."""
+
+
+def stream(batch: int, device: torch.device | str = "cpu", *, first_seed: int = 0) -> Stream:
+    zeros = torch.zeros(batch, dtype=torch.int32, device=device)
+    return Stream(torch.arange(batch, device=device) + first_seed, zeros, zeros)
+
+
+def random_distributions(generator: torch.Generator, *shape: int) -> Tensor:
+    """A third of the tokens impossible, some distributions one-hot."""
+    scores = 2 * torch.randn(shape, generator=generator)
+    scores[torch.rand(shape, generator=generator) < 0.33] = -torch.inf
+    scores[..., 0] = torch.where((scores == -torch.inf).all(-1), 0, scores[..., 0])
+    p = torch.softmax(scores, dim=-1)
+    sharp = torch.rand(shape[:-1], generator=generator) < 0.1
+    p[sharp] = torch.nn.functional.one_hot(p[sharp].argmax(-1), shape[-1]).float()
+    return p
+
+
+class Cases:
+    """Random sequences: some drafts agree with the target, some tokens are impossible, counts and trees differ."""
+
+    def __init__(self, batch: int, *, seed: int, has_draft: bool, is_tree: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.target_p = random_distributions(generator, batch, NODES + 1, VOCABULARY)
+        draft_p = random_distributions(generator, batch, NODES + 1, VOCABULARY)
+        alike = torch.rand(batch, NODES + 1, generator=generator) < 0.4
+        draft_p[alike] = self.target_p[alike]
+        self.parents = None
+        steps = torch.arange(NODES).expand(batch, -1)
+        if is_tree:
+            self.parents = (torch.rand(batch, NODES, generator=generator) * (steps + 1)).int()
+            self.parents[: batch // 4] = torch.tensor(TREE)
+        above = steps if self.parents is None else self.parents.long()
+        flat = draft_p[torch.arange(batch)[:, None], above].flatten(0, 1)
+        self.tokens = torch.multinomial(flat, 1, generator=generator).view(batch, NODES)
+        foreign = torch.rand(batch, NODES, generator=generator) < 0.1
+        self.tokens[foreign] = torch.randint(0, VOCABULARY, (int(foreign.sum()),), generator=generator)
+        self.draft_p = draft_p if has_draft else None
+        self.counts = torch.randint(0, NODES + 1, (batch,), generator=generator, dtype=torch.int32)
+        self.lengths = torch.arange(batch, dtype=torch.int32)
+        self.u = torch.rand(batch, NODES, generator=generator)
+        self.u[torch.rand(batch, NODES, generator=generator) < 0.2] = 0
+        self.exponential = torch.empty(batch, VOCABULARY).exponential_(generator=generator).clamp_min(1e-6)
+
+    def check(self, verdicts: Verdicts) -> None:
+        """Against the reference, sequence by sequence."""
+        for row in range(len(self.tokens)):
+            count = int(self.counts[row])
+            parents = list(range(count)) if self.parents is None else self.parents[row, :count].tolist()
+            path, token = verify_reference(
+                self.target_p[row].numpy(),
+                None if self.draft_p is None else self.draft_p[row].numpy(),
+                self.tokens[row, :count].tolist(),
+                parents,
+                u=self.u[row].numpy(),
+                exponential=self.exponential[row].numpy(),
+            )
+            committed = [*self.tokens[row, [node - 1 for node in path]].tolist(), token]
+            assert verdicts.tokens[row].tolist() == committed + [-1] * (NODES + 1 - len(committed)), row
+            assert verdicts.path[row].tolist() == path + [-1] * (NODES + 1 - len(path))
+            assert int(verdicts.num_accepted[row]) == len(path)
+            assert int(verdicts.next_tokens[row]) == token
+            assert int(verdicts.lengths[row]) == row + len(path) + 1
+
+    def draw_from(self, own: Stream) -> None:
+        self.u = uniform(own, NODES, Purpose.ACCEPT)
+        self.exponential = exponential(own, VOCABULARY, Purpose.RESIDUAL)
+
+    def verify(self, device: torch.device, own: Stream) -> Verdicts:
+        def move(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device)
+
+        verdicts = verify(
+            self.target_p.to(device),
+            move(self.draft_p),
+            self.tokens.to(device),
+            counts=self.counts.to(device),
+            lengths=self.lengths.to(device),
+            stream=own,
+            parents=move(self.parents),
+        )
+        return Verdicts(*(x.cpu() for x in verdicts))
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("has_draft", [False, True], ids=["certain", "drawn"])
+def test_ten_thousand_cases(has_draft: bool, is_tree: bool) -> None:
+    """Four times 2,500."""
+    cases = Cases(2500, seed=2 * has_draft + is_tree, has_draft=has_draft, is_tree=is_tree)
+    noise = cases.u, cases.exponential
+    parents = cases.parents
+    verdicts = verify_with(
+        cases.target_p, cases.draft_p, cases.tokens, cases.counts, cases.lengths, parents=parents, noise=noise
+    )
+    cases.check(verdicts)
+    assert len(set(verdicts.num_accepted.tolist())) >= 4
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("has_draft", [False, True], ids=["certain", "drawn"])
+def test_the_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch, has_draft: bool, is_tree: bool) -> None:
+    monkeypatch.setattr(_race, "BLOCK", 4)
+    monkeypatch.setattr(_race, "block_size", lambda vocabulary: 4)
+    cases = Cases(16, seed=9, has_draft=has_draft, is_tree=is_tree)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kernels.random.runs_triton", lambda x: False)
+        cases.draw_from(stream(16))
+    cases.check(cases.verify(device, stream(16, device)))
+
+
+def test_the_cpu_form_draws_from_the_stream() -> None:
+    cases = Cases(200, seed=4, has_draft=True, is_tree=False)
+    cases.draw_from(stream(200, first_seed=50))
+    cases.check(cases.verify(torch.device("cpu"), stream(200, first_seed=50)))
+
+
+def test_chains_are_verified_as_by_the_engine() -> None:
+    cases = Cases(300, seed=5, has_draft=True, is_tree=False)
+    assert cases.draft_p is not None
+    verdicts = verify_with(
+        cases.target_p, cases.draft_p, cases.tokens, cases.counts, cases.lengths,
+        parents=None, noise=(cases.u, cases.exponential),
+    )  # fmt: skip
+    for row, k in enumerate(cases.counts.tolist()):
+        expected = verify_draft(
+            cases.target_p[row, : k + 1], cases.draft_p[row, :k], cases.tokens[row, :k], cases.u[row, :k],
+            cases.exponential[row],
+        )  # fmt: skip
+        assert (int(verdicts.num_accepted[row]), int(verdicts.next_tokens[row])) == expected
+
+
+ZERO_SEED = 36_563_342
+"""Its first draw that accepts or rejects is exactly 0."""
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_an_impossible_token_is_rejected_even_if_u_is_zero(device: torch.device, is_certain: bool) -> None:
+    own = stream(1, device, first_seed=ZERO_SEED)
+    assert float(uniform(own, 1, Purpose.ACCEPT)) == 0
+    target = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]], device=device)
+    draft = None if is_certain else torch.tensor([[[1.0, 0.0]]], device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    verdicts = verify(target, draft, token, counts=one, lengths=one, stream=own)
+    assert verdicts.tokens.tolist() == [[1, -1]] and verdicts.lengths.tolist() == [2]
+    possible = torch.tensor([[[1e-30, 1.0], [0.0, 1.0]]], device=device)
+    assert verify(possible, draft, token, counts=one, lengths=one, stream=own).tokens.tolist() == [[0, 1]]
+
+
+def test_nothing_left_falls_back_to_the_target() -> None:
+    """Rounding can reject a token although p ≤ q nowhere leaves anything of p − q."""
+    p = torch.tensor([[[0.5, 0.5 - 2**-12], [1.0, 0.0]]])
+    one = torch.ones(1, dtype=torch.int32)
+    noise = torch.tensor([[1 - 2**-20]]), torch.tensor([[3.0, 1.0]])
+    q, token = torch.tensor([[[0.5, 0.5]]]), torch.tensor([[1]])
+    assert verify_with(p, q, token, one, one, parents=None, noise=noise).tokens.tolist() == [[1, -1]]
+
+
+def test_what_is_beyond_the_counts_does_not_matter(device: torch.device) -> None:
+    cases = Cases(4, seed=6, has_draft=True, is_tree=False)
+    own = stream(4, device)
+    cases.counts = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    expected = cases.verify(device, own)
+    assert cases.draft_p is not None
+    for row, count in enumerate(cases.counts.tolist()):
+        cases.target_p[row, count + 1 :] = torch.nan
+        cases.draft_p[row, count:] = torch.nan
+        cases.tokens[row, count:] = -7
+    for one, other in zip(cases.verify(device, own), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_row_does_not_depend_on_the_batch(device: torch.device) -> None:
+    cases, own = Cases(5, seed=7, has_draft=True, is_tree=True), stream(5, device)
+    together = cases.verify(device, own)
+    order = torch.tensor([3, 0])
+    assert cases.draft_p is not None and cases.parents is not None
+    for name in ("target_p", "draft_p", "tokens", "parents", "counts", "lengths"):
+        setattr(cases, name, getattr(cases, name)[order])
+    some = cases.verify(device, Stream(*(x[order.to(device)] for x in own)))
+    for one, other in zip(some, together, strict=True):
+        assert torch.equal(one, other[order])
+
+
+def first_tokens(rows: int, siblings: int, *, has_draft: bool) -> tuple[Tensor, Tensor]:
+    """The first committed tokens of many rounds with a few siblings under the root, and their exact distribution."""
+    generator = torch.Generator().manual_seed(siblings)
+    p, q = torch.softmax(1.5 * torch.randn(2, 8, generator=generator), dim=-1)
+    target = p.expand(rows, siblings + 1, 8)
+    if has_draft:
+        tokens = torch.multinomial(q.expand(rows, -1), siblings, replacement=True, generator=generator)
+    else:
+        tokens = q.topk(siblings).indices.expand(rows, -1)
+    counts = torch.full((rows,), siblings)
+    verdicts = verify(
+        target,
+        q.expand(rows, siblings + 1, 8) if has_draft else None,
+        tokens,
+        counts=counts,
+        lengths=counts,
+        stream=stream(rows, first_seed=1000),
+        parents=torch.zeros_like(tokens),
+    )
+    return verdicts.tokens[:, 0], p
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 4])
+@pytest.mark.parametrize("has_draft", [False, True], ids=["certain", "drawn"])
+def test_the_first_token_follows_the_target(has_draft: bool, siblings: int) -> None:
+    tokens, p = first_tokens(40_000, siblings, has_draft=has_draft)
+    check_frequencies(tokens.bincount(minlength=8).float(), p)
+
+
+def test_the_frequencies_notice_siblings_tested_against_the_same_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To forget the residual between siblings looks right and is wrong."""
+    monkeypatch.setattr(verification._Left, "reject", lambda self, tokens, rejected: None)
+    tokens, p = first_tokens(40_000, 2, has_draft=True)
+    with pytest.raises(AssertionError):
+        check_frequencies(tokens.bincount(minlength=8).float(), p)
+
+
+def test_matching(device: torch.device) -> None:
+    own = torch.tensor([[4, 5, 6], [4, 5, 6], [4, 5, 6], [4, 5, 6]], device=device)
+    drafted = torch.tensor([[4, 5], [4, 5], [4, 9], [9, 5]], device=device)
+    counts = torch.tensor([2, 1, 2, 2], device=device)
+    verdicts = match_drafts(own, drafted, counts=counts, lengths=torch.full_like(counts, 10))
+    assert verdicts.num_accepted.tolist() == [2, 1, 1, 0]
+    assert verdicts.next_tokens.tolist() == [6, 5, 5, 4]
+    assert verdicts.tokens.tolist() == [[4, 5, 6], [4, 5, -1], [4, 5, -1], [4, -1, -1]]
+    assert verdicts.path.tolist() == [[1, 2, -1], [1, -1, -1], [1, -1, -1], [-1, -1, -1]]
+    assert verdicts.lengths.tolist() == [13, 12, 12, 11]
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_no_drafts_or_no_sequences(device: torch.device, batch: int) -> None:
+    target = torch.zeros(batch, 1, 6, device=device)
+    target[..., 3] = 1
+    counts = torch.zeros(batch, dtype=torch.int32, device=device)
+    tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+    for draft in (None, target[:, :0]):
+        verdicts = verify(target, draft, tokens, counts=counts, lengths=counts, stream=stream(batch, device))
+        assert verdicts.tokens.tolist() == [[3]] * batch
+
+
+def test_a_target_that_is_not_a_number_gives_no_token(device: torch.device) -> None:
+    target = torch.full((1, 2, 6), torch.nan, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    verdicts = verify(target, None, one[:, None].long(), counts=one, lengths=one, stream=stream(1, device))
+    assert verdicts.next_tokens.tolist() == [-1] and verdicts.num_accepted.tolist() == [0]
+
+
+def test_bad_input_is_refused() -> None:
+    target, tokens, counts = torch.zeros(2, 4, 6), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2)
+    given = {"counts": counts, "lengths": counts, "stream": stream(2)}
+    with pytest.raises(ValueError, match="n \\+ 1"):
+        verify(target, None, tokens[:, :2], **given)
+    with pytest.raises(ValueError, match="fp32"):
+        verify(target.bfloat16(), None, tokens, **given)
+    with pytest.raises(ValueError, match="draft_p"):
+        verify(target, target[:, :2], tokens, **given)
+    with pytest.raises(ValueError, match="parents"):
+        verify(target, None, tokens, parents=tokens[:, :1], **given)
