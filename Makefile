@@ -7,7 +7,7 @@ SOURCES := kernels model compress train serve pipeline bench tests
 # Two test processes with one thread each beat one process with two threads, and neither fights the other for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: install demo test check lint types fast bench clean
+.PHONY: install demo test check lint types fast bench bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -39,6 +39,9 @@ fast: $(INSTALLED)
 bench: $(INSTALLED)   ## side by side with transformers on this machine; writes bench/results/
 	$(BIN)/python -m bench.serve
 	$(BIN)/python -m bench.distill
+
+bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU; goes on where it stopped
+	$(BIN)/python -m bench.kernels
 
 clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

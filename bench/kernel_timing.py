@@ -1,0 +1,328 @@
+"""How a kernel is timed and checked: beside its peers in one process, on inputs that no cache still holds.
+
+A case is one shape: random inputs, what the work costs, a reference in fp64, and the candidates that compute it. Each
+candidate is compared with the reference first, and a wrong one gets no time. The right ones run in turn (A B C,
+B C A, …), each time on the next of several sets of inputs that together are larger than twice the L2 cache. On a GPU,
+one CUDA graph of each candidate and set is replayed between two events; calls of a few microseconds share a graph, a
+set each, so that the events measure them and not the launch. Times are medians. The limits that they are compared
+with, copy bandwidth and the rate of a bf16 matrix product, are measured in the same process.
+"""
+
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from bench.kernel_cases import Candidate, Case, NotItsTask, Outputs, Run, copied, tensors
+from tests.compare import BOUNDS, relative_rms
+
+ROUNDS, MOST_ROUNDS = 60, 240
+MEASURED_S = 2.0
+"""How long a case is timed if it takes few rounds: more than ROUNDS are made of short ones, up to MOST_ROUNDS."""
+WARM_UP_S = 0.1
+ROUNDS_IN_FLIGHT = 10
+SHORT_S = 50e-6
+"""Calls whose floor is below this share a CUDA graph, at most MOST_CALLS of them."""
+MOST_CALLS = 32
+ONE_SET_BYTES = 4 * 2**30
+"""Inputs of this size are far larger than any cache, alone."""
+COMPILING_S = 8.0
+"""What a case must be allowed to take for peers that torch.compile builds anew for each shape."""
+
+
+@dataclass
+class Program:
+    """Something to replay: `calls` calls of one candidate, each on inputs of its own."""
+
+    play: Callable[[], object]
+    calls: int
+    launch: str
+    outputs: Outputs = ()
+    """Where a replay writes what the first call returns; empty where nothing is replayed."""
+
+
+class Clock(Protocol):
+    def program(self, runs: Sequence[Run]) -> Program: ...
+    def seconds(self, programs: Sequence[Program]) -> list[float]: ...
+
+
+class HostClock:
+    """For --tiny on a CPU: shows that everything runs; its times mean nothing."""
+
+    def program(self, runs: Sequence[Run]) -> Program:
+        return Program(partial(_call_all, runs), len(runs), "call")
+
+    def seconds(self, programs: Sequence[Program]) -> list[float]:
+        elapsed_s = []
+        for program in programs:
+            start = time.perf_counter()
+            program.play()
+            elapsed_s.append(time.perf_counter() - start)
+        return elapsed_s
+
+
+class GpuClock:
+    """CUDA graphs and events, on the current stream, which must not be the default one."""
+
+    def program(self, runs: Sequence[Run]) -> Program:
+        """Capture the calls in one graph; where that fails, launch them one by one and say why."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin()
+            outputs = [run() for run in runs]
+            graph.capture_end()
+        except Exception as error:
+            with suppress(Exception):
+                graph.capture_end()
+            torch.cuda.synchronize()
+            return Program(partial(_call_all, runs), len(runs), f"no graph: {one_line(error)}")
+        return Program(graph.replay, len(runs), "graph", outputs[0])
+
+    def seconds(self, programs: Sequence[Program]) -> list[float]:
+        """Time each program, all launched while the GPU sleeps, so that it never waits for the host."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in programs]
+        torch.cuda._sleep(40_000 * len(programs))
+        for (start, stop), program in zip(events, programs, strict=True):
+            start.record()
+            program.play()
+            stop.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) / 1e3 for start, stop in events]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine does at best, measured in the same run."""
+
+    copy_bytes_per_s: float
+    matmul_flop_per_s: float
+
+    def floor_s(self, case: Case) -> float:
+        return max(self.bytes_s(case), self.flops_s(case))
+
+    def bytes_s(self, case: Case) -> float:
+        return case.num_bytes / self.copy_bytes_per_s
+
+    def flops_s(self, case: Case) -> float:
+        return case.flops / self.matmul_flop_per_s
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Where cases run. Use it within its stream."""
+
+    device: torch.device
+    clock: Clock
+    l2_bytes: int
+    limits: Limits
+    rounds: int = ROUNDS
+
+    @classmethod
+    def open(cls, device: torch.device) -> "Lab":
+        if device.type == "cuda":
+            clock: Clock = GpuClock()
+            properties = torch.cuda.get_device_properties(device)
+            return cls(device, clock, properties.L2_cache_size, measure_limits(device, clock, 2**29, 8192))
+        clock = HostClock()
+        return cls(device, clock, 0, measure_limits(device, clock, 2**20, 128), rounds=2)
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Graphs can be captured on any stream but the default one."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def measure_limits(device: torch.device, clock: Clock, elements: int, n: int) -> Limits:
+    """Copy `elements` fp32 numbers (bytes read and written both count); multiply two n × n bf16 matrices."""
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    programs = [
+        Program(lambda: target.copy_(source), 1, "call"),
+        Program(lambda: torch.mm(a, b, out=product), 1, "call"),
+    ]
+    clock.seconds(programs * 5)
+    times = clock.seconds(programs * 30)
+    return Limits(8 * elements / statistics.median(times[::2]), 2 * n**3 / statistics.median(times[1::2]))
+
+
+def run_case(case: Case, lab: Lab, budget_s: float) -> dict[str, Any]:
+    """Check every candidate, time those that are right, and return all of it as JSON."""
+    torch.compiler.reset()
+    seed = torch.seed()
+    inputs = case.make_inputs(lab.device)
+    expected = case.reference(inputs)
+    found: dict[str, dict[str, Any]] = {}
+    for candidate in case.candidates:
+        if candidate.compiles and budget_s < COMPILING_S:
+            found[candidate.name] = {"status": "left out", "reason": f"only {budget_s:.0f} s for this shape"}
+        else:
+            found[candidate.name] = _check(candidate, inputs, expected, case.dtype)
+        found[candidate.name]["role"] = candidate.role
+    right = [candidate for candidate in case.candidates if found[candidate.name]["status"] == "right"]
+    sets = [inputs, *(case.make_inputs(lab.device) for _ in range(_number_of_sets(case, inputs, lab) - 1))]
+    programs = _build_programs(case, right, sets, lab, found)
+    _check_replays(right, programs, inputs, expected, case.dtype, found)
+    times = _interleave({name: built for name, built in programs.items() if found[name]["status"] == "right"}, lab)
+    for name, samples in times.items():
+        found[name] |= {"status": "measured", "launch": programs[name][0].launch, **_spread(samples)}
+    _compare(case, lab, found)
+    return {
+        "name": case.name,
+        "shape": dict(case.shape),
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "flops": case.flops,
+        "bytes": case.num_bytes,
+        "floor_s": lab.limits.floor_s(case),
+        "bound": "compute" if lab.limits.flops_s(case) > lab.limits.bytes_s(case) else "memory",
+        "seed": seed,
+        "input_sets": len(sets),
+        "candidates": found,
+    }
+
+
+def _check(candidate: Candidate, inputs: Any, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
+    try:
+        run = _prepare(candidate, inputs)
+        if run is None:
+            return {"status": "absent", "reason": "not installed"}
+        return _judge(run(), candidate.expected(expected), dtype)
+    except NotItsTask as reason:
+        return {"status": "left out", "reason": str(reason)}
+    except Exception as error:
+        if candidate.role != "peer":
+            traceback.print_exc()
+        return {"status": "failed", "reason": one_line(error)}
+
+
+def _prepare(candidate: Candidate, inputs: Any) -> Run | None:
+    """Who overwrites inputs gets a copy, so that everybody else works on random numbers."""
+    return candidate.prepare(copied(inputs) if candidate.in_place else inputs)
+
+
+def _judge(outputs: Outputs, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
+    """Right if no output is off by more than the bound that the tests use for this dtype; NaN never is."""
+    errors = [
+        relative_rms(actual.detach().reshape(wanted.shape).double(), wanted.double())
+        for actual, wanted in zip(outputs, expected, strict=True)
+    ]
+    sound = all(error <= BOUNDS[dtype] for error in errors)
+    worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+    return {"status": "right" if sound else "red", "error": worst if math.isfinite(worst) else str(worst)}
+
+
+def _number_of_sets(case: Case, inputs: Any, lab: Lab) -> int:
+    size = sum(x.numel() * x.element_size() for x in tensors(inputs).values())
+    if size >= ONE_SET_BYTES:
+        return 1
+    calls = _calls_in_a_graph(case, lab)
+    return calls * max(2, math.ceil(2 * lab.l2_bytes / (size * calls)))
+
+
+def _calls_in_a_graph(case: Case, lab: Lab) -> int:
+    if lab.device.type == "cpu":
+        return 1
+    return min(MOST_CALLS, math.ceil(SHORT_S / lab.limits.floor_s(case)))
+
+
+def _build_programs(
+    case: Case, candidates: Sequence[Candidate], sets: Sequence[Any], lab: Lab, found: dict[str, dict[str, Any]]
+) -> dict[str, list[Program]]:
+    calls = min(_calls_in_a_graph(case, lab), len(sets))
+    groups = [sets[start : start + calls] for start in range(0, len(sets), calls)]
+    programs = {}
+    for candidate in candidates:
+        try:
+            runs = [[_prepare(candidate, one) for one in group] for group in groups]
+            programs[candidate.name] = [lab.clock.program([run for run in group if run]) for group in runs]
+        except Exception as error:
+            found[candidate.name] |= {"status": "failed", "reason": one_line(error)}
+    return programs
+
+
+def _check_replays(
+    candidates: Sequence[Candidate],
+    programs: Mapping[str, list[Program]],
+    inputs: Any,
+    expected: Outputs,
+    dtype: torch.dtype,
+    found: dict[str, dict[str, Any]],
+) -> None:
+    """Fill what a graph writes with NaN, replay it and compare again: what is timed is what was checked."""
+    given = {x.untyped_storage().data_ptr() for x in tensors(inputs).values()}
+    for candidate in candidates:
+        first = programs.get(candidate.name, [None])[0]
+        if first is None or not first.outputs or candidate.in_place:
+            continue
+        with torch.no_grad():
+            for output in first.outputs:
+                if output.untyped_storage().data_ptr() not in given:
+                    output.fill_(torch.nan)
+        first.play()
+        verdict = _judge(first.outputs, candidate.expected(expected), dtype)
+        if verdict["status"] == "red":
+            found[candidate.name] |= verdict | {"reason": "right when called, wrong when replayed from a graph"}
+
+
+def _interleave(programs: Mapping[str, list[Program]], lab: Lab) -> dict[str, list[float]]:
+    """Seconds of one call of each candidate, a sample a round."""
+    names = list(programs)
+    if not names:
+        return {}
+    warm_up_ends = time.monotonic() + (WARM_UP_S if lab.rounds >= ROUNDS else 0)
+    one_of_each = [programs[name][0] for name in names]
+    round_s = sum(lab.clock.seconds(one_of_each))
+    while time.monotonic() < warm_up_ends:
+        round_s = sum(lab.clock.seconds(one_of_each))
+    rounds = lab.rounds if lab.rounds < ROUNDS else min(MOST_ROUNDS, max(ROUNDS, int(MEASURED_S / round_s)))
+    order = [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(rounds)]
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for first in range(0, rounds, ROUNDS_IN_FLIGHT):
+        block = range(first, min(first + ROUNDS_IN_FLIGHT, rounds))
+        turns = [(name, programs[name][turn % len(programs[name])]) for turn in block for name in order[turn]]
+        for (name, program), elapsed_s in zip(turns, lab.clock.seconds([p for _, p in turns]), strict=True):
+            samples[name].append(elapsed_s / program.calls)
+    return samples
+
+
+def _spread(samples: Sequence[float]) -> dict[str, Any]:
+    deciles = statistics.quantiles(samples, n=10, method="inclusive")
+    return {
+        "rounds": len(samples),
+        "median_s": statistics.median(samples),
+        "p10_s": deciles[0],
+        "p90_s": deciles[-1],
+    }
+
+
+def _compare(case: Case, lab: Lab, found: dict[str, dict[str, Any]]) -> None:
+    """Add rates, the fraction of the floor, and how many times as long as ours each takes."""
+    ours = next((one["median_s"] for one in found.values() if one["role"] == "ours" and "median_s" in one), None)
+    for one in found.values():
+        if "median_s" not in one:
+            continue
+        if one["role"] != "baseline":
+            one["tflop_per_s"] = case.flops / one["median_s"] / 1e12
+            one["gb_per_s"] = case.num_bytes / one["median_s"] / 1e9
+            one["roofline_fraction"] = lab.limits.floor_s(case) / one["median_s"]
+        if ours is not None and one["role"] != "ours":
+            one["times_ours"] = one["median_s"] / ours
+
+
+def _call_all(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run()
+
+
+def one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}".rstrip(": ")

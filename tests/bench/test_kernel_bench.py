@@ -1,0 +1,392 @@
+"""The benchmark of kernels, on the CPU: every part end to end, and that nothing wrong ever gets a time."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import kernel_fused, kernel_goals, kernel_parts, kernels
+from bench.kernel_cases import Candidate, Case, copied
+from bench.kernel_plot import draw
+from bench.kernel_shapes import (
+    AttentionInputs,
+    AttentionShape,
+    PagedInputs,
+    PagedShape,
+    attention_reference,
+    paged_reference,
+)
+from bench.kernel_timing import GpuClock, HostClock, Lab, Limits, Program, run_case
+from kernels import rotary_write
+from kernels.flash_attention import flash_attention_reference
+from kernels.paged_attention import paged_attention_reference
+from tests.compare import check_all_close, check_close
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+LAB = Lab(CPU, HostClock(), l2_bytes=0, limits=Limits(1e10, 1e11), rounds=4)
+
+
+def small_case(**candidates: Any) -> Case:
+    """x + 1, by `ours` and by the peers named; each a function of x."""
+
+    def prepare(function: Any) -> Any:
+        return lambda inputs: None if function is None else lambda: (function(inputs.x),)
+
+    listed = [Candidate("ours", prepare(candidates.pop("ours", lambda x: x + 1)), role="ours")]
+    listed += [Candidate(name, prepare(function)) for name, function in candidates.items()]
+    return Case(
+        name="sum",
+        shape={"n": 64},
+        flops=64.0,
+        num_bytes=256.0,
+        make_inputs=Numbers.random,
+        reference=lambda inputs: (inputs.x.double() + 1,),
+        candidates=listed,
+    )
+
+
+@dataclass
+class Numbers:
+    x: torch.Tensor
+
+    @classmethod
+    def random(cls, device: torch.device) -> "Numbers":
+        return cls(torch.randn(64, dtype=torch.bfloat16, device=device))
+
+
+def run_tiny(out: Path, *arguments: str) -> int:
+    return kernels.main(["--tiny", "--out", str(out), *arguments])
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_every_part_runs_through_the_interpreter(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.kernels", "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "µs" not in done.stdout and "/s" not in done.stdout, "a tiny run has no speeds to show"
+    joined = read(tmp_path / "kernels-tiny.json")
+    assert {part["part"] for part in joined["parts"]} == set(kernel_parts.PARTS)
+    for part in joined["parts"]:
+        names = [case.name for case in kernel_parts.PARTS[part["part"]](True)]
+        assert [case["name"] for case in part["cases"]] == names
+        for case in part["cases"]:
+            assert case["candidates"]["potstill"]["status"] == "measured", case
+            assert not [found for found in case["candidates"].values() if found["status"] == "red"], case
+    ElementTree.parse(tmp_path / "kernels-tiny.svg")
+
+
+def test_there_are_parts_for_everything_the_goals_name() -> None:
+    expected = {"flash_forward", "flash_backward", "decode", "verify", "prefill_paged", "fused"}
+    assert expected <= set(kernel_parts.PARTS)
+    for build in kernel_parts.PARTS.values():
+        names = [case.name for case in build(False)]
+        assert len(names) == len(set(names)), "cases are found again by their names"
+        assert build.__doc__
+
+
+def test_without_a_gpu_it_says_how_to_try_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert kernels.main(["--out", str(tmp_path)]) == 2
+    assert "--tiny" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run_tiny(tmp_path, "--parts", "fused,flash") == 2
+    assert "'flash'" in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_gets_no_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    right = kernel_fused.swiglu
+    scaled = lambda gate, up: (1.01 * right(gate.float(), up.float())).to(gate.dtype)  # noqa: E731
+    monkeypatch.setattr(kernel_fused, "swiglu", scaled)
+    assert run_tiny(tmp_path, "--parts", "fused", "--only", "swiglu") == 1
+    out, err = capsys.readouterr()
+    assert "potstill: red error 0.01" in err
+    assert "potstill RED" in out and "NOT RIGHT: fused swiglu" in err
+    for case in read(tmp_path / "kernels" / "fused.json")["cases"]:
+        ours = case["candidates"]["potstill"]
+        assert ours["status"] == "red" and ours["error"] > 8e-3
+        assert not {"median_s", "gb_per_s", "roofline_fraction"} & set(ours)
+        assert not any("times_ours" in found for found in case["candidates"].values())
+    monkeypatch.undo()
+    assert run_tiny(tmp_path, "--parts", "fused", "--only", "swiglu") == 0, "what was wrong is measured again"
+
+
+def test_a_tiny_run_goes_through_the_triton_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched = []
+    launch = rotary_write._launch
+    monkeypatch.setattr(rotary_write, "_launch", lambda *args, **more: launched.append(1) or launch(*args, **more))
+    assert run_tiny(tmp_path, "--parts", "fused", "--only", "rotary") == 0
+    assert launched
+
+
+def test_what_is_measured_is_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "kernels" / "fused.json"
+
+    def seeds(*arguments: str) -> list[int]:
+        assert run_tiny(tmp_path, "--parts", "fused", *arguments) == 0
+        return [case["seed"] for case in read(path)["cases"]]
+
+    first = seeds("--only", "swiglu 32x80")
+    assert len(first) == 2
+    assert seeds("--only", "swiglu 32x80") == first
+    assert "already measured" in capsys.readouterr().out
+    longer = seeds("--only", "x80")
+    assert longer == first
+    forward, both = seeds("--only", "forward+backward", "--again")[:2]
+    assert forward not in first or both not in first
+    # Another state of the sources is another measurement.
+    monkeypatch.setattr(kernels, "identify", lambda *, tiny: {"gpu": None, "tiny": tiny, "sources": "others"})
+    assert not set(seeds("--only", "swiglu 32x80")) & set(first)
+
+
+def test_peers_that_are_wrong_absent_or_broken_are_listed_with_the_reason() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image\nand more")
+
+    case = small_case(
+        right=lambda x: x + 1,
+        scaled=lambda x: 1.01 * (x + 1),
+        unwritten=lambda x: torch.full_like(x, torch.nan),
+        missing=None,
+        broken=broken,
+    )
+    found = run_case(case, LAB, 60.0)["candidates"]
+    assert {name: one["status"] for name, one in found.items()} == {
+        "ours": "measured",
+        "right": "measured",
+        "scaled": "red",
+        "unwritten": "red",
+        "missing": "absent",
+        "broken": "failed",
+    }
+    assert found["broken"]["reason"] == "RuntimeError: no kernel image"
+    assert found["missing"]["reason"] == "not installed"
+    assert [name for name, one in found.items() if "median_s" in one] == ["ours", "right"]
+    json.dumps(found)
+
+
+def test_rates_and_ratios_follow_from_the_times() -> None:
+    class FixedClock(HostClock):
+        """The first two programs, which are ours, take 2 µs, all others 3."""
+
+        made = 0
+
+        def program(self, runs: Any) -> Any:
+            self.made += 1
+            return replace(super().program(runs), launch="ours" if self.made <= 2 else "peer")
+
+        def seconds(self, programs: Any) -> list[float]:
+            return [2e-6 if program.launch == "ours" else 3e-6 for program in programs]
+
+    case = small_case(peer=lambda x: x + 1)
+    lab = Lab(CPU, FixedClock(), l2_bytes=0, limits=Limits(1e9, 1e12), rounds=4)
+    result = run_case(case, lab, 60.0)
+    ours, peer = result["candidates"]["ours"], result["candidates"]["peer"]
+    assert result["bound"] == "memory" and result["floor_s"] == pytest.approx(256e-9)
+    assert ours["median_s"] == ours["p10_s"] == ours["p90_s"] == 2e-6
+    assert ours["gb_per_s"] == pytest.approx(0.128) and ours["tflop_per_s"] == pytest.approx(32e-6)
+    assert ours["roofline_fraction"] == pytest.approx(0.128)
+    assert peer["times_ours"] == pytest.approx(1.5) and "times_ours" not in ours
+
+
+def test_inputs_outgrow_the_cache_and_short_calls_share_a_graph() -> None:
+    made: list[Numbers] = []
+
+    class Recorder(HostClock):
+        calls: tuple[int, ...] = ()
+
+        def program(self, runs: Any) -> Any:
+            self.calls = (*self.calls, len(runs))
+            return super().program(runs)
+
+    def make(device: torch.device) -> Numbers:
+        made.append(Numbers.random(CPU))
+        return made[-1]
+
+    clock = Recorder()
+    # A device that is no CPU, so that calls are grouped as they are on a GPU: 128 bytes a set, 10 µs a call.
+    lab = Lab(torch.device("meta"), clock, l2_bytes=6400, limits=Limits(25.6e6, 1e12), rounds=4)
+    result = run_case(replace(small_case(), make_inputs=make), lab, 60.0)
+    assert clock.calls == (5,) * 20
+    assert len(made) == result["input_sets"] == 100 >= 2 * 6400 / 128
+    assert len({numbers.x.sum().item() for numbers in made}) > 90, "every set has its own random numbers"
+
+
+def test_who_overwrites_inputs_works_on_copies() -> None:
+    def spoil(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1)
+
+    case = small_case(spoiler=spoil, after=lambda x: x + 1)
+    case = replace(case, candidates=[replace(one, in_place=one.name == "spoiler") for one in case.candidates])
+    found = run_case(case, LAB, 60.0)["candidates"]
+    assert {one["status"] for one in found.values()} == {"measured"}
+
+
+class Recording(HostClock):
+    """Replays as a graph does: into the tensors of the recorded call. A `dead` one writes nothing."""
+
+    def __init__(self, dead: bool) -> None:
+        self.dead = dead
+
+    def program(self, runs: Any) -> Program:
+        outputs = runs[0]()
+
+        def play() -> None:
+            for output, fresh in zip(outputs, runs[0](), strict=True):
+                if not self.dead:
+                    output.copy_(fresh)
+
+        return Program(play, len(runs), "graph", outputs)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_what_is_replayed_is_checked_too(dead: bool) -> None:
+    lab = Lab(CPU, Recording(dead), l2_bytes=0, limits=Limits(1e10, 1e11), rounds=4)
+    ours = run_case(small_case(), lab, 60.0)["candidates"]["ours"]
+    assert ours["status"] == ("red" if dead else "measured")
+    assert ("median_s" in ours) != dead
+
+
+def test_where_no_graph_can_be_captured_calls_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoGraph:
+        def capture_begin(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    played: list[int] = []
+    program = GpuClock().program([lambda: played.append(1) or (), lambda: played.append(2) or ()])
+    program.play()
+    assert played == [1, 2] and program.calls == 2 and not program.outputs
+    assert program.launch == "no graph: RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_slow_compilers_are_left_out_when_time_runs_out() -> None:
+    case = small_case()
+    slow = Candidate("slow", case.candidates[0].prepare, compiles=True)
+    case = replace(case, candidates=[*case.candidates, slow])
+    assert run_case(case, LAB, 60.0)["candidates"]["slow"]["status"] == "measured"
+    assert run_case(case, LAB, 1.0)["candidates"]["slow"]["status"] == "left out"
+
+
+def test_references_in_pieces_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.kernel_shapes._BAND", 7)
+    inputs = AttentionInputs.random(AttentionShape(2, 30, 4, 2, 8), CPU, gradients=True)
+    leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = flash_attention_reference(*leaves, inputs.cu_seqlens)
+    expected = (out.detach(), *torch.autograd.grad(out, leaves, inputs.grad.double()))
+    check_all_close(attention_reference(inputs), expected)
+    check_all_close(attention_reference(inputs, output=False), expected[1:])
+
+
+def test_paged_inputs_are_what_they_say() -> None:
+    inputs = PagedInputs.random(PagedShape(3, 2, 40, 4, 2, 8, ragged=True), CPU)
+    assert inputs.lengths == [16, 28, 40] and inputs.kv_lengths.tolist() == [16, 28, 40]
+    used = [inputs.block_tables[row, : -(-length // 16)].tolist() for row, length in enumerate(inputs.lengths)]
+    assert sorted(page for pages in used for page in pages) == list(range(6)), "every page belongs to one sequence"
+    wide = [x.double() for x in (inputs.q, inputs.k_pages, inputs.v_pages)]
+    whole = paged_attention_reference(*wide, inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths)
+    check_close(paged_reference(inputs)[0], whole)
+    last = inputs.last_rows()
+    check_close(paged_reference(last)[0], whole[1::2])
+
+
+def test_costs_are_the_textbook_ones() -> None:
+    shape = AttentionShape(1, 16_384, 16, 16, 128)
+    assert shape.forward_flops() == 4 * 16_384**2 * 2048 / 2
+    assert shape.forward_bytes() == 4 * 16_384 * 2048 * 2
+    decode = PagedShape(8, 1, 8192, 32, 8, 128)
+    assert decode.num_bytes() == 8 * (8192 * 8 * 128 * 2 * 2 + 2 * 32 * 128 * 2 + 512 * 4)
+    assert decode.flops() == 8 * 4 * 8192 * 32 * 128
+    assert PagedShape(1, 4, 10, 1, 1, 1).flops() == 4 * (7 + 8 + 9 + 10)
+
+
+LIMITS = {"copy_bytes_per_s": 4e12, "matmul_flop_per_s": 7e14}
+
+
+def measured(role: str, microseconds: float, **more: float) -> dict[str, Any]:
+    return {"status": "measured", "role": role, "median_s": microseconds / 1e6, **more}
+
+
+def test_the_plot_has_a_row_for_each_shape_and_says_what_is_wrong() -> None:
+    good = {
+        "potstill": measured("ours", 10, roofline_fraction=0.8),
+        "sdpa_flash": measured("peer", 12, roofline_fraction=0.6, times_ours=1.2),
+        "far <away>": measured("peer", 990, roofline_fraction=0.01, times_ours=99.0),
+    }
+    bad = {"potstill": {"status": "red", "role": "ours", "error": 0.1}}
+    cases = [{"name": "a & b", "candidates": good}, {"name": "c", "candidates": bad}, {"name": "d", "candidates": {}}]
+    svg = draw({"gpu": "NVIDIA <H200>", "tiny": False, "parts": [{"part": "decode", "limits": LIMITS, "cases": cases}]})
+    texts = [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a & b", "c", "d", "RED", "FAILED", "potstill, kernels on NVIDIA <H200>", "far <away>"} <= set(texts)
+    assert len(list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}polygon"))) == 1, "99 is off the axis"
+
+
+def test_merging_keeps_to_one_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def part(name: str, gpu: str, written: float) -> None:
+        candidates = {"potstill": measured("ours", 10, roofline_fraction=0.8)}
+        content = {
+            "part": name,
+            "identity": {"gpu": gpu, "tiny": False},
+            "limits": LIMITS,
+            "written": written,
+            "cases": [{"name": "x", "bytes": 1.0, "shape": {"batch": 1}, "candidates": candidates}],
+        }
+        (tmp_path / "kernels").mkdir(exist_ok=True)
+        (tmp_path / "kernels" / f"{name}.json").write_text(json.dumps(content))
+
+    assert kernels.main(["--merge", "--out", str(tmp_path)]) == 2
+    part("decode", "NVIDIA A100", 1.0)
+    part("fused", "NVIDIA H200", 2.0)
+    part("verify", "NVIDIA H200", 3.0)
+    assert kernels.main(["--merge", "--out", str(tmp_path)]) == 0
+    joined = read(tmp_path / "kernels-nvidia-h200.json")
+    assert [part["part"] for part in joined["parts"]] == ["fused", "verify"]
+    assert "decode" in capsys.readouterr().err
+
+
+def test_goals_are_judged_by_the_worst_shape() -> None:
+    def case(name: str, head_dim: int, length: int, flash: float | None) -> dict[str, Any]:
+        found = {"status": "failed"} if flash is None else {"times_ours": flash}
+        return {"name": name, "shape": {"head_dim": head_dim, "length": length}, "candidates": {"sdpa_flash": found}}
+
+    cases = [case("a", 128, 4096, 1.9), case("b", 128, 8192, 1.5), case("c", 128, 2048, 1.0), case("d", 64, 8192, 1.1)]
+    forward = {"part": "flash_forward", "cases": [*cases, case("e", 128, 4096, None)]}
+    first, second, *_ = kernel_goals.judge([forward])
+    assert (first["worst"], first["worst_shape"], first["shapes"], first["reached"]) == (1.5, "b", 2, False)
+    assert second["reached"] is None and "not measured" in kernel_goals.describe(second)
+    cases[1] = case("b", 128, 8192, 1.7)
+    assert next(kernel_goals.judge([{"part": "flash_forward", "cases": cases}]))["reached"]
+
+
+def test_goals_name_parts_and_candidates_that_exist() -> None:
+    for goal in kernel_goals.GOALS:
+        cases = kernel_parts.PARTS[goal.part](False)
+        described = [{"shape": case.shape, "bytes": case.num_bytes} for case in cases]
+        assert any(map(goal.concerns, described)), goal.text
+        assert all(goal.candidate in {one.name for one in case.candidates} for case in cases), goal.text
+
+
+def test_inputs_are_copied_whole() -> None:
+    inputs = PagedInputs.random(PagedShape(1, 1, 20, 2, 1, 8), CPU)
+    twin = copied(inputs)
+    twin.k_pages.zero_()
+    assert inputs.k_pages.any() and twin.lengths == inputs.lengths

@@ -1,0 +1,211 @@
+"""Compile Triton kernels for a GPU that is not there: types, layouts and shared memory, which the interpreter ignores.
+
+`python -m tests.native_compile around` calls the public wrappers on CPU tensors of a model's shapes. Each launch is
+compiled for an H100 as it would be on one, down to machine code, and not run. Prints a line of JSON a kernel. It needs
+a process of its own: where Triton interprets, it cannot compile.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from kernels import _streamed_projection
+from kernels.flash_attention import flash_attention
+from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.linear_distillation import DivergenceKind, linear_distillation
+from kernels.logit_adjustments import RequestState, adjust_scores
+from kernels.ngram import find_ngrams
+from kernels.paged_attention import paged_attention
+from kernels.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
+from kernels.random import Stream, exponential, uniform
+from kernels.rms_norm import rms_norm
+from kernels.rotary import apply_rotary, rope_frequencies, rotary_tables
+from kernels.rotary_write import HeadNorms, rotate_and_write
+from kernels.sampling import Filters, adjusted_probabilities, sample_tokens
+from kernels.swiglu import swiglu
+from kernels.token_logprobs import token_logprobs
+from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens
+from kernels.verification import verify
+from kernels.write_pages import write_pages
+
+TOKENS, PAGES, PAGE = 48, 8, 16
+# (query heads, key/value heads, head dim) of a Llama 8B, a SmolLM2 135M, and a head dim that is no power of two.
+HEADS = ((32, 8, 128), (9, 3, 64), (8, 8, 80))
+
+
+class Hopper:
+    """Stands in for the driver of a GPU, as far as compiling asks for one."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead_of_launching() -> dict[str, CompiledKernel]:
+    """For the rest of the process. Returns where the compiled kernels are collected, by name and a number."""
+    compiled: dict[str, CompiledKernel] = {}
+
+    def at_grid(self: JITFunction, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            kernel = self.run(*args, grid=grid, warmup=True, **options)
+            compiled[f"{self.fn.__module__}.{self.fn.__name__} {kernel.hash[:8]}"] = kernel
+
+        return launch
+
+    driver.set_active(Hopper())
+    JITFunction.__getitem__ = at_grid
+    answers: dict[str, Callable[..., Any]] = {
+        "runs_triton": lambda x: True,
+        "is_interpreted": lambda x: False,
+        "num_processors": lambda device: 132,
+        "shared_memory_bytes": lambda device: 227 * 1024,
+        "l2_bytes": lambda device: 50 * 2**20,
+    }
+    for name, module in list(sys.modules.items()):
+        for function in vars(module).keys() & answers.keys() if name.startswith("kernels.") else ():
+            setattr(module, function, answers[function])
+    return compiled
+
+
+def rows(*shape: int, dtype: torch.dtype, differentiable: bool = True) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=differentiable)
+
+
+def backward(*outputs: Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+
+
+def around(dtype: torch.dtype) -> None:
+    """What stands around attention, in training and in serving."""
+    for size in (576, 4096, 16_384):
+        x, weight = rows(TOKENS, size, dtype=dtype), rows(size, dtype=torch.float32)
+        backward(*rms_norm(x, weight, 1e-5, rows(TOKENS, size, dtype=torch.float32)))
+        backward(*rms_norm(x, weight, 1e-5, x))
+        backward(rms_norm(x, weight.detach(), 1e-5))
+    for size in (1536, 14_336):
+        backward(swiglu(*rows(TOKENS, 2 * size, dtype=dtype).chunk(2, dim=-1)))
+    for q_heads, kv_heads, d in HEADS:
+        q, k, v = rows(TOKENS, q_heads + 2 * kv_heads, d, dtype=dtype).split((q_heads, kv_heads, kv_heads), dim=1)
+        weight = rows(d, dtype=dtype)
+        tables = rotary_tables(torch.arange(TOKENS), rope_frequencies(d, 1e4))
+        backward(*apply_rotary(rms_norm(q, weight, 1e-6), k, *tables))
+        for rotary in (None, tables):
+            for norms in (None, HeadNorms(weight, weight, 1e-6)):
+                for page_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
+                    pages = torch.zeros(2, PAGES, PAGE, kv_heads, d).to(page_dtype)
+                    scales = None if page_dtype == dtype else tuple(torch.zeros(2, PAGES, PAGE, kv_heads))
+                    slots = torch.arange(TOKENS)
+                    rotate_and_write(q, k, v, *pages, slots, rotary=rotary, norms=norms, scales=scales)
+                    k_scales, v_scales = scales or (None, None)
+                    write_pages(k, v, *pages, slots, k_scales=k_scales, v_scales=v_scales)
+
+
+def flash(dtype: torch.dtype) -> None:
+    """Packed attention in training: every option at one head dim, the usual ones at the others."""
+    cu_seqlens = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
+    usual: list[dict[str, Any]] = [{}]
+    every = [*usual, {"window": 16}, {"causal": False}, {"deterministic": False}]
+    for q_heads, kv_heads, d in (*HEADS, (8, 8, 96), (4, 1, 256)):
+        q, k, v = (rows(TOKENS, heads, d, dtype=dtype) for heads in (q_heads, kv_heads, kv_heads))
+        for options in every if d == 128 else usual:
+            backward(flash_attention(q, k, v, cu_seqlens, **options))
+
+
+def paged(dtype: torch.dtype) -> None:
+    """Attention over pages: decoding, a few rows and a prompt, in 16 and 8 bits."""
+    tables = torch.arange(PAGES, dtype=torch.int32).view(2, PAGES // 2)
+    cu_seqlens, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([50, 60], dtype=torch.int32)
+    for q_heads, kv_heads, d in (*HEADS, (8, 8, 96), (4, 1, 256)):
+        q = rows(TOKENS, q_heads, d, dtype=dtype, differentiable=False)
+        for page_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
+            k_pages, v_pages = torch.zeros(2, PAGES, PAGE, kv_heads, d).to(page_dtype)
+            scales: dict[str, Tensor] = {}
+            if page_dtype != dtype:
+                scales = {name: torch.zeros(PAGES, PAGE, kv_heads) for name in ("k_scales", "v_scales")}
+            for tokens, window in ((2, None), (2, 16), (10, None), (TOKENS, None)):
+                if d == 128 or (page_dtype == dtype and window is None):
+                    paged_attention(q[:tokens], k_pages, v_pages, tables, cu_seqlens, lengths, window=window, **scales)
+
+
+def losses(dtype: torch.dtype) -> None:
+    """Cross-entropy and every divergence, at hidden sizes that fill their tiles and that do not."""
+    labels = torch.zeros(TOKENS, dtype=torch.int64)
+    for student_size, teacher_size in ((2048, 4096), (576, 1000)):
+        student = rows(TOKENS, student_size, dtype=dtype), rows(320, student_size, dtype=dtype)
+        teacher = rows(TOKENS, teacher_size, dtype=dtype), rows(304, teacher_size, dtype=dtype)
+        for kept in (2**27, 0):
+            _streamed_projection._KEPT_LOGITS = kept
+            backward(linear_cross_entropy(*student, labels))
+            usual = kept == 0 or student_size == 576
+            for kind in ("forward_kl",) if usual else get_args(DivergenceKind):
+                for temperature in (1.0, 2.0):
+                    backward(linear_distillation(*student, *teacher, labels, kind=kind, temperature=temperature).loss)
+    with torch.no_grad():
+        linear_distillation(*student, *teacher, labels, kind="jsd", temperature=2.0)
+
+
+def sampling(dtype: torch.dtype) -> None:
+    """From logits to tokens, verification of chains and trees, drafts from the text, routing."""
+    batch, n, vocabulary = 4, 5, 49_152
+    zeros, ones = torch.zeros(batch, dtype=torch.int32), torch.ones(batch)
+    stream = Stream(zeros.long(), zeros, zeros)
+    exponential(stream, 100, 0)
+    uniform(stream, 100, 0)
+    logits, filters = rows(batch, vocabulary, dtype=dtype, differentiable=False), Filters(ones, zeros, ones, ones)
+    lists = (torch.zeros(batch, 3, dtype=torch.int32), torch.zeros(batch, 3), torch.zeros(batch, 3, dtype=torch.int32))
+    state = RequestState(torch.zeros(batch, vocabulary, dtype=torch.int32), ones, ones, ones, *lists)
+    for drafted in (None, lists[0]):
+        scores = adjust_scores(logits, state, slots=zeros, positions=zeros, drafted=drafted)
+    for x in (logits, scores, logits[:, :-1]):
+        adjusted_probabilities(x, **filters._asdict())
+        token_logprobs(x, sample_tokens(x, filters, stream), 5)
+    p, tokens = torch.zeros(batch, n + 1, vocabulary), torch.zeros(batch, n, dtype=torch.int64)
+    for draft_p in (None, p):
+        for parents in (None, tokens.int()):
+            verify(p, draft_p, tokens, counts=zeros, lengths=zeros, stream=stream, parents=parents)
+    find_ngrams(torch.zeros(batch, 500, dtype=torch.int64), zeros, 4)
+    index, _ = select_tokens(torch.zeros(TOKENS, dtype=torch.bool), 10)
+    for size in (576, 4096):
+        x = rows(TOKENS, size, dtype=dtype)
+        for gate in (None, rows(10, dtype=torch.float32)):
+            backward(scatter_add_rows(x, index, gather_rows(x, index), gate))
+
+
+def quantized(dtype: torch.dtype) -> None:
+    """Every format at every class of rows, with K that 64 divides and not; forward and backward."""
+    bias = torch.zeros(256, dtype=dtype)
+    for k in (1024, 1030):
+        for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
+            weight = prepare_quantized_weight(quantize(torch.zeros(256, k)))
+            for tokens in (1, 16, 32, 64, 128, 256):
+                backward(quantized_linear(rows(tokens, k, dtype=dtype), weight, bias))
+
+
+GROUPS = {
+    "sampling": sampling,
+    "losses": losses,
+    "around": around,
+    "flash": flash,
+    "paged": paged,
+    "quantized": quantized,
+}
+
+if __name__ == "__main__":
+    compiled = compile_instead_of_launching()
+    GROUPS[sys.argv[1]](torch.bfloat16)
+    for name, kernel in compiled.items():
+        print(json.dumps({"name": name, "shared_bytes": kernel.metadata.shared}))
