@@ -7,7 +7,7 @@ Legend: T tokens, n rows with a label, r rows of a chunk, D hidden size, V vocab
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -75,12 +75,21 @@ class ProjectionGradients:
             self.projection[tile] += part
 
 
+class Gradients(Protocol):
+    """Known gradients of hidden states and a projection [V, D]; None where nobody wants one."""
+
+    @property
+    def hidden(self) -> Tensor | None: ...
+    @property
+    def projection(self) -> Tensor | None: ...
+
+
 def attach_gradients(
-    loss: Tensor, hidden: Tensor, projection: Tensor, valid: Tensor, gradients: ProjectionGradients
+    loss: Tensor, hidden: Tensor, projection: Tensor, valid: Tensor | None, gradients: Gradients
 ) -> Tensor:
     """Return `loss`, whose backward hands out the gradients, known already, to hidden [T, D] and projection [V, D].
 
-    `valid` [n] int64: the rows of `hidden` that `gradients.hidden` belongs to; the others get zero.
+    `valid` [n] int64: the rows of `hidden` that `gradients.hidden` belongs to; the others get zero. None: all rows.
     """
     return _KnownGradients.apply(hidden, projection, loss, valid, gradients)
 
@@ -88,7 +97,12 @@ def attach_gradients(
 class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, projection: Tensor, loss: Tensor, valid: Tensor, gradients: ProjectionGradients
+        ctx: Any,
+        hidden: Tensor,
+        projection: Tensor,
+        loss: Tensor,
+        valid: Tensor | None,
+        gradients: Gradients,
     ) -> Tensor:
         ctx.gradients, ctx.valid = gradients, valid
         ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, projection.dtype)
@@ -100,8 +114,11 @@ class _KnownGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this loss were handed out already: call backward once")
-        grad_rows = gradients.hidden.mul_(grad_loss).to(ctx.dtypes[0])
-        grad_hidden = grad_rows.new_zeros(ctx.shape).index_copy_(0, ctx.valid, grad_rows)
+        grad_hidden = gradients.hidden
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(grad_loss).to(ctx.dtypes[0])
+            if ctx.valid is not None:
+                grad_hidden = grad_hidden.new_zeros(ctx.shape).index_copy_(0, ctx.valid, grad_hidden)
         grad_projection = gradients.projection
         if grad_projection is not None:
             grad_projection = grad_projection.mul_(grad_loss).to(ctx.dtypes[1])

@@ -15,65 +15,42 @@ jsd with α = 0 is forward_kl and with α = 1 reverse_kl: both are its limits af
 τ² keeps the gradient's size when τ changes: it is τ (q − p) for forward_kl. For the others it is
 τ q ∘ (g − Σ q g) with g = ∂D/∂q. Everything follows from p, q and the log-ratio log p − log q:
 log m − log q = logaddexp(log-ratio + ln(weight of p), ln(weight of q)).
+On a GPU one walk over the vocabulary finds the normalizers, one the divergence and dz
+(kernels/_streamed_projection.py); Σ q g of a mixture needs one more before that.
 Sources: https://arxiv.org/abs/1503.02531 (τ²), https://arxiv.org/abs/2306.13649 (jsd),
 https://arxiv.org/abs/2402.03898 (skewed).
 
-Legend: T tokens, n rows with a label, r rows of a block, Ds and Dt hidden sizes of student and teacher, V vocabulary.
+Legend: T tokens, Ds and Dt hidden sizes of student and teacher, V vocabulary; in a program a tile of ROWS x COLUMNS
+logits of each.
 """
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kernels._projection import (
-    IGNORE_LABEL,
-    ProjectionGradients,
-    attach_gradients,
-    log_normalizer,
-    product_dtype,
-    rows_per_block,
-    rows_per_chunk,
-    slices,
-    statistics_dtype,
+from kernels._divergence import DistillationSums, DivergenceKind, Objective, make_objective
+from kernels._linear_distillation_cpu import linear_distillation_cpu
+from kernels._projection import IGNORE_LABEL, attach_gradients, product_dtype, statistics_dtype
+from kernels._streamed_projection import (
+    GradientSums,
+    Source,
+    gradient_windows,
+    logits_tile,
+    make_head,
+    plan_walk,
+    program_tiles,
+    rescaled_sum,
+    sources,
+    wants_gradients,
 )
+from kernels._triton import runs_triton
 
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"]
-
-
-class DistillationSums(NamedTuple):
-    """Sums over the rows whose label is not -100: fp32 scalars, of which only `loss` is differentiable."""
-
-    loss: Tensor
-    kl: Tensor
-    """KL(teacher ‖ student) at temperature 1, nats."""
-    cross_entropy: Tensor
-    """Of the student, nats."""
-    total_variation: Tensor
-    """½ Σ |p − q| at temperature 1; 1 − its mean is the acceptance rate of speculative decoding."""
-    agreement: Tensor
-    """Rows where the student's most probable token is a most probable one of the teacher, too."""
-
-
-class _Objective(NamedTuple):
-    kind: DivergenceKind
-    temperature: float
-    alpha: float
-    hard_weight: float
-
-
-def _objective(kind: DivergenceKind, temperature: float, alpha: float, hard_weight: float) -> _Objective:
-    if kind not in get_args(DivergenceKind):
-        raise ValueError(f"unknown divergence {kind!r}; known are {', '.join(get_args(DivergenceKind))}")
-    if temperature <= 0:
-        raise ValueError(f"the temperature of distillation must be positive, not {temperature}")
-    if not (0 <= alpha <= 1 and 0 <= hard_weight <= 1):
-        raise ValueError(f"alpha and hard_weight must lie in [0, 1], not {alpha} and {hard_weight}")
-    if kind == "jsd" and alpha in (0, 1):
-        kind = "forward_kl" if alpha == 0 else "reverse_kl"
-    return _Objective(kind, temperature, alpha, hard_weight)
+__all__ = ["DistillationSums", "DivergenceKind", "linear_distillation", "linear_distillation_reference"]
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
@@ -107,7 +84,7 @@ def linear_distillation_reference(
     hard_weight: float = 0.0,
 ) -> DistillationSums:
     """`linear_distillation` in its plainest form, with all logits at once."""
-    kind, temperature, alpha, hard_weight = _objective(kind, temperature, alpha, hard_weight)
+    kind, temperature, alpha, hard_weight = make_objective(kind, temperature, alpha, hard_weight)
     valid = labels != IGNORE_LABEL
     vocabulary = min(student_weight.shape[0], teacher_weight.shape[0])
     student = student_hidden[valid] @ student_weight[:vocabulary].t()
@@ -127,6 +104,153 @@ def linear_distillation_reference(
     )
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "tiles_per_range"])
+def _statistics_kernel(
+    p_student, p_student_weight, p_teacher, p_teacher_weight, p_labels, p_statistics,
+    num_rows, vocabulary, num_tiles, tiles_per_range, student_row, student_weight_row, teacher_row, teacher_weight_row,
+    inverse_temperature, least,
+    KIND: tl.constexpr, DS: tl.constexpr, DT: tl.constexpr, TEMPERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """What a range of the vocabulary contributes to each row, [ranges, 9, T]: maxima of the logits of student and
+    teacher, sums of exponentials, the same tempered, Σ exp(z/τ) (z − teacher's z) for reverse_kl, the label's logit,
+    and the teacher's logit where the student's is largest.
+    """
+    row_tile, part = program_tiles(num_rows, tl.cdiv(num_tiles, tiles_per_range), ROWS, GROUP)
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    m_rows = rows < num_rows
+    b_labels = tl.load(p_labels + rows, mask=m_rows, other=-100)
+    b_max_s = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    b_max_t = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    b_zero = tl.zeros([ROWS], dtype=tl.float32)
+    b_sum_s, b_sum_t, b_tempered_s, b_tempered_t = b_zero, b_zero, b_zero, b_zero
+    b_chosen, b_slope, b_teacher_at = b_zero, b_zero, b_max_t
+    first = part * tiles_per_range
+    for tile in range(first, tl.minimum(first + tiles_per_range, num_tiles)):
+        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+        b_s = logits_tile(
+            p_student, p_student_weight, rows, columns, num_rows, vocabulary, student_row, student_weight_row, least,
+            DS, DEPTH, INTERPRETED,
+        )  # fmt: skip
+        b_t = logits_tile(
+            p_teacher, p_teacher_weight, rows, columns, num_rows, vocabulary, teacher_row, teacher_weight_row, least,
+            DT, DEPTH, INTERPRETED,
+        )  # fmt: skip
+        b_tile_max = tl.max(b_s, axis=1)
+        b_at = tl.max(tl.where(b_s == b_tile_max[:, None], b_t, float("-inf")), axis=1)
+        b_at = tl.where(b_tile_max == b_max_s, tl.maximum(b_at, b_teacher_at), b_at)
+        b_teacher_at = tl.where(b_tile_max >= b_max_s, b_at, b_teacher_at)
+        b_new_s = tl.maximum(b_max_s, b_tile_max)
+        b_new_t = tl.maximum(b_max_t, tl.max(b_t, axis=1))
+        b_sum_s = rescaled_sum(b_s, b_max_s, b_new_s, b_sum_s, 1.0)
+        b_sum_t = rescaled_sum(b_t, b_max_t, b_new_t, b_sum_t, 1.0)
+        if TEMPERED:
+            b_tempered_s = rescaled_sum(b_s, b_max_s, b_new_s, b_tempered_s, inverse_temperature)
+            b_tempered_t = rescaled_sum(b_t, b_max_t, b_new_t, b_tempered_t, inverse_temperature)
+        if KIND == "reverse_kl":
+            b_slopes = tl.exp((b_s - b_new_s[:, None]) * inverse_temperature) * (b_s - b_t)
+            b_slope = b_slope * tl.exp((b_max_s - b_new_s) * inverse_temperature) + tl.sum(b_slopes, axis=1)
+        b_max_s, b_max_t = b_new_s, b_new_t
+        b_chosen += tl.sum(tl.where(columns[None, :] == b_labels[:, None], b_s, 0.0), axis=1)
+    p_statistics += part.to(tl.int64) * 9 * num_rows + rows
+    tl.store(p_statistics, b_max_s, mask=m_rows)
+    tl.store(p_statistics + num_rows, b_max_t, mask=m_rows)
+    tl.store(p_statistics + 2 * num_rows, b_sum_s, mask=m_rows)
+    tl.store(p_statistics + 3 * num_rows, b_sum_t, mask=m_rows)
+    tl.store(p_statistics + 4 * num_rows, b_tempered_s if TEMPERED else b_sum_s, mask=m_rows)
+    tl.store(p_statistics + 5 * num_rows, b_tempered_t if TEMPERED else b_sum_t, mask=m_rows)
+    tl.store(p_statistics + 6 * num_rows, b_slope, mask=m_rows)
+    tl.store(p_statistics + 7 * num_rows, b_chosen, mask=m_rows)
+    tl.store(p_statistics + 8 * num_rows, b_teacher_at, mask=m_rows)
+
+
+@triton.jit
+def _divergence_tile(b_p, b_q, b_log_ratio, alpha, log_weight_p, log_weight_q, weight_q, KIND: tl.constexpr):
+    """Each token's part of the divergence, and the divergence's derivative by q up to a constant a row."""
+    if KIND == "forward_kl":
+        b_divergence, b_slope = b_p * b_log_ratio, b_log_ratio
+    elif KIND == "reverse_kl":
+        b_divergence, b_slope = -b_q * b_log_ratio, -b_log_ratio
+    else:
+        b_log_p = b_log_ratio + log_weight_p
+        b_top = tl.maximum(b_log_p, log_weight_q)
+        # log q − log m, then log p − log m
+        b_log_q_m = -b_top - tl.log(tl.exp(b_log_p - b_top) + tl.exp(log_weight_q - b_top))
+        b_log_p_m = b_log_ratio + b_log_q_m
+        if KIND == "skewed_forward_kl":
+            b_divergence, b_slope = b_p * b_log_p_m, -weight_q * tl.exp(b_log_p_m)
+        elif KIND == "skewed_reverse_kl":
+            b_divergence, b_slope = b_q * b_log_q_m, b_log_q_m - weight_q * tl.exp(b_log_q_m)
+        else:
+            b_divergence, b_slope = alpha * b_p * b_log_p_m + weight_q * b_q * b_log_q_m, weight_q * b_log_q_m
+    return b_divergence, b_slope
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_tile", "num_tiles", "tiles_per_range"])
+def _divergence_kernel(
+    p_student, p_student_weight, p_teacher, p_teacher_weight, p_labels, p_normalizers, p_sums, p_gradient,
+    num_rows, vocabulary, first_tile, num_tiles, tiles_per_range,
+    student_row, student_weight_row, teacher_row, teacher_weight_row, gradient_row,
+    inverse_temperature, least, alpha, log_weight_p, log_weight_q, weight_q, soft_scale, hard_scale,
+    KIND: tl.constexpr, DS: tl.constexpr, DT: tl.constexpr, TEMPERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Store in p_sums [ranges, 4, T] what a range of a window of the vocabulary contributes to KL and total variation
+    at temperature 1, to the divergence and to Σ q g; and dz of the range, unless p_gradient is None.
+
+    p_normalizers [5, T]: log-normalizers of student and teacher at temperature 1, then tempered, then Σ q g.
+    """
+    row_tile, part = program_tiles(num_rows, tl.cdiv(num_tiles, tiles_per_range), ROWS, GROUP)
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    m_rows = rows < num_rows
+    b_labels = tl.load(p_labels + rows, mask=m_rows, other=-100)[:, None]
+    p_normalizers += rows
+    b_norm_s = tl.load(p_normalizers, mask=m_rows, other=0.0)[:, None]
+    b_norm_t = tl.load(p_normalizers + num_rows, mask=m_rows, other=0.0)[:, None]
+    b_tempered_s = tl.load(p_normalizers + 2 * num_rows, mask=m_rows, other=0.0)[:, None]
+    b_tempered_t = tl.load(p_normalizers + 3 * num_rows, mask=m_rows, other=0.0)[:, None]
+    b_mean = tl.load(p_normalizers + 4 * num_rows, mask=m_rows, other=0.0)[:, None]
+    p_sums += part.to(tl.int64) * 4 * num_rows + rows
+    b_zero = tl.zeros([ROWS], dtype=tl.float32)
+    b_kl, b_variation, b_divergence, b_new_mean = b_zero, b_zero, b_zero, b_zero
+    first = part * tiles_per_range
+    for tile in range(first, tl.minimum(first + tiles_per_range, num_tiles)):
+        places = tile * COLUMNS + tl.arange(0, COLUMNS)
+        columns = first_tile * COLUMNS + places
+        b_s = logits_tile(
+            p_student, p_student_weight, rows, columns, num_rows, vocabulary, student_row, student_weight_row, least,
+            DS, DEPTH, INTERPRETED,
+        )  # fmt: skip
+        b_t = logits_tile(
+            p_teacher, p_teacher_weight, rows, columns, num_rows, vocabulary, teacher_row, teacher_weight_row, least,
+            DT, DEPTH, INTERPRETED,
+        )  # fmt: skip
+        b_q, b_p = tl.exp(b_s - b_norm_s), tl.exp(b_t - b_norm_t)
+        b_log_ratio = (b_t - b_s) - (b_norm_t - b_norm_s)
+        b_kl += tl.sum(b_p * b_log_ratio, axis=1)
+        b_variation += 0.5 * tl.sum(tl.abs(b_p - b_q), axis=1)
+        b_hard = hard_scale * (b_q - tl.where(columns[None, :] == b_labels, 1.0, 0.0))
+        if TEMPERED:
+            b_q = tl.exp(b_s * inverse_temperature - b_tempered_s)
+            b_p = tl.exp(b_t * inverse_temperature - b_tempered_t)
+            b_log_ratio = (b_t - b_s) * inverse_temperature - (b_tempered_t - b_tempered_s)
+        b_parts, b_slope = _divergence_tile(
+            b_p, b_q, b_log_ratio, alpha, log_weight_p, log_weight_q, weight_q, KIND=KIND
+        )
+        b_divergence += tl.sum(b_parts, axis=1)
+        b_new_mean += tl.sum(b_q * b_slope, axis=1)
+        if p_gradient is not None:
+            b_soft = b_q - b_p if KIND == "forward_kl" else (b_slope - b_mean) * b_q
+            b_gradient = tl.where(b_labels != -100, soft_scale * b_soft + b_hard, 0.0)
+            o_gradient = rows.to(tl.int64)[:, None] * gradient_row + places[None, :]
+            mask = m_rows[:, None] & (columns < vocabulary)[None, :]
+            tl.store(p_gradient + o_gradient, b_gradient.to(p_gradient.dtype.element_ty), mask=mask)
+    tl.store(p_sums, b_kl, mask=m_rows)
+    tl.store(p_sums + num_rows, b_variation, mask=m_rows)
+    tl.store(p_sums + 2 * num_rows, b_divergence, mask=m_rows)
+    tl.store(p_sums + 3 * num_rows, b_new_mean, mask=m_rows)
+
+
 def linear_distillation(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -144,143 +268,125 @@ def linear_distillation(
     student_hidden [T, Ds]; student_weight [V, Ds]; teacher_hidden [T, Dt]; teacher_weight [V', Dt]; labels [T] int64.
     Where V ≠ V', tokens from min(V, V') on (padding of the vocabulary) have no probability in either model.
     The loss is differentiable in the student's tensors, once; the teacher never receives a gradient.
-    Raises ValueError for an unknown kind, a temperature ≤ 0, or alpha or hard_weight outside of [0, 1].
+    Raises ValueError for an unknown kind, a temperature ≤ 0, or alpha or hard_weight outside of [0, 1]. On CUDA the
+    floating-point inputs are fp32, bf16 or fp16 and contiguous in the last dimension, or this raises ValueError too; a
+    label outside of the vocabulary makes the loss NaN.
     """
-    objective = _objective(kind, temperature, alpha, hard_weight)
-    dtype = product_dtype(student_hidden)
-    valid = (labels != IGNORE_LABEL).nonzero()[:, 0]
-    vocabulary = min(student_weight.shape[0], teacher_weight.shape[0])
-    student, teacher = (
-        (hidden.detach()[valid].to(dtype), weight.detach()[:vocabulary].to(dtype))
+    objective = make_objective(kind, temperature, alpha, hard_weight)
+    if not runs_triton(student_hidden):
+        return linear_distillation_cpu(
+            student_hidden, student_weight, teacher_hidden, teacher_weight, labels, objective=objective
+        )
+    labels, dtype = labels.contiguous(), product_dtype(student_hidden)
+    vocabulary = min(len(student_weight), len(teacher_weight))
+    heads = [
+        make_head(hidden, weight, labels, vocabulary=vocabulary, dtype=dtype)
         for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
-    )
+    ]
     gradients = None
-    if torch.is_grad_enabled() and (student_hidden.requires_grad or student_weight.requires_grad):
-        gradients = ProjectionGradients(
-            *student, full_vocabulary=student_weight.shape[0], of_projection=student_weight.requires_grad
-        )
-    with torch.no_grad():
-        sums = DistillationSums(*_summed(student, teacher, labels[valid], objective, gradients))
+    if wants_gradients(student_hidden, student_weight):
+        gradients = GradientSums(heads[0], student_hidden, student_weight)
+    sums = torch.zeros(5, dtype=torch.float32, device=labels.device)
+    for chunk, (student, teacher) in sources(heads, trains=gradients is not None):
+        sums += _Walks(student, teacher, labels[chunk], objective).sums(chunk, gradients)
+    results = DistillationSums(*sums)
     if gradients is None:
-        return sums
-    return sums._replace(loss=attach_gradients(sums.loss, student_hidden, student_weight, valid, gradients))
+        return results
+    return results._replace(loss=attach_gradients(results.loss, student_hidden, student_weight, None, gradients))
 
 
-def _summed(
-    student: tuple[Tensor, Tensor],
-    teacher: tuple[Tensor, Tensor],
-    labels: Tensor,
-    objective: _Objective,
-    gradients: ProjectionGradients | None,
-) -> Tensor:
-    """Return the fields of DistillationSums, [5]; student, teacher: rows [n, D] and projection [V, D]."""
-    num_rows, vocabulary = student[0].shape[0], student[1].shape[0]
-    chunk_rows, block_rows = rows_per_chunk(num_rows, vocabulary), rows_per_block(num_rows, vocabulary)
-    buffers = student[0].new_empty(2, chunk_rows, vocabulary)
-    workspace = buffers.new_empty(5, block_rows, vocabulary, dtype=statistics_dtype(buffers.dtype))
-    sums = workspace.new_zeros(5)
-    for chunk in slices(num_rows, chunk_rows):
-        z_student, z_teacher = (
-            torch.mm(rows[chunk], projection.t(), out=buffer[: chunk.stop - chunk.start])
-            for (rows, projection), buffer in zip((student, teacher), buffers, strict=True)
+class _Rows(NamedTuple):
+    """What the first walk finds out about each row."""
+
+    normalizers: Tensor
+    """[5, T]: log-normalizers of student and teacher at temperature 1, then tempered, then Σ q g if it is known."""
+    cross_entropy: Tensor
+    agreement: Tensor
+
+
+class _Walks(NamedTuple):
+    """Over the vocabulary, for a chunk of rows: launches of the kernels, and what follows from the ranges' results."""
+
+    student: Source
+    teacher: Source
+    labels: Tensor
+    objective: Objective
+
+    def sums(self, chunk: slice, gradients: GradientSums | None) -> Tensor:
+        """Return the fields of DistillationSums, [5]; add to the gradients."""
+        rows = self._statistics()
+        if gradients is None:
+            return self._results(rows, self._walk(rows.normalizers))
+        if self.objective.kind not in ("forward_kl", "reverse_kl"):
+            rows.normalizers[4] = self._walk(rows.normalizers)[3]
+        sums = rows.normalizers.new_zeros(4, len(self.labels))
+        for window, grad_logits in gradient_windows(self.student):
+            sums += self._walk(rows.normalizers, window, grad_logits)
+            gradients.add(chunk, window, grad_logits)
+        return self._results(rows, sums)
+
+    def _statistics(self) -> _Rows:
+        plan, temperature = plan_walk(self.student), self.objective.temperature
+        found = torch.empty(plan.num_ranges, 9, len(self.labels), dtype=torch.float32, device=self.labels.device)
+        _statistics_kernel[(plan.num_programs,)](
+            *self._inputs(), found, len(self.labels), self.student.vocabulary, plan.num_tiles, plan.tiles_per_range,
+            *self.student.strides, *self.teacher.strides, 1 / temperature, self.student.least_logit,
+            **self._options(),
+        )  # fmt: skip
+        max_s, max_t, sum_s, sum_t, tempered_s, tempered_t, slope, chosen, teacher_at = found.unbind(1)
+        top_s, top_t = max_s.amax(0), max_t.amax(0)
+        weight_s, weight_t = torch.exp((max_s - top_s) / temperature), torch.exp((max_t - top_t) / temperature)
+        normalizers = torch.stack(
+            (
+                top_s + (sum_s * torch.exp(max_s - top_s)).sum(0).log(),
+                top_t + (sum_t * torch.exp(max_t - top_t)).sum(0).log(),
+                top_s / temperature + (tempered_s * weight_s).sum(0).log(),
+                top_t / temperature + (tempered_t * weight_t).sum(0).log(),
+                (slope * weight_s).sum(0) / (tempered_s * weight_s).sum(0) / temperature,
+            )
         )
-        for block in slices(z_student.shape[0], block_rows):
-            logits = _Logits(z_student[block], z_teacher[block])
-            sums += _block_sums(logits, labels[chunk][block], objective, workspace, gradients is not None)
-        if gradients is not None:
-            gradients.add(chunk, z_student)
-    return sums
+        normalizers[4] += normalizers[3] - normalizers[2]
+        in_vocabulary = (self.labels >= 0) & (self.labels < self.student.vocabulary)
+        return _Rows(
+            normalizers,
+            cross_entropy=torch.where(in_vocabulary, normalizers[0] - chosen.sum(0), torch.nan),
+            agreement=torch.where(max_s == top_s, teacher_at, -torch.inf).amax(0) == top_t,
+        )
 
+    def _walk(self, normalizers: Tensor, window: slice | None = None, grad_logits: Tensor | None = None) -> Tensor:
+        """Return KL and total variation at temperature 1, divergence and Σ q g of a window, [4, R]; store its dz."""
+        kind, temperature, alpha, hard_weight = self.objective
+        weight_p = 1 - alpha if kind == "skewed_reverse_kl" else alpha
+        log_weights = (math.log(weight) if weight else -math.inf for weight in (weight_p, 1 - weight_p))
+        plan = plan_walk(self.student, window)
+        sums = torch.empty(plan.num_ranges, 4, len(self.labels), dtype=torch.float32, device=self.labels.device)
+        _divergence_kernel[(plan.num_programs,)](
+            *self._inputs(), normalizers, sums, grad_logits,
+            len(self.labels), self.student.vocabulary, plan.first_tile, plan.num_tiles, plan.tiles_per_range,
+            *self.student.strides, *self.teacher.strides, 0 if grad_logits is None else grad_logits.stride(0),
+            1 / temperature, self.student.least_logit,
+            alpha, *log_weights, 1 - weight_p, (1 - hard_weight) * temperature, hard_weight,
+            **self._options(),
+        )  # fmt: skip
+        return sums.sum(0)
 
-class _Logits(NamedTuple):
-    student: Tensor
-    teacher: Tensor
+    def _results(self, rows: _Rows, sums: Tensor) -> Tensor:
+        temperature, hard_weight = self.objective.temperature, self.objective.hard_weight
+        kl, total_variation, divergence, _ = sums
+        loss = (1 - hard_weight) * temperature**2 * divergence
+        if hard_weight:
+            loss = loss + hard_weight * rows.cross_entropy
+        values = torch.stack((loss, kl, rows.cross_entropy, total_variation, rows.agreement.to(kl.dtype)))
+        return torch.where(self.labels != IGNORE_LABEL, values, 0).sum(1)
 
+    def _inputs(self) -> tuple[Tensor | None, ...]:
+        return self.student.rows, self.student.weight, self.teacher.rows, self.teacher.weight, self.labels
 
-class _Distributions(NamedTuple):
-    """Of a block, [r, V]."""
-
-    p: Tensor
-    q: Tensor
-    log_ratio: Tensor
-    """log p − log q, finite."""
-
-
-def _block_sums(
-    logits: _Logits, labels: Tensor, objective: _Objective, workspace: Tensor, into_gradient: bool
-) -> Tensor:
-    """Return the fields of DistillationSums, [5], for a block; on demand turn its student logits into the gradient."""
-    kind, temperature, alpha, hard_weight = objective
-    p, q, log_ratio, scratch, hard_gradient = workspace[:, : labels.shape[0]]
-    for z in logits:
-        # A logit of −inf is probability 0; finite, its differences are no NaN.
-        z.clamp_(min=max(-1e30, torch.finfo(z.dtype).min))
-    labels = labels[:, None]
-    student_normalizer = _fill_distributions(logits, 1.0, _Distributions(p, q, log_ratio))
-    kl = torch.linalg.vecdot(p, log_ratio).sum()
-    total_variation = 0.5 * torch.sub(p, q, out=scratch).abs_().sum()
-    cross_entropy = (student_normalizer - logits.student.gather(1, labels)[:, 0]).sum()
-    agreement = logits.teacher.gather(1, logits.student.max(-1).indices[:, None])[:, 0] == logits.teacher.amax(-1)
-    if into_gradient and hard_weight:
-        torch.mul(q, hard_weight, out=hard_gradient)
-        hard_gradient.scatter_add_(1, labels, hard_gradient.new_full(labels.shape, -hard_weight))
-    if temperature != 1:
-        _fill_distributions(logits, temperature, _Distributions(p, q, log_ratio))
-    soft, soft_gradient = _divergence(_Distributions(p, q, log_ratio), kind, alpha, scratch)
-    if into_gradient:
-        soft_gradient.mul_((1 - hard_weight) * temperature)
-        logits.student.copy_(soft_gradient.add_(hard_gradient) if hard_weight else soft_gradient)
-    loss = (1 - hard_weight) * temperature**2 * soft + hard_weight * cross_entropy
-    return torch.stack((loss, kl, cross_entropy, total_variation, agreement.sum().to(p.dtype)))
-
-
-def _fill_distributions(logits: _Logits, temperature: float, out: _Distributions) -> Tensor:
-    """Compute both distributions at a temperature; return the log-normalizer of the student's, [r]."""
-    normalizers = []
-    for z, probabilities in ((logits.teacher, out.p), (logits.student, out.q)):
-        scaled = z if temperature == 1 else out.log_ratio.copy_(z).mul_(1 / temperature)
-        torch.softmax(scaled, dim=-1, dtype=probabilities.dtype, out=probabilities)
-        normalizers.append(log_normalizer(scaled, probabilities))
-    out.log_ratio.copy_(logits.teacher).sub_(logits.student)
-    if temperature != 1:
-        out.log_ratio.mul_(1 / temperature)
-    out.log_ratio.sub_((normalizers[0] - normalizers[1])[:, None])
-    return normalizers[1]
-
-
-def _divergence(
-    distributions: _Distributions, kind: DivergenceKind, alpha: float, scratch: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the summed divergence and its gradient by the scaled logits z/τ, [r, V], in a buffer of the inputs."""
-    p, q, log_ratio = distributions
-    if kind == "forward_kl":
-        divergence = torch.linalg.vecdot(p, log_ratio).sum()
-        return divergence, torch.sub(q, p, out=log_ratio)
-    if kind == "reverse_kl":
-        slope = log_ratio.neg_()
-        divergence = torch.linalg.vecdot(q, slope).sum()
-    else:
-        divergence, slope = _mixture_divergence(distributions, kind, alpha, scratch)
-    return divergence, slope.sub_(torch.linalg.vecdot(q, slope)[:, None]).mul_(q)
-
-
-def _mixture_divergence(
-    distributions: _Distributions, kind: DivergenceKind, alpha: float, scratch: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the summed divergence from a mixture m of p and q, and its derivative by q up to a constant a row."""
-    p, q, log_ratio = distributions
-    weight_p = 1 - alpha if kind == "skewed_reverse_kl" else alpha
-    weight_q = 1 - weight_p
-    log_weight_p, log_weight_q = (math.log(w) if w else -math.inf for w in (weight_p, weight_q))
-    # log q − log m, then log p − log m
-    log_q_m = torch.logaddexp(
-        torch.add(log_ratio, log_weight_p, out=scratch), scratch.new_tensor(log_weight_q), out=scratch
-    )
-    log_q_m.neg_()
-    log_p_m = log_ratio.add_(log_q_m)
-    if kind == "skewed_forward_kl":
-        return torch.linalg.vecdot(p, log_p_m).sum(), log_p_m.exp_().mul_(-weight_q)
-    reverse = torch.linalg.vecdot(q, log_q_m).sum()
-    if kind == "jsd":
-        return alpha * torch.linalg.vecdot(p, log_p_m).sum() + weight_q * reverse, log_q_m.mul_(weight_q)
-    return reverse, log_q_m.sub_(log_p_m.copy_(log_q_m).exp_().mul_(weight_q))
+    def _options(self) -> dict[str, Any]:
+        sizes = {"DS": self.student.hidden_size, "DT": self.teacher.hidden_size}
+        return {
+            "KIND": self.objective.kind,
+            "TEMPERED": self.objective.temperature != 1,
+            **sizes,
+            **self.student.options,
+        }
