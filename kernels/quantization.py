@@ -1,0 +1,238 @@
+"""Weights in 4 and 8 bits: how they are stored, made and read back. Plain PyTorch, exact to the bit.
+
+    NF4    w = table[code] · absmax of its 64-block          blocks run through the flattened matrix, across its rows
+    INT4   w = (code − zero) · scale of its row and group    zero = 8 everywhere if symmetric
+    INT8   w = code · scale of its row
+    FP8    w = code · scale of its row                       e4m3fn: largest 448, no infinity
+
+Every product is formed in fp32 and rounded once to the dtype asked for. NF4's absmax may itself be quantized ("double
+quantization"): absmax = dynamic[code] · nested absmax of its 256-block + offset.
+
+Sources: NF4 https://arxiv.org/abs/2305.14314, its bytes as in bitsandbytes; the dynamic codebook
+https://arxiv.org/abs/1511.04561; INT4 and INT8 ranges as in compressed-tensors: scale = 2·absmax / (2^bits − 1).
+
+Legend: N output features, K input features, G groups of a row, B blocks.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NF4_BLOCK = 64
+NESTED_BLOCK = 256
+NF4_TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP8_MAX = 448.0
+_SYMMETRIC_ZERO = 8
+_TINIEST = 1e-38
+
+
+@cache
+def nf4_table(device: torch.device) -> Tensor:
+    """The 16 values of NF4, fp32, rising."""
+    return torch.tensor(NF4_TABLE, dtype=torch.float32, device=device)
+
+
+@cache
+def _nf4_pairs(device: torch.device) -> Tensor:
+    """What each of the 256 bytes stands for: two fp32 in the 64 bits of an int64, to be looked up at once."""
+    table = nf4_table(device)
+    return torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=-1).view(torch.int64).view(256)
+
+
+@cache
+def dynamic_table(device: torch.device) -> Tensor:
+    """The 256 values of the signed dynamic 8-bit code, fp32, rising: 7 decades, each finer than the one below."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += middles + [-middle for middle in middles]
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class NF4Weight:
+    """A matrix [N, K] in NF4; the tensors are those that bitsandbytes stores."""
+
+    codes: Tensor
+    """u8 [⌈N·K/2⌉]: two elements of the flattened matrix a byte, the even one in the high nibble."""
+    absmax: Tensor
+    """[B] of every 64-block of the flattened matrix: fp32, or u8 codes if doubly quantized."""
+    shape: tuple[int, int]
+    nested_absmax: Tensor | None = None
+    """fp32 [⌈B/256⌉], if doubly quantized."""
+    offset: Tensor | None = None
+    """fp32 scalar, if doubly quantized: the mean of all absmax."""
+
+    def block_scales(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """absmax of the blocks from `start` to `stop`, fp32."""
+        absmax = self.absmax[start:stop]
+        if self.nested_absmax is None or self.offset is None:
+            return absmax
+        nested = self.nested_absmax[torch.arange(start, start + len(absmax), device=absmax.device) // NESTED_BLOCK]
+        return dynamic_table(absmax.device)[absmax.long()] * nested + self.offset
+
+    def elements(self) -> Tensor:
+        """Codes 0..15, u8 [N, K]."""
+        pairs = torch.stack((self.codes >> 4, self.codes & 15), dim=-1)
+        return pairs.view(-1)[: self.shape[0] * self.shape[1]].view(self.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it."""
+        start, stop, _ = rows.indices(self.shape[0])
+        first, end = start * self.shape[1], max(start, stop) * self.shape[1]
+        pairs = _nf4_pairs(self.codes.device)[self.codes[first // 2 : -(-end // 2)].long()]
+        values = pairs.view(torch.float32)[first % 2 :][: end - first]
+        scales = self.block_scales(first // NF4_BLOCK, -(-end // NF4_BLOCK))
+        if first % NF4_BLOCK or end % NF4_BLOCK:
+            values = values * scales.repeat_interleave(NF4_BLOCK)[first % NF4_BLOCK :][: end - first]
+        else:
+            values = values.view(-1, NF4_BLOCK) * scales[:, None]
+        return values.view(-1, self.shape[1]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """A matrix [N, K] in 4-bit integers with a scale for each group of neighbours in a row; the last may be shorter."""
+
+    codes: Tensor
+    """u8 [N, ⌈K/2⌉]: two elements a byte, the even one in the low nibble; 0..15."""
+    scales: Tensor
+    """fp32 [N, G]."""
+    shape: tuple[int, int]
+    group: int
+    zeros: Tensor | None = None
+    """u8 [N, G] if asymmetric: the code that means 0. Else it is 8."""
+
+    def elements(self) -> Tensor:
+        """Codes 0..15, u8 [N, K]."""
+        return _low_nibble_first(self.codes, self.shape[1])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it."""
+        columns = self.shape[1]
+        codes = _low_nibble_first(self.codes[rows], columns).float()
+        zeros = _SYMMETRIC_ZERO if self.zeros is None else _repeated(self.zeros[rows].float(), self.group, columns)
+        return ((codes - zeros) * _repeated(self.scales[rows], self.group, columns)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowScaledWeight:
+    codes: Tensor
+    """[N, K]."""
+    scales: Tensor
+    """fp32 [N]."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it."""
+        return (self.codes[rows].float() * self.scales[rows, None]).to(dtype)
+
+
+class Int8Weight(_RowScaledWeight):
+    """A matrix [N, K] in int8 with a scale for each row."""
+
+
+class Fp8Weight(_RowScaledWeight):
+    """A matrix [N, K] in float8_e4m3fn with a scale for each row."""
+
+
+QuantizedWeight = NF4Weight | Int4Weight | Int8Weight | Fp8Weight
+
+
+def quantize_nf4(weight: Tensor, *, double: bool = True) -> NF4Weight:
+    """Quantize a matrix [N, K] of floats in 64-blocks of its flattened elements; `double`: their absmax too."""
+    _check_matrix(weight)
+    codes, absmax = _nearest_codes(weight.flatten().float(), nf4_table(weight.device), NF4_BLOCK)
+    codes = F.pad(codes, (0, len(codes) % 2), value=NF4_TABLE.index(0.0))
+    packed, shape = codes[::2] << 4 | codes[1::2], (weight.shape[0], weight.shape[1])
+    if not double:
+        return NF4Weight(packed, absmax, shape)
+    offset = absmax.mean()
+    absmax_codes, nested_absmax = _nearest_codes(absmax - offset, dynamic_table(weight.device), NESTED_BLOCK)
+    return NF4Weight(packed, absmax_codes, shape, nested_absmax, offset)
+
+
+def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -> Int4Weight:
+    """Quantize a matrix [N, K] of floats in groups of `group` neighbours of a row."""
+    _check_matrix(weight)
+    if group < 1:
+        raise ValueError(f"a group has at least one element, not {group}")
+    n, k = weight.shape
+    wide = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
+    zeros = None
+    if symmetric:
+        scales = _nonzero(wide.abs().amax(-1) / 7.5)
+        codes = (wide / scales[..., None]).round().clamp(-8, 7) + _SYMMETRIC_ZERO
+    else:
+        lowest, highest = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
+        scales = _nonzero((highest - lowest) / 15)
+        zero_codes = (-lowest / scales).round().clamp(0, 15)
+        codes = ((wide / scales[..., None]).round() + zero_codes[..., None]).clamp(0, 15)
+        zeros = zero_codes.to(torch.uint8)
+    flat = F.pad(codes.view(n, -1)[:, :k].to(torch.uint8), (0, k % 2))
+    return Int4Weight(flat[:, ::2] | flat[:, 1::2] << 4, scales, (n, k), group, zeros)
+
+
+def quantize_int8(weight: Tensor) -> Int8Weight:
+    """Quantize a matrix [N, K] of floats row by row."""
+    _check_matrix(weight)
+    wide = weight.float()
+    scales = _nonzero(wide.abs().amax(-1) / 127.5)
+    return Int8Weight((wide / scales[:, None]).round().clamp(-128, 127).to(torch.int8), scales)
+
+
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
+    """Quantize a matrix [N, K] of floats row by row."""
+    _check_matrix(weight)
+    wide = weight.float()
+    scales = _nonzero(wide.abs().amax(-1) / _FP8_MAX)
+    # Some versions of torch turn what is beyond the range into NaN: it is cut off before the cast.
+    return Fp8Weight((wide / scales[:, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn), scales)
+
+
+def _check_matrix(weight: Tensor) -> None:
+    if weight.ndim != 2 or not weight.is_floating_point() or not weight.numel():
+        raise ValueError(f"only a matrix of floats can be quantized, not {weight.dtype} {tuple(weight.shape)}")
+
+
+def _nearest_codes(values: Tensor, table: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Codes (u8) of fp32 values after division by the absmax of their block, and these absmax [⌈values/block⌉].
+
+    A value halfway between two of the table gets the lower one. A full block is multiplied with the reciprocal, the
+    last, shorter one divided, as bitsandbytes does: the results can differ in their last bit.
+    """
+    full = len(values) - len(values) % block
+    blocks, rest = values[:full].view(-1, block), values[full:]
+    absmax = blocks.abs().amax(-1)
+    scaled = (blocks * (1 / absmax.clamp(min=_TINIEST))[:, None]).view(-1)
+    if len(rest):
+        last = rest.abs().amax().clamp(min=_TINIEST)
+        absmax, scaled = torch.cat((absmax, last[None])), torch.cat((scaled, rest / last))
+    midpoints = (table[:-1] + table[1:]) / 2
+    return torch.bucketize(scaled.clamp(-1, 1), midpoints).to(torch.uint8), absmax
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """A group of zeros gets the scale 1."""
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _repeated(values: Tensor, times: int, length: int) -> Tensor:
+    """Each of the last dimension's values `times` times, `length` in all."""
+    return values.repeat_interleave(times, -1)[..., :length]
+
+
+def _low_nibble_first(codes: Tensor, columns: int) -> Tensor:
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[:, :columns]

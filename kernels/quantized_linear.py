@@ -1,0 +1,335 @@
+"""Matrix product of tokens with a quantized weight: y = x Wᵀ + b, W as `quantization` defines it.
+
+    forward     y[t, n] = Σ_k x[t, k] · W[n, k] + b[n]
+    backward    dx[t, k] = Σ_n dy[t, n] · W[n, k];   the codes get no gradient, and W in full precision is never kept
+
+`prepare_quantized_weight` repacks a weight once, at load, into the form that the device reads fastest.
+
+On CUDA, by the number of rows:
+- 1: products and sums in fp32 without tensor cores; reading the weight is all that counts;
+- up to `_MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers and go through the tensor cores;
+- more: the weight becomes a matrix of x's dtype in a buffer that is free again after the product, by cuBLAS.
+Where outputs are too few to fill the GPU, K is split; a second kernel adds the parts in order: the same bits each run.
+The backward pass expands tiles as it goes, at any number of rows.
+
+Legend: T tokens, K input features, N output features.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels._quantized_linear_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, prepare_for_cpu
+from kernels._quantized_tiles import (
+    TiledWeight,
+    element_offsets,
+    group_scales,
+    scaled_tile,
+    tables,
+    tile_values,
+    tile_weight,
+)
+from kernels._ragged_tiles import as_operand, dot
+from kernels._triton import check_rows, is_interpreted, num_processors, runs_triton
+from kernels.quantization import QuantizedWeight
+
+PreparedQuantizedWeight = TiledWeight | CpuWeight
+
+# Above this many rows expanding the weight first costs less than expanding its tiles for every 64 rows again:
+# 2 · T · N · K operations then take longer than moving 4.5 bytes per weight. Measure with `python -m bench.quantized`.
+_MOST_FUSED_ROWS = 128
+_MOST_SPLITS = 16
+
+
+class Tiles(NamedTuple):
+    """How a kernel is launched: rows and outputs of a program, and what Triton compiles it for."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+
+
+# By bits a weight and the largest number of rows. 1 row: no tensor cores. Any GPU; `python -m bench.quantized`.
+_FORWARD_TILES = {
+    4: {1: Tiles(1, 128, 4, 4), 16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 4), 64: Tiles(64, 128, 4, 3)},
+    8: {1: Tiles(1, 128, 4, 4), 16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 3), 64: Tiles(64, 128, 4, 3)},
+}
+_BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3)}
+_EXPAND_TILES = Tiles(0, 64, 4, 2)
+
+
+def quantized_linear_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` in its plainest form."""
+    product = x @ weight.dequantize(x.dtype).t()
+    return product if bias is None else product + bias
+
+
+@triton.jit
+def _row_kernel(
+    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_bias, p_out,
+    num_inputs, num_outputs, num_tiles, num_groups, tiles_each,
+    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """y [N] of one row x [K]; or, of several splits, this one's sums, fp32 [SPLITS, N]. GROUP 0: one scale a row."""
+    split = tl.program_id(1)
+    o_n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    m_n = o_n < num_outputs
+    o_in_tile = tl.arange(0, PER)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    b_sum = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+    for tile in tl.range(split * tiles_each, tl.minimum((split + 1) * tiles_each, num_tiles), num_stages=STAGES):
+        o_k = tile * (PER * ROWS) + o_in_tile
+        b_x = tl.load(p_x + o_k, mask=o_k < num_inputs, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        b_values = tile_values(
+            p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, PER, ROWS, GROUP, tl.float32
+        )
+        if GROUP == 1:
+            o_scales = element_offsets(tile, o_n, num_outputs, PER, ROWS)
+            b_values *= tl.load(p_scales + o_scales, mask=m_n[None, None, :], other=0.0)
+        b_part = tl.sum(b_values * b_x[:, :, None], axis=0)
+        if GROUP > 1:
+            group = tile * (PER * ROWS) // GROUP
+            b_part *= group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)[
+                None, :
+            ]
+        b_sum += b_part
+    b_y = tl.sum(b_sum, axis=0)
+    if GROUP == 0:
+        b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)
+    if p_bias is not None:
+        b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(p_out + tl.cast(split, tl.int64) * num_outputs + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rows_kernel(
+    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_bias, p_out,
+    num_rows, num_inputs, num_outputs, num_tiles, num_groups, tiles_each, stride_x,
+    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """y [T, N] of x [T, K]; or, of several splits, this one's sums, fp32 [SPLITS, T, N]. GROUP 0: one scale a row."""
+    TILE: tl.constexpr = PER * ROWS
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    split = tl.program_id(2)
+    o_n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    o_t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    m_n, m_t = o_n < num_outputs, o_t < num_rows
+    p_rows = p_x + o_t.to(tl.int64)[:, None] * stride_x
+    b_sum = tl.zeros([TOKENS, OUTPUTS], dtype=tl.float32)
+    for tile in tl.range(split * tiles_each, tl.minimum((split + 1) * tiles_each, num_tiles)):
+        o_k = tile * TILE + tl.arange(0, TILE)[None, :]
+        mask = m_t[:, None] & (o_k < num_inputs)
+        b_x = tl.load(p_rows + o_k, mask=mask, other=0.0, eviction_policy="evict_last")
+        if GROUP == 1:
+            b_w = scaled_tile(
+                p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
+                num_outputs, FORMAT, PER, ROWS, GROUP,
+            )  # fmt: skip
+            b_w = as_operand(b_w, DTYPE, INTERPRETED)
+        else:
+            b_values = tile_values(
+                p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, PER, ROWS, GROUP, DTYPE
+            )
+            b_w = tl.reshape(b_values, [TILE, OUTPUTS])
+        if GROUP > 1:
+            b_part = dot(b_x, b_w, tl.zeros([TOKENS, OUTPUTS], dtype=tl.float32), INTERPRETED)
+            group = tile * TILE // GROUP
+            b_scales = group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)
+            b_sum += b_part * b_scales[None, :]
+        else:
+            b_sum = dot(b_x, b_w, b_sum, INTERPRETED)
+    if GROUP == 0:
+        b_sum *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[None, :]
+    if p_bias is not None:
+        b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    o_out = (tl.cast(split, tl.int64) * num_rows + o_t)[:, None] * num_outputs + o_n[None, :]
+    tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _add_splits_kernel(p_parts, p_bias, p_out, size, num_outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = Σ over splits, in their order, + b: [SPLITS, size] → [size], size = T · N."""
+    o_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_out < size
+    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        b_sum += tl.load(p_parts + tl.cast(split, tl.int64) * size + o_out, mask=mask, other=0.0)
+    if p_bias is not None:
+        b_sum += tl.load(p_bias + o_out % num_outputs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _grad_input_kernel(
+    p_grad, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_out,
+    num_rows, num_inputs, num_outputs, num_groups, stride_grad,
+    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A tile of dx [T, K]: TOKENS rows and the k of one tile of the weight, summed over all outputs."""
+    TILE: tl.constexpr = PER * ROWS
+    tile = tl.program_id(0)
+    o_t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    m_t = o_t < num_rows
+    p_rows = p_grad + o_t.to(tl.int64)[:, None] * stride_grad
+    b_sum = tl.zeros([TOKENS, TILE], dtype=tl.float32)
+    for start in tl.range(0, num_outputs, OUTPUTS):
+        o_n = start + tl.arange(0, OUTPUTS)
+        m_n = o_n < num_outputs
+        b_grad = tl.load(p_rows + o_n[None, :], mask=m_t[:, None] & m_n[None, :], other=0.0)
+        b_w = scaled_tile(
+            p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
+            num_outputs, FORMAT, PER, ROWS, GROUP,
+        )  # fmt: skip
+        b_w = as_operand(b_w, p_grad.dtype.element_ty, INTERPRETED)
+        b_sum = dot(b_grad, tl.trans(b_w), b_sum, INTERPRETED)
+    o_k = tile * TILE + tl.arange(0, TILE)
+    o_out = o_t.to(tl.int64)[:, None] * num_inputs + o_k[None, :]
+    mask = m_t[:, None] & (o_k < num_inputs)[None, :]
+    tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _expand_kernel(
+    p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_out,
+    num_inputs, num_outputs, num_groups,
+    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the weight [N, K], expanded."""
+    tile = tl.program_id(0)
+    o_n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    m_n = o_n < num_outputs
+    b_w = scaled_tile(
+        p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups, num_outputs,
+        FORMAT, PER, ROWS, GROUP,
+    )  # fmt: skip
+    o_k = tile * (PER * ROWS) + tl.arange(0, PER * ROWS)
+    mask = m_n[:, None] & (o_k < num_inputs)[None, :]
+    o_out = o_n.to(tl.int64)[:, None] * num_inputs + o_k[None, :]
+    tl.store(p_out + o_out, tl.trans(b_w).to(p_out.dtype.element_ty), mask=mask)
+
+
+def prepare_quantized_weight(weight: QuantizedWeight) -> PreparedQuantizedWeight:
+    """Repack a weight for the device on which it lies."""
+    return tile_weight(weight) if runs_triton(weight.codes) else prepare_for_cpu(weight)
+
+
+def quantized_linear(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ + b, [T, N], of x [T, K], a prepared weight [N, K] and bias [N] or None.
+
+    The result has the dtype of x: fp32, bf16 or fp16. Differentiable in x and bias. Rows of x need not be neighbours.
+    """
+    n, k = weight.shape
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"x must be [T, {k}] for a weight [{n}, {k}], not {list(x.shape)}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias must be [{n}], not {list(bias.shape)}")
+    result: Tensor = _QuantizedLinear.apply(x, weight, bias)
+    return result
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None) -> Tensor:
+        ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
+        if isinstance(weight, CpuWeight):
+            return linear_on_cpu(x, weight, bias)
+        check_rows(x=x)
+        return _forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        (grad,) = grads
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            on_cpu = isinstance(ctx.weight, CpuWeight)
+            grad_x = grad_input_on_cpu(grad, ctx.weight) if on_cpu else _grad_input(grad.contiguous(), ctx.weight)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, None, grad_bias
+
+
+def _forward(x: Tensor, weight: TiledWeight, bias: Tensor | None) -> Tensor:
+    (rows, _), (n, _) = x.shape, weight.shape
+    if rows > _MOST_FUSED_ROWS:
+        product = x @ _expand(weight, x.dtype).t()
+        return product if bias is None else product.add_(bias)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    tiles = _smallest(_FORWARD_TILES[weight.bits], rows)
+    blocks = triton.cdiv(n, tiles.outputs), triton.cdiv(rows, tiles.rows)
+    splits, tiles_each = _splits(blocks[0] * blocks[1], len(weight.words), x.device)
+    parts = out if splits == 1 else torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
+    inner_bias = bias if splits == 1 else None
+    numbers = x.shape[1], n, len(weight.words), len(weight.scales), tiles_each
+    options = _constants(weight, tiles)
+    # One row needs its sums in fp32 only: its table too.
+    tensors = x, *_tensors(weight, torch.float32 if rows == 1 else x.dtype), inner_bias, parts
+    if rows == 1:
+        _row_kernel[(blocks[0], splits)](*tensors, *numbers, STAGES=options["num_stages"], **options)
+    else:
+        options |= {"TOKENS": tiles.rows, "INTERPRETED": is_interpreted(x)}
+        _rows_kernel[(*blocks, splits)](*tensors, rows, *numbers, x.stride(0), **options)
+    if splits > 1:
+        block = 1024
+        _add_splits_kernel[(triton.cdiv(out.numel(), block),)](
+            parts, bias, out, out.numel(), n, SPLITS=splits, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def _grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
+    (rows, n), k = grad.shape, weight.shape[1]
+    out = torch.empty(rows, k, dtype=grad.dtype, device=grad.device)
+    if rows:
+        tiles = _smallest(_BACKWARD_TILES, rows)
+        _grad_input_kernel[(len(weight.words), triton.cdiv(rows, tiles.rows))](
+            grad, *_tensors(weight, torch.float32), out, rows, k, n, len(weight.scales), grad.stride(0),
+            **_constants(weight, tiles), TOKENS=tiles.rows, INTERPRETED=is_interpreted(grad),
+        )  # fmt: skip
+    return out
+
+
+def _expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
+    n, k = weight.shape
+    out = torch.empty(n, k, dtype=dtype, device=weight.words.device)
+    _expand_kernel[(len(weight.words), triton.cdiv(n, _EXPAND_TILES.outputs))](
+        *_tensors(weight, torch.float32), out, k, n, len(weight.scales), **_constants(weight, _EXPAND_TILES)
+    )
+    return out
+
+
+def _tensors(weight: TiledWeight, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    table, dynamic = tables(weight, dtype)
+    return weight.words, table, weight.zeros, weight.scales, dynamic, weight.nested_absmax, weight.offset
+
+
+def _constants(weight: TiledWeight, tiles: Tiles) -> dict[str, Any]:
+    return {
+        "FORMAT": weight.format,
+        "PER": 32 // weight.bits,
+        "ROWS": weight.words.shape[1],
+        "GROUP": weight.group,
+        "OUTPUTS": tiles.outputs,
+        "num_warps": tiles.num_warps,
+        # Where every element brings its scale, fewer tiles fit into shared memory.
+        "num_stages": min(2, tiles.num_stages) if weight.group == 1 else tiles.num_stages,
+    }
+
+
+def _smallest(table: dict[int, Tiles], rows: int) -> Tiles:
+    """The tiles for the smallest number of rows that is enough, else the largest."""
+    return table[next((most for most in table if most >= rows), max(table))]
+
+
+def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts K is split so that `programs` times as many fill the GPU twice, and their tiles."""
+    wanted = min(_MOST_SPLITS, tiles, max(1, 2 * num_processors(device) // programs))
+    tiles_each = triton.cdiv(tiles, wanted)
+    return triton.cdiv(tiles, tiles_each), tiles_each

@@ -1,0 +1,164 @@
+"""The quantized linear layer against fp64 products with the dequantized weight, on the CPU and in Triton."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.quantized_linear as module
+from kernels._quantized_linear_cpu import _expanded
+from kernels.quantization import Fp8Weight, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.quantized_linear import prepare_quantized_weight, quantized_linear, quantized_linear_reference
+from tests.compare import check_close
+
+QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "nf4": quantize_nf4,
+    "nf4 single": lambda w: quantize_nf4(w, double=False),
+    "int4": lambda w: quantize_int4(w, group=128),
+    "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
+    "int8": quantize_int8,
+    "fp8": quantize_fp8,
+}
+ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+Quantize = Callable[[Tensor], QuantizedWeight]
+
+
+def to(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
+    return type(weight)(**{n: v.to(device) if isinstance(v, Tensor) else v for n, v in fields.items()})
+
+
+def check(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    """Values and gradients."""
+    prepared = prepare_quantized_weight(weight)
+    x = x.detach().requires_grad_()
+    y = quantized_linear(x, prepared, bias)
+    assert y.dtype == x.dtype
+    wide = x.detach().double().requires_grad_()
+    wide_bias = None if bias is None else bias.detach().double().requires_grad_()
+    expected = quantized_linear_reference(wide, weight, wide_bias)
+    check_close(y.detach(), expected)
+    grad = torch.randn_like(y)
+    inputs, wide_inputs = ([x], [wide]) if bias is None else ([x, bias], [wide, wide_bias])
+    grads = torch.autograd.grad(y, inputs, grad)
+    for one, leaf, other in zip(grads, inputs, torch.autograd.grad(expected, wide_inputs, grad.double()), strict=True):
+        assert one.dtype == leaf.dtype
+        check_close(one, other)
+
+
+def rows(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype).to(device)
+
+
+def weight_of(device: torch.device, quantize: Quantize, n: int, k: int) -> QuantizedWeight:
+    return to(quantize(0.05 * torch.randn(n, k)), device)
+
+
+# On the CPU: packed products (which want N in 64s and K in groups), and blocks of outputs.
+@ALL
+@DTYPES
+@pytest.mark.parametrize("shape", [(64, 256), (192, 384), (70, 130), (33, 7)], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 8, 130])
+def test_cpu(quantize: Quantize, dtype: torch.dtype, shape: tuple[int, int], tokens: int) -> None:
+    cpu = torch.device("cpu")
+    bias = rows(cpu, shape[0], dtype=dtype).requires_grad_()
+    check(rows(cpu, tokens, shape[1], dtype=dtype), weight_of(cpu, quantize, *shape), bias if tokens == 8 else None)
+
+
+def test_cpu_expands_the_weight_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels._quantized_linear_cpu._BLOCK_ELEMENTS", 1000)
+    cpu = torch.device("cpu")
+    for name in ("nf4", "int4", "fp8"):
+        check(rows(cpu, 5, 130), weight_of(cpu, QUANTIZERS[name], 40, 130), rows(cpu, 40).requires_grad_())
+
+
+def test_cpu_takes_rows_that_are_not_neighbours() -> None:
+    cpu = torch.device("cpu")
+    for quantize in QUANTIZERS.values():
+        weight = weight_of(cpu, quantize, 64, 128)
+        for dtype in (torch.float32, torch.bfloat16):
+            check(rows(cpu, 6, 256, dtype=dtype)[::2, :128], weight)
+            check(rows(cpu, 128, 3, dtype=dtype).t(), weight)
+
+
+def test_cpu_reads_every_fp8_code() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[127] = codes[255] = 0  # NaN: no weight has it
+    weight = Fp8Weight(codes.view(torch.float8_e4m3fn).view(4, 64), torch.ones(4))
+    assert torch.equal(_expanded(weight, torch.float32, slice(1, 4)), weight.dequantize(rows=slice(1, 4)))
+
+
+# The Triton kernels.
+@ALL
+@DTYPES
+def test_kernel_in_every_format_and_dtype(device: torch.device, quantize: Quantize, dtype: torch.dtype) -> None:
+    weight, bias = weight_of(device, quantize, 72, 256), rows(device, 72, dtype=dtype).requires_grad_()
+    for tokens in (1, 3, 17):
+        check(rows(device, tokens, 256, dtype=dtype), weight, bias if tokens != 3 else None)
+
+
+@ALL
+@pytest.mark.parametrize("k", [64 * 3, 96, 70, 33, 5])
+def test_kernel_with_odd_sizes(device: torch.device, quantize: Quantize, k: int) -> None:
+    """K that tiles, groups and NF4's blocks do not divide; N that is no multiple of anything."""
+    weight = weight_of(device, quantize, 37, k)
+    for tokens in (1, 2):
+        check(rows(device, tokens, k, dtype=torch.bfloat16), weight)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16, 64, 130])
+def test_kernel_with_any_number_of_rows(device: torch.device, tokens: int) -> None:
+    for name in ("nf4", "int8"):
+        weight = weight_of(device, QUANTIZERS[name], 72, 192)
+        check(rows(device, tokens, 192), weight, rows(device, 72).requires_grad_())
+
+
+@pytest.mark.parametrize("group", [16, 48, 4, 200])
+def test_kernel_with_groups_of_other_sizes(device: torch.device, group: int) -> None:
+    for symmetric in (True, False):
+        weight = to(quantize_int4(torch.randn(20, 200), group=group, symmetric=symmetric), device)
+        check(rows(device, 3, 200), weight)
+        check(rows(device, 1, 200), weight)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+def test_kernel_adds_splits_in_order(device: torch.device, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole splits and a shorter last one; the bits of a row do not depend on the rows beside it."""
+    monkeypatch.setattr(module, "_MOST_SPLITS", splits)
+    monkeypatch.setattr(module, "num_processors", lambda device: 100)
+    weight, x = weight_of(device, quantize_nf4, 40, 320), rows(device, 5, 320)
+    prepared = prepare_quantized_weight(weight)
+    check(x, weight, rows(device, 40).requires_grad_())
+    check(x[:1], weight, rows(device, 40).requires_grad_())
+    assert torch.equal(quantized_linear(x, prepared)[:2], quantized_linear(x[:2], prepared))
+
+
+def test_kernel_takes_rows_that_are_not_neighbours(device: torch.device) -> None:
+    prepared = prepare_quantized_weight(weight_of(device, quantize_nf4, 24, 128))
+    x = rows(device, 6, 256)
+    for part in (x[::2, :128], x[:1, 128:], x[:, 128:].repeat(30, 1)[:150]):
+        assert torch.equal(quantized_linear(part, prepared), quantized_linear(part.contiguous(), prepared))
+
+
+def test_kernel_expands_to_the_bit(device: torch.device) -> None:
+    """What is multiplied at many rows is the dequantized weight. A GPU may fuse product and sum of a nested absmax."""
+    for name, quantize in QUANTIZERS.items():
+        for n, k in ((20, 128), (20, 70)):
+            weight = weight_of(device, quantize, n, k)
+            expanded = module._expand(prepare_quantized_weight(weight), torch.float32)
+            if name == "nf4" and device.type == "cuda":
+                check_close(expanded, weight.dequantize())
+            else:
+                assert torch.equal(expanded, weight.dequantize())
+
+
+def test_refuses_what_does_not_fit(device: torch.device) -> None:
+    prepared = prepare_quantized_weight(weight_of(device, quantize_nf4, 8, 64))
+    with pytest.raises(ValueError, match=r"x must be \[T, 64\]"):
+        quantized_linear(rows(device, 2, 32), prepared)
+    with pytest.raises(ValueError, match=r"bias must be \[8\]"):
+        quantized_linear(rows(device, 2, 64), prepared, rows(device, 4))
+    with pytest.raises(ValueError, match="contiguous in its last dimension"):
+        quantized_linear(rows(device, 64, 2).t(), prepared)
