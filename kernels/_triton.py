@@ -55,6 +55,12 @@ def l2_bytes(device: torch.device) -> int:
 
 
 @cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the GPU's generation, as NVIDIA counts them; that of an H100 for the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@cache
 def shared_memory_bytes(device: torch.device) -> int:
     """Return how much shared memory one program may use; as on an H100 for the interpreter."""
     if device.type != "cuda":

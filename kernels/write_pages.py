@@ -17,7 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._kv_quantization import LIMITS, quantize_rows, quantize_rows_reference
-from kernels._triton import check_rows, runs_triton
+from kernels._triton import check_rows, compute_capability, runs_triton
+
+# Ada. Triton converts to and from e4m3 on no older GPU.
+_FIRST_WITH_FP8 = (8, 9)
 
 
 def write_pages_reference(
@@ -101,7 +104,8 @@ def write_pages(
     """Store keys and values [T, Hkv, d] at slots [T] int64 of the pages [P, page, Hkv, d]; a slot < 0 is skipped.
 
     The pages have the dtype of k and v, or int8 or float8_e4m3fn together with k_scales and v_scales
-    [P, page, Hkv] fp32, which are written too. No two tokens may have one slot. Raises ValueError for other dtypes.
+    [P, page, Hkv] fp32, which are written too. No two tokens may have one slot. Raises ValueError for other dtypes, and
+    for float8_e4m3fn on a GPU below compute capability 8.9.
     """
     check_page_dtypes(k.dtype, k_pages, v_pages, k_scales, v_scales)
     if runs_triton(k):
@@ -123,7 +127,7 @@ def write_pages(
 def check_page_dtypes(
     dtype: torch.dtype, k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
 ) -> None:
-    """Raise ValueError unless pages hold `dtype` without scales, or 8 bits with them."""
+    """Raise ValueError unless pages hold `dtype` without scales, or 8 bits with them that this GPU can convert."""
     if k_pages.dtype != v_pages.dtype:
         raise ValueError(f"key pages are {k_pages.dtype} and value pages {v_pages.dtype}; they must be alike")
     quantized = k_pages.dtype in LIMITS
@@ -131,6 +135,10 @@ def check_page_dtypes(
         raise ValueError(f"pages are {k_pages.dtype}; for {dtype} they hold {dtype}, torch.int8 or torch.float8_e4m3fn")
     if (k_scales is not None) != quantized or (v_scales is not None) != quantized:
         raise ValueError(f"pages of {k_pages.dtype} {'need k_scales and v_scales' if quantized else 'take no scales'}")
+    capability = compute_capability(k_pages.device)
+    if k_pages.dtype == torch.float8_e4m3fn and capability < _FIRST_WITH_FP8:
+        here = f"{k_pages.device} has {capability[0]}.{capability[1]}"
+        raise ValueError(f"pages of {k_pages.dtype} need a GPU of compute capability 8.9, and {here}: use torch.int8")
 
 
 def _launch(

@@ -1,8 +1,12 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels._kv_quantization import LIMITS, dequantize_rows, quantize_rows_reference
+from kernels.paged_attention import paged_attention
+from kernels.rotary_write import rotate_and_write
 from kernels.write_pages import write_pages, write_pages_reference
 from tests.compare import relative_rms
 
@@ -105,3 +109,29 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         pages = torch.zeros(1, PAGE, 2, 16, device=device).to(stored)
         with pytest.raises(ValueError, match=message):
             write_pages(k, k, pages, pages, slots)
+
+
+def test_fp8_pages_are_refused_where_the_gpu_cannot_convert_them(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all three kernels that touch pages; int8 pages stay."""
+    monkeypatch.setattr("kernels.write_pages.compute_capability", lambda device: (8, 6))
+    x = torch.zeros(1, 2, 16, device=device)
+    slots, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    cu_seqlens = torch.arange(2, dtype=torch.int32, device=device)
+    scales = torch.zeros(1, PAGE, 2, device=device)
+
+    def use(stored: torch.dtype) -> list[Callable[[], object]]:
+        pages = torch.zeros(1, PAGE, 2, 16, device=device).to(stored)
+        named = {"k_scales": scales, "v_scales": scales}
+        return [
+            lambda: write_pages(x, x, pages, pages, slots, **named),
+            lambda: rotate_and_write(x, x, x, pages, pages, slots, rotary=None, scales=(scales, scales)),
+            lambda: paged_attention(x, pages, pages, slots.int()[None], cu_seqlens, one, **named),
+        ]
+
+    for call in use(torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"compute capability 8.9, and .* has 8.6: use torch.int8"):
+            call()
+    for call in use(torch.int8):
+        call()
