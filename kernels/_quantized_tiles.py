@@ -97,6 +97,14 @@ def _words(codes: Tensor, bits: int, tile: int) -> Tensor:
     return words
 
 
+def tile_codes(weight: TiledWeight) -> Tensor:
+    """The codes of a tiled weight, u8 [N, K]: what `tile_weight` was given."""
+    n, k = weight.shape
+    mask = (1 << weight.bits) - 1
+    parts = torch.stack([(weight.words >> shift & mask).to(torch.uint8) for shift in range(0, 32, weight.bits)])
+    return parts.permute(3, 1, 0, 2).reshape(n, -1)[:, :k]
+
+
 def _by_group(values: Tensor, group: int, length: int) -> Tensor:
     """Values [N, G] of groups to [length, N] of elements; zeros behind the last group."""
     each = values.repeat_interleave(group, 1)[:, :length]

@@ -155,13 +155,18 @@ def quantize_nf4(weight: Tensor, *, double: bool = True) -> NF4Weight:
     """Quantize a matrix [N, K] of floats in 64-blocks of its flattened elements; `double`: their absmax too."""
     _check_matrix(weight)
     codes, absmax = _nearest_codes(weight.flatten().float(), nf4_table(weight.device), NF4_BLOCK)
-    codes = F.pad(codes, (0, len(codes) % 2), value=NF4_TABLE.index(0.0))
-    packed, shape = codes[::2] << 4 | codes[1::2], (weight.shape[0], weight.shape[1])
+    packed, shape = pack_nf4(codes), (weight.shape[0], weight.shape[1])
     if not double:
         return NF4Weight(packed, absmax, shape)
     offset = absmax.mean()
     absmax_codes, nested_absmax = _nearest_codes(absmax - offset, dynamic_table(weight.device), NESTED_BLOCK)
     return NF4Weight(packed, absmax_codes, shape, nested_absmax, offset)
+
+
+def pack_nf4(codes: Tensor) -> Tensor:
+    """Codes 0..15, u8 [elements], two a byte, the even one in the high nibble."""
+    codes = F.pad(codes, (0, len(codes) % 2), value=NF4_TABLE.index(0.0))
+    return codes[::2] << 4 | codes[1::2]
 
 
 def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -> Int4Weight:

@@ -29,12 +29,13 @@ from kernels._quantized_tiles import (
     group_scales,
     scaled_tile,
     tables,
+    tile_codes,
     tile_values,
     tile_weight,
 )
 from kernels._ragged_tiles import as_operand, dot
 from kernels._triton import check_rows, is_interpreted, num_processors, runs_triton
-from kernels.quantization import QuantizedWeight
+from kernels.quantization import NF4Weight, QuantizedWeight, pack_nf4
 
 PreparedQuantizedWeight = TiledWeight | CpuWeight
 
@@ -217,6 +218,15 @@ def _expand_kernel(
 def prepare_quantized_weight(weight: QuantizedWeight) -> PreparedQuantizedWeight:
     """Repack a weight for the device on which it lies."""
     return tile_weight(weight) if runs_triton(weight.codes) else prepare_for_cpu(weight)
+
+
+def nf4_codes(weight: PreparedQuantizedWeight) -> Tensor:
+    """The codes of a prepared NF4 weight as `NF4Weight.codes` holds them, so that nobody need keep them twice."""
+    if isinstance(weight, TiledWeight):
+        return pack_nf4(tile_codes(weight).flatten())
+    if not isinstance(weight.weight, NF4Weight):
+        raise ValueError(f"only an NF4 weight has NF4 codes, not {type(weight.weight).__name__}")
+    return weight.weight.codes
 
 
 def quantized_linear(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None = None) -> Tensor:

@@ -6,36 +6,136 @@ T tokens, D hidden size, I intermediate size, Hq query heads, Hkv KV heads, d he
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.linear import linear, prepare_linear_weight
+from kernels.linear import PreparedWeight, linear, prepare_linear_weight
+from kernels.quantized_linear import PreparedQuantizedWeight, quantized_linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary_write import HeadNorms
 from kernels.swiglu import swiglu
 from model.attention import AttentionOverBatch, Turn
 from model.config import ModelConfig
+from model.lora import EmbeddingLora, Lora
+from model.quantized import NF4Linear
 
 
 class Linear(nn.Linear):
-    """`x [T, in] -> [T, out]`."""
+    """`x [T, in] -> [T, out]`, plus an adapter if it carries one."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.lora: Lora | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
+        return y if self.lora is None else self.lora(x, y, self)
+
+    @torch.no_grad()
+    def times(self, x: Tensor) -> Tensor:
+        """See `model.lora.AdaptedLinear`."""
+        return linear(x, self.weight.float())
+
+    @torch.no_grad()
+    def row_squares(self) -> Tensor:
+        """See `model.lora.AdaptedLinear`."""
+        return self.weight.float().square().sum(1)
+
+
+AnyLinear = Linear | NF4Linear
+
+
+class Embedding(nn.Embedding):
+    """`tokens [T] int64 -> [T, D]`, plus an adapter if it carries one."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.lora: EmbeddingLora | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = F.embedding(tokens, self.weight)
+        return y if self.lora is None else self.lora(tokens, y)
 
 
 class FusedLinear(nn.Module):
-    """Several Linear layers that read the same input, as one matmul on weights prepared for inference."""
+    """Several linear layers that read the same input, on weights prepared for inference.
 
-    def __init__(self, parts: Sequence[Linear]) -> None:
+    Dense layers become one matmul. NF4 layers keep a weight each: their doubly quantized scales do not stack. Adapters
+    stay unmerged: all read the input at once, and each adds to its own layer's output.
+    """
+
+    def __init__(self, parts: Sequence[AnyLinear]) -> None:
         super().__init__()
         self.sizes = [part.out_features for part in parts]
-        weight = torch.cat([part.weight.detach() for part in parts]) if len(parts) > 1 else parts[0].weight.detach()
-        self.weight = prepare_linear_weight(weight)
-        biases = [part.bias for part in parts]
-        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self.products = _dense_product(parts) or [(_prepared(part), _detached(part.bias)) for part in parts]
+        self.adapters = FrozenAdapters(parts) if any(part.lora is not None for part in parts) else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        outputs = tuple(
+            linear(x, weight, bias) if isinstance(weight, PreparedWeight) else quantized_linear(x, weight, bias)
+            for weight, bias in self.products
+        )
+        parts = outputs[0].split(self.sizes, dim=-1) if len(outputs) == 1 else outputs
+        return parts if self.adapters is None else self.adapters(x, parts)
+
+
+class FrozenAdapters(nn.Module):
+    """The unmerged adapters of layers that read the same input, for inference."""
+
+    def __init__(self, parts: Sequence[AnyLinear]) -> None:
+        super().__init__()
+        self.ranks = [0 if part.lora is None else len(part.lora.a) for part in parts]
+        self.a = torch.cat([part.lora.a.detach() for part in parts if part.lora is not None])
+        self.b: list[Tensor | None] = []
+        """Scaled, and by m/n of DoRA too."""
+        self.factors: list[tuple[Tensor, Tensor | None] | None] = []
+        """m/n of DoRA, and the bias, which it leaves alone."""
+        for part in parts:
+            lora = part.lora
+            factor = None if lora is None or lora.magnitude is None else lora.dora_factor(part).detach()
+            b = None if lora is None else lora.b.detach() * lora.scale
+            self.b.append(b if b is None or factor is None else b * factor[:, None])
+            self.factors.append(None if factor is None else (factor, _detached(part.bias)))
+
+    def forward(self, x: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        shrunk = F.linear(x, self.a.to(x.dtype)).split(self.ranks, dim=-1)
+        return tuple(self._add(number, part, shrunk[number]) for number, part in enumerate(parts))
+
+    def _add(self, number: int, y: Tensor, shrunk: Tensor) -> Tensor:
+        b, dora = self.b[number], self.factors[number]
+        if b is None:
+            return y
+        if dora is not None:
+            factor, bias = dora
+            y = y * factor.to(y.dtype) if bias is None else (y - bias) * factor.to(y.dtype) + bias
+        return y + F.linear(shrunk, b.to(y.dtype))
+
+
+def _dense_product(parts: Sequence[AnyLinear]) -> list[tuple[PreparedWeight | PreparedQuantizedWeight, Tensor | None]]:
+    """All parts as one product; none unless all are dense."""
+    dense = [part for part in parts if isinstance(part, Linear)]
+    if len(dense) < len(parts):
+        return []
+    weights, biases = [part.weight.detach() for part in dense], [_detached(part.bias) for part in dense]
+    whole = [bias for bias in biases if bias is not None]
+    return [
+        (
+            prepare_linear_weight(torch.cat(weights) if len(dense) > 1 else weights[0]),
+            torch.cat(whole) if whole else None,
+        )
+    ]
+
+
+def _prepared(part: AnyLinear) -> PreparedWeight | PreparedQuantizedWeight:
+    return part.prepared_weight if isinstance(part, NF4Linear) else prepare_linear_weight(part.weight)
+
+
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()
 
 
 class RMSNorm(nn.Module):
@@ -65,10 +165,10 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.rotates = config.rope_layers[layer]
         query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias)
+        self.q_proj: AnyLinear = Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj: AnyLinear = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj: AnyLinear = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj: AnyLinear = Linear(query, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.qkv: FusedLinear | None = None
@@ -102,9 +202,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj: AnyLinear = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj: AnyLinear = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj: AnyLinear = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.gate_up: FusedLinear | None = None
         self.down: FusedLinear | None = None
 

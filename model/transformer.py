@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.linear import PreparedWeight, linear, prepare_linear_weight
+from kernels.quantization import NF4Weight
 from kernels.rotary import rope_frequencies, rotary_tables
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
-from model.layers import MLP, DecoderLayer, Linear, RMSNorm, SelfAttention
+from model.layers import MLP, AnyLinear, DecoderLayer, Embedding, Linear, RMSNorm, SelfAttention
 
 
 class Body(nn.Module):
@@ -19,7 +20,7 @@ class Body(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -31,7 +32,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.model = Body(config)
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: AnyLinear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.activation_checkpointing = False
         self._prepared_head: PreparedWeight | None = None
         # Not a buffer: `model.to(torch.bfloat16)` must not round the angles.
@@ -60,8 +63,12 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output projection, `[V, D]`."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """The output projection, `[V, D]`; a quantized one is expanded, an adapted one merged, each time."""
+        if self.lm_head is None:
+            return self.model.embed_tokens.weight
+        head, lora = self.lm_head.weight, self.lm_head.lora
+        weight = head.dequantize(self.dtype) if isinstance(head, NF4Weight) else head
+        return weight if lora is None else lora.merged(weight).to(self.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +103,10 @@ class Transformer(nn.Module):
                 parameter.copy_(fresh)
 
     def fuse(self) -> "Transformer":
-        """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after."""
+        """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after.
+
+        NF4 layers keep a product each; adapters of the decoder's layers stay unmerged, that of the head is merged.
+        """
         self.requires_grad_(False)
         for part in list(self.modules()):
             if isinstance(part, SelfAttention | MLP):

@@ -1,0 +1,222 @@
+"""Low-rank adapters: what training adds to a layer whose own weight is frozen.
+
+    LoRA      y = W x + b + s·B(A·dropout(x))                   s = alpha / r;  rsLoRA: s = alpha / √r
+    DoRA      y = (m/n)·(W x + s·B A·dropout(x)) + b            n = row norms of W + s·B A, no gradient; m is trained
+    embedding y[t] = W[t] + s·B A[:, t]                         the roles of A and B at the start are swapped
+
+B is zero at the start, or A for embeddings, so that an adapter begins as nothing; m begins as the row norms of W. With
+DoRA too dropout acts on the low-rank part only, so that this holds in training. Parameters are fp32 and called `a`, `b`
+and `magnitude` below the adapted layer's name and `.lora`; nothing else of an adapted model is trained.
+
+Sources: LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732, DoRA
+https://arxiv.org/abs/2402.09353.
+
+Legend: T tokens, N output features, K input features, r rank.
+"""
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_TINIEST = 1e-30
+
+
+class LoraError(ValueError):
+    """An adapter that cannot be made or attached as asked; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """How a model is adapted. Raises LoraError for what makes no adapter."""
+
+    rank: int = 64
+    alpha: float = 16.0
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Probability with which an input of the low-rank part is dropped in training."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead, so that the update does not shrink with the rank."""
+    dora: bool = False
+    """Train the length of each row of the weight apart from its direction."""
+    init: Literal["default", "loftq"] = "default"
+    """"default": the adapter begins as nothing; "loftq": as the best low-rank part of the quantization error."""
+    targets: tuple[str, ...] = ("*_proj",)
+    """Shell patterns of layers, by full name or its end: "q_proj", "model.layers.1?.*", "lm_head", "embed_tokens"."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise LoraError(f"rank is {self.rank}; an adapter needs a rank of at least 1.")
+        if not self.alpha > 0:
+            raise LoraError(f"alpha is {self.alpha}; it must be above 0.")
+        if not 0 <= self.dropout < 1:
+            raise LoraError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
+        if self.init not in ("default", "loftq"):
+            raise LoraError(f'init is {self.init!r}; it is "default" or "loftq".')
+        if not self.targets:
+            raise LoraError('targets is empty; name the layers to adapt, such as "*_proj" for all linear ones.')
+
+    @property
+    def scale(self) -> float:
+        """s above."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class AdaptedLinear(Protocol):
+    """What an adapter needs of its layer."""
+
+    bias: nn.Parameter | None
+
+    def row_squares(self) -> Tensor:
+        """Σ_k W[n, k]², fp32 [N]."""
+        ...
+
+    def times(self, x: Tensor) -> Tensor:
+        """x Wᵀ, fp32 [T, N], of x fp32 [T, K]: without bias, adapter and gradient."""
+        ...
+
+
+class Lora(nn.Module):
+    """The adapter of one linear layer."""
+
+    def __init__(
+        self, config: LoraConfig, in_features: int, out_features: int, *, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.scale, self.dropout = config.scale, config.dropout
+        self.a = nn.Parameter(torch.zeros(config.rank, in_features, device=device))
+        self.b = nn.Parameter(torch.zeros(out_features, config.rank, device=device))
+        self.magnitude = nn.Parameter(torch.ones(out_features, device=device)) if config.dora else None
+        self._row_squares: Tensor | None = None
+
+    @torch.no_grad()
+    def reset(self, layer: AdaptedLinear, generator: torch.Generator) -> None:
+        """The start of training: A uniform in ±1/√K, B zero, m the row norms of the weight."""
+        self.a.copy_(_uniform(self.a.shape, 1 / math.sqrt(self.a.shape[1]), generator))
+        self.b.zero_()
+        self.reset_magnitude(layer)
+
+    @torch.no_grad()
+    def reset_magnitude(self, layer: AdaptedLinear) -> None:
+        """Sets m to n, so that DoRA changes nothing beyond what A and B do."""
+        if self.magnitude is not None:
+            self.magnitude.copy_(self._row_norms(layer))
+
+    def forward(self, x: Tensor, y: Tensor, layer: AdaptedLinear) -> Tensor:
+        """The adapted output [T, N], of the layer's input x [T, K] and its own output y [T, N]."""
+        x = F.dropout(x, self.dropout, self.training)
+        delta = F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)) * self.scale
+        if self.magnitude is None:
+            return y + delta
+        factor = self.dora_factor(layer).to(y.dtype)
+        product = y if layer.bias is None else y - layer.bias.to(y.dtype)
+        return y + (factor - 1) * product + factor * delta
+
+    def dora_factor(self, layer: AdaptedLinear) -> Tensor:
+        """m/n, fp32 [N]; ones without DoRA."""
+        if self.magnitude is None:
+            return torch.ones(len(self.b), device=self.b.device)
+        return self.magnitude / self._row_norms(layer)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight [N, K] in fp32 that does alone what `weight` and the adapter do; differentiable in the adapter."""
+        whole = weight.float() + self.scale * (self.b.float() @ self.a.float())
+        if self.magnitude is None:
+            return whole
+        return whole * (self.magnitude / whole.detach().norm(dim=1))[:, None]
+
+    @torch.no_grad()
+    def _row_norms(self, layer: AdaptedLinear) -> Tensor:
+        """Of W + s·B A, fp32 [N], from W Aᵀ and A Aᵀ: no matrix as large as W is made.
+
+        ‖w + s·b A‖² = ‖w‖² + 2s·b·(A w) + s²·b (A Aᵀ) bᵀ
+        """
+        with torch.autocast(self.a.device.type, enabled=False):
+            if self._row_squares is None or self._row_squares.device != self.a.device:
+                self._row_squares = layer.row_squares()
+            a, b = self.a.float(), self.b.float()
+            crossed = (b * layer.times(a).t()).sum(1)
+            own = (b @ (a @ a.t()) * b).sum(1)
+            squares = self._row_squares + 2 * self.scale * crossed + self.scale**2 * own
+        return squares.clamp(min=_TINIEST).sqrt()
+
+
+class EmbeddingLora(Lora):
+    """The adapter of an embedding [V, D]: a [r, V], b [D, r]."""
+
+    @torch.no_grad()
+    def reset(self, layer: object, generator: torch.Generator) -> None:
+        """The start of training: A zero, B standard normal."""
+        self.a.zero_()
+        self.b.copy_(torch.randn(self.b.shape, generator=generator))
+
+    def forward(self, tokens: Tensor, y: Tensor, layer: object = None) -> Tensor:
+        """The adapted embeddings [T, D] of tokens [T] int64, y [T, D] being the layer's own."""
+        return y + self.scale * F.linear(F.embedding(tokens, self.a.t()), self.b).to(y.dtype)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The embedding [V, D] in fp32 that does alone what `weight` and the adapter do."""
+        return weight.float() + self.scale * (self.b.float() @ self.a.float()).t()
+
+
+def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that can carry an adapter, by name, in the model's order."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora")}
+
+
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that carry an adapter, by name, in the model's order."""
+    return {name: layer for name, layer in adaptable_layers(model).items() if layer.lora is not None}
+
+
+def matching_layers(model: nn.Module, targets: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The layers that the patterns name, in the model's order; LoraError for a pattern that matches nothing."""
+    layers = adaptable_layers(model)
+    for pattern in targets:
+        if not any(_matches(name, pattern) for name in layers):
+            kinds = sorted({name.rpartition(".")[2] for name in layers})
+            raise LoraError(f"The target {pattern!r} matches no layer; there are {', '.join(kinds)}.")
+    return {name: layer for name, layer in layers.items() if any(_matches(name, pattern) for pattern in targets)}
+
+
+def attach_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> list[str]:
+    """Gives every layer that `config.targets` names a fresh adapter; returns their names, in the model's order.
+
+    The same seed gives the same adapter on every machine. Raises LoraError where a pattern matches nothing, the model
+    has an adapter, or DoRA is asked for of an embedding.
+    """
+    layers = matching_layers(model, config.targets)
+    if adapted := adapted_layers(model):
+        raise LoraError(f"The model already has an adapter, on {next(iter(adapted))} among others; merge it first.")
+    generator = torch.Generator().manual_seed(seed)
+    for name, layer in layers.items():
+        layer.lora = new = _fresh(name, layer, config)
+        new.reset(layer, generator)
+        new.train(model.training)
+    return list(layers)
+
+
+def detach_lora(model: nn.Module) -> None:
+    """Takes the adapter off every layer; what remains is the base."""
+    for layer in adapted_layers(model).values():
+        layer.lora = None
+
+
+def _fresh(name: str, layer: nn.Module, config: LoraConfig) -> Lora:
+    if not isinstance(layer, nn.Embedding):
+        return Lora(config, layer.in_features, layer.out_features, device=layer.device)
+    if config.dora:
+        raise LoraError(f"DoRA does not apply to an embedding; leave {name} out of the targets.")
+    return EmbeddingLora(config, layer.num_embeddings, layer.embedding_dim, device=layer.weight.device)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _uniform(shape: torch.Size, bound: float, generator: torch.Generator) -> Tensor:
+    return (2 * torch.rand(shape, generator=generator) - 1) * bound
