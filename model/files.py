@@ -12,6 +12,10 @@ from typing import Any
 HASH_CHUNK_BYTES = 1 << 20
 
 
+class CheckpointError(ValueError):
+    """A model folder that cannot be read or written faithfully; the sentence names the file or the tensor."""
+
+
 def sync_file(path: Path) -> None:
     """Forces a file's contents to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

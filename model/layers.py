@@ -157,7 +157,10 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections around an attention that knows where keys and values live."""
+    """Projections around an attention that knows where keys and values live.
+
+    Each projection is a Linear, or an NF4Linear in its place.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -165,10 +168,10 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.rotates = config.rope_layers[layer]
         query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj: AnyLinear = Linear(config.hidden_size, query, bias=config.qkv_bias)
-        self.k_proj: AnyLinear = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj: AnyLinear = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.o_proj: AnyLinear = Linear(query, config.hidden_size, bias=config.output_bias)
+        self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.qkv: FusedLinear | None = None
@@ -198,13 +201,13 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(silu(gate(x)) * up(x))`, each a Linear, or an NF4Linear in its place."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj: AnyLinear = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj: AnyLinear = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj: AnyLinear = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.gate_up: FusedLinear | None = None
         self.down: FusedLinear | None = None
 

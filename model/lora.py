@@ -17,7 +17,7 @@ Legend: T tokens, N output features, K input features, r rank.
 import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,8 @@ class LoraConfig:
 class AdaptedLinear(Protocol):
     """What an adapter needs of its layer."""
 
-    bias: nn.Parameter | None
+    @property
+    def bias(self) -> Tensor | None: ...
 
     def row_squares(self) -> Tensor:
         """Σ_k W[n, k]², fp32 [N]."""
@@ -102,7 +103,8 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def reset_magnitude(self, layer: AdaptedLinear) -> None:
-        """Sets m to n, so that DoRA changes nothing beyond what A and B do."""
+        """Sets m to n, so that DoRA changes nothing beyond what A and B do; also after the layer's weight changed."""
+        self._row_squares = None
         if self.magnitude is not None:
             self.magnitude.copy_(self._row_norms(layer))
 
@@ -163,17 +165,17 @@ class EmbeddingLora(Lora):
         return weight.float() + self.scale * (self.b.float() @ self.a.float()).t()
 
 
-def adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that can carry an adapter, by name, in the model's order."""
+def adaptable_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that can carry an adapter (Linear, NF4Linear, Embedding), by name, in the model's order."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora")}
 
 
-def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that carry an adapter, by name, in the model's order."""
     return {name: layer for name, layer in adaptable_layers(model).items() if layer.lora is not None}
 
 
-def matching_layers(model: nn.Module, targets: tuple[str, ...]) -> dict[str, nn.Module]:
+def matching_layers(model: nn.Module, targets: tuple[str, ...]) -> dict[str, Any]:
     """The layers that the patterns name, in the model's order; LoraError for a pattern that matches nothing."""
     layers = adaptable_layers(model)
     for pattern in targets:
@@ -206,7 +208,7 @@ def detach_lora(model: nn.Module) -> None:
         layer.lora = None
 
 
-def _fresh(name: str, layer: nn.Module, config: LoraConfig) -> Lora:
+def _fresh(name: str, layer: Any, config: LoraConfig) -> Lora:
     if not isinstance(layer, nn.Embedding):
         return Lora(config, layer.in_features, layer.out_features, device=layer.device)
     if config.dora:

@@ -26,10 +26,10 @@ class NF4Linear(nn.Module):
     repacks the weight for its device; on a GPU only the repacked codes are kept then.
     """
 
-    def __init__(self, weight: NF4Weight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: NF4Weight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias = bias
         self.lora: Lora | None = None
         self._weight = weight
         self._prepared: PreparedQuantizedWeight | None = None
@@ -40,6 +40,10 @@ class NF4Linear(nn.Module):
         if len(self._weight.codes) or self._prepared is None:
             return self._weight
         return replace(self._weight, codes=nf4_codes(self._prepared))
+
+    @weight.setter
+    def weight(self, weight: NF4Weight) -> None:
+        self._weight, self._prepared = weight, None
 
     @property
     def prepared_weight(self) -> PreparedQuantizedWeight:
@@ -85,13 +89,25 @@ class NF4Linear(nn.Module):
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
         if device != self.device:
-            self._weight, self._prepared = _moved(self.weight, device), None
+            self.weight = move_nf4(self.weight, device)
         return self
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def _moved(weight: NF4Weight, device: torch.device) -> NF4Weight:
-    moved: dict[str, Any] = {name: getattr(weight, name) for name in ("codes", "absmax", "nested_absmax", "offset")}
-    return replace(weight, **{name: None if tensor is None else tensor.to(device) for name, tensor in moved.items()})
+def nf4_layers(model: nn.Module) -> dict[str, NF4Linear]:
+    """The layers with NF4 weights, by name, in the model's order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+
+
+def set_nf4(model: nn.Module, name: str, weight: NF4Weight) -> None:
+    """Gives a linear layer of the model this weight; its bias stays."""
+    layer: Any = model.get_submodule(name)
+    model.set_submodule(name, NF4Linear(weight, layer.bias))
+
+
+def move_nf4(weight: NF4Weight, device: torch.device) -> NF4Weight:
+    """The weight on another device."""
+    nested_absmax, offset = (None if x is None else x.to(device) for x in (weight.nested_absmax, weight.offset))
+    return NF4Weight(weight.codes.to(device), weight.absmax.to(device), weight.shape, nested_absmax, offset)

@@ -1,0 +1,78 @@
+"""NF4: the linear weights of a model in 4 bits a parameter, as `kernels/quantization.py` defines them.
+
+A folder is quantized tensor by tensor, so that memory holds the 4-bit model (of one shard) and one dense weight.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.quantization import NF4Weight, quantize_nf4
+from model.checkpoint import TensorFiles, is_quantized, load_config, tensor_shapes, write_checkpoint
+from model.layers import Linear
+from model.lora import adapted_layers
+from model.quantized import nf4_layers, set_nf4
+from model.transformer import Transformer
+
+HEAD = "lm_head"
+
+
+class QuantizationError(ValueError):
+    """A model that cannot be quantized; the sentence says why."""
+
+
+def quantize_folder(
+    source: str | Path, target: str | Path, *, double: bool = True, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Reads a model folder and writes it with the decoder's linear weights in NF4, for `load_model` and transformers.
+
+    Embeddings, norms, biases and the head keep the dtype of the source's embeddings. `double`: quantize the scales too.
+    Raises QuantizationError for a model that is quantized already, CheckpointError for a folder that cannot be read.
+    """
+    if is_quantized(source):
+        raise QuantizationError(f"{source} is quantized already; quantize the model that it was made from.")
+    config, files = load_config(source), TensorFiles(source)
+    sources: dict[str, Callable[[], Tensor | NF4Weight]] = {
+        name: partial(files.read, name) for name in tensor_shapes(config)
+    }
+    with torch.device("meta"):
+        quantized = [f"{name}.weight" for name in _linear_layers(Transformer(config))]
+    sources |= {name: partial(_quantize, files, name, double) for name in quantized}
+    write_checkpoint(
+        target,
+        config,
+        sources,
+        dtype=files.read("model.embed_tokens.weight").dtype,
+        max_shard_bytes=max_shard_bytes,
+        nf4=quantized,
+    )
+
+
+@torch.no_grad()
+def quantize_model(model: Transformer, *, double: bool = True) -> Transformer:
+    """Quantizes the decoder's linear weights of a model in memory, one after another, and returns it.
+
+    Raises QuantizationError for a model that is quantized already or carries an adapter.
+    """
+    if nf4_layers(model):
+        raise QuantizationError("The model is quantized already; quantize the one that it was made from.")
+    if adapted_layers(model):
+        raise QuantizationError("The model has an unmerged adapter; merge it before you quantize.")
+    for name, layer in _linear_layers(model).items():
+        set_nf4(model, name, quantize_nf4(layer.weight.detach(), double=double))
+    return model
+
+
+def _linear_layers(model: Transformer) -> dict[str, Linear]:
+    """The dense layers to quantize: all but the head, which costs quality and is often the embedding."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear) and name != HEAD}
+
+
+def _quantize(files: TensorFiles, name: str, double: bool) -> NF4Weight:
+    weight = files.read(name)
+    if not torch.isfinite(weight).all():
+        raise QuantizationError(f"{files.places[name]} holds values in {name} that are not finite.")
+    return quantize_nf4(weight, double=double)
