@@ -210,7 +210,7 @@ def _verify_case(shape: PagedShape) -> Case:
         "decode",
         lambda inputs: _our_paged_attention(inputs.last_rows()),
         role="baseline",
-        expected=lambda outputs: (outputs[0].unflatten(0, (-1, shape.rows))[:, -1],),
+        compare=lambda outputs, expected: (outputs, (expected[0].unflatten(0, (-1, shape.rows))[:, -1],)),
     )
     return replace(case, candidates=[*case.candidates, last])
 

@@ -1,8 +1,11 @@
 """What a benchmark case is: one shape, its inputs, its cost, its reference, and everybody who computes it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -30,8 +33,8 @@ class Candidate:
     """Takes seconds to prepare, for every shape: left out when the part runs out of time."""
     in_place: bool = False
     """Overwrites its inputs."""
-    expected: Callable[[Outputs], Outputs] = tuple
-    """Picks what this candidate computes out of the reference's outputs."""
+    compare: Callable[[Outputs, Outputs], tuple[Outputs, Outputs]] = lambda outputs, expected: (outputs, expected)
+    """From outputs and the reference's to what must be close: for who computes a part, or draws other numbers."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ class Case:
     reference: Callable[[Any], Outputs]
     candidates: Sequence[Candidate]
     dtype: torch.dtype = torch.bfloat16
+    measures_memory: bool = False
+    """Calls are launched one by one, as a graph would keep what each allocates, and the peak of one is written down."""
+
+
+def installed(module: str) -> Any | None:
+    """The module, or None where its package is not installed."""
+    return None if find_spec(module.partition(".")[0]) is None else import_module(module)
 
 
 def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Outputs:
@@ -58,9 +68,16 @@ def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequen
 
 def copied(inputs: Any) -> Any:
     """The same inputs in memory of their own."""
-    return dataclasses.replace(inputs, **{name: x.clone() for name, x in tensors(inputs).items()})
+    return deepcopy(inputs)
 
 
-def tensors(inputs: Any) -> dict[str, Tensor]:
-    """The tensors among the fields of a set of inputs."""
-    return {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+def tensors(inputs: Any) -> Iterator[Tensor]:
+    """The tensors in a set of inputs: a dataclass or tuple of tensors, of other such, and of what else it needs."""
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif dataclasses.is_dataclass(inputs):
+        for field in dataclasses.fields(inputs):
+            yield from tensors(getattr(inputs, field.name))
+    elif isinstance(inputs, tuple):
+        for part in inputs:
+            yield from tensors(part)

@@ -16,7 +16,18 @@ from bench.kernel_attention import (
     verify,
 )
 from bench.kernel_cases import Case
+from bench.kernel_drafts import sampling_drafts
 from bench.kernel_fused import fused
+from bench.kernel_losses import losses_cross_entropy, losses_distillation
+from bench.kernel_quantized import (
+    quantized_backward,
+    quantized_fp8,
+    quantized_int4,
+    quantized_int8,
+    quantized_nf4,
+)
+from bench.kernel_routing import sampling_routing
+from bench.kernel_sampling import sampling_tokens
 
 Part = Callable[[bool], list[Case]]
 
@@ -31,5 +42,20 @@ PARTS: dict[str, Part] = {
         verify,
         prefill_paged,
         fused,
+        quantized_nf4,
+        quantized_int4,
+        quantized_int8,
+        quantized_fp8,
+        quantized_backward,
+        losses_cross_entropy,
+        losses_distillation,
+        sampling_tokens,
+        sampling_drafts,
+        sampling_routing,
     )
 }
+
+
+def parts_named(wanted: str) -> list[str]:
+    """The part of this name, else all whose names begin with it and an underscore: `quantized` means five."""
+    return [wanted] if wanted in PARTS else [name for name in PARTS if name.startswith(f"{wanted}_")]

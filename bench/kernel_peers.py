@@ -8,8 +8,6 @@ memory is the same for everybody.
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from bench.kernel_cases import NotItsTask, Run
+from bench.kernel_cases import NotItsTask, Run, installed
 from bench.kernel_shapes import EPS, PAGE, AttentionInputs, GateInputs, NormInputs, PagedInputs, RotaryInputs
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,9 +79,9 @@ def _flex(device: torch.device, rows: int, keys: int) -> tuple[Callable[..., Ten
 
 def fa3(inputs: AttentionInputs) -> Forward | None:
     """FlashAttention-3's own package."""
-    if find_spec("flash_attn_interface") is None:
+    if (package := installed("flash_attn_interface")) is None:
         return None
-    flash_attn_func = import_module("flash_attn_interface").flash_attn_func
+    flash_attn_func = package.flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _first(flash_attn_func(inputs.dense(q), inputs.dense(k), inputs.dense(v), causal=True))
@@ -133,9 +131,9 @@ def _contiguous(inputs: PagedInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def flashinfer_decode(inputs: PagedInputs) -> Run | None:
     """For one query a sequence; planned once, outside of what is timed."""
-    if find_spec("flashinfer") is None:
+    if (flashinfer := installed("flashinfer")) is None:
         return None
-    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         _flashinfer_workspace(inputs.q.device), "NHD", use_tensor_cores=True
     )
     wrapper.plan(*_flashinfer_pages(inputs), *_flashinfer_heads(inputs), PAGE, **_flashinfer_dtypes(inputs))
@@ -144,11 +142,9 @@ def flashinfer_decode(inputs: PagedInputs) -> Run | None:
 
 def flashinfer_prefill(inputs: PagedInputs) -> Run | None:
     """For several queries a sequence: verification and chunks of prompts."""
-    if find_spec("flashinfer") is None:
+    if (flashinfer := installed("flashinfer")) is None:
         return None
-    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
-        _flashinfer_workspace(inputs.q.device), "NHD"
-    )
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_flashinfer_workspace(inputs.q.device), "NHD")
     pages, heads = _flashinfer_pages(inputs), _flashinfer_heads(inputs)
     wrapper.plan(inputs.cu_seqlens, *pages, *heads, PAGE, causal=True, **_flashinfer_dtypes(inputs))
     return lambda: (wrapper.run(inputs.q, (inputs.k_pages, inputs.v_pages)),)
@@ -178,9 +174,9 @@ def _flashinfer_dtypes(inputs: PagedInputs) -> dict[str, torch.dtype]:
 
 def fa3_paged(inputs: PagedInputs) -> Run | None:
     """FlashAttention-3 over a page table."""
-    if find_spec("flash_attn_interface") is None:
+    if (package := installed("flash_attn_interface")) is None:
         return None
-    attend = import_module("flash_attn_interface").flash_attn_with_kvcache
+    attend = package.flash_attn_with_kvcache
     q = inputs.q.unflatten(0, (-1, inputs.rows))
     pages = {"cache_seqlens": inputs.kv_lengths, "page_table": inputs.block_tables}
     return lambda: (_first(attend(q, inputs.k_pages, inputs.v_pages, causal=True, **pages)),)
@@ -188,9 +184,9 @@ def fa3_paged(inputs: PagedInputs) -> Run | None:
 
 def vllm_fa3(inputs: PagedInputs) -> Run | None:
     """vLLM's build of FlashAttention-3."""
-    if find_spec("vllm") is None:
+    if (package := installed("vllm.vllm_flash_attn")) is None:
         return None
-    attend = import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    attend = package.flash_attn_varlen_func
     arguments = {
         "max_seqlen_q": inputs.rows,
         "cu_seqlens_q": inputs.cu_seqlens,
@@ -205,9 +201,9 @@ def vllm_fa3(inputs: PagedInputs) -> Run | None:
 
 def vllm_triton(inputs: PagedInputs) -> Run | None:
     """vLLM's unified Triton kernel, with the buffers that its backend gives it."""
-    if find_spec("vllm") is None:
+    if (package := installed("vllm.v1.attention.ops.triton_unified_attention")) is None:
         return None
-    attend = import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    attend = package.unified_attention
     (query_heads, head_dim), device = inputs.q.shape[1:], inputs.q.device
     most_sequences = VLLM_SMALLEST_GRID // inputs.k_pages.shape[2]
     partial = (most_sequences, query_heads, VLLM_SEGMENTS)
@@ -279,9 +275,9 @@ def _plain_rotary_write(
 
 def liger_rotary(inputs: RotaryInputs) -> Run | None:
     """Liger's rotation, which overwrites q and k."""
-    if find_spec("liger_kernel") is None:
+    if (liger := installed("liger_kernel.ops")) is None:
         return None
-    rope = import_module("liger_kernel.ops").LigerRopeFunction
+    rope = liger.LigerRopeFunction
     q, k = inputs.q.transpose(0, 1)[None], inputs.k.transpose(0, 1)[None]
     # Liger reads the first half of each row and subtracts by itself: the second half of ours has the plain sines.
     half = inputs.sin.shape[-1] // 2
@@ -312,17 +308,17 @@ def liger_rotary_write(inputs: RotaryInputs) -> Run | None:
 
 def liger_norm(inputs: NormInputs) -> Callable[..., tuple[Tensor, ...]] | None:
     """Liger's fused addition and normalisation."""
-    if find_spec("liger_kernel") is None:
+    if (liger := installed("liger_kernel.ops")) is None:
         return None
-    function = import_module("liger_kernel.ops").LigerFusedAddRMSNormFunction
+    function = liger.LigerFusedAddRMSNormFunction
     return lambda x, residual, weight: function.apply(x, residual, weight, EPS, 0.0, "llama", False)
 
 
 def flashinfer_norm(inputs: NormInputs) -> Run | None:
     """FlashInfer's fused addition and normalisation, which overwrites both of its inputs."""
-    if find_spec("flashinfer") is None:
+    if (flashinfer := installed("flashinfer")) is None:
         return None
-    function = import_module("flashinfer").fused_add_rmsnorm
+    function = flashinfer.fused_add_rmsnorm
 
     def run() -> tuple[Tensor, ...]:
         function(inputs.x, inputs.residual, inputs.weight, EPS)
@@ -332,9 +328,8 @@ def flashinfer_norm(inputs: NormInputs) -> Run | None:
 
 
 def liger_swiglu(inputs: GateInputs) -> Callable[..., Tensor] | None:
-    if find_spec("liger_kernel") is None:
-        return None
-    return import_module("liger_kernel.ops").LigerSiLUMulFunction.apply
+    liger = installed("liger_kernel.ops")
+    return None if liger is None else liger.LigerSiLUMulFunction.apply
 
 
 def _first(result: Any) -> Tensor:

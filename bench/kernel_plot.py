@@ -17,7 +17,10 @@ RIGHT = WIDTH - 24
 ROW, SECTION, TOP = 20, 62, 96
 LOW, HIGH = 0.5, 8.0
 """Ends of the ratio axis; what lies outside is a triangle at its end."""
-COLORS = ("#3b6fb5", "#4f9a3b", "#8a5ab5", "#c0392b", "#c99700", "#16999c", "#e07bb0", "#7d5a3c", "#8c98a4", "#5f5fd3")
+COLORS = (
+    "#3b6fb5", "#4f9a3b", "#8a5ab5", "#c0392b", "#c99700", "#16999c", "#e07bb0", "#7d5a3c", "#8c98a4", "#5f5fd3",
+    "#1f3f6e", "#9bc53d", "#c79ae0", "#ff7f66", "#e8c468", "#5ec4c8", "#a3195b", "#b08968", "#4a5560", "#2e7d5b",
+)  # fmt: skip
 STYLE = """
   svg { font: 12px system-ui, "Segoe UI", Roboto, sans-serif; }
   .page { fill: #ffffff; } text { fill: #63676f; } .strong { fill: #1d1f23; font-weight: 600; }
@@ -53,7 +56,7 @@ def draw(joined: dict[str, Any]) -> str:
 
 def _family(name: str) -> str:
     """One color for the forms of a peer: `contiguous_flex` and `flex`, `liger + index_copy` and `liger`."""
-    return name.removeprefix("contiguous_").split(" +")[0]
+    return name.removeprefix("contiguous_").split(" ")[0]
 
 
 def _families(parts: Sequence[dict[str, Any]], role: str) -> list[str]:
@@ -133,7 +136,8 @@ def _paint(color: str) -> str:
 def _hover(name: str, found: dict[str, Any]) -> str:
     ratio = f", {found['times_ours']:.2f} times ours" if "times_ours" in found else ""
     fraction = f", {found['roofline_fraction']:.0%} of the limit" if "roofline_fraction" in found else ""
-    return f"<title>{escape(name)}: {found['median_s'] * 1e6:.1f} µs{ratio}{fraction}</title>"
+    memory = f", {found['peak_bytes'] / 1e9:.2f} GB" if "peak_bytes" in found else ""
+    return f"<title>{escape(name)}: {found['median_s'] * 1e6:.1f} µs{ratio}{fraction}{memory}</title>"
 
 
 def _ratio_x(ratio: float) -> float:

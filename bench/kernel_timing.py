@@ -5,7 +5,8 @@ candidate is compared with the reference first, and a wrong one gets no time. Th
 B C A, …), each time on the next of several sets of inputs that together are larger than twice the L2 cache. On a GPU,
 one CUDA graph of each candidate and set is replayed between two events; calls of a few microseconds share a graph, a
 set each, so that the events measure them and not the launch. Times are medians. The limits that they are compared
-with, copy bandwidth and the rate of a bf16 matrix product, are measured in the same process.
+with, copy bandwidth and the rate of a bf16 matrix product, are measured in the same process. Where memory counts,
+calls are not captured, and the most that one holds beside its inputs is kept beside its time.
 """
 
 import math
@@ -19,13 +20,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from bench.kernel_cases import Candidate, Case, NotItsTask, Outputs, Run, copied, tensors
 from tests.compare import BOUNDS, relative_rms
 
-ROUNDS, MOST_ROUNDS = 60, 240
-MEASURED_S = 2.0
-"""How long a case is timed if it takes few rounds: more than ROUNDS are made of short ones, up to MOST_ROUNDS."""
+FEWEST_ROUNDS, ROUNDS, MOST_ROUNDS = 20, 60, 240
+MEASURED_S, LONGEST_S = 2.0, 10.0
+"""How long a case is timed: in up to MOST_ROUNDS if they are short, and in less than ROUNDS if these are too long."""
 WARM_UP_S = 0.1
 ROUNDS_IN_FLIGHT = 10
 SHORT_S = 50e-6
@@ -57,7 +59,7 @@ class HostClock:
     """For --tiny on a CPU: shows that everything runs; its times mean nothing."""
 
     def program(self, runs: Sequence[Run]) -> Program:
-        return Program(partial(_call_all, runs), len(runs), "call")
+        return _uncaptured(runs)
 
     def seconds(self, programs: Sequence[Program]) -> list[float]:
         elapsed_s = []
@@ -166,12 +168,12 @@ def run_case(case: Case, lab: Lab, budget_s: float) -> dict[str, Any]:
         if candidate.compiles and budget_s < COMPILING_S:
             found[candidate.name] = {"status": "left out", "reason": f"only {budget_s:.0f} s for this shape"}
         else:
-            found[candidate.name] = _check(candidate, inputs, expected, case.dtype)
+            found[candidate.name] = _check(candidate, case, inputs, expected)
         found[candidate.name]["role"] = candidate.role
     right = [candidate for candidate in case.candidates if found[candidate.name]["status"] == "right"]
     sets = [inputs, *(case.make_inputs(lab.device) for _ in range(_number_of_sets(case, inputs, lab) - 1))]
     programs = _build_programs(case, right, sets, lab, found)
-    _check_replays(right, programs, inputs, expected, case.dtype, found)
+    _check_replays(case, right, programs, inputs, expected, found)
     times = _interleave({name: built for name, built in programs.items() if found[name]["status"] == "right"}, lab)
     for name, samples in times.items():
         found[name] |= {"status": "measured", "launch": programs[name][0].launch, **_spread(samples)}
@@ -190,12 +192,15 @@ def run_case(case: Case, lab: Lab, budget_s: float) -> dict[str, Any]:
     }
 
 
-def _check(candidate: Candidate, inputs: Any, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
+def _check(candidate: Candidate, case: Case, inputs: Any, expected: Outputs) -> dict[str, Any]:
     try:
         run = _prepare(candidate, inputs)
         if run is None:
             return {"status": "absent", "reason": "not installed"}
-        return _judge(run(), candidate.expected(expected), dtype)
+        verdict = _judge(candidate, run(), expected, case.dtype)
+        if case.measures_memory and torch.cuda.is_available():
+            verdict["peak_bytes"] = _peak_bytes(run)
+        return verdict
     except NotItsTask as reason:
         return {"status": "left out", "reason": str(reason)}
     except Exception as error:
@@ -209,19 +214,35 @@ def _prepare(candidate: Candidate, inputs: Any) -> Run | None:
     return candidate.prepare(copied(inputs) if candidate.in_place else inputs)
 
 
-def _judge(outputs: Outputs, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
-    """Right if no output is off by more than the bound that the tests use for this dtype; NaN never is."""
-    errors = [
-        relative_rms(actual.detach().reshape(wanted.shape).double(), wanted.double())
-        for actual, wanted in zip(outputs, expected, strict=True)
-    ]
-    sound = all(error <= BOUNDS[dtype] for error in errors)
+def _judge(candidate: Candidate, outputs: Outputs, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
+    """Right if no output is off by more than the bound that the tests use for this dtype; integers must be equal."""
+    errors, is_right = [], True
+    for actual, wanted in zip(*candidate.compare(outputs, expected), strict=True):
+        error = _error(actual.detach().reshape(wanted.shape), wanted)
+        is_right &= error <= (BOUNDS[dtype] if wanted.is_floating_point() else 0)
+        errors.append(error)
     worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-    return {"status": "right" if sound else "red", "error": worst if math.isfinite(worst) else str(worst)}
+    return {"status": "right" if is_right else "red", "error": worst if math.isfinite(worst) else str(worst)}
+
+
+def _error(actual: Tensor, wanted: Tensor) -> float:
+    """The relative RMS error; of integers the share that differs."""
+    if wanted.is_floating_point():
+        return relative_rms(actual.double(), wanted.double())
+    return (actual != wanted).double().mean().item() if wanted.numel() else 0.0
+
+
+def _peak_bytes(run: Run) -> int:
+    """The most that a call holds, its results included, beside what there was before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _number_of_sets(case: Case, inputs: Any, lab: Lab) -> int:
-    size = sum(x.numel() * x.element_size() for x in tensors(inputs).values())
+    size = sum(x.numel() * x.element_size() for x in tensors(inputs))
     if size >= ONE_SET_BYTES:
         return 1
     calls = _calls_in_a_graph(case, lab)
@@ -243,22 +264,23 @@ def _build_programs(
     for candidate in candidates:
         try:
             runs = [[_prepare(candidate, one) for one in group] for group in groups]
-            programs[candidate.name] = [lab.clock.program([run for run in group if run]) for group in runs]
+            launch = _uncaptured if case.measures_memory else lab.clock.program
+            programs[candidate.name] = [launch([run for run in group if run]) for group in runs]
         except Exception as error:
             found[candidate.name] |= {"status": "failed", "reason": one_line(error)}
     return programs
 
 
 def _check_replays(
+    case: Case,
     candidates: Sequence[Candidate],
     programs: Mapping[str, list[Program]],
     inputs: Any,
     expected: Outputs,
-    dtype: torch.dtype,
     found: dict[str, dict[str, Any]],
 ) -> None:
     """Fill what a graph writes with NaN, replay it and compare again: what is timed is what was checked."""
-    given = {x.untyped_storage().data_ptr() for x in tensors(inputs).values()}
+    given = {x.untyped_storage().data_ptr() for x in tensors(inputs)}
     for candidate in candidates:
         first = programs.get(candidate.name, [None])[0]
         if first is None or not first.outputs or candidate.in_place:
@@ -266,11 +288,19 @@ def _check_replays(
         with torch.no_grad():
             for output in first.outputs:
                 if output.untyped_storage().data_ptr() not in given:
-                    output.fill_(torch.nan)
+                    _poison(output)
         first.play()
-        verdict = _judge(first.outputs, candidate.expected(expected), dtype)
+        verdict = _judge(candidate, first.outputs, expected, case.dtype)
         if verdict["status"] == "red":
             found[candidate.name] |= verdict | {"reason": "right when called, wrong when replayed from a graph"}
+
+
+def _poison(output: Tensor) -> None:
+    """NaN; for integers the least, which is no token and no count."""
+    if output.is_floating_point():
+        output.fill_(torch.nan)
+    elif output.dtype != torch.bool:
+        output.fill_(torch.iinfo(output.dtype).min)
 
 
 def _interleave(programs: Mapping[str, list[Program]], lab: Lab) -> dict[str, list[float]]:
@@ -283,7 +313,7 @@ def _interleave(programs: Mapping[str, list[Program]], lab: Lab) -> dict[str, li
     round_s = sum(lab.clock.seconds(one_of_each))
     while time.monotonic() < warm_up_ends:
         round_s = sum(lab.clock.seconds(one_of_each))
-    rounds = lab.rounds if lab.rounds < ROUNDS else min(MOST_ROUNDS, max(ROUNDS, int(MEASURED_S / round_s)))
+    rounds = lab.rounds if lab.rounds < ROUNDS else _number_of_rounds(round_s)
     order = [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(rounds)]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for first in range(0, rounds, ROUNDS_IN_FLIGHT):
@@ -292,6 +322,11 @@ def _interleave(programs: Mapping[str, list[Program]], lab: Lab) -> dict[str, li
         for (name, program), elapsed_s in zip(turns, lab.clock.seconds([p for _, p in turns]), strict=True):
             samples[name].append(elapsed_s / program.calls)
     return samples
+
+
+def _number_of_rounds(round_s: float) -> int:
+    fewest = max(FEWEST_ROUNDS, min(ROUNDS, int(LONGEST_S / round_s)))
+    return max(fewest, min(MOST_ROUNDS, int(MEASURED_S / round_s)))
 
 
 def _spread(samples: Sequence[float]) -> dict[str, Any]:
@@ -305,8 +340,8 @@ def _spread(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def _compare(case: Case, lab: Lab, found: dict[str, dict[str, Any]]) -> None:
-    """Add rates, the fraction of the floor, and how many times as long as ours each takes."""
-    ours = next((one["median_s"] for one in found.values() if one["role"] == "ours" and "median_s" in one), None)
+    """Add rates, the fraction of the floor, and how many times as long as ours each takes; as much memory likewise."""
+    ours = next((one for one in found.values() if one["role"] == "ours" and "median_s" in one), None)
     for one in found.values():
         if "median_s" not in one:
             continue
@@ -315,7 +350,13 @@ def _compare(case: Case, lab: Lab, found: dict[str, dict[str, Any]]) -> None:
             one["gb_per_s"] = case.num_bytes / one["median_s"] / 1e9
             one["roofline_fraction"] = lab.limits.floor_s(case) / one["median_s"]
         if ours is not None and one["role"] != "ours":
-            one["times_ours"] = one["median_s"] / ours
+            one["times_ours"] = one["median_s"] / ours["median_s"]
+            if "peak_bytes" in one and "peak_bytes" in ours:
+                one["times_our_peak"] = one["peak_bytes"] / ours["peak_bytes"]
+
+
+def _uncaptured(runs: Sequence[Run]) -> Program:
+    return Program(partial(_call_all, runs), len(runs), "call")
 
 
 def _call_all(runs: Sequence[Run]) -> None:

@@ -2,6 +2,7 @@
 
     python -m bench.kernels                                # all parts, each under 4 minutes
     python -m bench.kernels --parts decode,verify          # some of them; what is measured already is skipped
+    python -m bench.kernels --parts quantized              # also `losses` and `sampling`: all parts of that family
     python -m bench.kernels --only d128 --again            # shapes whose names contain a text, measured anew
     python -m bench.kernels --merge                        # only join the parts that are there
     python -m bench.kernels --tiny                         # no GPU: every part on tiny shapes, through the interpreter
@@ -43,7 +44,16 @@ NO_GPU = (
     "There is no NVIDIA GPU here, so there is nothing to measure; "
     "`python -m bench.kernels --tiny` runs every part on tiny shapes through Triton's interpreter."
 )
-PEER_PACKAGES = ("flashinfer-python", "flash-attn-3", "vllm", "liger-kernel")
+PEER_PACKAGES = (
+    "flashinfer-python",
+    "flash-attn-3",
+    "vllm",
+    "liger-kernel",
+    "bitsandbytes",
+    "gemlite",
+    "torchao",
+    "marlin",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         # Triton reads this when a kernel is defined: before the kernels are imported, which is why that waits.
         os.environ["TRITON_INTERPRET"] = "1"
-    from bench.kernel_parts import PARTS
+    from bench.kernel_parts import PARTS, parts_named
 
-    names = list(PARTS) if options.parts is None else options.parts.split(",")
-    unknown = [name for name in names if name not in PARTS]
+    wanted = list(PARTS) if options.parts is None else options.parts.split(",")
+    unknown = [name for name in wanted if not parts_named(name)]
     if unknown:
         print(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.", file=sys.stderr)
         return 2
-    for name in names:
+    for name in dict.fromkeys(name for family in wanted for name in parts_named(family)):
         run_part(name, PARTS[name](options.tiny), out / "kernels" / f"{name}.json", options)
     return merge(out, tiny=options.tiny)
 
@@ -166,9 +176,11 @@ def describe(case: dict[str, Any], *, speeds: bool) -> str:
             compute = case["bound"] == "compute"
             rate = f"{found['tflop_per_s']:.0f} TFLOP/s" if compute else f"{found['gb_per_s']:.0f} GB/s"
             words.append(f"{found['median_s'] * 1e6:.1f} µs, {rate}, {found['roofline_fraction']:.0%} of the limit")
+            words += [f"{found['peak_bytes'] / 1e9:.2f} GB"] if "peak_bytes" in found else []
         else:
             ratio = f"{found['times_ours']:.2f}x" if "times_ours" in found else f"{found['median_s'] * 1e6:.1f} µs"
-            words.append(f"{name} {ratio}")
+            memory = f", {found['times_our_peak']:.1f}x the memory" if "times_our_peak" in found else ""
+            words.append(f"{name} {ratio}{memory}")
     return f"  {case['name']:34} " + " | ".join(words)
 
 

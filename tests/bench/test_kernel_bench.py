@@ -104,8 +104,8 @@ def test_without_a_gpu_it_says_how_to_try_it(capsys: pytest.CaptureFixture[str],
 
 
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run_tiny(tmp_path, "--parts", "fused,flash") == 2
-    assert "'flash'" in capsys.readouterr().err
+    assert run_tiny(tmp_path, "--parts", "fused,flesh") == 2
+    assert "'flesh'" in capsys.readouterr().err
 
 
 def test_a_wrong_kernel_gets_no_speed(
