@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import kernel_cases
 from bench import kernel_peers as peers
 from bench.kernel_parts import PARTS
 from bench.kernel_shapes import (
@@ -136,8 +137,8 @@ MODULES = {
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: name)
-    monkeypatch.setattr(peers, "import_module", MODULES.__getitem__)
+    monkeypatch.setattr(kernel_cases, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernel_cases, "import_module", MODULES.__getitem__)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -184,11 +185,15 @@ def test_small_peers() -> None:
     check_all_close(peers.flashinfer_norm(norm)(), wanted)
 
 
-def test_what_is_not_installed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+def test_what_is_not_installed_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cases, "find_spec", lambda name: None)
     packages = {"fa3", "vllm_fa3", "vllm_triton", "flashinfer", "liger", "liger + index_copy"}
+    packages |= {"bitsandbytes", "torchao", "marlin", "marlin fp16"}
+    seen = set()
     for build in PARTS.values():
-        case = build(True)[0]
-        inputs = case.make_inputs(CPU)
-        found = {one.name for one in case.candidates if one.name in packages and one.prepare(inputs) is not None}
-        assert not found
+        for case in build(True):
+            named = [candidate for candidate in case.candidates if candidate.name in packages]
+            seen |= {candidate.name for candidate in named}
+            inputs = case.make_inputs(CPU) if named else None
+            assert all(candidate.prepare(inputs) is None for candidate in named), case.name
+    assert seen == packages
