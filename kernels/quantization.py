@@ -48,13 +48,13 @@ def _nf4_pairs(device: torch.device) -> Tensor:
 
 
 @cache
-def dynamic_table(device: torch.device) -> Tensor:
-    """The 256 values of the signed dynamic 8-bit code, fp32, rising: 7 decades, each finer than the one below."""
+def dynamic_table(device: torch.device, signed: bool = True) -> Tensor:
+    """The 256 values of the dynamic 8-bit code, fp32, rising: 7 decades, each finer than the one below."""
     values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float32)
         middles = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
-        values += middles + [-middle for middle in middles]
+        values += middles + [-middle for middle in middles if signed]
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 

@@ -124,6 +124,8 @@ class Training:
     """Part of the steps in which `wsd` decays."""
     min_learning_rate_fraction: float = _setting(0.1, range=FRACTION)
     """Where the decay ends, as a fraction of the peak."""
+    optimizer: str = _setting("adamw", choices=("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"))
+    """Moments in 32 or 8 bits; `paged` keeps them in host memory, where there is a GPU to keep free of them."""
     weight_decay: float = _setting(0.0, range=(0.0, 10.0))
     beta1: float = _setting(0.9, range=FRACTION)
     beta2: float = _setting(0.95, range=FRACTION)

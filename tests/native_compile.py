@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kernels import _streamed_projection
+from kernels.adamw_8bit import Moments, adamw_8bit
 from kernels.flash_attention import flash_attention
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_distillation import DivergenceKind, linear_distillation
@@ -196,7 +197,17 @@ def quantized(dtype: torch.dtype) -> None:
                 backward(quantized_linear(rows(tokens, k, dtype=dtype), weight, bias))
 
 
+def optimizer(dtype: torch.dtype) -> None:
+    """A step of AdamW with 8-bit moments."""
+    settings = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    for size in (4096, 1_000_003):
+        weight, moments = torch.zeros(size), Moments.zeros(size, device=torch.device("cpu"))
+        adamw_8bit(weight, torch.zeros(size, dtype=dtype), moments, **settings)
+        adamw_8bit(weight, torch.zeros(size), moments, **settings)
+
+
 GROUPS = {
+    "optimizer": optimizer,
     "sampling": sampling,
     "losses": losses,
     "around": around,

@@ -1,8 +1,8 @@
 """Resumable training state on disk: safetensors and JSON, published whole or not at all.
 
     checkpoints/step-00000050/
-        model.safetensors        weights under their own names
-        optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
+        model.safetensors        trained weights under their own names
+        optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME, in 8 bits with their absmax
         state.json               counters, sampler position, seed
         manifest.json            size and SHA-256 of the three, and a SHA-256 of itself; written last
 

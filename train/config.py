@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from train.schedule import SCHEDULES, ScheduleName
+
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class TrainingConfig:
     """Part of the steps in which `wsd` decays."""
     min_learning_rate_fraction: float = 0.1
     """Where the decay ends, as a fraction of the peak."""
+    learning_rate_ratio: float = 1.0
+    """LoRA+ (arXiv 2402.12354): the learning rate of an adapter's B over that of all others."""
+    optimizer: OptimizerName = "adamw"
+    """As in train/optimizer.py: moments in 32 or 8 bits; `paged` keeps them in host memory and the GPU free of them."""
     weight_decay: float = 0.0
     """On matrices only; norms and biases have none."""
     beta1: float = 0.9
@@ -45,7 +51,14 @@ class TrainingConfig:
     """Decides the order of the data."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens", "micro_batch_tokens", "learning_rate", "max_grad_norm"):
+        for name in (
+            "tokens",
+            "batch_tokens",
+            "micro_batch_tokens",
+            "learning_rate",
+            "learning_rate_ratio",
+            "max_grad_norm",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.batch_tokens % self.micro_batch_tokens:
@@ -55,6 +68,8 @@ class TrainingConfig:
             )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}; known schedules are {', '.join(SCHEDULES)}")
+        if self.optimizer not in get_args(OptimizerName):
+            raise ValueError(f"optimizer is {self.optimizer!r}; it can be {', '.join(get_args(OptimizerName))}")
         if self.precision not in ("bf16", "fp32"):
             raise ValueError(f"precision is {self.precision!r}; it can be bf16 or fp32")
         if self.keep_checkpoints < 1:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from model.transformer import Transformer
@@ -24,7 +25,14 @@ from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, 
 from train.config import TrainingConfig
 from train.data import TokenizedDocuments
 from train.objectives import Objective, ObjectiveOutput
-from train.optimizer import copy_into, make_optimizer, named_moments, named_weights, prepare_moments
+from train.optimizer import (
+    copy_into,
+    frozen_digest,
+    make_optimizer,
+    named_moments,
+    named_weights,
+    prepare_moments,
+)
 from train.packing import Batch
 from train.progress import Progress
 from train.sampler import Sampler
@@ -86,7 +94,9 @@ class _ObjectiveOfModel(nn.Module):
 
 def make_accelerator() -> Accelerator:
     """The process group and device that a launcher set up, or one process; the CPU where there is no GPU."""
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
+    # Every process has loaded the same buffers (a quantized base among them); they need not travel with each batch.
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no", kwargs_handlers=handlers)
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         kind = accelerator.distributed_type.value
         raise ValueError(f"training runs as full replicas; the launcher's configuration asks for {kind}")
@@ -94,7 +104,10 @@ def make_accelerator() -> Accelerator:
 
 
 class Trainer:
-    """Trains `model` in place. Parameters must be fp32: they are the master weights."""
+    """Trains the parameters of `model` that require a gradient, in place. They must be fp32: the master weights.
+
+    Frozen ones may have any dtype; they have no gradient, no moments, and no copy in the checkpoints.
+    """
 
     def __init__(
         self,
@@ -118,6 +131,7 @@ class Trainer:
         self.sampler = Sampler(
             data, sequence_length=sequence_length, micro_batch_tokens=config.micro_batch_tokens, seed=config.seed
         )
+        self.frozen = frozen_digest(model)
         model.to(self.accelerator.device)
         model.activation_checkpointing = config.activation_checkpointing
         self.module = self.accelerator.prepare_model(_ObjectiveOfModel(model, objective))
@@ -207,7 +221,7 @@ class Trainer:
         if math.isfinite(norm):
             torch._foreach_mul_(gradients, scale * min(1.0, self.config.max_grad_norm / max(norm, 1e-12)))
             for group in self.optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * factor
+                group["lr"] = self.config.learning_rate * factor * group["rate"]
             self.optimizer.step()
             self.counters.updates += 1
         # Freed, not zeroed: the next backward fills them while it frees activations, so the two never add up.
@@ -287,6 +301,8 @@ class Trainer:
                 "counters": asdict(self.counters),
                 "sampler": self.sampler.state_dict(),
                 "batch_tokens": self.config.batch_tokens,
+                "frozen": self.frozen,
+                "optimizer": self.config.optimizer,
                 "metrics_bytes": self.tracker.sync(),
             }
             tensors = {
@@ -314,18 +330,27 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Raises ValueError when the checkpoint is of another model, of other data, or has no place in this run."""
         state = checkpoint.state
-        if state["batch_tokens"] != self.config.batch_tokens or checkpoint.step > self.config.steps:
-            raise TrainingStateError(
-                f"{checkpoint.folder} is step {checkpoint.step} of a run with batch_tokens={state['batch_tokens']}; "
-                f"this one has {self.config.steps} steps with batch_tokens={self.config.batch_tokens}. "
-                f"Restore the settings, or delete {self.checkpoints} to start over."
-            )
+        if reason := self._unfit(checkpoint.step, state):
+            sentence = f"{checkpoint.folder} is {reason}. Restore that, or delete {self.checkpoints} to start over."
+            raise TrainingStateError(sentence)
         self.sampler.load_state_dict(state["sampler"])
         self.counters = _Counters(**state["counters"])
         prepare_moments(self.model, self.optimizer, self.counters.updates)
         copy_into(named_weights(self.model), checkpoint.tensors("model"), checkpoint.folder)
         copy_into(named_moments(self.model, self.optimizer), checkpoint.tensors("optimizer"), checkpoint.folder)
         self._saved = (self.counters.step, self.counters.evaluation_due)
+
+    def _unfit(self, step: int, state: dict[str, Any]) -> str | None:
+        """Why a checkpoint has no place in this run. Where moments lie (`paged`) makes no difference."""
+        config, moments = self.config, state.get("optimizer", "adamw").removeprefix("paged_")
+        if state["batch_tokens"] != config.batch_tokens or step > config.steps:
+            here = f"this one has {config.steps} steps with batch_tokens={config.batch_tokens}"
+            return f"step {step} of a run with batch_tokens={state['batch_tokens']}; {here}"
+        if moments != config.optimizer.removeprefix("paged_"):
+            return f"of a run with optimizer={moments}; this one has optimizer={config.optimizer}"
+        if state.get("frozen", self.frozen) != self.frozen:
+            return "of a run on another base: the frozen weights differ"
+        return None
 
     def _result(self, interrupted: bool) -> TrainingResult:
         counters = self.counters
@@ -341,7 +366,10 @@ class Trainer:
 
 
 def _check(model: Transformer, config: TrainingConfig, world: int) -> None:
-    for name, parameter in model.named_parameters():
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("there is nothing to train: every parameter is frozen")
+    for name, parameter in trained:
         if parameter.dtype != torch.float32:
             raise ValueError(f"{name} is {parameter.dtype}; load the model as float32 to train it (the master weights)")
     if config.micro_batches_per_step % world:

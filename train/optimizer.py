@@ -1,51 +1,163 @@
-"""AdamW over a model's parameters, and its state under the parameters' full names."""
+"""AdamW over a model's trained parameters, and its state under the parameters' full names.
 
+    adamw               torch's fused AdamW: two fp32 moments, 8 bytes a parameter
+    adamw_8bit          moments in 8 bits and an absmax for each 256 of them, 2.03 bytes; small tensors keep fp32
+    paged_adamw         the first one's moments in pinned host memory: none on the GPU
+    paged_adamw_8bit    both
+
+Frozen parameters have no gradient, no state, and no place in a checkpoint.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
+from kernels.adamw_8bit import Moments, adamw_8bit
 from train.checkpoint import TrainingStateError
 from train.config import TrainingConfig
+from train.paging import CudaCopier, walk
+
+log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SMALLEST_IN_8_BITS = 4_096
+"""Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
+SMALLEST_PAGED = 100_000
+"""Moments of parameters with fewer elements stay on the device: each copy costs more than they do."""
+EPS = 1e-8
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Fused: one pass over weights and moments. Norms and biases are not decayed."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+    """The optimizer that `config.optimizer` names. Norms and biases are not decayed; LoRA's B has its own rate.
+
+    Each group's `rate` is what its learning rate is multiplied by.
+    """
+    groups = list(_groups(model, config))
+    betas = (config.beta1, config.beta2)
+    eight_bit, paged = config.optimizer.endswith("8bit"), config.optimizer.startswith("paged")
+    on_gpu = next(parameter.is_cuda for group in groups for parameter in group["params"])
+    if paged and not on_gpu:
+        log.info("There is no GPU to keep free: %s leaves its moments where they are.", config.optimizer)
+    if not eight_bit and not (paged and on_gpu):
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=EPS, fused=True)
+    return AdamW(groups, lr=config.learning_rate, betas=betas, eight_bit=eight_bit, paged=paged and on_gpu)
+
+
+def _groups(model: nn.Module, config: TrainingConfig) -> Iterator[dict[str, Any]]:
+    """Parameters that are decayed and trained alike."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for is_up in (False, True):
+        for is_matrix in (True, False):
+            found = [p for name, p in named if _is_lora_up(name) == is_up and (p.dim() > 1) == is_matrix]
+            decay = config.weight_decay if is_matrix else 0.0
+            if found:
+                yield {"params": found, "weight_decay": decay, "rate": config.learning_rate_ratio if is_up else 1.0}
+
+
+def _is_lora_up(name: str) -> bool:
+    """Whether it is an adapter's B, the matrix that begins at zero."""
+    return name.endswith(".lora.b")
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose moments are in 8 bits, or in host memory, or both; see kernels/adamw_8bit.py and train/paging.py."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eight_bit: bool, paged: bool
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0, "rate": 1.0})
+        self.eight_bit, self.updates = eight_bit, 0
+        device = self.param_groups[0]["params"][0].device
+        self.copier = CudaCopier(device) if paged else None
+
+    def new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter before its first update."""
+        if self.eight_bit and parameter.numel() >= SMALLEST_IN_8_BITS:
+            state = Moments.zeros(parameter.numel(), device=parameter.device)._asdict()
+        else:
+            state = {kind: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for kind in MOMENTS}
+        if self.copier is None or parameter.numel() < SMALLEST_PAGED:
+            return state
+        return self.copier.at_home(state)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is never evaluated again
+        """Updates every parameter that has a gradient."""
+        self.updates += 1
+        todo = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in todo:
+            if parameter not in self.state:
+                self.state[parameter] = self.new_moments(parameter)
+        states = [self.state[parameter] for parameter, _ in todo]
+        near = iter(states) if self.copier is None else walk(states, self.copier)
+        for (parameter, group), state in zip(todo, near, strict=True):
+            self._update(parameter, state, group)
+
+    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        grad, (beta1, beta2) = cast(Tensor, parameter.grad), group["betas"]
+        common = {"beta1": beta1, "beta2": beta2, "eps": EPS, "weight_decay": group["weight_decay"]}
+        if "exp_avg_absmax" in state:
+            adamw_8bit(parameter, grad, Moments(**state), learning_rate=group["lr"], step=self.updates, **common)
+            return
+        steps = torch.full((), self.updates - 1.0, device=parameter.device)  # torch counts up before it updates
+        adamw(
+            [parameter], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [steps],
+            lr=group["lr"], amsgrad=False, maximize=False, fused=True, **common,
+        )  # fmt: skip
+
+
+# --- states by name ---------------------------------------------------------------------------------------------------
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, tied ones once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Trained parameters by name, tied ones once."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter; none before the first update."""
+    """`exp_avg.NAME`, `exp_avg_sq.NAME` and so on of every trained parameter; none before the first update."""
     moments = {}
     for name, parameter in model.named_parameters():
-        for kind in MOMENTS if parameter in optimizer.state else ():
-            moments[f"{kind}.{name}"] = optimizer.state[parameter][kind]
+        for kind, tensor in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+            if kind != "step":
+                moments[f"{kind}.{name}"] = tensor
     return moments
 
 
+def frozen_digest(model: nn.Module) -> str:
+    """Identity of what a checkpoint leaves out: each frozen tensor's name, shape, dtype and 1,024 of its elements."""
+    digest = hashlib.sha256()
+    frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    for name, tensor in (*frozen, *model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 1_024)]
+        digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def prepare_moments(model: nn.Module, optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Gives the optimizer the state that it has after `updates` updates, with moments of zero to be copied over."""
+    """Gives the optimizer the state that it has after `updates` updates, with empty moments to be copied over."""
+    if isinstance(optimizer, AdamW):
+        optimizer.updates = updates
     for parameter in model.parameters() if updates else ():
-        if parameter.requires_grad:
+        if not parameter.requires_grad:
+            continue
+        if isinstance(optimizer, AdamW):
+            optimizer.state[parameter] = optimizer.new_moments(parameter)
+        else:
             step = torch.tensor(float(updates), device=parameter.device)
             optimizer.state[parameter] = {"step": step, **{kind: torch.zeros_like(parameter) for kind in MOMENTS}}
 
 
 @torch.no_grad()
 def copy_into(own: dict[str, Tensor], saved: dict[str, Tensor], folder: Path) -> None:
-    """Copies saved tensors over one's own; raises TrainingStateError unless names and shapes are the same."""
+    """Copies saved tensors over one's own; raises TrainingStateError unless names, shapes and dtypes are the same."""
     if own.keys() != saved.keys():
         odd = sorted(own.keys() ^ saved.keys())[0]
         place = "there" if odd in saved else "here"

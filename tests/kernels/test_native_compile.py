@@ -19,6 +19,7 @@ KERNELS = {
         "linear_cross_entropy._statistics_kernel", "linear_cross_entropy._gradient_kernel",
         "linear_distillation._statistics_kernel", "linear_distillation._divergence_kernel",
     },
+    "optimizer": {"adamw_8bit._update_kernel"},
     "paged": {"paged_attention._attend_kernel"},
     "quantized": {
         "quantized_linear._row_kernel", "quantized_linear._rows_kernel", "quantized_linear._add_splits_kernel",

@@ -127,9 +127,9 @@ def test_a_signal_during_evaluation_stops_at_once_and_the_next_run_evaluates(
     assert (folder / "metrics.jsonl").read_text() == straight[1]
 
 
-def torchrun(folder: Path, processes: int) -> None:
+def torchrun(folder: Path, processes: int, *words: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += ["-m", "tests.train.toy_process", str(folder)]
+    command += ["-m", "tests.train.toy_process", str(folder), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as launcher:
@@ -141,9 +141,10 @@ def torchrun(folder: Path, processes: int) -> None:
     assert launcher.returncode == 0, output[-3000:]
 
 
-def test_two_processes_train_as_one(tmp_path: Path, start: Start) -> None:
-    torchrun(tmp_path / "two", 2)
-    assert finish(start(str(tmp_path / "one"), save_every_step=False)) == 0
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapted"])
+def test_two_processes_train_as_one(adapted: bool, tmp_path: Path, start: Start) -> None:
+    torchrun(tmp_path / "two", 2, *["adapted"] * adapted)
+    assert finish(start(str(tmp_path / "one"), save_every_step=False, adapted=adapted)) == 0
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [line["step"] for line in two] == list(range(1, STEPS + 1))
     for expected, line in zip(one, two, strict=True):
@@ -153,4 +154,4 @@ def test_two_processes_train_as_one(tmp_path: Path, start: Start) -> None:
     for name, expected in weights[0].items():
         torch.testing.assert_close(weights[1][name], expected, rtol=1e-3, atol=1e-5)
     # A checkpoint does not know how many processes made it: one goes on where two stopped.
-    assert finish(start(str(tmp_path / "two"), save_every_step=False)) == 0
+    assert finish(start(str(tmp_path / "two"), save_every_step=False, adapted=adapted)) == 0

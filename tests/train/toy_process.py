@@ -1,6 +1,6 @@
 """A toy run in a process of its own: to be signalled, killed, or started several times by torchrun.
 
-torchrun --nproc_per_node 2 -m tests.train.toy_process FOLDER
+torchrun --nproc_per_node 2 -m tests.train.toy_process FOLDER [adapted]
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from model.transformer import Transformer
-from tests.train.toy import STEPS, toy_trainer, weights_hash
+from tests.train.toy import STEPS, adapted_model, toy_trainer, weights_hash
 from train.loop import Trainer
 
 INTERRUPTED = 3
@@ -27,13 +27,30 @@ def awake(model: Transformer) -> dict[str, float]:
     return {"held_out_loss": 1.0}
 
 
-def run(folder: str, evaluation: str | None = None, *, save_every_step: bool = True, steps: int = STEPS) -> None:
-    """Trains to the end and writes the hash of the weights; a stop is told by the exit code."""
+def run(
+    folder: str,
+    evaluation: str | None = None,
+    *,
+    save_every_step: bool = True,
+    steps: int = STEPS,
+    adapted: bool = False,
+) -> None:
+    """Trains to the end and writes the hash of the weights; a stop is told by the exit code.
+
+    `adapted`: only adapters on a frozen base, with 8-bit moments and activation checkpointing.
+    """
     torch.set_num_threads(1)
     evaluate = {None: None, "sleepy": sleepy, "awake": awake}[evaluation]
     every_s = 0.0 if save_every_step else 1e6
+    special = {"optimizer": "paged_adamw_8bit", "activation_checkpointing": True} if adapted else {}
     trainer: Trainer = toy_trainer(
-        Path(folder), evaluate=evaluate, evaluate_every_tokens=500, checkpoint_every_s=every_s, tokens=steps * 128
+        Path(folder),
+        model=adapted_model() if adapted else None,
+        evaluate=evaluate,
+        evaluate_every_tokens=500,
+        checkpoint_every_s=every_s,
+        tokens=steps * 128,
+        **special,
     )
     if trainer.train().interrupted:
         sys.exit(INTERRUPTED)
@@ -42,4 +59,4 @@ def run(folder: str, evaluation: str | None = None, *, save_every_step: bool = T
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], save_every_step=False)
+    run(sys.argv[1], save_every_step=False, adapted="adapted" in sys.argv[2:])
