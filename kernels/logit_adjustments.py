@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._rows import ROWS_PER_BLOCK
 from kernels._triton import check_rows, runs_triton
 
 IN_PROMPT = 1 << 30
@@ -182,17 +183,20 @@ def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor) -> None:
 
 def _adjust(logits: Tensor, state: RequestState, slots: Tensor, positions: Tensor, drafted: Tensor | None) -> Tensor:
     scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
-    rows = (slots >= 0).nonzero()[:, 0]
-    slots, x = slots[rows].long(), scores[rows]
+    for rows in (slots >= 0).nonzero()[:, 0].split(ROWS_PER_BLOCK):
+        before = None if drafted is None else drafted[rows].long()
+        scores[rows] = _adjust_rows(scores[rows], state, slots[rows].long(), positions[rows], before)
+    return scores
+
+
+def _adjust_rows(x: Tensor, state: RequestState, slots: Tensor, positions: Tensor, drafted: Tensor | None) -> Tensor:
     tokens, values, until = (part[slots] for part in state[4:])
-    holds = (tokens >= 0) & (positions[rows, None] < until)
+    holds = (tokens >= 0) & (positions[:, None] < until)
     x.scatter_add_(1, tokens.clamp_min(0).long(), torch.where(holds, values, 0))
     counts = state.counts[slots]
     if drafted is not None:
-        before = drafted[rows].long()
-        counts.scatter_add_(1, before.clamp_min(0), (before >= 0).to(counts.dtype))
+        counts.scatter_add_(1, drafted.clamp_min(0), (drafted >= 0).to(counts.dtype))
     repetition, frequency, presence = (part[slots, None] for part in state[1:4])
     x = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
     n = counts % IN_PROMPT
-    scores[rows] = torch.where(n > 0, x - (frequency * n + presence), x)
-    return scores
+    return torch.where(n > 0, x - (frequency * n + presence), x)

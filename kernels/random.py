@@ -136,9 +136,13 @@ def exponential(stream: Stream, count: int, purpose: int) -> Tensor:
     if runs_triton(stream.seeds):
         return _fill(stream, count, purpose, is_exponential=True)
     words = _words(stream, count, purpose)
-    u, rest = (x.float().mul_(2.0**-32).add_(2.0**-33) for x in (words, words ^ _WORD))
-    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
-    return torch.where(words < _SMALL_WORD, series, rest.log_().neg_())
+    is_small = words < _SMALL_WORD
+    u = words.float().mul_(2.0**-32).add_(2.0**-33)
+    series = u * (1 / 6)
+    for divisor in (5, 4, 3, 2, 1):
+        series.add_(1 / divisor).mul_(u)
+    rest = words.bitwise_xor_(_WORD).float().mul_(2.0**-32).add_(2.0**-33)
+    return torch.where(is_small, series, rest.log_().neg_())
 
 
 def uniform(stream: Stream, count: int, purpose: int) -> Tensor:
@@ -171,12 +175,18 @@ def check_stream(stream: Stream, num_rows: int) -> Stream:
 def _words(stream: Stream, count: int, purpose: int) -> Tensor:
     """[N, count] int64. Products of two words wrap around in int64, but their bits are right."""
     seeds, choices, positions = (x.long()[:, None] for x in stream)
-    c0 = torch.arange(-(-count // 4), device=seeds.device).expand(len(seeds), -1)
-    c1, c2, c3 = positions & _WORD, choices & _WORD, torch.full_like(seeds, int(purpose))
+    shape = len(seeds), -(-count // 4)
+    starts = torch.arange(shape[1], device=seeds.device), positions, choices, torch.full_like(seeds, int(purpose))
+    c0, c1, c2, c3 = (x.expand(shape).clone(memory_format=torch.contiguous_format) for x in starts)
+    c2 &= _WORD
     k0, k1 = seeds & _WORD, seeds >> 32 & _WORD
+    one, two = torch.empty_like(c0), torch.empty_like(c0)
     for _ in range(_ROUNDS):
-        one, two = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = two >> 32 & _WORD ^ c1 ^ k0, two & _WORD
-        c2, c3 = one >> 32 & _WORD ^ c3 ^ k1, one & _WORD
+        torch.mul(c0, _MULTIPLIERS[0], out=one)
+        torch.mul(c2, _MULTIPLIERS[1], out=two)
+        # c1 and c3 are whole products, whose upper halves are cut off here.
+        torch.bitwise_right_shift(two, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_WORD)
+        torch.bitwise_right_shift(one, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_WORD)
+        c1, two, c3, one = two, c1, one, c3
         k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1).flatten(1)[:, :count]
+    return torch.stack((c0, c1, c2, c3), dim=-1).bitwise_and_(_WORD).flatten(1)[:, :count]

@@ -1,4 +1,4 @@
-"""From logits to tokens: adjusted distributions, sampling, and the acceptance rule of speculative decoding.
+"""From logits to tokens: adjusted distributions, and sampling from them.
 
     p = softmax(keep(logits) / temperature),   token = argmax(p / e),   e by kernels/random.py
 
@@ -7,8 +7,8 @@ sorting, between two scores of the row that close in on it. A pass over the row 
 halfway between the scores and one halfway between their bit patterns: the first is quick, the second needs 31 passes
 at worst; and each bound moves on to the next score that occurs, so few passes are needed. Nothing is read by the host.
 
-Sources: https://arxiv.org/abs/2211.17192 (verification), https://flashinfer.ai/2025/03/10/sampling.html (no sort).
-Legend: N rows, V vocabulary, K most probable tokens, k drafted tokens; key: a score's bits, ordered as an integer.
+Source: https://flashinfer.ai/2025/03/10/sampling.html (no sort).
+Legend: N rows, V vocabulary, K most probable tokens; key: a score's bits, ordered as an integer.
 """
 
 import math
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import _race
+from kernels._rows import ROWS_PER_BLOCK
 from kernels._triton import check_rows, runs_triton
 from kernels.random import Purpose, Stream, check_stream, exponential, load_key, philox_words, to_exponential
 
@@ -309,9 +310,17 @@ def sample_tokens(logits: Tensor, filters: Filters, stream: Stream, *, purpose: 
     """
     if runs_triton(logits):
         return _launch_race(logits, filters, stream, int(purpose))
-    probabilities = adjusted_probabilities(logits, **filters._asdict())
-    tokens = sample(probabilities, exponential(stream, logits.shape[1], purpose))
-    return torch.where(logits.amax(dim=-1).isfinite(), tokens, -1)
+    # fp32 first, because a CPU compares fp32 several times faster than bf16.
+    scores = logits.float()
+    tokens = scores.argmax(dim=-1)
+    best = scores.gather(1, tokens[:, None])[:, 0]
+    sampled = (filters.temperature > 0).nonzero()[:, 0]
+    for first in range(0, len(sampled), ROWS_PER_BLOCK):
+        rows = sampled[first : first + ROWS_PER_BLOCK]
+        probabilities = adjusted_probabilities(scores[rows], **{name: x[rows] for name, x in filters._asdict().items()})
+        draws = exponential(Stream(*(x[rows] for x in stream)), logits.shape[1], purpose)
+        tokens[rows] = sample(probabilities, draws)
+    return torch.where(best.isfinite(), tokens, -1)
 
 
 def sample(probabilities: Tensor, exponential: Tensor) -> Tensor:
@@ -377,35 +386,3 @@ def _launch_race(logits: Tensor, filters: Filters, stream: Stream, purpose: int)
             BLOCK=_race.block_size(vocabulary), num_warps=_race.WARPS,
         )  # fmt: skip
     return tokens
-
-
-def verify_draft(
-    target_p: Tensor, draft_p: Tensor | None, draft_tokens: Tensor, u: Tensor, exponential: Tensor
-) -> tuple[int, int]:
-    """Accept a prefix of the drafted tokens and draw the token after it, so that all follow the target exactly.
-
-    target_p [k+1, V] and draft_p [k, V]: the adjusted distributions of both models (None: the draft was
-    deterministic, its distributions are one-hot); draft_tokens [k]; u [k] uniform in [0, 1); exponential [V].
-    Returns (number of accepted tokens, next token). Source: https://arxiv.org/abs/2211.17192.
-    """
-    k = draft_tokens.shape[0]
-    drafted = draft_tokens[:, None]
-    p = target_p[:k].gather(1, drafted)[:, 0]
-    q = torch.ones_like(p) if draft_p is None else draft_p.gather(1, drafted)[:, 0]
-    # Strictly below: a token of target probability 0 must be rejected even when u is 0.
-    rejected = (u * q >= p).tolist()
-    accepted = rejected.index(True) if True in rejected else k
-    remaining = target_p[accepted]
-    if accepted < k:
-        remaining = _residual(remaining, None if draft_p is None else draft_p[accepted], int(draft_tokens[accepted]))
-    return accepted, int(sample(remaining[None], exponential[None]))
-
-
-def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
-    """Return max(p − q, 0) (unnormalised), or p itself where rounding left nothing of it."""
-    if q is None:
-        residual = p.clone()
-        residual[token] = 0
-    else:
-        residual = (p - q).clamp_min(0)
-    return residual if float(residual.sum()) > 0 else p

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._rows import ROWS_PER_BLOCK
 from kernels._triton import check_rows, runs_triton
 
 _BLOCK = 4096
@@ -96,11 +97,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     if logits.dim() != 2 or tokens.shape != logits.shape[:1] or not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"token_logprobs takes logits [N, V], tokens [N], K ≤ V: {logits.shape}, {num_top}")
     if not runs_triton(logits):
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
-        chosen = torch.where(tokens >= 0, logprobs.gather(1, tokens.clamp_min(0)[:, None])[:, 0], torch.nan)
-        ranks = (logprobs > chosen[:, None]).sum(dim=-1) + 1
-        best = logprobs.topk(num_top, dim=-1)
-        return Logprobs(chosen, ranks.int(), best.indices, best.values)
+        blocks = zip(logits.split(ROWS_PER_BLOCK), tokens.split(ROWS_PER_BLOCK), strict=True)
+        columns = zip(*(_score_rows(*block, num_top) for block in blocks), strict=True)
+        return Logprobs(*(torch.cat(parts) for parts in columns))
     check_rows(logits=logits)
     (rows, vocabulary), device = logits.shape, logits.device
     chosen = torch.empty(rows, dtype=torch.float32, device=device)
@@ -115,3 +114,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
             logits.stride(0), vocabulary, NUM_TOP=num_top, BLOCK=block, num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip
     return result
+
+
+def _score_rows(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = torch.where(tokens >= 0, logprobs.gather(1, tokens.clamp_min(0)[:, None])[:, 0], torch.nan)
+    ranks = (logprobs > chosen[:, None]).sum(dim=-1) + 1
+    best = logprobs.topk(num_top, dim=-1)
+    return Logprobs(chosen, ranks.int(), best.indices, best.values)

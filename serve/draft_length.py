@@ -132,6 +132,11 @@ class AdaptiveLength:
         self._num_steps += 1
         self._num_probes = PROBE_SEQUENCES if self._num_steps >= self._interval else 0
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether any sequence may get draft tokens in this step."""
+        return self._length > 0 or self._num_probes > 0
+
     def __call__(self, sequence: Sequence) -> int:
         """Draft tokens that this sequence should get now."""
         acceptance = self.acceptance(sequence)

@@ -2,6 +2,11 @@
 
 A step schedules, drafts, runs the target once over everything scheduled, verifies, and reports. A request whose own
 computation fails ends with finish_reason "error"; the others do not notice.
+
+On CUDA a step is launched before the host has read what the one before it found, so that the device goes from step to
+step without waiting for the host. What a sequence emits is the same: only that it ends by a token or a string is
+noticed one step late, and the token computed for it meanwhile is thrown away. Steps with draft tokens are read at once:
+how many of those were accepted decides where the next step begins.
 """
 
 import logging
@@ -16,16 +21,18 @@ from model.detokenizer import StreamDecoder
 from serve.config import NGRAM, EngineConfig
 from serve.draft_length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength
 from serve.kv_cache import BlockTable, KVCache, pages_for
-from serve.loading import Models, choose_max_model_len, count_pages, load_models
+from serve.loading import Models, choose_max_model_len, count_pages, load_models, most_draft_tokens
 from serve.outputs import EngineStats, FinishReason, RequestOutput, TokenLogprobs
+from serve.places import Places
 from serve.runner import Runner
 from serve.sampling import NonFiniteLogitsError, Sampler
 from serve.sampling_params import MAX_SEED, SamplingParams
 from serve.scheduler import Chunk, Schedule, Scheduler
 from serve.sequence import Sequence
-from serve.speculate import NO_PROPOSAL, Draft, ModelDraft, NgramDraft
-from serve.target import Answer, Outcome, Target, Work
+from serve.speculate import NO_PROPOSAL, Draft, ModelDraft, NgramDraft, Proposal
+from serve.target import Answer, Flight, Outcome, Target, Work
 from serve.text import TextStream
+from serve.transfer import PassTimer
 
 __all__ = ["Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
@@ -68,10 +75,21 @@ class Engine:
         )
         fixed = config.num_speculative_tokens
         self.draft_length = AdaptiveLength() if fixed is None else FixedLength(fixed)
-        sampler = Sampler(self.vocab_size, self.device)
-        runner = Runner(models.target, self.num_pages, dtype=self.dtype, device=self.device)
-        self.target = Target(runner, sampler, self.draft_length.target_costs)
+        self.places = Places(
+            config.max_num_seqs,
+            self.vocab_size,
+            max_drafts=most_draft_tokens(config, models),
+            device=self.device,
+            num_kept_tokens=self.max_model_len if config.draft == NGRAM else 0,
+        )
+        sampler = Sampler(self.places)
+        runner = Runner(models.target, self.num_pages, dtype=self.dtype, feed=self.places.feed)
+        self.target = Target(runner, sampler, PassTimer(self.draft_length.target_costs, self.device))
         self.draft = self._make_draft(models, sampler)
+        self.is_overlapped = self.device.type == "cuda"
+        """Whether a step is launched before the one before it has been read, where it can be."""
+        self._flights: list[Flight] = []
+        """Steps that have been launched and not been read yet, the oldest first."""
         self._random = random.Random(config.seed)
         self._next_id = 0
         self._sequences: dict[int, Sequence] = {}
@@ -83,12 +101,16 @@ class Engine:
         self._counters = Counters(accepted_per_position=[0] * (fixed or MAX_DRAFT_TOKENS))
 
     def _make_draft(self, models: Models, sampler: Sampler) -> Draft | None:
-        costs = self.draft_length.draft_costs
         if models.draft is not None:
-            runner = Runner(models.draft, self.num_pages, dtype=self.dtype, device=self.device)
-            max_tokens = self.config.max_num_batched_tokens
-            return ModelDraft(runner, sampler, self.cache, max_tokens=max_tokens, costs=costs)
-        return NgramDraft(costs) if self.config.draft == NGRAM else None
+            return ModelDraft(
+                Runner(models.draft, self.num_pages, dtype=self.dtype, feed=self.places.feed),
+                sampler,
+                self.cache,
+                vocab_size=self.vocab_size,
+                max_tokens=self.config.max_num_batched_tokens,
+                timer=PassTimer(self.draft_length.draft_costs, self.device),
+            )
+        return NgramDraft(sampler) if self.config.draft == NGRAM else None
 
     # Requests
 
@@ -161,7 +183,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
-        return bool(self._farewells or self.scheduler.waiting or self.scheduler.running)
+        return bool(self._farewells or self._flights or self.scheduler.waiting or self.scheduler.running)
 
     def stats(self) -> EngineStats:
         counters = vars(self._counters) | {"accepted_per_position": tuple(self._counters.accepted_per_position)}
@@ -185,91 +207,120 @@ class Engine:
         now = time.monotonic()
         late = [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
         outputs += self._end_all(late, "deadline")
-        schedule = self._schedule()
-        if not schedule.chunks:
-            return outputs
-        self.target.runner.copy_pages(schedule.copies)
-        if isinstance(self.draft, ModelDraft):
-            self.draft.runner.copy_pages(schedule.copies)
-        for answer in self._compute(schedule.chunks, outputs):
-            self._commit(answer, outputs)
-        self._counters.num_steps += 1
+        schedule = self._schedule(outputs)
+        if schedule.chunks:
+            self.target.runner.copy_pages(schedule.copies)
+            if isinstance(self.draft, ModelDraft):
+                self.draft.runner.copy_pages(schedule.copies)
+            self._compute(schedule.chunks, outputs)
+            self._counters.num_steps += 1
+        can_wait = schedule.chunks and not any(chunk.num_drafts for chunk in schedule.chunks)
+        self._land(outputs, num_left=1 if self.is_overlapped and can_wait else 0)
         return outputs
 
-    def _schedule(self) -> Schedule:
+    def _schedule(self, outputs: list[RequestOutput]) -> Schedule:
         if self.draft is None:
             return self.scheduler.schedule()
         decoding = [sequence for sequence in self.scheduler.running if sequence.num_pending == 1]
         if decoding:
             self.draft_length.begin_step(decoding)
+        if self.draft_length.is_drafting:
+            self._land(outputs)
         schedule = self.scheduler.schedule(self.draft_length)
         if decoding:
             mean = sum(chunk.num_drafts for chunk in schedule.chunks) / len(decoding)
             self._counters.speculative_tokens += 0.1 * (mean - self._counters.speculative_tokens)
         return schedule
 
-    def _compute(self, chunks: tuple[Chunk, ...], outputs: list[RequestOutput]) -> list[Answer]:
-        """Answers for all chunks but those whose own computation fails; these end, in `outputs`.
+    def _compute(self, chunks: tuple[Chunk, ...], outputs: list[RequestOutput]) -> None:
+        """Launch a step over the chunks. Where that raises, compute each alone, and end those that fail again.
 
-        Nothing is committed before the pass has succeeded, and a pass may be repeated: after an exception each chunk is
-        computed alone.
+        Nothing is changed before a launch has succeeded, so it may be repeated.
         """
         try:
-            return self.target.compute(self._propose(chunks))
+            self._launch(self._propose(chunks))
+            return
         except Exception:
             log.exception("a step of %d sequences failed; they are computed one by one", len(chunks))
-        answers = []
+        self._land(outputs)
+        self.places.forget()
         for chunk in chunks:
-            sequence = self._sequences[chunk.sequence_id]
+            sequence = self._sequences.get(chunk.sequence_id)
+            if sequence is None:  # the step before was its last
+                continue
             try:
-                answers += self.target.compute([Work(chunk, sequence)])
+                self._launch([Work(chunk, sequence)])
             except Exception as error:
                 outputs += self._fail([sequence, *sequence.siblings], error)
-        return answers
+            self._land(outputs)
 
     def _propose(self, chunks: tuple[Chunk, ...]) -> list[Work]:
         """The chunks, with draft tokens where the schedule has room for them."""
         sequences = [self._sequences[chunk.sequence_id] for chunk in chunks]
         wanted = [(s, chunk.num_drafts) for s, chunk in zip(sequences, chunks, strict=True) if chunk.num_drafts]
-        proposals = self.draft.propose(wanted) if wanted and self.draft else {}
+        proposals: dict[int, Proposal] = {}
+        if wanted and self.draft is not None:
+            self.places.seat(sequence for sequence, _ in wanted)
+            proposals = self.draft.propose(wanted)
         return [Work(chunk, s, proposals.get(s.id, NO_PROPOSAL)) for s, chunk in zip(sequences, chunks, strict=True)]
+
+    def _launch(self, work: list[Work]) -> None:
+        """Launch a pass; from here on the next step can be planned with what it will have computed and drawn."""
+        self._flights.append(self.target.launch(work))
+        for item in work:
+            sequence, samples = item.sequence, item.samples
+            sequence.num_computed = item.chunk.start + item.chunk.num_tokens
+            self._publish(sequence)
+            if samples:
+                for choice in (sequence, *self.scheduler.fork(sequence)):
+                    choice.num_unread += 1
 
     # Committing what a step found
 
+    def _land(self, outputs: list[RequestOutput], *, num_left: int = 0) -> None:
+        """Read and commit the launched steps, all but the latest `num_left`."""
+        while len(self._flights) > num_left:
+            for answer in self._flights.pop(0).land():
+                self._commit(answer, outputs)
+
     def _commit(self, answer: Answer, outputs: list[RequestOutput]) -> None:
-        sequence, chunk = answer.work.sequence, answer.work.chunk
-        sequence.num_computed = chunk.start + chunk.num_tokens
+        sequence = answer.work.sequence
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += answer.prompt_logprobs
-        self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
-        if answer.outcomes:
-            self.scheduler.fork(sequence)
         for outcome in answer.outcomes:
-            emitting = outcome.question.sequence
+            emitting = outcome.sequence
+            emitting.num_unread -= 1
+            if emitting.id not in self._sequences:  # it ended while the step was under way
+                continue
             try:
-                if outcome.verdict.error is not None:
-                    raise outcome.verdict.error
-                outputs.append(self._emit(emitting, outcome))
+                if outcome.error is not None:
+                    raise outcome.error
+                outputs.append(self._emit(outcome))
             except Exception as error:
                 outputs += self._fail([emitting], error)
 
-    def _emit(self, sequence: Sequence, outcome: Outcome) -> RequestOutput:
-        """Add the verdict's tokens, up to the first that ends the sequence, and report them."""
-        verdict, num_drafted = outcome.verdict, len(outcome.question.proposal.tokens)
-        if num_drafted:
-            self._settle(sequence, num_drafted, verdict.num_accepted)
+    def _publish(self, sequence: Sequence) -> None:
+        """Offer its full pages to others, as far as its tokens are known."""
+        num_known = min(sequence.num_computed, sequence.num_tokens)
+        self.cache.publish(sequence.table, sequence.tokens, num_known)
+
+    def _emit(self, outcome: Outcome) -> RequestOutput:
+        """Add the outcome's tokens, up to the first that ends the sequence, and report them."""
+        sequence = outcome.sequence
+        if outcome.num_drafted:
+            self._settle(sequence, outcome.num_drafted, outcome.num_accepted)
         elif sequence.num_output == 0 and sequence.index == 0:
             self._counters.num_prompt_tokens += sequence.num_prompt_tokens
-        sequence.num_computed += verdict.num_accepted
+        sequence.num_computed += outcome.num_accepted
         num_before = sequence.num_tokens
-        finish_reason, stop_reason = self._extend(sequence, verdict.tokens)
+        finish_reason, stop_reason = self._extend(sequence, outcome.tokens)
         tokens = sequence.tokens[num_before:]
         self._counters.num_generation_tokens += len(tokens)
-        self.cache.publish(sequence.table, sequence.tokens, min(sequence.num_computed, sequence.num_tokens))
-        self.cache.trim(sequence.table, sequence.num_tokens)
+        self._publish(sequence)
+        self.cache.trim(sequence.table, sequence.num_drawn)
         output = self._output(sequence, finish_reason, ends_before_stop=isinstance(stop_reason, str))
         output.new_token_ids, output.stop_reason = tokens, stop_reason
-        output.drafted_mask = [number < verdict.num_accepted for number in range(len(tokens))]
+        output.drafted_mask = [number < outcome.num_accepted for number in range(len(tokens))]
         output.logprobs = None if outcome.logprobs is None else outcome.logprobs[: len(tokens)]
         output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         if finish_reason is not None:

@@ -12,6 +12,7 @@ from model.checkpoint import load_model
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
 from serve.config import NGRAM, EngineConfig
+from serve.draft_length import MAX_DRAFT_TOKENS
 from serve.kv_cache import PAGE_SIZE, pages_for
 from serve.runner import LanguageModel
 
@@ -103,6 +104,13 @@ def count_pages(config: EngineConfig, models: Models) -> int:
     return num_pages
 
 
+def most_draft_tokens(config: EngineConfig, models: Models) -> int:
+    """The longest draft that a step may verify; 0 without a draft."""
+    if config.draft is None and models.draft is None:
+        return 0
+    return config.num_speculative_tokens or MAX_DRAFT_TOKENS
+
+
 def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
     """Most tokens of one sequence: it must fit the pages all alone, so that somebody can always go on."""
     trained, held = model.max_position_embeddings, num_pages * PAGE_SIZE
@@ -127,7 +135,9 @@ def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
     model = models.target.config
     widths = 4 * model.hidden_size + 3 * model.intermediate_size
     temporaries = config.max_num_batched_tokens * widths * models.dtype.itemsize
-    temporaries += 4 * config.max_num_seqs * model.vocab_size * torch.float32.itemsize
+    # Scores, distributions and counts, and with a draft the distributions of both models for every draft token.
+    rows = config.max_num_seqs * (5 + 2 * most_draft_tokens(config, models))
+    temporaries += rows * model.vocab_size * torch.float32.itemsize
     return int(total * config.gpu_memory_utilization) - (total - free) - temporaries
 
 

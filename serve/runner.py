@@ -13,6 +13,8 @@ from torch import Tensor
 from model.attention import PagedAttention, PagedBatch
 from model.config import ModelConfig
 from serve.kv_cache import PAGE_SIZE, BlockTable, pages_for
+from serve.places import resolve
+from serve.transfer import upload
 
 
 class LanguageModel(Protocol):
@@ -30,6 +32,7 @@ class Piece:
     """Consecutive tokens of one sequence, computed in one pass; their pages are reserved."""
 
     tokens: list[int]
+    """Negative ones are stand-ins for tokens in the feed, by `feed_reference`."""
     start: int
     """Position of the first token."""
     table: BlockTable
@@ -38,16 +41,17 @@ class Piece:
 
 
 class Runner:
-    """One model with its pages."""
+    """One model with its pages. The host waits for nothing here."""
 
-    def __init__(self, model: LanguageModel, num_pages: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocates `num_pages` pages of keys and values a layer, of `dtype`, on `device`."""
+    def __init__(self, model: LanguageModel, num_pages: int, *, dtype: torch.dtype, feed: Tensor) -> None:
+        """Allocates `num_pages` pages of keys and values a layer, of `dtype`, on the device of the feed (Places)."""
         self.model = model
-        self.device = device
+        self.feed = feed
+        self.device = feed.device
         config = model.config
         shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        self.k_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.v_pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.k_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(config.num_layers)]
+        self.v_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(config.num_layers)]
 
     def hidden(self, pieces: list[Piece]) -> Tensor:
         """Computes the pieces and stores their keys and values. Returns `[R, D]`, piece after piece."""
@@ -56,7 +60,7 @@ class Runner:
         attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages)
         hidden = self.model(tokens, positions, attention)
         rows = _wanted_rows(pieces, lengths)
-        return hidden if rows is None else hidden[torch.from_numpy(rows).to(self.device)]
+        return hidden if rows is None else hidden[upload(rows, self.device)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[R, D] -> [R, V]`."""
@@ -66,7 +70,7 @@ class Runner:
         """Copies (source, destination) pages in all layers; every source is read before any destination is written."""
         if not copies:
             return
-        sources, destinations = torch.tensor(copies, device=self.device).T
+        sources, destinations = upload(np.array(copies, dtype=np.int64).T.copy(), self.device)
         for pages in (*self.k_pages, *self.v_pages):
             pages[destinations] = pages[sources]
 
@@ -82,11 +86,10 @@ class Runner:
         owner = np.repeat(np.arange(len(pieces)), lengths)
         positions = np.arange(len(tokens)) + (kv_lengths - cu_seqlens[1:])[owner]
         slots = block_tables[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        batch = PagedBatch(*map(self._tensor, (slots, block_tables, cu_seqlens, kv_lengths)))
-        return self._tensor(tokens), self._tensor(positions), batch
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        known, positions_, *where = (
+            upload(array, self.device) for array in (tokens, positions, slots, block_tables, cu_seqlens, kv_lengths)
+        )
+        return resolve(known, self.feed) if (tokens < 0).any() else known, positions_, PagedBatch(*where)
 
 
 def _wanted_rows(pieces: list[Piece], lengths: list[int]) -> np.ndarray | None:

@@ -66,6 +66,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def adjusts_scores(self) -> bool:
+        """Whether anything but the model's scores may decide which tokens are likely."""
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, naming the field, when a value is out of bounds for a vocabulary of `vocab_size` tokens."""
         _require_number("temperature", self.temperature, 0.0, 100.0)

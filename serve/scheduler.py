@@ -7,6 +7,10 @@ A waiting sequence is admitted when the pages for all its tokens are free, not o
 half-computed prompts can never wait for each other's pages. When a decoding sequence finds no free page, the last of
 the running ones (lowest priority, latest arrival) is preempted: its pages are freed and it waits again, with its tokens
 and its random streams, to be recomputed. The first of the running ones is never preempted, so there is progress.
+
+A step can be planned before the host has read what the one before it draws: a sequence then has a token that is not
+known yet (`Sequence.num_unread`), which is planned with like any other. One that must end by its length gets nothing
+more; one that ends otherwise is found out a step later, and what was computed for it is thrown away.
 Sources: Sarathi-Serve (https://arxiv.org/abs/2403.02310); vLLM, v1/core/sched/scheduler.py.
 """
 
@@ -64,6 +68,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._free_places = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_order)
@@ -87,6 +92,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.is_running = False
+        self._leave_place(sequence)
         self.cache.free(sequence.table)
 
     def schedule(self, draft_length: Callable[[Sequence], int] = _no_drafts) -> Schedule:
@@ -99,16 +105,21 @@ class Scheduler:
         return Schedule(tuple(step.chunks), tuple(step.copies), tuple(step.preempted))
 
     def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int]) -> None:
-        decoding = [sequence for sequence in self.running if sequence.num_pending == 1]
+        decoding = [s for s in self.running if s.num_pending == 1 and not self._is_complete(s)]
         prefilling = [sequence for sequence in self.running if sequence.num_pending > 1]
         for position, sequence in enumerate(decoding):
             if sequence.is_running:  # not preempted by one before it
                 spare = step.budget - (len(decoding) - position)  # one token stays for each decode after this one
-                room = self.max_model_len - sequence.num_tokens
+                room = self.max_model_len - sequence.num_drawn
                 self._schedule_decode(step, sequence, max(0, min(draft_length(sequence), spare, room)))
         for sequence in prefilling:
             if sequence.is_running and step.budget > 0:
                 step.add(sequence, min(sequence.num_pending, step.budget))
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        """Whether the last token that it may have has been drawn, if not read."""
+        num_output = sequence.num_drawn - sequence.num_prompt_tokens
+        return num_output >= sequence.params.max_tokens or sequence.num_drawn >= self.max_model_len
 
     def _schedule_decode(self, step: "_Step", sequence: Sequence, num_drafts: int) -> None:
         start = sequence.num_computed
@@ -130,6 +141,8 @@ class Scheduler:
         """Take a running sequence's pages; it waits again, to be recomputed with its tokens and random streams."""
         self.running.remove(sequence)
         self.cache.free(sequence.table)
+        for choice in (sequence, *sequence.siblings):
+            self._leave_place(choice)
         sequence.is_running = False
         sequence.num_computed = sequence.num_draft_computed = 0
         self.add(sequence)
@@ -139,6 +152,8 @@ class Scheduler:
         while self.waiting and step.budget > 0:
             sequence = self.waiting[0]
             if num_places + sequence.num_places > self.max_num_seqs:
+                break
+            if sequence.num_unread:  # preempted a moment ago: what it will say last is still on its way
                 break
             # Each running sequence keeps a page to grow into, else the newcomer would soon be preempted again. Cached
             # pages have no logits, so a prompt whose log-probabilities are wanted is computed in full.
@@ -154,11 +169,18 @@ class Scheduler:
     def _start(self, sequence: Sequence, num_found: int) -> None:
         self.waiting.pop(0)
         bisect.insort(self.running, sequence, key=_order)
+        for choice in (sequence, *sequence.siblings):
+            choice.place = self._free_places.pop()
         sequence.is_running = True
         sequence.num_computed = num_found
         sequence.num_draft_computed = self.cache.num_drafted_tokens(sequence.table)
         if sequence.num_output == 0:
             sequence.num_cached = num_found
+
+    def _leave_place(self, sequence: Sequence) -> None:
+        if sequence.place >= 0:
+            self._free_places.append(sequence.place)
+            sequence.place = -1
 
 
 class _Step:

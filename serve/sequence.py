@@ -23,7 +23,7 @@ class Sequence:
     """Which choice of the request, 0..n-1."""
     params: SamplingParams
     tokens: list[int]
-    """Prompt and output, all committed."""
+    """Prompt and output, all committed; the device may have drawn one more that the host has not read yet."""
     num_prompt_tokens: int
     arrival: float
     """Monotonic clock, seconds."""
@@ -38,6 +38,10 @@ class Sequence:
     table: BlockTable
     text: TextStream
 
+    place: int = -1
+    """Its place in the running batch, which names its state on the device; -1 while it has none."""
+    num_unread: int = 0
+    """Tokens that steps have drawn, or are drawing, and that the host has not read yet."""
     num_computed: int = 0
     num_draft_computed: int = 0
     """The same for the draft model's keys and values."""
@@ -74,11 +78,16 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def num_drawn(self) -> int:
+        """All its tokens, those included that the host has not read yet."""
+        return len(self.tokens) + self.num_unread
+
+    @property
     def num_pending(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 while decoding."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_unread - self.num_computed
 
     @property
     def num_places(self) -> int:
-        """Places in the running batch: its own and those of the siblings that it will fork into."""
+        """Places that it takes in the running batch: its own and those of the siblings that it will fork into."""
         return 1 + len(self.siblings)

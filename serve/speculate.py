@@ -16,32 +16,42 @@ first m + 1 of them hold, the rest is overwritten later. The draft has fed [.., 
 acceptance it lacks d_k and is fed two tokens next time. That is one case of a general rule: before drafting, the draft
 is fed all tokens that it lacks, be it two, a prompt, or what was decoded while drafting did not pay.
 
-k draft tokens, R rows, V vocabulary.
+All of it happens on the device: draft tokens lie in the feed (serve/places.py), from where the next pass takes them,
+and the host reads nothing before a step's verdicts.
+
+k draft tokens, g sequences of a ruling, R rows, V vocabulary.
 """
 
-import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.sampling import verify_draft
-from serve.draft_length import PassCosts
+from kernels.ngram import find_ngrams
+from kernels.random import Stream
+from kernels.verification import match_drafts, verify
 from serve.kv_cache import PAGE_SIZE, KVCache
+from serve.places import feed_reference
 from serve.runner import Piece, Runner
-from serve.sampling import Purpose, Row, Sampler
+from serve.sampling import Rows, Sampler
 from serve.sequence import Sequence
+from serve.transfer import PassTimer, upload
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens for one sequence."""
+    """Draft tokens for one sequence; they are in the feed."""
 
-    tokens: list[int] = field(default_factory=list)
-    probabilities: Tensor | None = None
-    """`[k, V]` fp32, what each token was drawn from; None: verify by matching."""
+    num_tokens: int = 0
+    """As many as the target looks at."""
+    count: Tensor | None = None
+    """Int32 without dimensions: how many of them are meant, where the host does not know; None: all."""
+    distributions: list[Tensor] = field(default_factory=list)
+    """`[V]` fp32 each, what each token was drawn from; empty: verify by matching."""
 
 
 NO_PROPOSAL = Proposal()
@@ -49,8 +59,6 @@ NO_PROPOSAL = Proposal()
 
 class Draft(Protocol):
     """A source of guesses."""
-
-    costs: PassCosts
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, Proposal]:
         """Guess up to k tokens for each (sequence, k), k > 0. Keys are sequence ids; a sequence may be left out."""
@@ -62,29 +70,26 @@ class Draft(Protocol):
 class NgramDraft:
     """Proposes what followed the latest earlier occurrence of the last few tokens: free, and good at quoting."""
 
-    MAX_NGRAM = 3
-    SEARCHED_TOKENS = 8192
-    """How far back it looks, so that a step's cost does not grow with the context."""
-
-    def __init__(self, costs: PassCosts) -> None:
-        self.costs = costs
+    def __init__(self, sampler: Sampler) -> None:
+        """`sampler` is the target's; its places keep the text."""
+        self.sampler = sampler
+        self.reads_counts = sampler.places.device.type == "cpu"
+        """In the memory of the host a count is there to be read, and saves the rows of tokens that were not found."""
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, Proposal]:
-        found = {sequence.id: self._lookup(sequence.tokens[-self.SEARCHED_TOKENS :], k) for sequence, k in wanted}
-        return {id: Proposal(tokens) for id, tokens in found.items() if tokens}
+        places, text = self.sampler.places, self.sampler.places.text
+        if text is None:
+            raise ValueError("n-grams are looked up in the text of the places, and these keep none")
+        found = upload(np.array([(s.place, s.num_tokens) for s, _ in wanted], dtype=np.int64).T.copy(), places.device)
+        drafts, counts = find_ngrams(text[found[0]], found[1], max(k for _, k in wanted))
+        places.write_drafts(found[0], drafts)
+        if self.reads_counts:
+            pairs = zip(wanted, counts.tolist(), strict=True)
+            return {sequence.id: Proposal(min(k, count)) for (sequence, k), count in pairs if count > 0}
+        return {sequence.id: Proposal(k, count) for (sequence, k), count in zip(wanted, counts.unbind(), strict=True)}
 
     def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         pass
-
-    def _lookup(self, tokens: list[int], k: int) -> list[int]:
-        history = torch.tensor(tokens)
-        for size in range(min(self.MAX_NGRAM, len(tokens) - 1), 0, -1):
-            windows = history.unfold(0, size, 1)[:-1]
-            matches = (windows == history[-size:]).all(dim=1).nonzero()
-            if len(matches):
-                after = int(matches[-1]) + size
-                return tokens[after : after + k]
-        return []
 
 
 @dataclass(slots=True)
@@ -94,42 +99,35 @@ class _Guess:
     sequence: Sequence
     length: int
     """Tokens wanted."""
-    tokens: list[int] = field(default_factory=list)
     distributions: list[Tensor] = field(default_factory=list)
-    """`[V]` each, what the tokens were drawn from, under rejection sampling."""
-
-    def next_piece(self) -> Piece:
-        """The latest draft token, to be fed for the one after it."""
-        start = self.sequence.num_tokens + len(self.tokens) - 1
-        return Piece(self.tokens[-1:], start, self.sequence.table, num_rows=1)
-
-    def proposal(self) -> Proposal:
-        return Proposal(self.tokens, torch.stack(self.distributions) if self.distributions else None)
 
 
 class ModelDraft:
     """A smaller model of the same vocabulary, with pages of its own under the target's page ids."""
 
-    def __init__(self, runner: Runner, sampler: Sampler, cache: KVCache, *, max_tokens: int, costs: PassCosts) -> None:
-        """`sampler` is the target's; `max_tokens`: most rows of one pass."""
+    def __init__(
+        self, runner: Runner, sampler: Sampler, cache: KVCache, *, vocab_size: int, max_tokens: int, timer: PassTimer
+    ) -> None:
+        """`sampler` and `vocab_size` are the target's; `max_tokens`: most rows of one pass."""
         self.runner = runner
         self.sampler = sampler
         self.cache = cache
+        self.vocab_size = vocab_size
         self.max_tokens = max_tokens
-        self.costs = costs
+        self.timer = timer
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, Proposal]:
         pieces, guesses = self._catch_up(wanted)
-        proposed = list(guesses)
+        proposed, num_drawn = list(guesses), 0
         while pieces:
-            started = time.perf_counter()
-            hidden = self.runner.hidden(pieces)
-            if guesses:
-                self._extend(guesses, self._logits(hidden))
-            self.costs.record(sum(len(piece.tokens) for piece in pieces), time.perf_counter() - started)
-            guesses = [guess for guess in guesses if len(guess.tokens) < guess.length]
-            pieces = [guess.next_piece() for guess in guesses]
-        return {guess.sequence.id: guess.proposal() for guess in proposed}
+            with self.timer.measure(sum(len(piece.tokens) for piece in pieces)):
+                hidden = self.runner.hidden(pieces)
+                if guesses:
+                    self._extend(guesses, self._logits(hidden), num_drawn)
+            num_drawn += 1
+            guesses = [guess for guess in guesses if num_drawn < guess.length]
+            pieces = [self._next_piece(guess.sequence, num_drawn) for guess in guesses]
+        return {guess.sequence.id: Proposal(guess.length, None, guess.distributions) for guess in proposed}
 
     def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         sequence.num_draft_computed = sequence.num_tokens + min(num_accepted, num_drafted - 1)
@@ -165,25 +163,32 @@ class ModelDraft:
                 sequence.num_draft_computed = stop
         return pieces, guesses
 
+    def _next_piece(self, sequence: Sequence, num_drawn: int) -> Piece:
+        """The latest draft token, to be fed for the one after it."""
+        token = feed_reference(sequence.place, num_drawn, self.runner.feed.shape[1])
+        return Piece([token], sequence.num_tokens + num_drawn - 1, sequence.table, num_rows=1)
+
     def _logits(self, hidden: Tensor) -> Tensor:
         """The draft's logits on the target's vocabulary `[R, V]`; either may be padded at its end."""
         logits = self.runner.logits(hidden)
-        missing = self.sampler.noise.vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : logits.shape[1] + missing]
+        missing = self.vocab_size - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.vocab_size]
 
-    def _extend(self, guesses: list[_Guess], logits: Tensor) -> None:
+    def _extend(self, guesses: list[_Guess], logits: Tensor, num_drawn: int) -> None:
         """Draw one token for each guess."""
         matched = [n for n, guess in enumerate(guesses) if not guess.sequence.verifies_by_rejection]
-        rows = [Row(guess.sequence, tuple(guess.tokens)) for guess in guesses]
+        tested = [n for n, guess in enumerate(guesses) if guess.sequence.verifies_by_rejection]
+        places = self.sampler.places
         if matched:
-            some = logits if len(matched) == len(rows) else logits[matched]
-            for n, token in zip(matched, self.sampler.draw(some, [rows[n] for n in matched]), strict=True):
-                guesses[n].tokens.append(token)
-        for n, guess in enumerate(guesses):
-            if guess.sequence.verifies_by_rejection:
-                drawn, distributions = self.sampler.draw_with_probabilities(logits[[n]], [rows[n]], Purpose.DRAFT)
-                guess.tokens += drawn
-                guess.distributions.append(distributions[0])
+            rows = self.sampler.rows([guesses[n].sequence for n in matched], [num_drawn] * len(matched))
+            tokens = self.sampler.draw(select(logits, matched), rows)
+            places.write_drafts(rows.places, tokens[:, None], first=num_drawn)
+        for some in self.sampler.blocks(tested):
+            rows = self.sampler.rows([guesses[n].sequence for n in some], [num_drawn] * len(some))
+            tokens, distributions = self.sampler.draw_with_probabilities(select(logits, some), rows)
+            places.write_drafts(rows.places, tokens[:, None], first=num_drawn)
+            for n, distribution in zip(some, distributions, strict=True):
+                guesses[n].distributions.append(distribution)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,71 +199,83 @@ class Question:
     first_row: int
     proposal: Proposal = NO_PROPOSAL
 
-    @property
-    def by_rejection(self) -> bool:
-        return self.proposal.probabilities is not None
-
-    @property
-    def rows(self) -> list[Row]:
-        tokens = self.proposal.tokens
-        return [Row(self.sequence, tuple(tokens[:n])) for n in range(len(tokens) + 1)]
-
-    @property
-    def row_numbers(self) -> range:
-        return range(self.first_row, self.first_row + len(self.proposal.tokens) + 1)
-
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The tokens that a step emits for one sequence: the accepted draft tokens and one of the target's own."""
+class Ruling:
+    """What came of questions with equally many draft tokens, on the device."""
 
-    tokens: list[int] = field(default_factory=list)
-    num_accepted: int = 0
-    error: Exception | None = None
-
-
-def verify(sampler: Sampler, logits: Tensor, questions: list[Question]) -> list[Verdict]:
-    """One verdict for each question, from the target's `logits [R, V]`; exact for every sampling setting."""
-    matched = [question for question in questions if not question.by_rejection]
-    numbers = [number for question in matched for number in question.row_numbers]
-    some = logits if numbers == list(range(len(logits))) else logits[numbers]
-    drawn = iter(sampler.draw(some, [row for question in matched for row in question.rows]) if matched else ())
-    return [
-        _verify_by_rejection(sampler, logits, question)
-        if question.by_rejection
-        else _match(question.proposal.tokens, [next(drawn) for _ in question.row_numbers])
-        for question in questions
-    ]
+    questions: list[int]
+    """Their numbers."""
+    rows: list[int]
+    """The rows of logits that they are about, k + 1 each."""
+    tokens: Tensor
+    """`[g, k + 1]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers."""
+    num_accepted: Tensor
+    """`[g]` int32: those of them that were drafted."""
+    counts: Tensor
+    """`[g]` int32: draft tokens that were meant."""
 
 
-def verify_apart(sampler: Sampler, logits: Tensor, questions: list[Question]) -> list[Verdict]:
-    """`verify`, one question at a time: those that raise get a verdict with the error."""
-    verdicts = []
-    for question in questions:
-        try:
-            verdicts += verify(sampler, logits, [question])
-        except Exception as error:  # whatever it is, it is this sequence's
-            verdicts.append(Verdict(error=error))
-    return verdicts
+def judge(sampler: Sampler, logits: Tensor, questions: list[Question]) -> list[Ruling]:
+    """What each sequence emits, from the target's `logits [R, V]`; exact for every sampling setting."""
+    groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+    for number, question in enumerate(questions):
+        groups[question.proposal.num_tokens, bool(question.proposal.distributions)].append(number)
+    rulings = []
+    for (k, by_rejection), numbers in groups.items():
+        if not by_rejection:
+            rulings.append(_rule_by_matching(sampler, logits, questions, numbers, k))
+            continue
+        for some in sampler.blocks(numbers, num_rows=k + 1):
+            rulings.append(_rule_by_rejection(sampler, logits, questions, some, k))
+    return rulings
 
 
-def _match(drafted: list[int], own: list[int]) -> Verdict:
-    """Accept while the draft's tokens are the target's own draws; `own` has one more."""
-    accepted = 0
-    while accepted < len(drafted) and drafted[accepted] == own[accepted]:
-        accepted += 1
-    return Verdict(own[: accepted + 1], accepted)
+def select(x: Tensor, rows: list[int]) -> Tensor:
+    """`x[rows]`, without a copy where they lie side by side."""
+    if rows[-1] - rows[0] == len(rows) - 1 and rows == list(range(rows[0], rows[-1] + 1)):
+        return x[rows[0] : rows[-1] + 1]
+    return x[upload(np.array(rows, dtype=np.int64), x.device)]
 
 
-def _verify_by_rejection(sampler: Sampler, logits: Tensor, question: Question) -> Verdict:
-    sequence, drafted = question.sequence, question.proposal.tokens
-    rows = question.rows
-    target_p = sampler.probabilities(logits[question.first_row : question.first_row + len(rows)], rows)
-    accepted, token = verify_draft(
-        target_p,
-        question.proposal.probabilities,
-        torch.tensor(drafted, device=logits.device),
-        sampler.noise.uniform(sequence, rows[0].position, len(drafted)),
-        sampler.noise.exponential(sequence, rows[0].position, Purpose.RESIDUAL),
+def _rule_by_matching(
+    sampler: Sampler, logits: Tensor, questions: list[Question], numbers: list[int], k: int
+) -> Ruling:
+    asked = [questions[number] for number in numbers]
+    row_numbers, rows = _rows(sampler, asked, k)
+    own = sampler.draw(select(logits, row_numbers), rows).view(len(asked), k + 1)
+    counts = _counts(sampler, asked, k)
+    if k == 0:
+        return Ruling(numbers, row_numbers, own, counts, counts)
+    drafted = sampler.places.drafts(rows.places[:: k + 1], k)
+    verdicts = match_drafts(own, drafted, counts=counts, lengths=counts)
+    return Ruling(numbers, row_numbers, verdicts.tokens, verdicts.num_accepted, counts)
+
+
+def _rule_by_rejection(
+    sampler: Sampler, logits: Tensor, questions: list[Question], numbers: list[int], k: int
+) -> Ruling:
+    asked = [questions[number] for number in numbers]
+    row_numbers, rows = _rows(sampler, asked, k)
+    target_p = sampler.probabilities(select(logits, row_numbers), rows).view(len(asked), k + 1, -1)
+    draft_p = torch.stack([q for question in asked for q in question.proposal.distributions]).view(len(asked), k, -1)
+    counts, places = _counts(sampler, asked, k), rows.places[:: k + 1]
+    stream: Stream = sampler.places.stream(places, rows.positions[:: k + 1])
+    drafted = sampler.places.drafts(places, k)
+    verdicts = verify(target_p, draft_p, drafted, counts=counts, lengths=counts, stream=stream)
+    return Ruling(numbers, row_numbers, verdicts.tokens, verdicts.num_accepted, counts)
+
+
+def _rows(sampler: Sampler, asked: list[Question], k: int) -> tuple[list[int], Rows]:
+    """The rows of logits that the questions, k draft tokens each, are about, and what they decide."""
+    numbers = [question.first_row + before for question in asked for before in range(k + 1)]
+    sequences = [question.sequence for question in asked for _ in range(k + 1)]
+    return numbers, sampler.rows(sequences, list(range(k + 1)) * len(asked))
+
+
+def _counts(sampler: Sampler, asked: list[Question], k: int) -> Tensor:
+    if asked[0].proposal.count is None:
+        return torch.full((len(asked),), k, dtype=torch.int32, device=sampler.places.device)
+    return torch.stack([question.proposal.count for question in asked if question.proposal.count is not None]).clamp_(
+        max=k
     )
-    return Verdict([*drafted[:accepted], token], accepted)

@@ -83,6 +83,14 @@ def test_words_of_every_row(purpose: Purpose, count: int) -> None:
     assert torch.equal(random._words(stream(), count, purpose), words_reference(stream(), count, purpose))
 
 
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_drawing_leaves_the_stream_as_it_was(count: int) -> None:
+    wide = Stream(*(x.long() for x in stream()))
+    for draw in (uniform, exponential):
+        draw(wide, count, Purpose.ACCEPT)
+    assert all(torch.equal(x, y) for x, y in zip(wide, stream(), strict=True))
+
+
 @pytest.mark.parametrize("count", [1, 70])
 def test_draws_are_those_of_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(random, "_BLOCK", 32)

@@ -7,12 +7,13 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-import kernels.sampling
+from kernels.random import Stream
 from kernels.sampling import (
+    Filters,
     adjusted_probabilities,
     adjusted_probabilities_reference,
     sample,
-    verify_draft,
+    sample_tokens,
 )
 
 
@@ -114,74 +115,20 @@ def test_a_draw_of_zero_cannot_choose_an_impossible_token() -> None:
     assert sample(torch.tensor([[0.0, 0.4, 0.6]]), torch.tensor([[0.0, 1.0, 1.0]])).tolist() == [2]
 
 
-# --- speculative decoding ---
-
-
-def random_distribution(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.softmax(1.5 * torch.randn(shape, generator=generator), dim=-1)
-
-
-def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
-    return torch.nn.functional.one_hot(tokens, vocabulary).float()
-
-
-def test_acceptance_and_residual_add_up_to_the_target() -> None:
-    p, q = torch.softmax(1.5 * torch.randn(2, 12, dtype=torch.float64), dim=-1)
-    residual = kernels.sampling._residual(p, q, 0)
-    acceptance = torch.minimum(p, q)
-    total = acceptance + (1 - acceptance.sum()) * residual / residual.sum()
-    torch.testing.assert_close(total, p, rtol=0, atol=1e-15)
-
-
-VOCABULARY = 4
-DRAFTS = ("unlike", "equal", "disjoint", "one-hot", "deterministic", "greedy target")
-
-
-def models(draft: str) -> tuple[Tensor, Tensor]:
-    """Distributions of target and draft after each token, [VOCABULARY, VOCABULARY]: Markov chains."""
-    generator = torch.Generator().manual_seed(3)
-    target, drafted = (random_distribution(generator, (VOCABULARY, VOCABULARY)) for _ in range(2))
-    if draft == "equal":
-        drafted = target.clone()
-    if draft == "disjoint":
-        target[:, :2], drafted[:, 2:] = 0, 0
-        target, drafted = (x / x.sum(-1, keepdim=True) for x in (target, drafted))
-    if draft in ("one-hot", "deterministic"):
-        drafted = one_hot(drafted.argmax(-1), VOCABULARY)
-    if draft == "greedy target":
-        target = one_hot(target.argmax(-1), VOCABULARY)
-    return target, drafted
-
-
-def speculate(target: Tensor, drafted: Tensor, k: int, deterministic: bool, draws: Tensor) -> list[int]:
-    """The tokens of one round after token 0; `draws` [2 k + 1, VOCABULARY] unit exponential."""
-    tokens = [0]
-    for step in range(k):
-        tokens.append(int(sample(drafted[tokens[-1]][None], draws[step][None])))
-    rows = torch.tensor(tokens)
-    u = 1 - torch.exp(-draws[k : 2 * k, 0])
-    draft_p = None if deterministic else drafted[rows[:-1]]
-    accepted, token = verify_draft(target[rows], draft_p, rows[1:], u, draws[2 * k])
-    return [*tokens[1 : accepted + 1], token]
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("k", [0, 1, 2, 4])
-def test_speculation_follows_the_target_exactly(draft: str, k: int) -> None:
-    """The joint distribution of the first two tokens is the target's, whatever the draft proposes.
-
-    A round may give one token; the second then comes from the target, as the next round's would.
-    """
-    target, drafted = models(draft)
-    rounds = 4000
-    generator = torch.Generator().manual_seed(17 * k + DRAFTS.index(draft))
-    draws = torch.empty(rounds, 2 * k + 2, VOCABULARY).exponential_(generator=generator)
-    counts = torch.zeros(VOCABULARY, VOCABULARY)
-    for draw in draws:
-        first, *rest = speculate(target, drafted, k, draft == "deterministic", draw)
-        second = rest[0] if rest else int(sample(target[first][None], draw[-1][None]))
-        counts[first, second] += 1
-    check_frequencies(counts.flatten(), (target[0][:, None] * target).flatten())
+def test_tokens_are_drawn_as_alone() -> None:
+    """Greedy and sampled rows, more than one block of them; a row without numbers gets no token."""
+    logits = 2 * torch.randn(11, 50)
+    logits[3, 7], logits[8] = torch.nan, -torch.inf
+    settings = Filters(**random_parameters(11))
+    settings.temperature[::3] = 0
+    stream = Stream(torch.arange(11) + 5, torch.zeros(11, dtype=torch.int64), torch.arange(11))
+    together = sample_tokens(logits, settings, stream)
+    rows = [slice(row, row + 1) for row in range(11)]
+    alone = [
+        sample_tokens(logits[r], Filters(*(x[r] for x in settings)), Stream(*(x[r] for x in stream))) for r in rows
+    ]
+    assert together.tolist() == [int(token) for token in alone]
+    assert together[[3, 8]].tolist() == [-1, -1] and (together[[0, 6, 9]] == logits[[0, 6, 9]].argmax(-1)).all()
 
 
 def check_frequencies(counts: Tensor, expected: Tensor) -> None:
@@ -199,44 +146,3 @@ def check_frequencies(counts: Tensor, expected: Tensor) -> None:
         observed, probabilities = observed[kept], probabilities[kept]
         scaled = probabilities / probabilities.sum() * observed.sum()
         assert chisquare(observed, scaled).pvalue > 1e-4
-
-
-def test_the_frequency_check_catches_the_classic_mistake() -> None:
-    """Drawing from the target itself after a rejection is wrong, and must be seen to be."""
-    p, q = models("unlike")[0][0], models("unlike")[1][0]
-    wrong = torch.minimum(p, q) + (1 - torch.minimum(p, q).sum()) * p
-    counts = torch.from_numpy(np.random.default_rng(0).multinomial(4000, wrong.double() / wrong.double().sum())).float()
-    with pytest.raises(AssertionError):
-        check_frequencies(counts, p)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_an_impossible_token_is_rejected_even_if_u_is_zero(deterministic: bool) -> None:
-    target = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
-    draft = None if deterministic else torch.tensor([[1.0, 0.0]])
-    assert verify_draft(target, draft, torch.tensor([0]), torch.zeros(1), torch.ones(2)) == (0, 1)
-
-
-def test_greedy_accepts_the_common_prefix() -> None:
-    target = one_hot(torch.tensor([3, 1, 2, 0]), 4)
-    for drafted, expected in (([3, 1, 2], (3, 0)), ([3, 1, 0], (2, 2)), ([0, 1, 2], (0, 3))):
-        tokens = torch.tensor(drafted)
-        u, exponential = torch.full((3,), 0.999), torch.rand(4) + 0.1
-        for draft in (None, one_hot(tokens, 4), torch.full((3, 4), 0.25)):
-            assert verify_draft(target, draft, tokens, u, exponential) == expected
-
-
-def test_an_equal_draft_is_always_accepted() -> None:
-    p = random_distribution(torch.Generator().manual_seed(0), (4, 50))
-    tokens = p[:3].argmax(-1)
-    u = torch.full((3,), 1 - 2**-24)
-    accepted, _ = verify_draft(p, p[:3].clone(), tokens, u, torch.ones(50))
-    assert accepted == 3
-
-
-def test_an_empty_residual_falls_back_to_the_target() -> None:
-    """Rounding can reject a token although p ≤ q nowhere leaves anything of p − q."""
-    p = torch.tensor([[0.5, 0.5 - 2**-12], [1.0, 0.0]])
-    q = torch.tensor([[0.5, 0.5]])
-    accepted, token = verify_draft(p, q, torch.tensor([1]), torch.tensor([1 - 2**-20]), torch.tensor([3.0, 1.0]))
-    assert (accepted, token) == (0, 1)

@@ -1,12 +1,13 @@
 """Verification of chains and trees against the plain algorithm, in bulk, and against exact distributions."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import _race, verification
 from kernels.random import Purpose, Stream, exponential, uniform
-from kernels.sampling import verify_draft
+from kernels.sampling import sample
 from kernels.verification import Verdicts, match_drafts, verify, verify_reference, verify_with
 from tests.kernels.test_sampling import check_frequencies
 
@@ -129,21 +130,6 @@ def test_the_cpu_form_draws_from_the_stream() -> None:
     cases.check(cases.verify(torch.device("cpu"), stream(200, first_seed=50)))
 
 
-def test_chains_are_verified_as_by_the_engine() -> None:
-    cases = Cases(300, seed=5, has_draft=True, is_tree=False)
-    assert cases.draft_p is not None
-    verdicts = verify_with(
-        cases.target_p, cases.draft_p, cases.tokens, cases.counts, cases.lengths,
-        parents=None, noise=(cases.u, cases.exponential),
-    )  # fmt: skip
-    for row, k in enumerate(cases.counts.tolist()):
-        expected = verify_draft(
-            cases.target_p[row, : k + 1], cases.draft_p[row, :k], cases.tokens[row, :k], cases.u[row, :k],
-            cases.exponential[row],
-        )  # fmt: skip
-        assert (int(verdicts.num_accepted[row]), int(verdicts.next_tokens[row])) == expected
-
-
 ZERO_SEED = 36_563_342
 """Its first draw that accepts or rejects is exactly 0."""
 
@@ -217,6 +203,56 @@ def first_tokens(rows: int, siblings: int, *, has_draft: bool) -> tuple[Tensor, 
         parents=torch.zeros_like(tokens),
     )
     return verdicts.tokens[:, 0], p
+
+
+def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
+    return torch.nn.functional.one_hot(tokens, vocabulary).float()
+
+
+def chains(draft: str) -> tuple[Tensor, Tensor]:
+    """Distributions of target and draft after each of four tokens, [4, 4]: Markov chains."""
+    target, drafted = torch.softmax(1.5 * torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(3)), dim=-1)
+    if draft == "equal":
+        drafted = target.clone()
+    if draft == "disjoint":
+        target[:, :2], drafted[:, 2:] = 0, 0
+        target, drafted = (x / x.sum(-1, keepdim=True) for x in (target, drafted))
+    if draft in ("one-hot", "certain"):
+        drafted = one_hot(drafted.argmax(-1), 4)
+    if draft == "greedy target":
+        target = one_hot(target.argmax(-1), 4)
+    return target, drafted
+
+
+@pytest.mark.parametrize("draft", ["unlike", "equal", "disjoint", "one-hot", "certain", "greedy target"])
+@pytest.mark.parametrize("k", [0, 1, 2, 4])
+def test_the_joint_distribution_is_the_targets(draft: str, k: int) -> None:
+    """Of the first two tokens, whatever the draft proposes.
+
+    A round may give one token; the second then comes from the target, as the next round's would.
+    """
+    (target, drafted), rounds = chains(draft), 40_000
+    draws = torch.empty(k + 1, rounds, 4).exponential_(generator=torch.Generator().manual_seed(k))
+    tokens = torch.zeros(rounds, k + 1, dtype=torch.int64)
+    for step in range(k):
+        tokens[:, step + 1] = sample(drafted[tokens[:, step]], draws[step])
+    counts = torch.full((rounds,), k)
+    draft_p = None if draft == "certain" else drafted[tokens[:, :k]]
+    own = stream(rounds, first_seed=1_000_000)
+    found = verify(target[tokens], draft_p, tokens[:, 1:], counts=counts, lengths=counts, stream=own).tokens
+    first = found[:, 0]
+    second = sample(target[first], draws[k]) if k == 0 else found[:, 1]
+    second = torch.where(second < 0, sample(target[first], draws[k]), second)
+    check_frequencies((4 * first + second).bincount(minlength=16).float(), (target[0][:, None] * target).flatten())
+
+
+def test_the_frequency_check_catches_the_classic_mistake() -> None:
+    """Drawing from the target itself after a rejection is wrong, and must be seen to be."""
+    p, q = chains("unlike")[0][0], chains("unlike")[1][0]
+    wrong = torch.minimum(p, q) + (1 - torch.minimum(p, q).sum()) * p
+    counts = np.random.default_rng(0).multinomial(4000, wrong.double() / wrong.double().sum())
+    with pytest.raises(AssertionError):
+        check_frequencies(torch.from_numpy(counts).float(), p)
 
 
 @pytest.mark.parametrize("siblings", [1, 2, 4])

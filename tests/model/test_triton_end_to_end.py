@@ -20,6 +20,7 @@ from pipeline.quality import check_parity
 from serve.config import EngineConfig
 from serve.engine import Engine
 from serve.loading import Models
+from serve.sampling_params import SamplingParams
 from tests.compare import relative_rms
 from tests.model.paged_cache import PagedCache, RoundedAttention
 from tests.serve.toys import generate, greedy, random_prompts, toy_tokenizer
@@ -106,10 +107,11 @@ def test_pages_of_eight_bits_hold_rounded_keys_and_values(dtype: torch.dtype) ->
     assert relative_rms(logits.cpu(), expected) < BOUND
 
 
-def make_engine(target: Transformer, draft: Transformer | None, device: torch.device, **options: Any) -> Engine:
-    models = Models(target, toy_tokenizer(), draft, device=device)
+def make_engine(target: Transformer, draft: Transformer | str | None, device: torch.device, **options: Any) -> Engine:
+    name, model = (draft, None) if isinstance(draft, str) else (None, draft)
+    models = Models(target, toy_tokenizer(), model, device=device)
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_pages": 64, "max_model_len": 64}
-    return Engine(EngineConfig(model="toy", device=device.type, **(sizes | options)), models)
+    return Engine(EngineConfig(model="toy", draft=name, device=device.type, **(sizes | options)), models)
 
 
 @pytest.mark.parametrize("draft", [None, "equal", "stranger"])
@@ -126,6 +128,29 @@ def test_the_engine_says_what_it_says_on_the_cpu(draft: str | None) -> None:
     if draft:
         stats = engine.stats()
         assert stats.num_draft_tokens > 0 and (stats.num_accepted_tokens > 0) == (draft == "equal")
+
+
+@pytest.mark.parametrize("draft", [None, "stranger", "ngram"])
+def test_sampling_says_what_it_says_on_the_cpu(draft: str | None) -> None:
+    """Every setting in one batch, on the device's own kernels: the draws are the same, so the tokens are."""
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"seed": 5, "temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.4},
+        {"seed": 6, "min_p": 0.05, "logit_bias": {7: 2.0}, "min_tokens": 3, "logprobs": 2},
+    ]
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, **setting) for setting in settings]
+    prompts = [prompt * 2 for prompt in random_prompts(4, seed=2, high=12)]
+
+    def answers(device: torch.device) -> list[list[int]]:
+        source = small_model(seed=8, num_layers=1).to(device) if draft == "stranger" else draft
+        target = small_model("qwen3").to(device).fuse()
+        engine = make_engine(target, source, device, num_speculative_tokens=2 if draft else None)
+        return generate(engine, prompts, params)
+
+    expected = answers(torch.device("cpu"))
+    with triton() as device:
+        assert answers(device) == expected
 
 
 def test_the_parity_gate_passes(tmp_path: Path) -> None:

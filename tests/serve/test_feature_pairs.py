@@ -80,12 +80,14 @@ def expected(model: Transformer) -> dict[tuple[str, int], RequestOutput]:
 
 @pytest.mark.parametrize("num_pages", [300, 11])
 @pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("overlapped", [True, False])
 @pytest.mark.parametrize(("draft", "num_drafts"), [(None, None), ("twin", 3), ("twin", None), ("ngram", 2)])
 def test_requests_do_not_notice_each_other(
     model: Transformer,
     expected: dict[tuple[str, int], RequestOutput],
     draft: str | None,
     num_drafts: int | None,
+    overlapped: bool,
     caching: bool,
     num_pages: int,
 ) -> None:
@@ -99,6 +101,7 @@ def test_requests_do_not_notice_each_other(
         max_num_batched_tokens=random_.choice([9, 33]),
         enable_prefix_caching=caching,
     )
+    engine.is_overlapped = overlapped
     requests = list(enumerate(random_requests(1)))
     random_.shuffle(requests)
     aborted: set[str] = set()

@@ -8,10 +8,12 @@ import pytest
 import torch
 from scipy import stats
 
+from kernels.token_logprobs import token_logprobs
 from model.transformer import Transformer
 from serve.kv_cache import BlockTable
 from serve.outputs import TokenLogprobs
-from serve.sampling import NonFiniteLogitsError, Purpose, Row, Sampler, adjust_logits, token_logprobs
+from serve.places import Places
+from serve.sampling import Sampler, logprob_entries
 from serve.sampling_params import SamplingParams
 from serve.sequence import Sequence
 from serve.text import TextStream
@@ -21,11 +23,11 @@ from tests.tiny import full_logits, tiny_model
 V = 12
 
 
-def sequence(params: SamplingParams, prompt: list[int], output: list[int], *, index: int = 0) -> Sequence:
+def sequence(params: SamplingParams, prompt: list[int], output: list[int], *, id: int = 0) -> Sequence:
     return Sequence(
-        id=0,
+        id=id,
         request_id="r",
-        index=index,
+        index=0,
         params=params,
         tokens=prompt + output,
         num_prompt_tokens=len(prompt),
@@ -36,7 +38,15 @@ def sequence(params: SamplingParams, prompt: list[int], output: list[int], *, in
         end_token_ids=(1, *params.stop_token_ids),
         table=BlockTable(1),
         text=TextStream(None),  # type: ignore[arg-type]
+        place=id,
     )
+
+
+def sampler_of(sequences: list[Sequence], *, max_drafts: int = 0) -> Sampler:
+    """A sampler where each sequence has a place, its id."""
+    places = Places(len(sequences), V, max_drafts=max_drafts, device=torch.device("cpu"))
+    places.seat(sequences)
+    return Sampler(places)
 
 
 def slowly_adjusted(scores: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -79,8 +89,31 @@ def test_adjustments_are_those_of_the_definitions(params: dict[str, Any], drafte
     prompt, output = [2, 3, 3, 9], [5, 3, 5]
     scores = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 3
     expected = slowly_adjusted(scores.tolist(), own, prompt, output + list(drafted))
-    adjust_logits(scores, Row(sequence(own, prompt, output), drafted))
-    torch.testing.assert_close(scores, torch.tensor(expected))
+    other = sequence(SamplingParams(logit_bias={3: 1.0, 4: 1.0, 5: 1.0}), [2], [3], id=0)
+    sampler = sampler_of([other], max_drafts=4)
+    one = sequence(own, prompt, output)
+    one.id = 1  # it takes the place that the other has left
+    sampler.places.seat([one])
+    sampler.places.write_drafts(torch.tensor([0]), torch.tensor([[*drafted, 7]]))
+    probabilities = sampler.probabilities(scores[None], sampler.rows([one], [len(drafted)]))
+    torch.testing.assert_close(probabilities[0], torch.tensor(expected).softmax(0))
+
+
+def test_counts_follow_what_is_drawn() -> None:
+    """Penalties see the tokens of earlier steps, though nobody has told the place of them but the steps."""
+    own = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.7, max_tokens=20)
+    one, plain = sequence(own, [2, 3], [5], id=0), sequence(SamplingParams(), [2], [5], id=1)
+    sampler = sampler_of([one, plain])
+    for tokens in ([[5, 8, 8], [5, 8, 8]], [[3, -1, -1], [4, -1, -1]]):
+        found, lengths = torch.tensor(tokens), torch.tensor([4, 3])
+        sampler.places.advance(torch.tensor([0, 1]), found, lengths=lengths, counted=torch.tensor([0, -1]))
+        for sequence_, row in zip((one, plain), tokens, strict=True):
+            sequence_.tokens += [token for token in row if token >= 0]
+    assert sampler.places.feed[:, 0].tolist() == [3, 4]
+    scores = torch.randn(V, generator=torch.Generator().manual_seed(0))
+    probabilities = sampler.probabilities(scores.expand(2, V), sampler.rows([one, plain], [0, 0]))
+    expected = slowly_adjusted(scores.tolist(), own, [2, 3], [5, 5, 8, 8, 3])
+    torch.testing.assert_close(probabilities, torch.stack([torch.tensor(expected), scores]).softmax(1))
 
 
 def test_penalties_of_a_whole_generation(model: Transformer) -> None:
@@ -96,47 +129,18 @@ def test_penalties_of_a_whole_generation(model: Transformer) -> None:
     assert drain(engine)[("r", 0)].new_token_ids == tokens
 
 
-@pytest.mark.parametrize("purpose", [Purpose.TARGET, Purpose.DRAFT])
-def test_draws_follow_the_distribution(purpose: Purpose) -> None:
-    sampler = Sampler(V, torch.device("cpu"))
-    logits = torch.randn(V, generator=torch.Generator().manual_seed(1))
-    rows = [
-        Row(sequence(SamplingParams(temperature=0.8, seed=seed), [2], [3] * (seed % 5)), (4,) * (seed % 3))
-        for seed in range(6000)
-    ]
-    drawn = sampler.draw(logits.expand(len(rows), V), rows, purpose)
-    expected = torch.softmax(logits.double() / 0.8, dim=-1) * len(rows)
-    assert stats.chisquare(np.bincount(drawn, minlength=V), expected / expected.sum() * len(rows)).pvalue > 1e-4
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_draws_follow_the_distribution(is_draft: bool) -> None:
+    logits = torch.randn(V, generator=torch.Generator().manual_seed(1)).expand(6000, V)
+    each = [sequence(SamplingParams(temperature=0.8, seed=id), [2], [3] * (id % 5), id=id) for id in range(6000)]
+    sampler = sampler_of(each, max_drafts=2)
+    rows = sampler.rows(each, [id % 3 for id in range(6000)])
+    drawn = sampler.draw_with_probabilities(logits, rows)[0] if is_draft else sampler.draw(logits, rows)
+    expected = torch.softmax(logits[0].double() / 0.8, dim=-1) * 6000
+    assert stats.chisquare(drawn.bincount(minlength=V), expected / expected.sum() * 6000).pvalue > 1e-4
 
 
-def test_a_draw_depends_on_its_key_and_on_nothing_else() -> None:
-    noise = Sampler(V, torch.device("cpu")).noise
-    one = sequence(SamplingParams(seed=7), [2], [3, 4])
-    same = noise.exponential(one, 5, Purpose.TARGET)
-    torch.testing.assert_close(noise.exponential(one, 5, Purpose.TARGET), same, rtol=0, atol=0)
-    others = [
-        noise.exponential(one, 6, Purpose.TARGET),
-        noise.exponential(one, 5, Purpose.DRAFT),
-        noise.exponential(sequence(SamplingParams(seed=8), [2], [3, 4]), 5, Purpose.TARGET),
-        noise.exponential(sequence(SamplingParams(seed=7), [2], [3, 4], index=1), 5, Purpose.TARGET),
-    ]
-    assert all(not torch.equal(same, other) for other in others)
-    noise.exponential(sequence(SamplingParams(seed=-(2**63)), [2], []), 2**31, Purpose.TARGET)
-
-
-def test_noise_is_exponential_and_never_zero() -> None:
-    noise = Sampler(200_000, torch.device("cpu")).noise
-    draws = torch.cat(
-        [noise.exponential(sequence(SamplingParams(seed=s), [2], []), 0, Purpose.TARGET) for s in range(5)]
-    )
-    assert stats.kstest(draws.numpy(), "expon").pvalue > 1e-4
-    assert float(draws.min()) > 0
-    uniform = noise.uniform(sequence(SamplingParams(seed=1), [2], []), 0, 10_000)
-    assert stats.kstest(uniform.numpy(), "uniform").pvalue > 1e-4
-
-
-def test_mixed_rows_in_blocks_are_drawn_as_alone() -> None:
-    sampler = Sampler(V, torch.device("cpu"))
+def test_mixed_rows_are_drawn_as_alone() -> None:
     logits = torch.randn(50, V, generator=torch.Generator().manual_seed(2))
     kinds = [
         {"temperature": 0.0},
@@ -146,20 +150,22 @@ def test_mixed_rows_in_blocks_are_drawn_as_alone() -> None:
         {"temperature": 0.7, "top_p": 0.5},
         {"temperature": 1.1, "min_p": 0.3},
     ]
-    rows = [Row(sequence(SamplingParams(seed=n, **kinds[n % 6]), [2, 5], [3] * n)) for n in range(50)]
-    alone = [sampler.draw(logits[n : n + 1], [rows[n]])[0] for n in range(50)]
+    each = [sequence(SamplingParams(seed=n, **kinds[n % 6]), [2, 5], [3] * n, id=n) for n in range(50)]
+    sampler = sampler_of(each)
+    alone = [int(sampler.draw(logits[n : n + 1], sampler.rows(each[n : n + 1], [0]))) for n in range(50)]
     before = logits.clone()
-    assert sampler.draw(logits, rows) == alone
+    assert sampler.draw(logits, sampler.rows(each, [0] * 50)).tolist() == alone
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_a_number_is_an_error(temperature: float) -> None:
+def test_a_row_that_is_not_a_number_gives_no_token(temperature: float) -> None:
     logits = torch.zeros(2, V)
     logits[1, 3] = math.nan
-    rows = [Row(sequence(SamplingParams(temperature=temperature), [2], [])) for _ in range(2)]
-    with pytest.raises(NonFiniteLogitsError):
-        Sampler(V, torch.device("cpu")).draw(logits, rows)
+    each = [sequence(SamplingParams(temperature=temperature), [2], [], id=id) for id in range(2)]
+    sampler = sampler_of(each)
+    good, bad = sampler.draw(logits, sampler.rows(each, [0, 0])).tolist()
+    assert good >= 0 and bad == -1
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +222,10 @@ def test_prompt_logprobs_in_any_chunks(model: Transformer, budget: int) -> None:
 def test_logprobs_of_many_rows_come_in_order() -> None:
     logits = torch.randn(40, V, generator=torch.Generator().manual_seed(3))
     tokens = torch.randint(V, (40,), generator=torch.Generator().manual_seed(4)).tolist()
-    entries = token_logprobs(logits, tokens, 0)
+    entries = logprob_entries(tokens, token_logprobs(logits, torch.tensor(tokens), 5), 3)
     for row, token, entry in zip(logits, tokens, entries, strict=True):
-        assert entry.token_id == token and entry.top == ()
-        check_entry(entry, row, 0)
+        assert entry.token_id == token
+        check_entry(entry, row, 3)
 
 
 @pytest.mark.parametrize(

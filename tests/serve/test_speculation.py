@@ -10,14 +10,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kernels.sampling import sample
+from kernels import verification
+from kernels.verification import Verdicts
 from model.transformer import Transformer
 from serve import speculate
-from serve.draft_length import PassCosts
 from serve.outputs import RequestOutput
 from serve.runner import LanguageModel
+from serve.sampling import Rows, Sampler
 from serve.sampling_params import SamplingParams
-from serve.speculate import NgramDraft, Question, Sampler, Verdict
+from serve.sequence import Sequence
 from tests.serve.toys import (
     CountingModel,
     TableModel,
@@ -157,15 +158,6 @@ def test_choices_share_the_drafts_computation_of_the_prompt(model: Transformer) 
     assert all(output.num_accepted == output.num_drafted == 1 for output in outputs.values())
 
 
-def test_ngram_lookup_quotes_the_latest_occurrence() -> None:
-    draft = NgramDraft(PassCosts())
-    assert draft._lookup([1, 2, 3, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], 2) == [7, 8]
-    assert draft._lookup([4, 1, 2, 6, 3, 2], 3) == [6, 3, 2]
-    assert draft._lookup([1, 2, 3], 3) == []
-    assert draft._lookup([5], 3) == []
-    assert draft._lookup([5, 5, 5], 4) == [5]
-
-
 # Distributions: a model that is a table, so that many sequences are cheap.
 
 V = 5
@@ -239,6 +231,10 @@ def test_the_joint_distribution_is_the_targets(draft: str, num_drafts: int) -> N
     assert total_variation(counts, exact) < bound(4**3)
 
 
+def test_the_joint_distribution_without_a_draft() -> None:
+    assert p_value(joint_counts(None, None, {}, length=3), exact_joint(1.0, 0, 3)) > 1e-4
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0.6}, {"temperature": 1.5, "top_k": 3}], ids=str)
 def test_the_joint_distribution_follows_the_sampling_settings(params: dict[str, Any]) -> None:
     counts = joint_counts("partial", 3, params, length=2)
@@ -274,38 +270,31 @@ def test_seeds_that_differ_give_the_targets_distribution_too() -> None:
 
 def test_the_test_notices_the_classic_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection, drawing from p itself instead of max(p - q, 0) looks right and is wrong."""
-
-    def wrong(target_p: Tensor, draft_p: Tensor, drafted: Tensor, u: Tensor, exponential: Tensor) -> tuple[int, int]:
-        for at, token in enumerate(drafted.tolist()):
-            if u[at] * draft_p[at, token] >= target_p[at, token]:
-                return at, int(sample(target_p[at : at + 1], exponential[None]))
-        return len(drafted), int(sample(target_p[-1:], exponential[None]))
-
-    monkeypatch.setattr(speculate, "verify_draft", wrong)
+    monkeypatch.setattr(verification._Left, "weights", lambda self: self.p)
     assert p_value(joint_counts("partial", 2, {}, length=3), exact_joint(1.0, 0, 3)) < 1e-6
 
 
 def test_the_test_notices_a_draft_that_misreports_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = speculate.verify_draft
+    right = speculate.verify
 
-    def wrong(target_p: Tensor, draft_p: Tensor, *rest: Any) -> tuple[int, int]:
-        return right(target_p, torch.full_like(draft_p, 1 / V), *rest)
+    def wrong(target_p: Tensor, draft_p: Tensor, *rest: Any, **more: Any) -> Verdicts:
+        return right(target_p, torch.full_like(draft_p, 1 / V), *rest, **more)
 
-    monkeypatch.setattr(speculate, "verify_draft", wrong)
+    monkeypatch.setattr(speculate, "verify", wrong)
     assert p_value(joint_counts("partial", 2, {}, length=3), exact_joint(1.0, 0, 3)) < 1e-6
 
 
 def test_one_request_that_cannot_be_verified_fails_alone(
     model: Transformer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = speculate._verify_by_rejection
+    right = Sampler.rows
 
-    def wrong(sampler: Sampler, logits: Tensor, question: Question) -> Verdict:
-        if question.sequence.request_id == "bad":
+    def wrong(sampler: Sampler, sequences: list[Sequence], num_before: list[int]) -> Rows:
+        if any(sequence.request_id == "bad" and sequence.num_output > 2 for sequence in sequences):
             raise RuntimeError("poisoned")
-        return right(sampler, logits, question)
+        return right(sampler, sequences, num_before)
 
-    monkeypatch.setattr(speculate, "_verify_by_rejection", wrong)
+    monkeypatch.setattr(Sampler, "rows", wrong)
     engine = make_engine(model, noisy_twin(model), num_speculative_tokens=2, max_num_seqs=16)
     engine.add_request("bad", [5, 6], SamplingParams(max_tokens=9))
     engine.add_request("good", [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))

@@ -80,7 +80,8 @@ def make_engine(target: LanguageModel, draft: LanguageModel | str | None = None,
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 256, "max_model_len": 256} | options
     config = EngineConfig(model="toy", draft=draft if isinstance(draft, str) else None, **options)
     tokenizer = toy_tokenizer(target.config.vocab_size)
-    return Engine(config, Models(target, tokenizer, None if isinstance(draft, str) else draft))
+    device = torch.device("cpu" if config.device == "auto" else config.device)
+    return Engine(config, Models(target, tokenizer, None if isinstance(draft, str) else draft, device=device))
 
 
 def drain(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
