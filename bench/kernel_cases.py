@@ -33,6 +33,8 @@ class Candidate:
     """Takes seconds to prepare, for every shape: left out when the part runs out of time."""
     in_place: bool = False
     """Overwrites its inputs."""
+    reads_on_host: bool = False
+    """Waits for results on the host, so that no graph can hold it."""
     compare: Callable[[Outputs, Outputs], tuple[Outputs, Outputs]] = lambda outputs, expected: (outputs, expected)
     """From outputs and the reference's to what must be close: for who computes a part, or draws other numbers."""
 

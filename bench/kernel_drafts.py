@@ -93,7 +93,7 @@ def verified_reference(inputs: VerificationInputs) -> Outputs:
 
 def _verification_case(batch: int, nodes: int, vocabulary: int, *, tree: bool) -> Case:
     if tree:
-        others = [Candidate("torch", peers.torch_tree, compare=_verdicts)]
+        others = [Candidate("torch", peers.torch_tree, compare=_verdicts, reads_on_host=True)]
     else:
         others = [
             Candidate("flashinfer", peers.flashinfer_chain, compare=_is_possible),

@@ -4,6 +4,7 @@ Every adapter repacks the codes and scales that it is given into its peer's layo
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +160,11 @@ def gemlite_fp8(inputs: "LinearInputs") -> Run | None:
 def _gemlite(inputs: "LinearInputs") -> Any | None:
     # The package asks for the name of the GPU when it is imported.
     _need_gpu(inputs)
+    return _tuned_gemlite()
+
+
+@cache
+def _tuned_gemlite() -> Any | None:
     package = installed("gemlite")
     if package is not None and "h200" in torch.cuda.get_device_name().lower():
         package.load_config(str(Path(package.__file__).parent / "configs" / GEMLITE_CONFIGURATION))

@@ -82,8 +82,7 @@ class GpuClock:
             outputs = [run() for run in runs]
             graph.capture_end()
         except Exception as error:
-            with suppress(Exception):
-                graph.capture_end()
+            _abandon(graph)
             torch.cuda.synchronize()
             return Program(partial(_call_all, runs), len(runs), f"no graph: {one_line(error)}")
         return Program(graph.replay, len(runs), "graph", outputs[0])
@@ -264,7 +263,7 @@ def _build_programs(
     for candidate in candidates:
         try:
             runs = [[_prepare(candidate, one) for one in group] for group in groups]
-            launch = _uncaptured if case.measures_memory else lab.clock.program
+            launch = _uncaptured if case.measures_memory or candidate.reads_on_host else lab.clock.program
             programs[candidate.name] = [launch([run for run in group if run]) for group in runs]
         except Exception as error:
             found[candidate.name] |= {"status": "failed", "reason": one_line(error)}
@@ -357,6 +356,15 @@ def _compare(case: Case, lab: Lab, found: dict[str, dict[str, Any]]) -> None:
 
 def _uncaptured(runs: Sequence[Run]) -> Program:
     return Program(partial(_call_all, runs), len(runs), "call")
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that failed. Its random generator would go on believing in it; one with a copy of its state not."""
+    with suppress(Exception):
+        graph.capture_end()
+    with suppress(Exception):
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def _call_all(runs: Sequence[Run]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import kernel_fused, kernel_goals, kernel_parts, kernels
+from bench import kernel_fused, kernel_goals, kernel_parts, kernel_timing, kernels
 from bench.kernel_cases import Candidate, Case, copied
 from bench.kernel_plot import draw
 from bench.kernel_shapes import (
@@ -277,6 +277,58 @@ def test_where_no_graph_can_be_captured_calls_are_launched(monkeypatch: pytest.M
     program.play()
     assert played == [1, 2] and program.calls == 2 and not program.outputs
     assert program.launch == "no graph: RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_who_reads_results_or_is_weighed_is_not_captured() -> None:
+    captured: list[int] = []
+
+    class Capturing(HostClock):
+        def program(self, runs: Any) -> Program:
+            captured.append(len(runs))
+            return super().program(runs)
+
+    lab = Lab(CPU, Capturing(), l2_bytes=0, limits=Limits(1e10, 1e11), rounds=4)
+    case = small_case(peer=lambda x: x + 1)
+    reader = replace(case, candidates=[case.candidates[0], replace(case.candidates[1], reads_on_host=True)])
+    for one, programs in ((case, 4), (reader, 2), (replace(case, measures_memory=True), 0)):
+        captured.clear()
+        assert {found["status"] for found in run_case(one, lab, 60.0)["candidates"].values()} == {"measured"}
+        assert len(captured) == programs
+
+
+def test_integers_must_be_equal() -> None:
+    def outputs(last: int) -> Any:
+        return lambda inputs: lambda: (torch.tensor([1000, 2000, last]),)
+
+    case = small_case()
+    listed = [Candidate("ours", outputs(3000), role="ours"), Candidate("near", outputs(3001))]
+    case = replace(case, candidates=listed, reference=lambda inputs: (torch.tensor([1000, 2000, 3000]),))
+    found = run_case(case, LAB, 60.0)["candidates"]
+    assert found["ours"]["status"] == "measured" and found["near"]["status"] == "red"
+    assert found["near"]["error"] == pytest.approx(1 / 3)
+
+
+def test_long_rounds_are_fewer() -> None:
+    rounds = [kernel_timing._number_of_rounds(seconds) for seconds in (1e-3, 1 / 60, 0.1, 0.25, 2.0)]
+    assert rounds == [240, 120, 60, 40, 20]
+
+
+def test_a_family_of_parts_has_a_name() -> None:
+    assert kernel_parts.parts_named("decode") == ["decode"]
+    assert kernel_parts.parts_named("losses") == ["losses_cross_entropy", "losses_distillation"]
+    assert len(kernel_parts.parts_named("quantized")) == 5 and not kernel_parts.parts_named("quant")
+
+
+def test_memory_is_compared_and_shown() -> None:
+    found = {
+        "potstill": measured("ours", 10, peak_bytes=2e9, roofline_fraction=0.5, tflop_per_s=1.0),
+        "dense": measured("peer", 30, peak_bytes=14e9),
+    }
+    case = small_case()
+    kernel_timing._compare(case, LAB, found)
+    assert found["dense"]["times_our_peak"] == 7.0 and "times_our_peak" not in found["potstill"]
+    line = kernels.describe({"name": "x", "bound": "compute", "candidates": found}, speeds=True)
+    assert "2.00 GB" in line and "dense 3.00x, 7.0x the memory" in line
 
 
 def test_slow_compilers_are_left_out_when_time_runs_out() -> None:

@@ -239,6 +239,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cases, "import_module", MODULES.__getitem__)
     monkeypatch.setattr(quantized, "_need_gpu", lambda inputs: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(quantized, "_tuned_gemlite", quantized._tuned_gemlite.__wrapped__)
     aten = SimpleNamespace(
         _convert_weight_to_int4pack=lambda codes, inner_tiles: codes,
         _weight_int4pack_mm=lambda x, codes, group, scales: F.linear(x, _tinygemm_weight(codes, scales)),
@@ -285,6 +286,16 @@ def test_weights_cost_what_the_formats_store() -> None:
     assert weight_bytes("nf4", 4096, 4096) / 4096**2 == pytest.approx(4.127 / 8, rel=1e-3)
     assert weight_bytes("int4", 4096, 4096) * 8 == 4.125 * 4096**2
     assert weight_bytes("int8", 10, 20) == 220
+
+
+def test_gemlite_gets_the_tuning_of_the_same_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    package = SimpleNamespace(__file__="/packages/gemlite/__init__.py", load_config=loaded.append)
+    monkeypatch.setattr(quantized, "installed", lambda name: package)
+    for gpu in ("NVIDIA H200", "NVIDIA A100"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=gpu: gpu)
+        assert quantized._tuned_gemlite.__wrapped__() is package
+    assert loaded == ["/packages/gemlite/configs/h100.json"]
 
 
 def cases_with(part: str, candidate: str) -> list[Case]:
