@@ -10,6 +10,7 @@ On CUDA, by the number of rows:
 - up to `_MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers and go through the tensor cores;
 - more: the weight becomes a matrix of x's dtype in a buffer that is free again after the product, by cuBLAS.
 Where outputs are too few to fill the GPU, K is split; a second kernel adds the parts in order: the same bits each run.
+Whichever kernel ends the sums also adds the bias and adapters and applies the gate of `quantized_swiglu`, in fp32.
 The backward pass expands tiles as it goes, at any number of rows.
 
 Legend: T tokens, K input features, N output features.
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._quantized_ending import AS_THEY_ARE, Ending, finish, output_columns
 from kernels._quantized_linear_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, prepare_for_cpu
 from kernels._quantized_tiles import (
     TiledWeight,
@@ -35,6 +37,7 @@ from kernels._quantized_tiles import (
 )
 from kernels._ragged_tiles import as_operand, dot
 from kernels._triton import check_rows, is_interpreted, num_processors, runs_triton
+from kernels.lora import LoraWeights, check_adapters, expand_operands, lora_add, lora_reference, wants_gradients
 from kernels.quantization import NF4Weight, QuantizedWeight, pack_nf4
 
 PreparedQuantizedWeight = TiledWeight | CpuWeight
@@ -63,23 +66,31 @@ _BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(
 _EXPAND_TILES = Tiles(0, 64, 4, 2)
 
 
-def quantized_linear_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def quantized_linear_reference(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    lora: LoraWeights | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
     """`quantized_linear` in its plainest form."""
     product = x @ weight.dequantize(x.dtype).t()
-    return product if bias is None else product + bias
+    product = product if bias is None else product + bias
+    return product if lora is None else lora_reference(product, x, lora, slots)
 
 
 @triton.jit
 def _row_kernel(
-    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_bias, p_out,
-    num_inputs, num_outputs, num_tiles, num_groups, tiles_each,
+    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset,
+    p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
+    num_inputs, num_outputs, num_columns, num_tiles, num_groups, tiles_each, num_adapters, rank,
     FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr, GATED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """y [N] of one row x [K]; or, of several splits, this one's sums, fp32 [SPLITS, N]. GROUP 0: one scale a row."""
-    split = tl.program_id(1)
-    o_n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    m_n = o_n < num_outputs
+    """y of one row x [K]; or, of several splits, this one's sums, fp32 [SPLITS, N]. GROUP 0: one scale a row."""
+    block, split = tl.program_id(0), tl.program_id(1)
+    o_n, m_n = output_columns(block, num_columns, OUTPUTS, GATED)
     o_in_tile = tl.arange(0, PER)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     b_sum = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
     for tile in tl.range(split * tiles_each, tl.minimum((split + 1) * tiles_each, num_tiles), num_stages=STAGES):
@@ -101,25 +112,29 @@ def _row_kernel(
     b_y = tl.sum(b_sum, axis=0)
     if GROUP == 0:
         b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)
-    if p_bias is not None:
-        b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    tl.store(p_out + tl.cast(split, tl.int64) * num_outputs + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
+    o_t = tl.arange(0, 1)
+    finish(
+        b_y[None, :], p_bias, p_z, p_b, p_lora_scales, p_slots, p_out + tl.cast(split, tl.int64) * num_columns, block,
+        o_t, o_t < 1, o_n, m_n, 1, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED, INTERPRETED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
-    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_bias, p_out,
-    num_rows, num_inputs, num_outputs, num_tiles, num_groups, tiles_each, stride_x,
+    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset,
+    p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
+    num_rows, num_inputs, num_outputs, num_columns, num_tiles, num_groups, tiles_each, num_adapters, rank, stride_x,
     FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
-    TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
+    TOKENS: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr, GATED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """y [T, N] of x [T, K]; or, of several splits, this one's sums, fp32 [SPLITS, T, N]. GROUP 0: one scale a row."""
+    """y of x [T, K]; or, of several splits, this one's sums, fp32 [SPLITS, T, N]. GROUP 0: one scale a row."""
     TILE: tl.constexpr = PER * ROWS
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    split = tl.program_id(2)
-    o_n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    block, split = tl.program_id(0), tl.program_id(2)
+    o_n, m_n = output_columns(block, num_columns, OUTPUTS, GATED)
     o_t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    m_n, m_t = o_n < num_outputs, o_t < num_rows
+    m_t = o_t < num_rows
     p_rows = p_x + o_t.to(tl.int64)[:, None] * stride_x
     b_sum = tl.zeros([TOKENS, OUTPUTS], dtype=tl.float32)
     for tile in tl.range(split * tiles_each, tl.minimum((split + 1) * tiles_each, num_tiles)):
@@ -146,23 +161,34 @@ def _rows_kernel(
             b_sum = dot(b_x, b_w, b_sum, INTERPRETED)
     if GROUP == 0:
         b_sum *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[None, :]
-    if p_bias is not None:
-        b_sum += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
-    o_out = (tl.cast(split, tl.int64) * num_rows + o_t)[:, None] * num_outputs + o_n[None, :]
-    tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=m_t[:, None] & m_n[None, :])
+    finish(
+        b_sum, p_bias, p_z, p_b, p_lora_scales, p_slots, p_out + tl.cast(split, tl.int64) * num_rows * num_columns,
+        block, o_t, m_t, o_n, m_n, num_rows, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED,
+        INTERPRETED,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size"])
-def _add_splits_kernel(p_parts, p_bias, p_out, size, num_outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """y = Σ over splits, in their order, + b: [SPLITS, size] → [size], size = T · N."""
-    o_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = o_out < size
-    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_splits_kernel(
+    p_parts, p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
+    num_rows, num_outputs, num_columns, num_adapters, rank,
+    SPLITS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    GATED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """y of sums in parts, [SPLITS, T, N], added in their order."""
+    block = tl.program_id(0)
+    o_n, m_n = output_columns(block, num_columns, OUTPUTS, GATED)
+    o_t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    m_t = o_t < num_rows
+    o_parts = o_t.to(tl.int64)[:, None] * num_outputs + o_n[None, :]
+    b_sum = tl.zeros([TOKENS, OUTPUTS], dtype=tl.float32)
     for split in tl.static_range(SPLITS):
-        b_sum += tl.load(p_parts + tl.cast(split, tl.int64) * size + o_out, mask=mask, other=0.0)
-    if p_bias is not None:
-        b_sum += tl.load(p_bias + o_out % num_outputs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=mask)
+        p_part = p_parts + tl.cast(split, tl.int64) * num_rows * num_outputs
+        b_sum += tl.load(p_part + o_parts, mask=m_t[:, None] & m_n[None, :], other=0.0)
+    finish(
+        b_sum, p_bias, p_z, p_b, p_lora_scales, p_slots, p_out, block, o_t, m_t, o_n, m_n,
+        num_rows, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED, INTERPRETED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -229,18 +255,41 @@ def nf4_codes(weight: PreparedQuantizedWeight) -> Tensor:
     return weight.weight.codes
 
 
-def quantized_linear(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b, [T, N], of x [T, K], a prepared weight [N, K] and bias [N] or None.
+def quantized_linear(
+    x: Tensor,
+    weight: PreparedQuantizedWeight,
+    bias: Tensor | None = None,
+    lora: LoraWeights | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """Return x Wᵀ + b, [T, N], of x [T, K], a prepared weight [N, K] and bias [N] or None; plus what adapters add.
 
-    The result has the dtype of x: fp32, bf16 or fp16. Differentiable in x and bias. Rows of x need not be neighbours.
+    The result has the dtype of x: fp32, bf16 or fp16. Rows of x need not be neighbours. `lora` and `slots` as in
+    `lora_add`. Differentiable in x and bias, and in a and b of one adapter without slots.
     """
+    check_operands(x, weight, bias, lora, slots)
+    fused = fused_product(x, weight, bias, lora, slots)
+    if fused is not None:
+        return fused
+    y: Tensor = _QuantizedLinear.apply(x, weight, bias)
+    return y if lora is None else lora_add(y, x, lora, slots)
+
+
+def check_operands(
+    x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None, lora: LoraWeights | None, slots: Tensor | None
+) -> None:
+    """Raise ValueError unless all fit one another."""
     n, k = weight.shape
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must be [T, {k}] for a weight [{n}, {k}], not {list(x.shape)}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias must be [{n}], not {list(bias.shape)}")
-    result: Tensor = _QuantizedLinear.apply(x, weight, bias)
-    return result
+    if lora is not None:
+        check_adapters(x, lora, slots, n)
+    elif slots is not None:
+        raise ValueError("slots name adapters, and there are none: give lora too")
+    if isinstance(weight, TiledWeight):
+        check_rows(x=x)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -249,8 +298,11 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
         if isinstance(weight, CpuWeight):
             return linear_on_cpu(x, weight, bias)
-        check_rows(x=x)
-        return _forward(x, weight, bias)
+        fused = fused_product(x, weight, bias)
+        if fused is not None:
+            return fused
+        product = x @ _expand(weight, x.dtype).t()
+        return product if bias is None else product.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
@@ -264,34 +316,66 @@ class _QuantizedLinear(torch.autograd.Function):
         return grad_x, None, grad_bias
 
 
-def _forward(x: Tensor, weight: TiledWeight, bias: Tensor | None) -> Tensor:
-    (rows, _), (n, _) = x.shape, weight.shape
-    if rows > _MOST_FUSED_ROWS:
-        product = x @ _expand(weight, x.dtype).t()
-        return product if bias is None else product.add_(bias)
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+def fused_product(
+    x: Tensor,
+    weight: PreparedQuantizedWeight,
+    bias: Tensor | None = None,
+    lora: LoraWeights | None = None,
+    slots: Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> Tensor | None:
+    """`quantized_linear` in one or two kernels; `gated`: silu(gate) · up of its halves [gate, up].
+
+    None where that is not to be: on the CPU, for many rows, for gradients.
+    """
+    learned = (x, bias) if lora is None else (x, bias, lora.a, lora.b)
+    if isinstance(weight, CpuWeight) or len(x) > _MOST_FUSED_ROWS or wants_gradients(*learned):
+        return None
+    rows, n = len(x), weight.shape[0]
+    columns = n // 2 if gated else n
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if not rows:
         return out
     tiles = _smallest(_FORWARD_TILES[weight.bits], rows)
-    blocks = triton.cdiv(n, tiles.outputs), triton.cdiv(rows, tiles.rows)
-    splits, tiles_each = _splits(blocks[0] * blocks[1], len(weight.words), x.device)
-    parts = out if splits == 1 else torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
-    inner_bias = bias if splits == 1 else None
-    numbers = x.shape[1], n, len(weight.words), len(weight.scales), tiles_each
-    options = _constants(weight, tiles)
-    # One row needs its sums in fp32 only: its table too.
-    tensors = x, *_tensors(weight, torch.float32 if rows == 1 else x.dtype), inner_bias, parts
-    if rows == 1:
-        _row_kernel[(blocks[0], splits)](*tensors, *numbers, STAGES=options["num_stages"], **options)
-    else:
-        options |= {"TOKENS": tiles.rows, "INTERPRETED": is_interpreted(x)}
-        _rows_kernel[(*blocks, splits)](*tensors, rows, *numbers, x.stride(0), **options)
-    if splits > 1:
-        block = 1024
-        _add_splits_kernel[(triton.cdiv(out.numel(), block),)](
-            parts, bias, out, out.numel(), n, SPLITS=splits, BLOCK=block, num_warps=4
-        )
+    row_blocks = triton.cdiv(rows, tiles.rows)
+    splits, tiles_each = _splits(triton.cdiv(n, tiles.outputs) * row_blocks, len(weight.words), x.device)
+    operands, adapters, constants = expand_operands(x, lora, slots)
+    ending = Ending((bias, *operands), adapters, constants | {"GATED": gated})
+    if splits == 1:
+        _launch_product(x, weight, ending, out, tiles, tiles_each)
+        return out
+    parts = torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
+    _launch_product(x, weight, AS_THEY_ARE, parts, tiles, tiles_each)
+    tokens, outputs = 1 if rows == 1 else 16, 64
+    _add_splits_kernel[(_blocks(columns, outputs, gated=gated), triton.cdiv(rows, tokens))](
+        parts, *ending.tensors, out, rows, n, columns, *ending.adapters, SPLITS=splits, TOKENS=tokens, OUTPUTS=outputs,
+        **ending.constants, INTERPRETED=is_interpreted(x), num_warps=4,
+    )  # fmt: skip
     return out
+
+
+def _launch_product(x: Tensor, weight: TiledWeight, ending: Ending, out: Tensor, tiles: Tiles, tiles_each: int) -> None:
+    """Into `out`, [T, columns] of x's dtype, or [SPLITS, T, N] in fp32: each split sums `tiles_each` tiles of K."""
+    rows, k = x.shape
+    columns = out.shape[-1]
+    blocks = _blocks(columns, tiles.outputs, gated=ending.constants["GATED"])
+    splits = triton.cdiv(len(weight.words), tiles_each)
+    # One row needs its sums in fp32 only: its table too.
+    tensors = x, *_tensors(weight, torch.float32 if rows == 1 else x.dtype), *ending.tensors, out
+    sizes = k, weight.shape[0], columns, len(weight.words), len(weight.scales)
+    numbers = *sizes, tiles_each, *ending.adapters
+    options = _constants(weight, tiles) | ending.constants | {"INTERPRETED": is_interpreted(x)}
+    if rows == 1:
+        _row_kernel[(blocks, splits)](*tensors, *numbers, STAGES=options["num_stages"], **options)
+    else:
+        grid = blocks, triton.cdiv(rows, tiles.rows), splits
+        _rows_kernel[grid](*tensors, rows, *numbers, x.stride(0), TOKENS=tiles.rows, **options)
+
+
+def _blocks(columns: int, outputs: int, *, gated: bool) -> int:
+    """How many programs share the columns of a result."""
+    return triton.cdiv(columns, outputs // 2 if gated else outputs)
 
 
 def _grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:

@@ -1,8 +1,8 @@
 """Compile Triton kernels for a GPU that is not there: types, layouts and shared memory, which the interpreter ignores.
 
 `python -m tests.native_compile around` calls the public wrappers on CPU tensors of a model's shapes. Each launch is
-compiled for an H100 as it would be on one, down to machine code, and not run. Prints a line of JSON a kernel. It needs
-a process of its own: where Triton interprets, it cannot compile.
+compiled for an H100 (a last argument `80`: for an A100) as it would be on one, down to machine code, and not run.
+Prints a line of JSON a kernel. It needs a process of its own: where Triton interprets, it cannot compile.
 """
 
 import json
@@ -23,10 +23,12 @@ from kernels.flash_attention import flash_attention
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_distillation import DivergenceKind, linear_distillation
 from kernels.logit_adjustments import RequestState, adjust_scores
+from kernels.lora import LoraWeights, lora_add
 from kernels.ngram import find_ngrams
 from kernels.paged_attention import paged_attention
 from kernels.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
+from kernels.quantized_swiglu import quantized_swiglu
 from kernels.random import Stream, exponential, uniform
 from kernels.rms_norm import rms_norm
 from kernels.rotary import apply_rotary, rope_frequencies, rotary_tables
@@ -42,12 +44,18 @@ TOKENS, PAGES, PAGE = 48, 8, 16
 # (query heads, key/value heads, head dim) of a Llama 8B, a SmolLM2 135M, and a head dim that is no power of two.
 HEADS = ((32, 8, 128), (9, 3, 64), (8, 8, 80))
 
+MOST_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
+"""What one program may use, by compute capability, times ten."""
 
-class Hopper:
+
+class AbsentGpu:
     """Stands in for the driver of a GPU, as far as compiling asks for one."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -56,7 +64,7 @@ class Hopper:
         return 0
 
 
-def compile_instead_of_launching() -> dict[str, CompiledKernel]:
+def compile_instead_of_launching(capability: int) -> dict[str, CompiledKernel]:
     """For the rest of the process. Returns where the compiled kernels are collected, by name and a number."""
     compiled: dict[str, CompiledKernel] = {}
 
@@ -67,15 +75,15 @@ def compile_instead_of_launching() -> dict[str, CompiledKernel]:
 
         return launch
 
-    driver.set_active(Hopper())
+    driver.set_active(AbsentGpu(capability))
     JITFunction.__getitem__ = at_grid
     answers: dict[str, Callable[..., Any]] = {
         "runs_triton": lambda x: True,
         "is_interpreted": lambda x: False,
         "num_processors": lambda device: 132,
-        "shared_memory_bytes": lambda device: 227 * 1024,
+        "shared_memory_bytes": lambda device: MOST_SHARED_BYTES[capability],
         "l2_bytes": lambda device: 50 * 2**20,
-        "compute_capability": lambda device: (9, 0),
+        "compute_capability": lambda device: divmod(capability, 10),
     }
     for name, module in list(sys.modules.items()):
         for function in vars(module).keys() & answers.keys() if name.startswith("kernels.") else ():
@@ -206,6 +214,27 @@ def optimizer(dtype: torch.dtype) -> None:
         adamw_8bit(weight, torch.zeros(size), moments, **settings)
 
 
+def lora(dtype: torch.dtype) -> None:
+    """Adapters alone and in quantized products, gated ones too, whose K is split (N = 256) and whose K is not."""
+    slots = torch.zeros(TOKENS * 6, dtype=torch.int32)
+    for k, rank, adapters in ((1024, 16, 8), (1030, 7, 1), (4096, 130, 8)):
+        for tokens in (1, TOKENS, 6 * TOKENS):
+            for n in (256, 301):
+                x, y = (rows(tokens, size, dtype=dtype, differentiable=False) for size in (k, n))
+                a, b = (torch.zeros(adapters, *sizes, dtype=dtype) for sizes in ((rank, k), (n, rank)))
+                lora_add(y, x, LoraWeights(a, b, torch.ones(adapters)), slots[:tokens] if adapters > 1 else None)
+    for n, k in ((256, 4096), (2**16, 512)):
+        bias, a, b = (torch.zeros(size, dtype=dtype) for size in ((n,), (8, 16, k), (8, n, 16)))
+        weights = LoraWeights(a, b, torch.ones(8))
+        for quantize in (quantize_nf4, quantize_int8):
+            weight = prepare_quantized_weight(quantize(torch.zeros(n, k)))
+            for tokens in (1, 16, 64):
+                x = rows(tokens, k, dtype=dtype, differentiable=False)
+                quantized_linear(x, weight, bias, weights, slots[:tokens])
+                quantized_swiglu(x, weight, None, weights, slots[:tokens])
+                quantized_swiglu(x, weight, bias)
+
+
 GROUPS = {
     "optimizer": optimizer,
     "sampling": sampling,
@@ -214,10 +243,11 @@ GROUPS = {
     "flash": flash,
     "paged": paged,
     "quantized": quantized,
+    "lora": lora,
 }
 
 if __name__ == "__main__":
-    compiled = compile_instead_of_launching()
+    compiled = compile_instead_of_launching(int(sys.argv[2]) if len(sys.argv) > 2 else 90)
     GROUPS[sys.argv[1]](torch.bfloat16)
     for name, kernel in compiled.items():
         print(json.dumps({"name": name, "shared_bytes": kernel.metadata.shared}))
