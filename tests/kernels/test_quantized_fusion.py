@@ -70,7 +70,7 @@ def test_cpu(product: Product, name: str, shape: tuple[int, int]) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("name", "dtype"), zip(QUANTIZERS, (*DTYPES, torch.bfloat16), strict=True), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), list(zip(QUANTIZERS, (*DTYPES, torch.bfloat16), strict=True)), ids=str)
 def test_kernels(device: torch.device, product: Product, name: str, dtype: torch.dtype) -> None:
     """Interpreted, three processors: K is split."""
     for tokens, shape in ((1, (72, 256)), (18, (72, 96)), (3, (70, 33))):
