@@ -49,9 +49,7 @@ def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = to
     Raises GGUFError naming the metadata field or tensor that is missing, unknown or not supported.
     """
     folder = Path(folder)
-    reader = _open(Path(path))
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    metadata, tensors = _contents(Path(path))
     config = _config(metadata, tensors)
     renamed = {_hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
     expected = tensor_shapes(config)
@@ -67,6 +65,18 @@ def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = to
     write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config.max_position_embeddings))
     if template := chat_template(metadata):
         write_text(folder / "chat_template.jinja", template)
+
+
+def gguf_config(path: str | Path) -> ModelConfig:
+    """The configuration of the model in a GGUF file; its weights are not read. Raises GGUFError as `import_gguf`."""
+    return _config(*_contents(Path(path)))
+
+
+def _contents(path: Path) -> "tuple[dict[str, Any], dict[str, ReaderTensor]]":
+    """Metadata by field, and tensors by name, which stay on disk."""
+    reader = _open(path)
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _open(path: Path) -> "GGUFReader":

@@ -106,6 +106,12 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     report.set_defaults(command=_report)
     doctor = commands.add_parser("doctor", help="say what this environment is and what is wrong with it")
     doctor.set_defaults(command=_doctor)
+    plan = commands.add_parser("plan", help="say what a recipe's training will hold in memory, before any GPU is used")
+    plan.add_argument("recipe", type=Path, help="recipe file")
+    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    plan.add_argument("--gpu-memory", metavar="80GiB", help="memory to fit (default: this GPU's, or common sizes)")
+    plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
+    plan.set_defaults(command=_plan, late="overrides")
     recipe = commands.add_parser("recipe", help="show or check a recipe")
     actions = recipe.add_subparsers(required=True, metavar="ACTION")
     for name, text in (("show", "print it with every default and override"), ("validate", "only check it")):
@@ -182,6 +188,23 @@ def _doctor(options: argparse.Namespace) -> int:
     from pipeline.doctor import run_doctor
 
     return run_doctor()
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from pipeline.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    from rich.console import Console
+
+    from pipeline.plan import budgets_of, note, plan_lines, plan_recipe
+    from pipeline.table import plain_table
+
+    budgets = budgets_of(options.gpu_memory)
+    plans = plan_recipe(recipe, options.cache or default_cache())
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(plain_table(plan_lines(plans, budgets)))
+    console.print(note(plans), soft_wrap=True, highlight=False)
+    return 0
 
 
 def _recipe(options: argparse.Namespace) -> int:

@@ -195,6 +195,58 @@ class Gqa(Recovery):
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """What is trained beside a frozen base: a product of two thin matrices a layer (model/lora.py)."""
+
+    rank: int = _setting(64, range=(1, 65_536))
+    alpha: float = _setting(16.0, range=POSITIVE)
+    """The update is scaled by alpha / rank."""
+    dropout: float = _setting(0.05, range=(0.0, 0.99))
+    """Chance that an input of the adapter is dropped in training."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead."""
+    dora: bool = False
+    """Train the length of each row of the weight apart from its direction."""
+    init: str = _setting("default", choices=("default", "loftq"))
+    """Begin as nothing, or (loftq) as the best low-rank part of the quantization error."""
+    targets: tuple[str, ...] = _setting(("*_proj",), required=True)
+    """Patterns of the layers that carry it, by full name or its end; all linear ones by default."""
+    learning_rate_ratio: float = _setting(1.0, range=(1.0, 1000.0))
+    """LoRA+: the learning rate of B, the matrix that begins at zero, over that of A."""
+
+
+@dataclass(frozen=True)
+class Qlora(Training):
+    """Stage: train an adapter on a base frozen in NF4, measure both, publish the adapter or the merged model.
+
+    Defaults are those of QLoRA's paper (arXiv 2305.14314).
+    """
+
+    model: str = _setting(refers="model")
+    """The base; it is quantized here."""
+    data: str = _setting(refers="data")
+    out: str = "adapted"
+    """Name under which later stages find the result."""
+    adapter: Adapter = field(default_factory=Adapter)
+    quantization: str = _setting("nf4", choices=("nf4", "none"))
+    """Of the base; none trains the same adapter on the bf16 base."""
+    double_quantization: bool = True
+    """Quantize the scales of the blocks too: 4.127 instead of 4.5 bits a weight."""
+    publish: str = _setting("adapter", choices=("adapter", "merged"))
+    """The adapter beside its NF4 base, or both as one bf16 model."""
+    learning_rate: float = _setting(2e-4, range=(1e-9, 10.0))
+    schedule: str = _setting("constant", choices=("cosine", "wsd", "constant"))
+    warmup_fraction: float = _setting(0.03, range=FRACTION)
+    beta2: float = _setting(0.999, range=FRACTION)
+    max_grad_norm: float = _setting(0.3, range=POSITIVE)
+    optimizer: str = _setting("paged_adamw", choices=("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"))
+    activation_checkpointing: bool = True
+    held_out_tokens: int = _setting(8_192, count=True, range=(16, 1e12))
+    """Held-out tokens that quality is measured on, before and after."""
+    gate: Gate = field(default_factory=Gate)
+
+
+@dataclass(frozen=True)
 class Speed:
     """How generation speed is measured: greedy, on held-out prompts, with the serving engine."""
 

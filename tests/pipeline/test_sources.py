@@ -7,12 +7,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from model.checkpoint import load_model
+from model.checkpoint import load_config, load_model
 from model.files import sha256_of
 from model.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.schema import ModelSource
-from pipeline.stages.teacher import HUB_FILES, import_model
+from pipeline.stages.teacher import HUB_FILES, import_model, read_config
 from pipeline.wheel import fetch_gguf
 from tests.model.test_gguf import write_model
 from tests.pipeline.tiny_run import write_teacher
@@ -127,6 +127,20 @@ def test_the_hub_is_asked_for_data_only(tmp_path: Path, monkeypatch: pytest.Monk
     import_model(ModelSource(origin="org/name", revision="abc"), tmp_path / "imported", tmp_path)
     assert asked == {"repository": "org/name", "revision": "abc", "allow_patterns": HUB_FILES}
     assert not [pattern for pattern in HUB_FILES if pattern.endswith((".py", ".bin", ".pt", ".pkl", "*"))]
+
+
+def test_of_a_model_on_the_hub_a_plan_fetches_the_configuration_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, asked = write_teacher(tmp_path / "teacher"), []
+
+    def snapshot(repository: str, **options: object) -> str:
+        asked.append(options["allow_patterns"])
+        return str(teacher)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert read_config(ModelSource(origin="org/name"), tmp_path) == load_config(teacher)
+    assert asked == [["config.json"]]
 
 
 def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
+from compress.lora import inject
+from model.lora import LoraConfig
 from model.transformer import Transformer
 from tests.tiny import tiny_model
 from train.config import TrainingConfig
@@ -74,37 +74,12 @@ def toy_trainer(
     )
 
 
-class Lora(nn.Module):
-    """An adapter's two matrices, under the names that LoRA+ looks for."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(4, in_features) / in_features**0.5)
-        self.b = nn.Parameter(torch.zeros(out_features, 4))
-
-
-class AdaptedLinear(nn.Module):
-    """A frozen layer and a low-rank update with dropout."""
-
-    def __init__(self, base: nn.Linear, dropout: float) -> None:
-        super().__init__()
-        self.base, self.dropout = base, dropout
-        self.lora = Lora(base.in_features, base.out_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropped = F.dropout(x, self.dropout, self.training)
-        return self.base(x) + F.linear(F.linear(dropped, self.lora.a.to(x.dtype)), self.lora.b.to(x.dtype))
-
-
 def adapted_model(
     *, seed: int = 1, base: int = 1, dropout: float = 0.2, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Transformer:
     """A tiny model of which only adapters on the feed-forward layers are trained; `base` is the seed of the rest."""
-    model = tiny_model(seed=base, **changes).requires_grad_(False).to(dtype)
-    torch.manual_seed(seed)
-    for layer in model.model.layers:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            setattr(layer.mlp, name, AdaptedLinear(getattr(layer.mlp, name), dropout))
+    model = tiny_model(seed=base, **changes).to(dtype)
+    inject(model, LoraConfig(rank=4, dropout=dropout, targets=("gate_proj", "up_proj", "down_proj")), seed=seed)
     return model
 
 

@@ -1,0 +1,91 @@
+"""`potstill plan`: the stages that train, what they will hold, and what is wrong in one sentence."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.cli import main
+from pipeline.errors import UserError
+from pipeline.plan import GIB, budgets_of, plan_recipe
+from pipeline.recipe import load_recipe
+from pipeline.schema import Qlora
+from tests.pipeline.tiny_run import write_teacher
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Fewer KV heads, then fewer layers."""
+    training = {"data": "text", "tokens": 4096, "batch_tokens": 512, "micro_batch_tokens": 256}
+    raw = {
+        "name": "planned",
+        "models": {"teacher": {"from": str(write_teacher(tmp_path / "teacher"))}},
+        "data": {"text": {"source": "nowhere/at-all", "sequence_length": 128}},
+        "stages": [
+            {"gqa": {"model": "teacher", "kv_heads": 1, "out": "narrow", **training}},
+            {"distill": {"teacher": "teacher", "student": {"from": "narrow", "layers": 2}, **training}},
+            {"evaluate": {"model": "student", "data": "text"}},
+        ],
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def test_each_stage_is_planned_with_the_shape_that_the_one_before_gives(recipe: Path, tmp_path: Path) -> None:
+    narrow, small = plan_recipe(load_recipe(recipe, []), tmp_path)
+    assert (narrow.name, small.name) == ("01-gqa", "02-distill")
+    assert narrow.setup.teacher is not None and narrow.setup.teacher.num_kv_heads > 1
+    assert narrow.setup.model == replace(narrow.setup.teacher, num_kv_heads=1)
+    assert (small.setup.model.num_layers, small.setup.model.num_kv_heads) == (2, 1)
+    assert small.memory.weights < narrow.memory.weights
+    assert small.setup.training.micro_batch_tokens == 256
+
+
+def test_a_stage_qlora_is_planned(recipe: Path, tmp_path: Path) -> None:
+    whole = load_recipe(recipe, [])
+    stage = Qlora(tokens=4096, model="teacher", data="text")
+    (plan,) = plan_recipe(replace(whole, stages=(("qlora", stage),)), tmp_path)
+    assert plan.setup.adapter is not None and plan.setup.adapter.rank == 64
+    assert plan.setup.quantization == "nf4" and plan.setup.training.max_grad_norm == 0.3
+    assert plan.memory.adapters == plan.memory.gradients > 0
+
+
+def test_the_command_prints_a_table(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "gqa.micro_batch_tokens=512", "--gpu-memory", "2GiB"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"GiB +01-gqa +02-distill", printed)
+    for part in ("weights", "gradients", "optimizer", "activations", "logits and loss", "peak"):
+        assert re.search(rf"^ *{part} +\d+\.\d\d +\d+\.\d\d", printed, re.MULTILINE), part
+    assert re.search(r"micro-batch, tokens +512 +256", printed)
+    largest = re.search(r"largest in 2 GiB +([\d,]+) +([\d,]+)", printed)
+    assert largest and all(int(number.replace(",", "")) > 10_000 for number in largest.groups())
+
+
+def test_what_does_not_fit_is_said(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "--gpu-memory", "0.001 GiB"]) == 0
+    assert re.search(r"largest in 0\.001 GiB +does not fit +does not fit", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu-memory", "lots"], "--gpu-memory is 'lots'; write it like 80GiB or 24GB."),
+        (["distill.student.layers=9"], "narrow has 3 layers, so 9 cannot be kept."),
+        (["stages=[]"], "No stage of the recipe planned trains, so there is nothing to plan."),
+        (["models.teacher.from=/nowhere"], "There is no model at /nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], sentence: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(recipe), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_budgets() -> None:
+    assert budgets_of("80GiB") == [80 * GIB] and budgets_of("24 GB") == [24 * 10**9]
+    with pytest.raises(UserError):
+        budgets_of("0GiB")

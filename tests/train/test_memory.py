@@ -1,0 +1,161 @@
+"""The plan of memory against what real steps on the CPU take: every way to train, within a tenth."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.lora import inject
+from compress.nf4 import quantize_model
+from model.config import ModelConfig
+from model.lora import LoraConfig, LoraError
+from model.quantized import NF4Linear
+from model.transformer import Transformer
+from tests.memory import peak_bytes
+from tests.tiny import tiny_config
+from tests.train.toy import documents
+from train.config import TrainingConfig
+from train.loop import Trainer
+from train.memory import Setup, largest_micro_batch
+from train.objectives import Distillation, LanguageModelling
+from train.tracking import Tracker
+
+TINY = tiny_config(
+    hidden_size=128,
+    intermediate_size=384,
+    num_layers=6,
+    vocab_size=2048,
+    num_query_heads=8,
+    max_position_embeddings=512,
+)
+SMOLLM2 = tiny_config(
+    hidden_size=576, intermediate_size=1536, num_layers=12, vocab_size=49_152, num_query_heads=9, num_kv_heads=3,
+    head_dim=64, tie_word_embeddings=True,
+)  # fmt: skip
+TOKENS = 1024
+
+
+def training(tokens: int = TOKENS, *, micro_batches: int = 1, **changes: Any) -> TrainingConfig:
+    """Two steps."""
+    step = tokens * micro_batches
+    return TrainingConfig(tokens=2 * step, batch_tokens=step, micro_batch_tokens=tokens, **changes)
+
+
+def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
+    model = Transformer(setup.model)
+    model.initialize(0)
+    teacher = None if setup.teacher is None else Transformer(setup.teacher).to(torch.bfloat16)
+    if teacher is not None:
+        teacher.initialize(1)
+    if setup.adapter is not None:
+        model.to(torch.bfloat16)
+        if setup.quantization == "nf4":
+            quantize_model(model)
+        inject(model, setup.adapter)
+    return model, teacher
+
+
+def loaded_bytes(model: Transformer | None) -> int:
+    if model is None:
+        return 0
+    quantized = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, NF4Linear))
+    return quantized + sum(parameter.nbytes for parameter in model.parameters())
+
+
+def measured(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Bytes of the models as loaded, and the peak of two steps."""
+    model, teacher = built(setup)
+    monkeypatch.setattr(Trainer, "_save", lambda self: None)
+    length = setup.training.micro_batch_tokens
+    trainer = Trainer(
+        model,
+        LanguageModelling() if teacher is None else Distillation(teacher),
+        documents([length + 1] * 8),
+        setup.training,
+        folder=folder,
+        sequence_length=length,
+        tracker=Tracker(folder, run_name="memory", job_type="test"),
+    )
+    loaded = loaded_bytes(model) + loaded_bytes(teacher)
+    return loaded, loaded + peak_bytes(trainer.train)
+
+
+ADAPTERS = {
+    "plain": LoraConfig(rank=16),
+    "dropout": LoraConfig(rank=16, dropout=0.1),
+    "dora": LoraConfig(rank=16, dora=True),
+    "two layers": LoraConfig(rank=8, targets=("q_proj", "v_proj")),
+}
+SETUPS = {
+    "language": Setup(TINY, training()),
+    "fp32": Setup(TINY, training(precision="fp32")),
+    "recomputed": Setup(TINY, training(activation_checkpointing=True)),
+    "8 bit": Setup(TINY, training(optimizer="adamw_8bit")),
+    "distill": Setup(TINY, training(), teacher=TINY),
+    "two micro-batches": Setup(TINY, training(micro_batches=2), teacher=TINY),
+    "recomputed adapter": Setup(
+        TINY, training(activation_checkpointing=True), adapter=ADAPTERS["plain"], quantization="nf4"
+    ),
+    "bf16 base": Setup(TINY, training(optimizer="paged_adamw_8bit"), adapter=ADAPTERS["dropout"]),
+    **{name: Setup(TINY, training(), adapter=adapter, quantization="nf4") for name, adapter in ADAPTERS.items()},
+}
+
+
+def check(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(**{**vars(setup), "on_gpu": False})
+    plan = setup.memory()
+    loaded, peak = measured(setup, folder, monkeypatch)
+    assert plan.weights + plan.adapters == pytest.approx(loaded, rel=0.01)
+    assert plan.peak == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_plan_is_within_a_tenth_of_the_measured_peak(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(SETUPS[name], tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_so_it_is_for_a_distillation_of_a_real_models_shape(
+    recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(Setup(SMOLLM2, training(activation_checkpointing=recomputes), teacher=SMOLLM2), tmp_path, monkeypatch)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
+    setup = Setup(TINY, training())
+    budget = setup.with_tokens(5000).memory().peak
+    tokens = largest_micro_batch(setup, budget)
+    assert tokens == 5000 // 256 * 256
+    assert setup.with_tokens(tokens).memory().peak <= budget < setup.with_tokens(tokens + 256).memory().peak
+    assert largest_micro_batch(setup, 1000) == 0
+
+
+def llama_8b() -> ModelConfig:
+    return tiny_config(
+        hidden_size=4096, intermediate_size=14_336, num_layers=32, vocab_size=128_256, num_query_heads=32,
+        num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+
+
+def test_a_llama_of_8_billion_weights_in_nf4_fits_where_its_bf16_base_does_not() -> None:
+    adapter = LoraConfig(rank=64)
+    changes = {"activation_checkpointing": True, "optimizer": "paged_adamw"}
+    nf4, bf16 = (
+        Setup(llama_8b(), training(2048, **changes), adapter=adapter, quantization=kind).memory()
+        for kind in ("nf4", "none")
+    )
+    matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14_336)
+    assert bf16.weights - nf4.weights == pytest.approx(matrices * (2 - 4.127 / 8), rel=1e-3)
+    assert nf4.adapters == nf4.gradients == 4 * 64 * 32 * (6 * 4096 + 2 * 1024 + 3 * (4096 + 14_336))
+    # What stays on the GPU: moments too small to page, and those of the two tensors that are worked on.
+    assert 0.95 < nf4.host / (2 * nf4.adapters) < 1 and nf4.optimizer < nf4.host / 20
+    assert nf4.peak < 16 * 2**30 < bf16.peak
+
+
+def test_a_target_that_names_no_layer_is_refused() -> None:
+    with pytest.raises(LoraError, match="matches no layer"):
+        Setup(TINY, training(), adapter=LoraConfig(targets=("query",))).memory()

@@ -1,0 +1,272 @@
+"""What training holds in memory, by arithmetic on shapes: no weight is made and no GPU is used.
+
+A step has three high tides, and the highest is its peak:
+
+    loss        weights, moments, everything that forward keeps, the buffers of the loss
+    backward    the same without those buffers, and what one layer's gradients need on their way; at the other end of
+                the model all gradients have taken the place of what was kept
+    update      weights, moments, gradients
+
+Gradients live from backward to the update, and through the whole step where it has several micro-batches. Counted are
+tensors: what the driver, the allocator's rounding and the libraries take comes on top.
+
+A token is what takes memory: attention keeps nothing that grows with the square of a sequence.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from kernels import _projection, _streamed_projection
+from kernels.adamw_8bit import BLOCK
+from kernels.quantization import NESTED_BLOCK, NF4_BLOCK
+from model.config import ModelConfig
+from model.layers import Linear
+from model.lora import LoraConfig, matching_layers
+from model.transformer import Transformer
+from train.config import TrainingConfig
+from train.optimizer import SMALLEST_IN_8_BITS, SMALLEST_PAGED
+
+FULL, HALF = 4, 2
+# fp32 buffers of a block of logits on the CPU: of cross-entropy, and of a divergence.
+_LOSS_BLOCKS, _DIVERGENCE_BLOCKS = 2, 6
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process, on the device that trains; the parts do not all exist at once."""
+
+    weights: int
+    """As loaded: master weights, or the frozen base, and a teacher's."""
+    adapters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """What forward keeps for backward, the weights' copies in the dtype of products among it, and a layer's work."""
+    loss: int
+    """Logits of a chunk, hidden states and gradients of the output projection."""
+    peak: int
+    host: int = 0
+    """Moments in pinned host memory."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    teacher: ModelConfig | None = None
+    """Of a distillation; bf16."""
+    adapter: LoraConfig | None = None
+    """Train this alone, over a frozen base."""
+    quantization: str = "none"
+    """Of the frozen base: nf4, or none for bf16."""
+    double_quantization: bool = True
+    on_gpu: bool = True
+    processes: int = 1
+
+    def memory(self) -> Memory:
+        """The arithmetic. Raises LoraError for a target that names no layer."""
+        return _Arithmetic(self).memory()
+
+    def with_tokens(self, tokens: int) -> "Setup":
+        """The same with micro-batches of this size, as many in a step as before."""
+        count = self.training.micro_batches_per_step
+        return replace(self, training=replace(self.training, micro_batch_tokens=tokens, batch_tokens=count * tokens))
+
+
+def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
+    """The most tokens of a micro-batch, in multiples of `step`, whose peak fits `budget` bytes; 0 if none does.
+
+    They may as well be of a single sequence.
+    """
+
+    def fits(count: int) -> bool:
+        return setup.with_tokens(count * step).memory().peak <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 1 << 20:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step
+
+
+class _Arithmetic:
+    """A setup with everything that is derived from it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config, self.training = setup, setup.model, setup.training
+        self.tokens = setup.training.micro_batch_tokens
+        self.frozen = setup.adapter is not None
+        # Of activations, and of the residual stream, which takes the embeddings' dtype.
+        self.item = HALF if setup.training.precision == "bf16" else FULL
+        self.stream = HALF if self.frozen and self.item == HALF else FULL
+
+    @cached_property
+    def shape(self) -> Transformer:
+        """The model without any memory."""
+        with torch.device("meta"):
+            return Transformer(self.config)
+
+    @cached_property
+    def adapted(self) -> dict[str, Any]:
+        adapter = self.setup.adapter
+        return {} if adapter is None else matching_layers(self.shape, adapter.targets)
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Elements of each trained tensor."""
+        adapter = self.setup.adapter
+        if adapter is None:
+            return [parameter.numel() for parameter in self.shape.parameters()]
+        sizes = []
+        for layer in self.adapted.values():
+            outputs, inputs = layer.weight.shape
+            sizes += [adapter.rank * inputs, adapter.rank * outputs] + [outputs] * adapter.dora
+        return sizes
+
+    def memory(self) -> Memory:
+        weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
+        gradients, (optimizer, host) = FULL * sum(self.trained), self._moments()
+        fixed, copies, loss = weights + adapters + optimizer, self._copies(), self._loss()
+        kept, work = self._kept(), self._work()
+        held = gradients if self.training.micro_batches_per_step > self.setup.processes else 0
+        head = 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
+        tides = {
+            "loss": fixed + held + copies + kept + loss,
+            "first layer of backward": fixed + max(held, head) + copies * (not self._recomputes) + kept + work,
+            "last layer of backward": fixed + gradients + work + self._layer() * (not self._recomputes),
+            "update": fixed + gradients,
+        }
+        return Memory(weights, adapters, gradients, optimizer, kept + copies + work, loss, max(tides.values()), host)
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.training.activation_checkpointing
+
+    # What lasts
+
+    def _weights(self) -> int:
+        teacher = self.setup.teacher
+        total = 0 if teacher is None else HALF * teacher.num_parameters()
+        if not self.frozen:
+            return total + FULL * sum(self.trained)
+        parameters = sum(parameter.numel() for parameter in self.shape.parameters())
+        if self.setup.quantization == "none":
+            return total + self.item * parameters
+        matrices = sum(layer.weight.numel() for layer in self._layers())
+        per_block = 1 + FULL / NESTED_BLOCK if self.setup.double_quantization else FULL
+        return total + self.item * (parameters - matrices) + round(matrices * (0.5 + per_block / NF4_BLOCK))
+
+    def _layers(self) -> list[Linear]:
+        """Every linear layer but the output projection: what NF4 quantizes."""
+        return [layer for layer in self.shape.model.modules() if isinstance(layer, Linear)]
+
+    def _moments(self) -> tuple[int, int]:
+        """Bytes on the device, and in host memory."""
+        name = self.training.optimizer
+        paged, eight_bit = name.startswith("paged") and self.setup.on_gpu, name.endswith("8bit")
+        near, far, visitors = 0, 0, [0, 0]
+        for count in self.trained:
+            small = not eight_bit or count < SMALLEST_IN_8_BITS
+            size = 2 * FULL * count if small else -(-count // BLOCK) * 2 * (BLOCK + FULL)
+            if paged and count >= SMALLEST_PAGED:
+                far, visitors = far + size, sorted((*visitors, size))[-2:]
+            else:
+                near += size
+        return near + sum(visitors), far
+
+    # What a step adds
+
+    def _copies(self) -> int:
+        """Trained fp32 matrices in the dtype of products: autocast makes them once and keeps them through forward."""
+        if self.frozen or self.item == FULL:
+            return 0
+        return HALF * sum(layer.weight.numel() for layer in self._layers())
+
+    def _kept(self) -> int:
+        """By all layers and the final norm."""
+        size, layers = self.config.hidden_size, self.config.num_layers
+        final = self.tokens * size * (self.stream + self.item)
+        if self._recomputes:
+            return final + layers * self.tokens * size * (self.stream + self.item)
+        return final + layers * self._layer()
+
+    def _layer(self) -> int:
+        """Kept by one layer where nothing is recomputed."""
+        config, item = self.config, self.item
+        queries, keys = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        token = 2 * (self.stream * config.hidden_size + FULL) + item * (queries + 2 * keys)
+        token += 2 * item * config.intermediate_size
+        if config.qk_norm:
+            token += item * (queries + keys) + FULL * (config.num_query_heads + config.num_kv_heads)
+        inputs = {"q_proj k_proj v_proj": config.hidden_size, "o_proj": queries}
+        inputs |= {"gate_proj up_proj": config.hidden_size, "down_proj": config.intermediate_size}
+        saved = sum(self._inputs(names.split(), size) for names, size in inputs.items())
+        if self.setup.on_gpu or item == FULL:  # attention's own output, which is o_proj's input, and its normalizers
+            shared = not self.frozen or (self._adapts("o_proj") and not self._dropout)
+            token += item * queries * (not shared) + FULL * config.num_query_heads
+        return self.tokens * (token + saved) + self._adapter_copies()
+
+    def _inputs(self, names: list[str], size: int) -> int:
+        """Bytes a token that layers with one input keep of it: once, or as dropout left it for each adapter."""
+        if not self.frozen:
+            return self.item * size
+        adapter, adapted = self.setup.adapter, [name for name in names if self._adapts(name)]
+        if adapter is None or not adapted:
+            return 0
+        own = self.item * adapter.rank * len(adapted)
+        if adapter.dora:
+            own += sum(2 * self.item * self._outputs(name) for name in adapted)
+        mask = 1 if self.setup.on_gpu else self.item
+        return own + ((self.item + mask) * size * len(adapted) if self._dropout else self.item * size)
+
+    def _adapts(self, name: str) -> bool:
+        return any(layer.endswith(f".{name}") for layer in self.adapted)
+
+    def _outputs(self, name: str) -> int:
+        return next(layer.out_features for path, layer in self.adapted.items() if path.endswith(f".{name}"))
+
+    @property
+    def _dropout(self) -> bool:
+        return self.setup.adapter is not None and self.setup.adapter.dropout > 0
+
+    def _adapter_copies(self) -> int:
+        """A layer's share of A and B in the dtype of products."""
+        return HALF * sum(self.trained) // self.config.num_layers if self.frozen and self.item == HALF else 0
+
+    def _work(self) -> int:
+        """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""
+        config = self.config
+        moving = self.tokens * (4 * self.item * config.intermediate_size + 3 * self.stream * config.hidden_size)
+        widest = max(layer.weight.numel() for layer in self._layers())
+        moving += self.item * widest if self.setup.on_gpu or not self.frozen else 0  # a gradient, or NF4 expanded
+        return moving + (self._layer() if self._recomputes else 0)
+
+    def _loss(self) -> int:
+        """Buffers of the loss; the gradients of hidden states and of a trained output projection."""
+        config, teacher, tokens = self.config, self.setup.teacher, self.tokens
+        heads = [(config, self.stream)] + ([(teacher, HALF)] if teacher is not None else [])
+        total = sum(self._head(head, dtype) for head, dtype in heads)
+        if self.setup.on_gpu:
+            return total + FULL * tokens * config.hidden_size + self._head_gradient()
+        block = _projection.rows_per_block(tokens, config.vocab_size) * config.vocab_size
+        blocks = _LOSS_BLOCKS if teacher is None else _DIVERGENCE_BLOCKS
+        return total + self.item * tokens * config.hidden_size + self._head_gradient() + blocks * FULL * block
+
+    def _head(self, config: ModelConfig, dtype: int) -> int:
+        """Hidden states, the projection where it must be cast, and a chunk of logits."""
+        chunk = _streamed_projection._KEPT_LOGITS if self.setup.on_gpu else _projection._LOGITS_PER_CHUNK
+        rows = max(1, min(self.tokens, chunk // config.vocab_size))
+        cast = config.vocab_size * config.hidden_size if dtype != self.item else 0
+        return self.item * (self.tokens * config.hidden_size + cast + rows * config.vocab_size)
+
+    def _head_gradient(self) -> int:
+        return 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
