@@ -12,12 +12,10 @@ from torch import Tensor
 
 from kernels.quantization import NF4Weight, quantize_nf4
 from model.checkpoint import TensorFiles, is_quantized, load_config, tensor_shapes, write_checkpoint
-from model.layers import Linear
+from model.linear import Linear
 from model.lora import adapted_layers
 from model.quantized import nf4_layers, set_nf4
 from model.transformer import Transformer
-
-HEAD = "lm_head"
 
 
 class QuantizationError(ValueError):
@@ -67,8 +65,8 @@ def quantize_model(model: Transformer, *, double: bool = True) -> Transformer:
 
 
 def _linear_layers(model: Transformer) -> dict[str, Linear]:
-    """The dense layers to quantize: all but the head, which costs quality and is often the embedding."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear) and name != HEAD}
+    """The decoder's projections. Not the head, which costs quality and is often the embedding, and no router."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
 
 
 def _quantize(files: TensorFiles, name: str, double: bool) -> NF4Weight:

@@ -55,6 +55,7 @@ class TiledWeight:
     """u8, of the shape of the scales: INT4 only."""
     nested_absmax: Tensor | None = None
     offset: Tensor | None = None
+    """fp32, both [⌈B/256⌉], if doubly quantized."""
 
     @property
     def bits(self) -> int:
@@ -78,9 +79,10 @@ def tile_weight(weight: QuantizedWeight) -> TiledWeight:
         zeros = torch.full_like(weight.scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
         scales, zeros = (_by_group(x, group, padded) if fine else x.t().contiguous() for x in (weight.scales, zeros))
         return TiledWeight("int4", words, scales, weight.shape, tile, 1 if fine else group, zeros)
-    if group == NF4_BLOCK and weight.nested_absmax is not None:
+    if group == NF4_BLOCK and weight.nested_absmax is not None and weight.offset is not None:
         codes = weight.absmax.view(n, -1).t().contiguous()
-        return TiledWeight("nf4", words, codes, weight.shape, tile, group, None, weight.nested_absmax, weight.offset)
+        nested_absmax, offset = weight.nested_absmax, weight.offset.expand(len(weight.nested_absmax)).contiguous()
+        return TiledWeight("nf4", words, codes, weight.shape, tile, group, None, nested_absmax, offset)
     starts = torch.arange(0, n * k, group, device=words.device)
     scales = weight.block_scales()[starts // NF4_BLOCK].view(n, -1)
     scales = _by_group(scales, group, padded) if fine else scales.t().contiguous()
@@ -165,7 +167,8 @@ def group_scales(
     if p_nested is not None:
         block = o_n.to(tl.int64) * num_groups + group
         b_nested = tl.load(p_nested + block // _NESTED_BLOCK, mask=m_n, other=0.0)
-        b_scales = tl.load(p_dynamic + b_scales.to(tl.int32)) * b_nested + tl.load(p_offset)
+        b_offset = tl.load(p_offset + block // _NESTED_BLOCK, mask=m_n, other=0.0)
+        b_scales = tl.load(p_dynamic + b_scales.to(tl.int32)) * b_nested + b_offset
     return b_scales
 
 

@@ -14,6 +14,7 @@ https://arxiv.org/abs/1511.04561; INT4 and INT8 ranges as in compressed-tensors:
 Legend: N output features, K input features, G groups of a row, B blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -70,15 +71,16 @@ class NF4Weight:
     nested_absmax: Tensor | None = None
     """fp32 [⌈B/256⌉], if doubly quantized."""
     offset: Tensor | None = None
-    """fp32 scalar, if doubly quantized: the mean of all absmax."""
+    """fp32 scalar, if doubly quantized: the mean of all absmax. Of stacked matrices [⌈B/256⌉]: that of each block."""
 
     def block_scales(self, start: int = 0, stop: int | None = None) -> Tensor:
         """absmax of the blocks from `start` to `stop`, fp32."""
         absmax = self.absmax[start:stop]
         if self.nested_absmax is None or self.offset is None:
             return absmax
-        nested = self.nested_absmax[torch.arange(start, start + len(absmax), device=absmax.device) // NESTED_BLOCK]
-        return dynamic_table(absmax.device)[absmax.long()] * nested + self.offset
+        blocks = torch.arange(start, start + len(absmax), device=absmax.device) // NESTED_BLOCK
+        offset = self.offset[blocks] if self.offset.ndim else self.offset
+        return dynamic_table(absmax.device)[absmax.long()] * self.nested_absmax[blocks] + offset
 
     def elements(self) -> Tensor:
         """Codes 0..15, u8 [N, K]."""
@@ -161,6 +163,24 @@ def quantize_nf4(weight: Tensor, *, double: bool = True) -> NF4Weight:
     offset = absmax.mean()
     absmax_codes, nested_absmax = _nearest_codes(absmax - offset, dynamic_table(weight.device), NESTED_BLOCK)
     return NF4Weight(packed, absmax_codes, shape, nested_absmax, offset)
+
+
+def stack_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
+    """Matrices of the same K below one another as one, to the bit; None where a block would hold parts of two."""
+    shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    codes, absmax = torch.cat([weight.codes for weight in weights]), torch.cat([weight.absmax for weight in weights])
+    sizes = [weight.shape[0] * weight.shape[1] for weight in weights[:-1]]
+    if all(weight.nested_absmax is None for weight in weights):
+        return None if any(size % NF4_BLOCK for size in sizes) else NF4Weight(codes, absmax, shape)
+    nested, offsets = [], []
+    for weight in weights:
+        if weight.nested_absmax is None or weight.offset is None:
+            return None
+        nested.append(weight.nested_absmax)
+        offsets.append(weight.offset.expand(len(weight.nested_absmax)))
+    if any(size % (NF4_BLOCK * NESTED_BLOCK) for size in sizes):
+        return None
+    return NF4Weight(codes, absmax, shape, torch.cat(nested), torch.cat(offsets))
 
 
 def pack_nf4(codes: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kernels.quantization import NF4Weight
 from model.config import ModelConfig
 from model.files import CheckpointError, read_json_object, sync_file, write_json
-from model.layers import Linear
+from model.linear import Linear
 from model.lora import adapted_layers
 from model.nf4_files import (
     NESTED_TABLE,

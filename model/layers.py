@@ -3,139 +3,16 @@
 T tokens, D hidden size, I intermediate size, Hq query heads, Hkv KV heads, d head dim.
 """
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.linear import PreparedWeight, linear, prepare_linear_weight
-from kernels.quantized_linear import PreparedQuantizedWeight, quantized_linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary_write import HeadNorms
 from kernels.swiglu import swiglu
 from model.attention import AttentionOverBatch, Turn
 from model.config import ModelConfig
-from model.lora import EmbeddingLora, Lora
-from model.quantized import NF4Linear
-
-
-class Linear(nn.Linear):
-    """`x [T, in] -> [T, out]`, plus an adapter if it carries one."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-        self.lora: Lora | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight, self.bias)
-        return y if self.lora is None else self.lora(x, y, self)
-
-    @torch.no_grad()
-    def times(self, x: Tensor) -> Tensor:
-        """See `model.lora.AdaptedLinear`."""
-        return linear(x, self.weight.float())
-
-    @torch.no_grad()
-    def row_squares(self) -> Tensor:
-        """See `model.lora.AdaptedLinear`."""
-        return self.weight.float().square().sum(1)
-
-
-AnyLinear = Linear | NF4Linear
-
-
-class Embedding(nn.Embedding):
-    """`tokens [T] int64 -> [T, D]`, plus an adapter if it carries one."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
-        super().__init__(num_embeddings, embedding_dim)
-        self.lora: EmbeddingLora | None = None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        y = F.embedding(tokens, self.weight)
-        return y if self.lora is None else self.lora(tokens, y)
-
-
-class FusedLinear(nn.Module):
-    """Several linear layers that read the same input, on weights prepared for inference.
-
-    Dense layers become one matmul. NF4 layers keep a weight each: their doubly quantized scales do not stack. Adapters
-    stay unmerged: all read the input at once, and each adds to its own layer's output.
-    """
-
-    def __init__(self, parts: Sequence[AnyLinear]) -> None:
-        super().__init__()
-        self.sizes = [part.out_features for part in parts]
-        self.products = _dense_product(parts) or [(_prepared(part), _detached(part.bias)) for part in parts]
-        self.adapters = FrozenAdapters(parts) if any(part.lora is not None for part in parts) else None
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        outputs = tuple(
-            linear(x, weight, bias) if isinstance(weight, PreparedWeight) else quantized_linear(x, weight, bias)
-            for weight, bias in self.products
-        )
-        parts = outputs[0].split(self.sizes, dim=-1) if len(outputs) == 1 else outputs
-        return parts if self.adapters is None else self.adapters(x, parts)
-
-
-class FrozenAdapters(nn.Module):
-    """The unmerged adapters of layers that read the same input, for inference."""
-
-    def __init__(self, parts: Sequence[AnyLinear]) -> None:
-        super().__init__()
-        self.ranks = [0 if part.lora is None else len(part.lora.a) for part in parts]
-        self.a = torch.cat([part.lora.a.detach() for part in parts if part.lora is not None])
-        self.b: list[Tensor | None] = []
-        """Scaled, and by m/n of DoRA too."""
-        self.factors: list[tuple[Tensor, Tensor | None] | None] = []
-        """m/n of DoRA, and the bias, which it leaves alone."""
-        for part in parts:
-            lora = part.lora
-            factor = None if lora is None or lora.magnitude is None else lora.dora_factor(part).detach()
-            b = None if lora is None else lora.b.detach() * lora.scale
-            self.b.append(b if b is None or factor is None else b * factor[:, None])
-            self.factors.append(None if factor is None else (factor, _detached(part.bias)))
-
-    def forward(self, x: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        shrunk = F.linear(x, self.a.to(x.dtype)).split(self.ranks, dim=-1)
-        return tuple(self._add(number, part, shrunk[number]) for number, part in enumerate(parts))
-
-    def _add(self, number: int, y: Tensor, shrunk: Tensor) -> Tensor:
-        b, dora = self.b[number], self.factors[number]
-        if b is None:
-            return y
-        if dora is not None:
-            factor, bias = dora
-            y = y * factor.to(y.dtype) if bias is None else (y - bias) * factor.to(y.dtype) + bias
-        return y + F.linear(shrunk, b.to(y.dtype))
-
-
-def _dense_product(parts: Sequence[AnyLinear]) -> list[tuple[PreparedWeight | PreparedQuantizedWeight, Tensor | None]]:
-    """All parts as one product; none unless all are dense."""
-    dense = [part for part in parts if isinstance(part, Linear)]
-    if len(dense) < len(parts):
-        return []
-    weights, biases = [part.weight.detach() for part in dense], [_detached(part.bias) for part in dense]
-    whole = [bias for bias in biases if bias is not None]
-    return [
-        (
-            prepare_linear_weight(torch.cat(weights) if len(dense) > 1 else weights[0]),
-            torch.cat(whole) if whole else None,
-        )
-    ]
-
-
-def _prepared(part: AnyLinear) -> PreparedWeight | PreparedQuantizedWeight:
-    return part.prepared_weight if isinstance(part, NF4Linear) else prepare_linear_weight(part.weight)
-
-
-def _detached(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()
+from model.fused import FusedGate, FusedLinear
+from model.linear import Linear
 
 
 class RMSNorm(nn.Module):
@@ -194,9 +71,9 @@ class SelfAttention(nn.Module):
             return self.qkv(x)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def fuse(self) -> None:
-        self.qkv = FusedLinear([self.q_proj, self.k_proj, self.v_proj])
-        self.output = FusedLinear([self.o_proj])
+    def fuse(self, dtype: torch.dtype) -> None:
+        self.qkv = FusedLinear([self.q_proj, self.k_proj, self.v_proj], dtype)
+        self.output = FusedLinear([self.o_proj], dtype)
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
 
@@ -208,18 +85,17 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.gate_up: FusedLinear | None = None
+        self.gate_up: FusedGate | None = None
         self.down: FusedLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_up is not None and self.down is not None:
-            gate, up = self.gate_up(x)
-            return self.down(swiglu(gate, up))[0]
+            return self.down(self.gate_up(x))[0]
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
-    def fuse(self) -> None:
-        self.gate_up = FusedLinear([self.gate_proj, self.up_proj])
-        self.down = FusedLinear([self.down_proj])
+    def fuse(self, dtype: torch.dtype) -> None:
+        self.gate_up = FusedGate(self.gate_proj, self.up_proj, dtype)
+        self.down = FusedLinear([self.down_proj], dtype)
         del self.gate_proj, self.up_proj, self.down_proj
 
 

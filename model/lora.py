@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.lora import LoraWeights, lora_add
+
 _TINIEST = 1e-30
 
 
@@ -110,13 +112,15 @@ class Lora(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, layer: AdaptedLinear) -> Tensor:
         """The adapted output [T, N], of the layer's input x [T, K] and its own output y [T, N]."""
-        x = F.dropout(x, self.dropout, self.training)
-        delta = F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)) * self.scale
-        if self.magnitude is None:
-            return y + delta
-        factor = self.dora_factor(layer).to(y.dtype)
-        product = y if layer.bias is None else y - layer.bias.to(y.dtype)
-        return y + (factor - 1) * product + factor * delta
+        x = F.dropout(x.to(y.dtype), self.dropout, self.training)
+        b: Tensor = self.b
+        if self.magnitude is not None:
+            factor = self.dora_factor(layer)
+            b = factor[:, None] * b
+            product = y if layer.bias is None else y - layer.bias.to(y.dtype)
+            y = y + (factor - 1).to(y.dtype) * product
+        scales = torch.full((1,), self.scale, device=x.device)
+        return lora_add(y, x, LoraWeights(self.a.to(y.dtype)[None], b.to(y.dtype)[None], scales), None)
 
     def dora_factor(self, layer: AdaptedLinear) -> Tensor:
         """m/n, fp32 [N]; ones without DoRA."""

@@ -12,7 +12,8 @@ from kernels.quantization import NF4Weight
 from kernels.rotary import rope_frequencies, rotary_tables
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
-from model.layers import MLP, AnyLinear, DecoderLayer, Embedding, Linear, RMSNorm, SelfAttention
+from model.layers import MLP, DecoderLayer, RMSNorm, SelfAttention
+from model.linear import AnyLinear, Embedding, Linear
 
 
 class Body(nn.Module):
@@ -105,11 +106,11 @@ class Transformer(nn.Module):
     def fuse(self) -> "Transformer":
         """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after.
 
-        NF4 layers keep a product each; adapters of the decoder's layers stay unmerged, that of the head is merged.
+        Adapters of the decoder's layers stay unmerged, in the model's dtype; that of the head is merged.
         """
         self.requires_grad_(False)
         for part in list(self.modules()):
             if isinstance(part, SelfAttention | MLP):
-                part.fuse()
+                part.fuse(self.dtype)
         self._prepared_head = prepare_linear_weight(self.head_weight)
         return self.eval()

@@ -19,6 +19,7 @@ from kernels.quantization import (
     quantize_int4,
     quantize_int8,
     quantize_nf4,
+    stack_nf4,
 )
 from tests.compare import relative_rms
 
@@ -196,3 +197,24 @@ def test_bits_a_weight() -> None:
         tensors = [quantized.codes, quantized.absmax, quantized.nested_absmax]
         bits = sum(8 * t.numel() * t.element_size() for t in tensors if t is not None) / weight.numel()
         assert math.isclose(bits, expected)
+
+
+@pytest.mark.parametrize(("double", "rows"), [(True, (64, 128, 7)), (False, (1, 5, 3))])
+def test_stacked_nf4_holds_the_bits_of_its_parts(double: bool, rows: tuple[int, ...]) -> None:
+    parts = [quantize_nf4(torch.randn(n, 256) * n, double=double) for n in rows]
+    stacked = stack_nf4(parts)
+    assert stacked is not None and stacked.shape == (sum(rows), 256)
+    expected = torch.cat([part.dequantize() for part in parts])
+    assert torch.equal(stacked.dequantize(), expected)
+    assert torch.equal(stacked.dequantize(rows=slice(1, sum(rows) - 1)), expected[1:-1])
+
+
+def test_nf4_does_not_stack_where_a_block_would_hold_parts_of_two() -> None:
+    def stack(*shapes: tuple[int, int], double: bool) -> NF4Weight | None:
+        return stack_nf4([quantize_nf4(torch.randn(shape), double=double) for shape in shapes])
+
+    assert stack((3, 32), (2, 32), double=False) is None
+    assert stack((2, 32), (3, 32), double=False) is not None
+    assert stack((63, 256), (64, 256), double=True) is None
+    mixed = [quantize_nf4(torch.randn(64, 256), double=double) for double in (True, False)]
+    assert stack_nf4(mixed) is None

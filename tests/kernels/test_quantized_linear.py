@@ -8,7 +8,15 @@ from torch import Tensor
 
 import kernels.quantized_linear as module
 from kernels._quantized_linear_cpu import _expanded
-from kernels.quantization import Fp8Weight, QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.quantization import (
+    Fp8Weight,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantize_nf4,
+    stack_nf4,
+)
 from kernels.quantized_linear import prepare_quantized_weight, quantized_linear, quantized_linear_reference
 from tests.compare import check_close
 
@@ -121,6 +129,15 @@ def test_kernel_with_groups_of_other_sizes(device: torch.device, group: int) -> 
         weight = to(quantize_int4(torch.randn(20, 200), group=group, symmetric=symmetric), device)
         check(rows(device, 3, 200), weight)
         check(rows(device, 1, 200), weight)
+
+
+def test_kernel_reads_stacked_weights(device: torch.device) -> None:
+    """Whose offsets of nested absmax differ: the second part is a hundred times the first."""
+    parts = [quantize_nf4(size * torch.randn(n, 256)) for n, size in ((64, 0.05), (70, 5.0))]
+    stacked = stack_nf4(parts)
+    assert stacked is not None
+    for tokens in (1, 3, 130):
+        check(rows(device, tokens, 256), to(stacked, device))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])

@@ -9,7 +9,7 @@ from torch import Tensor
 from compress.lora import inject
 from compress.nf4 import quantize_model
 from model.attention import PackedAttention
-from model.layers import Embedding, Linear
+from model.linear import Embedding, Linear
 from model.lora import EmbeddingLora, Lora, LoraConfig, LoraError, adapted_layers, attach_lora, detach_lora
 from model.quantized import NF4Linear
 from model.transformer import Transformer
@@ -22,7 +22,7 @@ DORA = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 
 def base(kind: str, family: str = "llama") -> Transformer:
     model = tiny_model(family)
-    return model if kind == "dense" else quantize_model(model)
+    return model if kind == "dense" else quantize_model(model, double=kind == "nf4")
 
 
 def weight_of(layer: Linear | NF4Linear) -> Tensor:
@@ -175,7 +175,7 @@ def test_autocast_trains_fp32_adapters_in_bf16(kind: str, dora: bool) -> None:
     assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["dense", "nf4", "nf4 that stacks"])
 @DORA
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("targets", [("*_proj",), ("q_proj", "v_proj", "lm_head"), ("model.layers.1.*",)])
@@ -185,6 +185,8 @@ def test_the_serving_form_keeps_the_logits(kind: str, dora: bool, family: str, t
     disturb(model)
     expected = full_logits(model, TOKENS)
     torch.testing.assert_close(full_logits(model.fuse(), TOKENS), expected, rtol=1e-4, atol=1e-4)
+    qkv = model.model.layers[0].self_attn.qkv
+    assert qkv is not None and len(qkv.products) == (3 if kind == "nf4" else 1)
 
 
 def test_bf16_serving_with_an_adapter_stays_close() -> None:

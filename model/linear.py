@@ -1,0 +1,53 @@
+"""Linear layers and embeddings, each with a place for an adapter.
+
+T tokens, D hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.linear import linear
+from model.lora import EmbeddingLora, Lora
+from model.quantized import NF4Linear
+
+
+class Linear(nn.Linear):
+    """`x [T, in] -> [T, out]`, plus an adapter if it carries one."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.lora: Lora | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight, self.bias)
+        return y if self.lora is None else self.lora(x, y, self)
+
+    @torch.no_grad()
+    def times(self, x: Tensor) -> Tensor:
+        """See `model.lora.AdaptedLinear`."""
+        return linear(x, self.weight.float())
+
+    @torch.no_grad()
+    def row_squares(self) -> Tensor:
+        """See `model.lora.AdaptedLinear`."""
+        return self.weight.float().square().sum(1)
+
+
+AnyLinear = Linear | NF4Linear
+
+
+class Embedding(nn.Embedding):
+    """`tokens [T] int64 -> [T, D]`, plus an adapter if it carries one."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.lora: EmbeddingLora | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = F.embedding(tokens, self.weight)
+        return y if self.lora is None else self.lora(tokens, y)
