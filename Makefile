@@ -36,9 +36,10 @@ types: $(INSTALLED)
 fast: $(INSTALLED)
 	$(PYTEST) -m "not slow" tests
 
-bench: $(INSTALLED)   ## side by side with transformers on this machine; writes bench/results/
+bench: $(INSTALLED)   ## beside transformers, and its own kernels, on this machine; writes bench/results/
 	$(BIN)/python -m bench.serve
 	$(BIN)/python -m bench.distill
+	$(BIN)/python -m bench.quantized
 
 bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU; goes on where it stopped
 	$(BIN)/python -m bench.kernels
