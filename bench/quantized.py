@@ -32,6 +32,8 @@ N = K = 4096
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 ROTATING_BYTES = {"cpu": 616 * 2**20, "cuda": 256 * 2**20}
 ROUNDS = {"cpu": 41, "cuda": 61}
+CALLS = {"cpu": 4, "cuda": 1}
+"""How many products in a row a candidate computes in its turn, as the layers of a decoding step do."""
 FEWER_ROUNDS_S = 5e-3
 """CPU candidates slower than this are timed in fewer rounds, beside the baseline."""
 Product = Callable[[Tensor], Tensor]
@@ -86,20 +88,23 @@ def expected_weights(weight: Tensor) -> dict[str, Tensor]:
 
 def time_products(sides: dict[str, Iterator[Product]], x: Tensor) -> dict[str, float]:
     """Median seconds of each; those that take long get fewer rounds."""
-    clock = GpuClock() if x.is_cuda else HostClock()
+    clock, calls = GpuClock() if x.is_cuda else HostClock(), CALLS[x.device.type]
 
-    def program(product: Product) -> Program:
-        return clock.program([lambda: (product(x),)])
+    def program(products: list[Product]) -> Program:
+        return clock.program([lambda product=product: (product(x),) for product in products])
 
-    turns = {name: itertools.cycle([program(next(side)) for _ in range(24)]) for name, side in sides.items()}
+    turns = {
+        name: itertools.cycle([program([next(side) for _ in range(calls)]) for _ in range(24 // calls)])
+        for name, side in sides.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     slow: set[str] = set()
     for number in range(ROUNDS[x.device.type]):
         playing = [name for name in sides if name not in slow or number % 10 == 0]
         for name, taken in zip(playing, clock.seconds([next(turns[name]) for name in playing]), strict=True):
             if number:
-                seconds[name].append(taken)
-                if not x.is_cuda and taken > FEWER_ROUNDS_S and name in QUANTIZERS:
+                seconds[name].append(taken / calls)
+                if not x.is_cuda and taken / calls > FEWER_ROUNDS_S and name in QUANTIZERS:
                     slow.add(name)
     return {name: statistics.median(each) for name, each in seconds.items()}
 

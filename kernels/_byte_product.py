@@ -18,6 +18,7 @@ from kernels.quantization import Int8Weight
 
 _MIDDLE = 128
 _LARGEST = 32_638
+_SHIFTS = torch.tensor([8, 0], dtype=torch.int32)[:, None, None]
 _SMALLEST_UNIT = 1e-38
 MOST_INPUTS = 1 << 16
 """255 · 128 · K must fit into int32."""
@@ -33,6 +34,8 @@ class ByteWeight:
     """fp32 [N]."""
     bias: Tensor
     """fp32 [N]: takes away what the 128 in every byte of x adds."""
+    zeros: Tensor
+    """int32 [N]: the codes that mean 0."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,13 +45,13 @@ class ByteWeight:
         return Int8Weight(self.packed.to_dense().t(), self.scales)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ByteWeight":
-        return ByteWeight(self.packed.clone(), self.scales.clone(), self.bias.clone())
+        return ByteWeight(self.packed.clone(), self.scales, self.bias, self.zeros)
 
 
 def pack_bytes(weight: Int8Weight) -> ByteWeight:
     sums = weight.codes.sum(1, dtype=torch.int32)
     packed = torch.ops.onednn.qlinear_prepack(weight.codes.contiguous(), None)
-    return ByteWeight(packed, weight.scales, -_MIDDLE * sums * weight.scales)
+    return ByteWeight(packed, weight.scales, -_MIDDLE * sums * weight.scales, torch.zeros_like(sums))
 
 
 @cache
@@ -68,14 +71,15 @@ def byte_product(x: Tensor, weight: ByteWeight) -> Tensor:
     units = (x.abs().amax(1, keepdim=True).float() / _LARGEST).clamp_min_(_SMALLEST_UNIT)
     # Adding the half rounds; 257 · 128 makes both bytes positive.
     integers = (x / units).add_(257 * _MIDDLE + 0.5).to(torch.int32)
-    high, low = _multiply(torch.cat((integers >> 8, integers & 255)).to(torch.uint8), weight).split(len(x))
+    # The conversion to u8 keeps the last 8 bits.
+    both = (integers >> _SHIFTS).to(torch.uint8).flatten(0, 1)
+    high, low = _multiply(both, weight).split(len(x))
     return torch.add(low, high, alpha=256).mul_(units)
 
 
 def _multiply(x: Tensor, weight: ByteWeight) -> Tensor:
     """(x − 128) Wᵀ, fp32, of x u8."""
-    zeros = torch.zeros(len(weight.scales), dtype=torch.int32)
     result: Tensor = torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, 0, weight.packed, weight.scales, zeros, weight.bias, 1.0, 0, torch.float32, "none", [], ""
+        x, 1.0, 0, weight.packed, weight.scales, weight.zeros, weight.bias, 1.0, 0, torch.float32, "none", [], ""
     )
     return result

@@ -65,7 +65,7 @@ def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     out = x.new_empty(len(x), weight.shape[0])
-    if isinstance(weight.held, ByteWeight) and x.dtype != torch.float32:
+    if isinstance(weight.held, ByteWeight) and x.dtype in (torch.bfloat16, torch.float16):
         for rows in _slices(len(x), _BYTE_ROWS_AT_ONCE):
             product = byte_product(x[rows], weight.held)
             out[rows] = product if bias is None else product.add_(bias)

@@ -250,9 +250,9 @@ def nf4_codes(weight: PreparedQuantizedWeight) -> Tensor:
     """The codes of a prepared NF4 weight as `NF4Weight.codes` holds them, so that nobody need keep them twice."""
     if isinstance(weight, TiledWeight):
         return pack_nf4(tile_codes(weight).flatten())
-    if not isinstance(weight.weight, NF4Weight):
-        raise ValueError(f"only an NF4 weight has NF4 codes, not {type(weight.weight).__name__}")
-    return weight.weight.codes
+    if not isinstance(weight.held, NF4Weight):
+        raise ValueError(f"only an NF4 weight has NF4 codes, not {type(weight.held).__name__}")
+    return weight.held.codes
 
 
 def quantized_linear(
