@@ -17,7 +17,7 @@ from model.checkpoint import load_model
 from model.transformer import Transformer
 from pipeline.gate import estimate
 from pipeline.result import ModelReport, Parity, Quality
-from train.evaluate import TeacherStates, compare, compute_teacher_states, evaluate_quality
+from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, evaluate_quality
 from train.packing import Batch, held_out_batches
 
 if TYPE_CHECKING:
@@ -49,34 +49,39 @@ class HeldOut:
 
     def quality(self, model: Transformer, reference: TeacherStates | None = None) -> Quality:
         """Measures `model`, against a reference's states of the same batches if given."""
-        scores = [evaluate_quality(model, [batch]) for batch in self.batches]
-        labels, spelled = [score.tokens for score in scores], [batch.num_bytes for batch in self.batches]
-        nll = estimate([score.nll for score in scores], labels)
+        labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
+        compared = [] if reference is None else self._compared(model, reference)
+        nlls = [one.nll for one in compared or [evaluate_quality(model, [batch]) for batch in self.batches]]
+        nll = estimate(nlls, labels)
+        sums = zip(nlls, labels, spelled, strict=True)
+        bits = [mean * count / (math.log(2) * (size or math.nan)) for mean, count, size in sums]
         quality = Quality(
             tokens=sum(labels),
             nll=nll,
             perplexity=math.exp(min(nll.value, 700.0)),
-            bits_per_byte=estimate([score.bits_per_byte for score in scores], spelled),
+            bits_per_byte=estimate(
+                [some / (size or math.nan) for some, size in zip(bits, spelled, strict=True)], spelled
+            ),
         )
-        return quality if reference is None else self._compared(quality, model, reference, labels)
+        if not compared:
+            return quality
+        return replace(
+            quality,
+            kl=estimate([one.kl for one in compared], labels),
+            agreement=estimate([one.agreement for one in compared], labels),
+            acceptance=estimate([one.acceptance for one in compared], labels),
+        )
 
     def states(self, reference: Transformer) -> TeacherStates:
         """The reference's side of every comparison, computed once."""
         return compute_teacher_states(reference, self.batches)
 
-    def _compared(
-        self, quality: Quality, model: Transformer, reference: TeacherStates, labels: Sequence[int]
-    ) -> Quality:
-        found = [
+    def _compared(self, model: Transformer, reference: TeacherStates) -> list[Comparison]:
+        """Of each batch; one pass gives the model's own loss as well."""
+        return [
             compare(model, TeacherStates(reference.weight, (hidden,)), [batch])
             for batch, hidden in zip(self.batches, reference.hidden, strict=True)
         ]
-        return replace(
-            quality,
-            kl=estimate([one.kl for one in found], labels),
-            agreement=estimate([one.agreement for one in found], labels),
-            acceptance=estimate([one.acceptance for one in found], labels),
-        )
 
 
 def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:
