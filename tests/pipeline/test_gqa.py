@@ -145,7 +145,8 @@ def test_it_says_what_was_lost_and_what_came_back(finished: tuple[Path, Result])
 def test_the_report_shows_methods_groups_and_speeds(finished: tuple[Path, Result]) -> None:
     home, result = finished
     page = (home / "run" / "report.html").read_text()
-    for text in ("Grouped KV heads", "loss, converted", "Which heads share", "Decoding, 2 at once", "GiB of cache"):
+    told = ("Right after conversion subspace+refit is best", "of what the plain mean loses is spared", "GiB of cache")
+    for text in ("Grouped KV heads", "loss, converted", "Which heads share", "Decoding, 2 at once", *told):
         assert text in page
     assert render(RunFolder(home / "run").recipe(), [], {}).count("Grouped KV heads") == 0
     assert result.kind == "gqa"
