@@ -51,7 +51,7 @@ class HeldOut:
         """Measures `model`, against a reference's states of the same batches if given."""
         labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
         compared = [] if reference is None else self._compared(model, reference)
-        nlls = [one.nll for one in compared or [evaluate_quality(model, [batch]) for batch in self.batches]]
+        nlls = [one.nll for one in compared] or [evaluate_quality(model, [batch]).nll for batch in self.batches]
         nll = estimate(nlls, labels)
         sums = zip(nlls, labels, spelled, strict=True)
         bits = [mean * count / (math.log(2) * (size or math.nan)) for mean, count, size in sums]
@@ -59,9 +59,7 @@ class HeldOut:
             tokens=sum(labels),
             nll=nll,
             perplexity=math.exp(min(nll.value, 700.0)),
-            bits_per_byte=estimate(
-                [some / (size or math.nan) for some, size in zip(bits, spelled, strict=True)], spelled
-            ),
+            bits_per_byte=estimate(bits, spelled),
         )
         if not compared:
             return quality

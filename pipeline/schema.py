@@ -223,7 +223,7 @@ class Gqa(Recovery):
     kv_heads: tuple[int, ...] = _setting(required=True, single=True, range=(1, 10_000))
     """KV heads afterwards, divisors of the query heads: one number for every layer, or a list with one for each. Where
     layers differ, only potstill reads the result: Llama's config.json has one number."""
-    method: str = _setting("subspace+refit", choices=METHODS)
+    method: str = _setting("subspace", choices=METHODS)
     """How heads become one, as in compress/gqa.py; with `+refit` the output projections are fitted again after it, as
     in compress/refit.py."""
     compare: tuple[str, ...] = _setting((), choices=METHODS)

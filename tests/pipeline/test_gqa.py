@@ -22,6 +22,7 @@ from tests.tiny import full_logits
 STAGE = {
     "model": "teacher",
     "kv_heads": 1,
+    "method": "subspace+refit",
     "compare": ["mean", "subspace", "subspace+refit"],
     "compare_tokens": "512",
     "calibration_tokens": "512",
