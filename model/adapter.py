@@ -5,7 +5,8 @@
     base_model.model.LAYER.lora_magnitude_vector     [N] fp32: DoRA
     base_model.model.LAYER.lora_embedding_A, _B      [r, V], [D, r]: embeddings
 
-A published adapter names the digest of the base it was trained on as its parent (model/artifact.py).
+An adapter that potstill publishes lies beside its base, a model folder of its own called `base`, and names the base's
+digest among its parents (model/artifact.py). It also serves with any other folder of the same base.
 
 Legend: N output features, K input features, r rank, V vocabulary, D hidden size.
 """
@@ -26,7 +27,7 @@ from model.lora import EmbeddingLora, Lora, LoraConfig, LoraError, adaptable_lay
 
 log = logging.getLogger(__name__)
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME, BASE_NAME = "adapter_config.json", "adapter_model.safetensors", "base"
 _PREFIX = "base_model.model."
 _ENDINGS = {
     ".lora_A.weight": "a",
@@ -68,6 +69,19 @@ class Adapter:
     config: LoraConfig
     layers: dict[str, LayerAdapter]
     """By the layer's name in the model."""
+
+
+def base_folder(folder: str | Path) -> Path:
+    """Where the weights of a model folder lie: in `base` of one that holds an adapter, else in the folder itself.
+
+    Raises AdapterError for an adapter without its base.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG_NAME).exists():
+        return folder
+    if not (folder / BASE_NAME / "config.json").exists():
+        raise AdapterError(f"{folder} holds an adapter without its base; name the model that it was trained on.")
+    return folder / BASE_NAME
 
 
 def read_adapter(folder: str | Path) -> Adapter:

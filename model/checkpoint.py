@@ -1,7 +1,8 @@
 """Model folders as Hugging Face writes them: config.json, safetensors in one file or in shards, generation_config.json.
 
 Reading is strict: the folder must hold exactly the tensors that the configuration calls for, each of the right shape.
-Linear weights may be in NF4, as bitsandbytes keeps them (model/nf4_files.py).
+Linear weights may be in NF4, as bitsandbytes keeps them (model/nf4_files.py). A folder may also hold an adapter and,
+below it, the base that it belongs to (model/adapter.py): it opens as the base with the adapter attached.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kernels.quantization import NF4Weight
+from model.adapter import base_folder, check_base, load_adapter
 from model.config import ModelConfig
 from model.files import CheckpointError, read_json_object, sync_file, write_json
 from model.linear import Linear
@@ -44,7 +46,7 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def load_config(folder: str | Path) -> ModelConfig:
     """The configuration in a model folder; the end-of-text tokens of `generation_config.json` go before its own."""
-    folder = Path(folder)
+    folder = base_folder(folder)
     raw = read_json_object(folder / "config.json", CheckpointError)
     is_nf4(folder, raw)
     config = ModelConfig.from_hf(raw)
@@ -58,7 +60,8 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 def is_quantized(folder: str | Path) -> bool:
     """Whether a model folder holds NF4 weights; CheckpointError for other quantizations."""
-    return is_nf4(Path(folder), read_json_object(Path(folder) / "config.json", CheckpointError))
+    folder = base_folder(folder)
+    return is_nf4(folder, read_json_object(folder / "config.json", CheckpointError))
 
 
 class TensorFiles:
@@ -86,9 +89,17 @@ def load_model(
 
     Tensors go one by one from the file to the device, so memory holds the model once. `dtype="auto"` keeps the dtype of
     the file (of its embeddings); NF4 weights stay as they are. Raises ConfigError or CheckpointError naming the field,
-    file or tensor that is wrong.
+    file or tensor that is wrong, AdapterError for an adapter that does not belong to the base beside it.
     """
-    folder = Path(folder)
+    base = base_folder(folder)
+    model = _load_base(base, dtype, device)
+    if base != Path(folder):
+        check_base(folder, base)
+        load_adapter(model, folder)
+    return model
+
+
+def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device) -> Transformer:
     config = load_config(folder)
     files = TensorFiles(folder)
     with torch.device("meta"):

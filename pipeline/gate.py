@@ -25,20 +25,36 @@ def estimate(means: Sequence[float], weights: Sequence[float]) -> Estimate:
 
 def check_gate(gate: Gate, quality: Quality, before: Quality | None = None) -> tuple[Check, ...]:
     """Compares every bound that the recipe sets. A value that was not measured, or is not finite, fails its bound."""
-    ratio = None
+    kl_ratio = perplexity_ratio = None
     if quality.kl and before and before.kl and before.kl.value > 0:
         margin = None if quality.kl.margin is None else quality.kl.margin / before.kl.value
-        ratio = Estimate(quality.kl.value / before.kl.value, margin)
-    upper = {"max_kl": quality.kl, "max_kl_ratio": ratio, "max_bits_per_byte": quality.bits_per_byte}
+        kl_ratio = Estimate(quality.kl.value / before.kl.value, margin)
+    if before:
+        perplexity_ratio = _perplexity_ratio(quality, before)
+    upper = {
+        "max_kl": quality.kl,
+        "max_kl_ratio": kl_ratio,
+        "max_bits_per_byte": quality.bits_per_byte,
+        "max_perplexity_ratio": perplexity_ratio,
+    }
     lower = {"min_acceptance": quality.acceptance, "min_agreement": quality.agreement}
-    checks = [_check(name, measured, getattr(gate, name), is_upper=True) for name, measured in upper.items()]
-    checks += [_check(name, measured, getattr(gate, name), is_upper=False) for name, measured in lower.items()]
-    return tuple(check for check in checks if check is not None)
+    bounds = [(name, measured, True) for name, measured in upper.items()]
+    bounds += [(name, measured, False) for name, measured in lower.items()]
+    return tuple(
+        check_bound(name, measured, getattr(gate, name), is_upper=is_upper)
+        for name, measured, is_upper in bounds
+        if getattr(gate, name) is not None
+    )
 
 
-def _check(name: str, measured: Estimate | None, bound: float | None, *, is_upper: bool) -> Check | None:
-    if bound is None:
-        return None
+def _perplexity_ratio(quality: Quality, before: Quality) -> Estimate:
+    """Both on the same text: its margin is taken from the model alone, which is more than that of the difference."""
+    ratio = math.exp(quality.nll.value - before.nll.value)
+    return Estimate(ratio, None if quality.nll.margin is None else ratio * quality.nll.margin)
+
+
+def check_bound(name: str, measured: Estimate | None, bound: float, *, is_upper: bool = True) -> Check:
+    """Compares the worst end of the measurement's confidence interval with the bound."""
     if measured is None:
         raise ValueError(f"The gate sets {name}, but there is nothing to measure it against in this stage.")
     worst = measured.high if is_upper else measured.low

@@ -6,18 +6,16 @@ stage publishes has the shape that its settings say.
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from model.config import ModelConfig
-from model.lora import LoraConfig
 from pipeline.errors import UserError
-from pipeline.schema import Adapter, Distill, Gqa, Qlora, Recipe, Training
-from pipeline.stages.recovery import training_config
+from pipeline.schema import Distill, Gqa, Qlora, Recipe, Training
 from pipeline.stages.teacher import read_config
+from pipeline.stages.training import lora_config, training_config
 from train.memory import Memory, Setup, largest_micro_batch
 
 GIB = 2**30
@@ -75,18 +73,12 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
     if isinstance(stage, Qlora):
         return Setup(
             shapes[stage.model],
-            replace(training, learning_rate_ratio=stage.adapter.learning_rate_ratio),
+            training,
             adapter=lora_config(stage.adapter),
             quantization=stage.quantization,
             double_quantization=stage.double_quantization,
         )
     raise UserError(f"There is no memory plan for a stage of the kind {type(stage).__name__.lower()}.")
-
-
-def lora_config(adapter: Adapter) -> LoraConfig:
-    """A recipe's adapter as the model takes it."""
-    settings: dict[str, Any] = {key: value for key, value in asdict(adapter).items() if key != "learning_rate_ratio"}
-    return LoraConfig(**settings)
 
 
 def _pruned(stage: Distill, config: ModelConfig) -> ModelConfig:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.attention import PackedAttention
 from model.checkpoint import load_model
+from model.quantized import nf4_layers
 from model.transformer import Transformer
 from pipeline.gate import estimate
 from pipeline.result import ModelReport, Parity, Quality
@@ -83,13 +84,13 @@ class HeldOut:
 
 
 def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:
-    """The row of one model, sizes in the dtype in which it is."""
-    config, itemsize = model.config, model.dtype.itemsize
+    """The row of one model, sizes in the dtypes in which its weights are."""
+    parameters, quantized = list(model.parameters()), nf4_layers(model).values()
     return ModelReport(
         label=label,
-        parameters=config.num_parameters(),
-        weight_bytes=config.num_parameters() * itemsize,
-        kv_bytes_per_token=config.kv_bytes_per_token(itemsize),
+        parameters=sum(map(Tensor.numel, parameters)) + sum(one.in_features * one.out_features for one in quantized),
+        weight_bytes=sum(one.nbytes for one in parameters) + sum(one.weight_bytes for one in quantized),
+        kv_bytes_per_token=model.config.kv_bytes_per_token(model.dtype.itemsize),
         quality=quality,
     )
 

@@ -105,6 +105,8 @@ class Gate:
     """Fraction of positions where both put the same token first."""
     max_bits_per_byte: float | None = _setting(None, range=POSITIVE)
     """Loss on the text itself, bits a UTF-8 byte."""
+    max_perplexity_ratio: float | None = _setting(None, range=POSITIVE)
+    """Perplexity on the text, divided by its value before training."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +274,10 @@ class Qlora(Training):
     """Of the base; none trains the same adapter on the bf16 base."""
     double_quantization: bool = True
     """Quantize the scales of the blocks too: 4.127 instead of 4.5 bits a weight."""
-    publish: str = _setting("adapter", choices=("adapter", "merged"))
-    """The adapter beside its NF4 base, or both as one bf16 model."""
+    publish: str = _setting("adapter", choices=("adapter", "merged", "requantized"))
+    """The adapter beside its base, both as one bf16 model, or that model in NF4 again, which loses most adapters."""
+    max_merge_kl: float = _setting(0.01, range=POSITIVE)
+    """KL(base with adapter ‖ merged model), nats a token, above which a merged model is not published."""
     learning_rate: float = _setting(2e-4, range=(1e-9, 10.0))
     schedule: str = _setting("constant", choices=("cosine", "wsd", "constant"))
     warmup_fraction: float = _setting(0.03, range=FRACTION)
@@ -345,6 +349,7 @@ STAGES: dict[str, type] = {
     "pretrain": Pretrain,
     "gqa": Gqa,
     "distill": Distill,
+    "qlora": Qlora,
     "evaluate": Evaluate,
     "conversation": Conversation,
 }

@@ -5,6 +5,7 @@ importance → prune → measure → train
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,7 @@ from pipeline.stages.training import (
     objective_of,
     train,
     training_text,
+    write_model,
 )
 
 if TYPE_CHECKING:
@@ -67,8 +69,7 @@ def run(context: StageContext) -> Result | None:
     return finish(
         context,
         data,
-        student,
-        tokenizer=Tokenizer.load(context.inputs[config.student.origin].folder),
+        partial(write_model, student, Tokenizer.load(context.inputs[config.student.origin].folder)),
         training=training,
         details={"kept_layers": start.kept_layers, "importance": start.importance},
         teacher=Teacher(config.teacher, teacher, start.teacher, start.before),

@@ -49,6 +49,7 @@ from pipeline.stages.training import (
     rounded,
     train,
     training_text,
+    write_model,
 )
 
 if TYPE_CHECKING:
@@ -97,8 +98,7 @@ def run(context: StageContext) -> Result | None:
     result = finish(
         context,
         data,
-        student,
-        tokenizer=Tokenizer.load(source),
+        partial(write_model, student, Tokenizer.load(source)),
         training=training,
         details=details,
         teacher=Teacher(config.model, parent, start.parent, start.converted[config.method]),

@@ -3,6 +3,8 @@
 initialize → train → measure
 """
 
+from functools import partial
+
 from model.config import ARCHITECTURES, ConfigError, ModelConfig
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -10,7 +12,7 @@ from pipeline.errors import UserError
 from pipeline.result import Result
 from pipeline.schema import Architecture, Pretrain
 from pipeline.stages.context import StageContext, stage_tokenizer
-from pipeline.stages.training import curve_of, finish, train
+from pipeline.stages.training import curve_of, finish, train, write_model
 from train.objectives import LanguageModelling
 
 
@@ -24,7 +26,7 @@ def run(context: StageContext) -> Result | None:
     training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
     if not context.processes.is_main:
         return None
-    return finish(context, data, model, tokenizer=tokenizer, training=training, details={})
+    return finish(context, data, partial(write_model, model, tokenizer), training=training, details={})
 
 
 def model_config(shape: Architecture, tokenizer: Tokenizer) -> ModelConfig:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.checkpoint import load_model, save_model
+from model.lora import LoraConfig, adapted_layers
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted, StageFailed
 from pipeline.gate import check_gate, describe
 from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
-from pipeline.result import Quality, Result
-from pipeline.schema import Loss, Training
+from pipeline.result import Check, ModelReport, Quality, Result
+from pipeline.schema import Adapter, Loss, Qlora, Training
 from pipeline.stages.context import StageContext
 from train.config import TrainingConfig
 from train.loop import DivergedError, Trainer, TrainingResult, make_accelerator
@@ -130,7 +131,16 @@ def train(
 def training_config(stage: Training) -> TrainingConfig:
     """The loop's part of a stage's settings."""
     names = {setting.name for setting in fields(TrainingConfig)} & {setting.name for setting in fields(stage)}
-    return TrainingConfig(**{name: getattr(stage, name) for name in names})
+    settings = {name: getattr(stage, name) for name in names}
+    if isinstance(stage, Qlora):
+        settings["learning_rate_ratio"] = stage.adapter.learning_rate_ratio
+    return TrainingConfig(**settings)
+
+
+def lora_config(adapter: Adapter) -> LoraConfig:
+    """A recipe's adapter as the model takes it."""
+    settings: dict[str, Any] = {key: value for key, value in asdict(adapter).items() if key != "learning_rate_ratio"}
+    return LoraConfig(**settings)
 
 
 def objective_of(loss: Loss, teacher: Transformer) -> Objective:
@@ -158,7 +168,9 @@ def curve_of(context: StageContext, data: "PreparedData", teacher: Transformer |
 
 
 def rounded(model: Transformer) -> Transformer:
-    """A copy as it would be published; the model being trained stays in fp32."""
+    """A copy as it would be published; the model being trained stays in fp32. Adapters are published in fp32 too."""
+    if adapted_layers(model):
+        return model
     return copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
 
 
@@ -168,30 +180,34 @@ def rounded(model: Transformer) -> Transformer:
 def finish(
     context: StageContext,
     data: "PreparedData",
-    model: Transformer,
+    write: Callable[[Path], None],
     *,
-    tokenizer: Tokenizer,
     training: TrainingResult,
     details: Mapping[str, Any],
     teacher: Teacher | None = None,
+    before: Sequence[ModelReport] = (),
+    more_checks: Sequence[Check] = (),
 ) -> Result:
-    """Writes the candidate, measures it, and publishes it if parity and gate allow. For the main process."""
+    """Lets `write` fill the candidate, measures it, and publishes it if parity and gates allow. For the main process.
+
+    `before` are rows of models that were measured already, the last of them that of the model before training; with a
+    `teacher` they follow from it.
+    """
     config: Training = context.stage.config
     candidate = context.folder / "candidate"
     shutil.rmtree(candidate, ignore_errors=True)
-    save_model(model, candidate, dtype=PUBLISHED_DTYPE)
-    tokenizer.save(candidate)
+    write(candidate)
     log.info("measuring %s after training", config.out)
     held_out = held_out_text(context, data)
-    published = load_model(candidate, dtype=PUBLISHED_DTYPE, device=model.device)
+    published = load_model(candidate, dtype=PUBLISHED_DTYPE, device=device())
     after = held_out.quality(published, None if teacher is None else held_out.states(teacher.model))
-    reports = [describe_model(config.out, published, after)]
     if teacher is not None:
-        before = describe_model(f"{config.out}, before", published, teacher.before)
         parent = describe_model(teacher.name, teacher.model, teacher.quality)
-        reports = [parent, replace(before, same_shape_as=config.out), *reports]
-    parity = check_parity(candidate, held_out.batches, model.device)
-    checks = check_gate(config.gate, after, None if teacher is None else teacher.before)
+        untrained = describe_model(f"{config.out}, before", published, teacher.before)
+        before = [parent, replace(untrained, same_shape_as=config.out)]
+    reports = [*before, describe_model(config.out, published, after)]
+    parity = check_parity(candidate, held_out.batches, published.device)
+    checks = (*check_gate(config.gate, after, before[-1].quality if before else None), *more_checks)
     for check in checks:
         log.info("%s", describe(check))
     output = None
@@ -210,6 +226,12 @@ def finish(
         training=(training.tokens, training.seconds),
         details={**details, "steps": training.steps, "skipped_steps": training.skipped},
     )
+
+
+def write_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
+    """A model as it is published."""
+    save_model(model, folder, dtype=PUBLISHED_DTYPE)
+    tokenizer.save(folder)
 
 
 def _move_files(source: Path, target: Path) -> None:

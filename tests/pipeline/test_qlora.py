@@ -1,0 +1,173 @@
+"""Stage `qlora` on a tiny teacher: what it publishes, what it refuses, and how each way of merging is judged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from model.artifact import open_artifact
+from model.checkpoint import is_quantized, load_model
+from model.lora import adapted_layers
+from pipeline.errors import GateRefused, UserError
+from pipeline.processes import Processes
+from pipeline.qlora_report import merge_lines
+from pipeline.recipe import load_recipe
+from pipeline.report import render
+from pipeline.result import Result
+from pipeline.run import run_recipe
+from pipeline.run_folder import RunFolder
+from tests.compare import check_close
+from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
+from tests.tiny import full_logits
+
+STAGE = {
+    "model": "teacher",
+    "adapter": {"rank": 4, "alpha": 8, "dropout": 0.0},
+    "data": "text",
+    "tokens": "4k",
+    "batch_tokens": 256,
+    "micro_batch_tokens": 128,
+    "learning_rate": 2e-2,
+    "precision": "fp32",
+    "held_out_tokens": 512,
+    "out": "adapted",
+}
+
+
+def run(home: Path, name: str = "run", **changes: object) -> list[Result]:
+    if not (home / "teacher").exists():
+        write_teacher(home / "teacher")
+        write_text(home / "text")
+    overrides = [
+        f"stages={json.dumps([{'qlora': STAGE | changes}])}",
+        "serve={model: adapted}",
+        f"models.teacher.from={home / 'teacher'}",
+        f"data.text.source={home / 'text'}",
+    ]
+    recipe = load_recipe(RECIPE, overrides)
+    return run_recipe(recipe, RunFolder(home / name), cache=home / "cache", processes=Processes())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    home = tmp_path_factory.mktemp("qlora")
+    return home, run(home)[-1]
+
+
+def test_the_artifact_is_a_quantized_base_with_its_adapter(finished: tuple[Path, Result]) -> None:
+    home, result = finished
+    folder = home / "run" / "01-qlora" / "model"
+    assert open_artifact(folder).digest == result.output
+    assert is_quantized(folder) and open_artifact(folder / "base").stage == "quantize"
+    model = load_model(folder, dtype=torch.float32)
+    assert len(adapted_layers(model)) == 7 * model.config.num_layers
+    assert any(layer.lora.b.abs().sum() > 0 for layer in adapted_layers(model).values())
+
+
+def test_training_lowers_the_held_out_loss_of_the_base(finished: tuple[Path, Result]) -> None:
+    _, result = finished
+    dense, base, adapted = (row.quality for row in result.models)
+    assert dense and base and adapted
+    assert adapted.nll.value < base.nll.value - 0.05
+    assert result.parity and result.parity.passed
+
+
+def test_the_table_counts_bytes_as_they_are_stored(finished: tuple[Path, Result]) -> None:
+    _, result = finished
+    dense, base, adapted = result.models
+    assert base.weight_bytes < dense.weight_bytes
+    assert adapted.weight_bytes - base.weight_bytes == 4 * result.details["adapter"]["parameters"]
+    assert 4.0 < result.details["quantized"]["bits_per_weight"] < 4.6
+
+
+def test_peft_reads_the_adapter_on_a_dense_base(finished: tuple[Path, Result], tmp_path: Path) -> None:
+    home, _ = finished
+    folder = home / "run" / "01-qlora" / "model"
+    ours = load_model(home / "run" / "00-teacher" / "model", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(home / "run" / "00-teacher" / "model", dtype=torch.float32)
+    from model.adapter import load_adapter
+
+    load_adapter(ours, folder)
+    adapted = PeftModel.from_pretrained(theirs, str(folder)).eval()
+    tokens = list(range(3, 60))
+    with torch.no_grad():
+        expected = adapted(torch.tensor([tokens])).logits[0]
+    check_close(full_logits(ours.eval(), tokens), expected, what="logits")
+
+
+def test_each_way_of_merging_is_measured_and_judged(finished: tuple[Path, Result]) -> None:
+    _, result = finished
+    _, *lines = merge_lines(result)
+    assert [line[0] for line in lines] == ["adapter beside its base", "merged, bf16", "merged, NF4 again"]
+    rows = {row["way"]: row for row in result.details["merges"]}
+    assert rows["adapter"]["kl"]["value"] == pytest.approx(0.0, abs=1e-6)
+    assert rows["merged"]["kl"]["value"] < rows["requantized"]["kl"]["value"]
+
+
+def test_the_report_shows_the_section(finished: tuple[Path, Result]) -> None:
+    home, result = finished
+    folder = RunFolder(home / "run")
+    page = render(folder.recipe(), [result], {})
+    assert "Adapter: 01-qlora" in page and "merged, NF4 again" in page
+
+
+def test_a_requantized_model_above_the_gate_is_not_published(finished: tuple[Path, Result]) -> None:
+    home, _ = finished
+    with pytest.raises(GateRefused):
+        run(home, "requantized", publish="requantized", max_merge_kl=1e-6)
+    folder = RunFolder(home / "requantized")
+    result = folder.results(folder.recipe())[-1]
+    assert result.output is None and not (home / "requantized" / "01-qlora" / "model").exists()
+    assert [check.name for check in result.gate if not check.passed] == ["max_merge_kl"]
+
+
+def test_a_merged_model_is_plain_and_close_to_the_unmerged(finished: tuple[Path, Result]) -> None:
+    home, unmerged = finished
+    result = run(home, "merged", publish="merged", max_merge_kl=0.05)[-1]
+    folder = home / "merged" / "01-qlora" / "model"
+    assert result.output == open_artifact(folder).digest and not is_quantized(folder)
+    AutoModelForCausalLM.from_pretrained(folder)
+    before, after = unmerged.models[-1].quality, result.models[-1].quality
+    assert before and after and after.nll.value == pytest.approx(before.nll.value, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"adapter": {"targets": ["gate_prjo"]}}, "gate_prjo"),
+        ({"quantization": "none", "adapter": {"init": "loftq"}}, "loftq"),
+        ({"quantization": "none", "publish": "requantized"}, "requantized"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(
+    finished: tuple[Path, Result], changes: dict[str, object], words: str
+) -> None:
+    home, _ = finished
+    with pytest.raises(UserError, match=words):
+        run(home, "refused", **changes)
+
+
+def test_a_rank_of_zero_is_refused(finished: tuple[Path, Result]) -> None:
+    home, _ = finished
+    with pytest.raises(UserError, match="rank"):
+        run(home, "refused", adapter={"rank": 0})
+
+
+def test_a_quantized_base_is_refused(finished: tuple[Path, Result]) -> None:
+    home, _ = finished
+    with pytest.raises(UserError, match="quantized already"):
+        run_on(home, home / "run" / "01-qlora" / "model" / "base")
+
+
+def run_on(home: Path, folder: Path) -> list[Result]:
+    overrides = [
+        f"stages={json.dumps([{'qlora': STAGE}])}",
+        "serve={model: adapted}",
+        f"models.teacher.from={folder}",
+        f"data.text.source={home / 'text'}",
+    ]
+    recipe = load_recipe(RECIPE, overrides)
+    return run_recipe(recipe, RunFolder(home / "again"), cache=home / "cache", processes=Processes())
