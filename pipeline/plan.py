@@ -6,14 +6,16 @@ stage publishes has the shape that its settings say.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from model.config import ModelConfig
 from pipeline.errors import UserError
-from pipeline.schema import Distill, Gqa, Qlora, Recipe, Training
+from pipeline.schema import Distill, Gqa, Pretrain, Qlora, Recipe, Training
+from pipeline.stages.gqa import kv_heads_of
+from pipeline.stages.pretrain import model_config
 from pipeline.stages.teacher import read_config
 from pipeline.stages.training import lora_config, training_config
 from train.memory import Memory, Setup, largest_micro_batch
@@ -54,7 +56,7 @@ def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
         if not isinstance(stage.config, Training):
             continue
         setup = _setup(stage.config, shapes)
-        length = recipe.data[stage.config.data].sequence_length  # type: ignore[attr-defined]  # every stage has data
+        length = recipe.data[stage.config.data].sequence_length
         plans.append(StagePlan(stage.name, setup, setup.memory(), length))
         if stage.out is not None:
             shapes[stage.out] = setup.model
@@ -69,7 +71,9 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
         return Setup(_pruned(stage, shapes[stage.student.origin]), training, teacher=shapes[stage.teacher])
     if isinstance(stage, Gqa):
         parent = shapes[stage.model]
-        return Setup(replace(parent, num_kv_heads=stage.kv_heads), training, teacher=parent)
+        return Setup(parent.with_kv_heads(kv_heads_of(stage, parent)), training, teacher=parent)
+    if isinstance(stage, Pretrain):
+        return Setup(model_config(stage.architecture, shapes[stage.tokenizer]), training)
     if isinstance(stage, Qlora):
         return Setup(
             shapes[stage.model],

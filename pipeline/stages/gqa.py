@@ -109,12 +109,12 @@ def run(context: StageContext) -> Result | None:
 def _check(model: ModelConfig, config: Gqa) -> None:
     try:
         for method in _groupings(config):
-            check_convertible(model, _kv_heads(model, config), method)
+            check_convertible(model, kv_heads_of(config, model), method)
     except GroupingError as error:
         raise UserError(f"gqa: {error}") from None
 
 
-def _kv_heads(model: ModelConfig, config: Gqa) -> tuple[int, ...]:
+def kv_heads_of(config: Gqa, model: ModelConfig) -> tuple[int, ...]:
     """For each layer; one number stands for all of them."""
     return config.kv_heads * model.num_layers if len(config.kv_heads) == 1 else config.kv_heads
 
@@ -142,7 +142,7 @@ def _calibrate(context: StageContext, data: "PreparedData", parent: Transformer)
         return
     log.info("comparing heads on %s tokens", f"{config.calibration_tokens:,}")
     text = training_text(context, data, config.calibration_tokens)
-    kv_heads = _kv_heads(parent.config, config)
+    kv_heads = kv_heads_of(config, parent.config)
     units = [num_units(parent.config, layer, wanted) for layer, wanted in enumerate(kv_heads)]
     found = head_moments(parent, text, units, skip=known)
     for layer, moments in enumerate(found):
@@ -273,7 +273,7 @@ def _capacity(parent: ModelConfig, config: Gqa) -> dict[str, Any]:
     """Sequences whose keys and values fit the memory, before and after."""
     settings, itemsize = config.long_context, PUBLISHED_DTYPE.itemsize
     tokens = settings.context_tokens + settings.new_tokens
-    after = parent.with_kv_heads(_kv_heads(parent, config))
+    after = parent.with_kv_heads(kv_heads_of(config, parent))
     return {
         "cache_gib": settings.cache_gib,
         "tokens": tokens,

@@ -29,8 +29,8 @@ def run(context: StageContext) -> Result | None:
     return finish(context, data, partial(write_model, model, tokenizer), training=training, details={})
 
 
-def model_config(shape: Architecture, tokenizer: Tokenizer) -> ModelConfig:
-    """The whole configuration; what belongs to the family is as in any model of it. Raises UserError."""
+def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> ModelConfig:
+    """The whole configuration, with the vocabulary of a tokenizer or of a model that uses it. Raises UserError."""
     heads = shape.query_heads
     if shape.head_dim is None and shape.hidden_size % heads:
         raise UserError(
