@@ -146,7 +146,9 @@ def test_it_says_what_was_lost_and_what_came_back(finished: tuple[Path, Result])
 def test_the_report_shows_methods_groups_and_speeds(finished: tuple[Path, Result]) -> None:
     home, result = finished
     page = (home / "run" / "report.html").read_text()
-    told = ("Right after conversion subspace+refit is best", "of what the plain mean loses is spared", "GiB of cache")
+    rows = result.details["compared"]
+    (best, name), (second, other), _ = sorted((row["converted"]["nll"]["value"], row["method"]) for row in rows)
+    told = (f"Right after conversion {name} is best, {second - best:.3f} below {other}.", "GiB of cache")
     for text in ("Grouped KV heads", "loss, converted", "Which heads share", "Decoding, 2 at once", *told):
         assert text in page
     assert render(RunFolder(home / "run").recipe(), [], {}).count("Grouped KV heads") == 0
