@@ -15,7 +15,7 @@ import torch
 from model.config import ModelConfig
 from model.lora import LoraConfig
 from pipeline.errors import UserError
-from pipeline.schema import Adapter, Distill, Gqa, Qlora, Recipe, Training
+from pipeline.schema import Adapter, Distill, Gqa, Mod, Qlora, Recipe, Training
 from pipeline.stages.recovery import training_config
 from pipeline.stages.teacher import read_config
 from train.memory import Memory, Setup, largest_micro_batch
@@ -72,6 +72,10 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
     if isinstance(stage, Gqa):
         parent = shapes[stage.model]
         return Setup(replace(parent, num_kv_heads=stage.kv_heads), training, teacher=parent)
+    if isinstance(stage, Mod):  # as much as without routers: early in training every token passes
+        parent = shapes[stage.model]
+        adapter = LoraConfig(rank=stage.adapter_rank) if stage.train == "adapters" else None
+        return Setup(parent, training, teacher=parent, adapter=adapter)
     if isinstance(stage, Qlora):
         return Setup(
             shapes[stage.model],

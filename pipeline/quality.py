@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.attention import PackedAttention
 from model.checkpoint import load_model
+from model.layers import Routing
 from model.transformer import Transformer
 from pipeline.gate import estimate
 from pipeline.result import ModelReport, Parity, Quality
@@ -47,9 +48,14 @@ class HeldOut:
         wanted = {"sequence_length": sequence_length, "batch_tokens": size, "max_tokens": max(max_tokens, size)}
         return cls(tuple(held_out_batches(data.held_out, **wanted)))
 
-    def quality(self, model: Transformer, reference: TeacherStates | None = None) -> Quality:
-        """Measures `model`, against a reference's states of the same batches if given."""
-        scores = [evaluate_quality(model, [batch]) for batch in self.batches]
+    def quality(
+        self, model: Transformer, reference: TeacherStates | None = None, *, routing: Routing | None = None
+    ) -> Quality:
+        """Measures `model`, against a reference's states of the same batches if given.
+
+        `routing`: who passes layers that have a router, instead of the rule by which the model is served.
+        """
+        scores = [evaluate_quality(model, [batch], routing=routing) for batch in self.batches]
         labels, spelled = [score.tokens for score in scores], [batch.num_bytes for batch in self.batches]
         nll = estimate([score.nll for score in scores], labels)
         quality = Quality(
@@ -58,17 +64,10 @@ class HeldOut:
             perplexity=math.exp(min(nll.value, 700.0)),
             bits_per_byte=estimate([score.bits_per_byte for score in scores], spelled),
         )
-        return quality if reference is None else self._compared(quality, model, reference, labels)
-
-    def states(self, reference: Transformer) -> TeacherStates:
-        """The reference's side of every comparison, computed once."""
-        return compute_teacher_states(reference, self.batches)
-
-    def _compared(
-        self, quality: Quality, model: Transformer, reference: TeacherStates, labels: Sequence[int]
-    ) -> Quality:
+        if reference is None:
+            return quality
         found = [
-            compare(model, TeacherStates(reference.weight, (hidden,)), [batch])
+            compare(model, TeacherStates(reference.weight, (hidden,)), [batch], routing=routing)
             for batch, hidden in zip(self.batches, reference.hidden, strict=True)
         ]
         return replace(
@@ -77,6 +76,10 @@ class HeldOut:
             agreement=estimate([one.agreement for one in found], labels),
             acceptance=estimate([one.acceptance for one in found], labels),
         )
+
+    def states(self, reference: Transformer) -> TeacherStates:
+        """The reference's side of every comparison, computed once."""
+        return compute_teacher_states(reference, self.batches)
 
 
 def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:

@@ -36,7 +36,7 @@ from pipeline.result import Quality, Result, SpeedPoint, write_atomically
 from pipeline.schema import Gqa
 from pipeline.speed import measure_decoding, prompts_from
 from pipeline.stages.context import StageContext
-from pipeline.stages.recovery import Beginning, device, finish, held_out_text, rounded, train, training_text
+from pipeline.stages.recovery import Beginning, device, finish, held_out_text, published_form, train, training_text
 
 if TYPE_CHECKING:
     from train.data import PreparedData
@@ -203,7 +203,7 @@ def _uptrain_briefly(context: StageContext, data: "PreparedData", parent: Transf
         train(context, data, parent, student, folder=folder, tokens=config.compare_tokens)
         if context.processes.is_main:
             held_out = held_out_text(context, data)
-            quality = held_out.quality(rounded(student), held_out.states(parent))
+            quality = held_out.quality(published_form(context, data, student), held_out.states(parent))
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             write_atomically(kept, msgspec.json.encode(quality))
         context.processes.wait()

@@ -1,4 +1,4 @@
-"""What `distill` and `gqa` share: train a smaller model towards a larger one, then measure, check and publish it.
+"""What `distill`, `gqa` and `mod` share: train a cheaper model towards a dearer one, then measure, check, publish it.
 
     train → round to bf16 → write candidate/ → measure → parity → gate → publish
 
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.mod import calibrate, set_thresholds
 from model.checkpoint import load_model, save_model
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -25,7 +26,7 @@ from pipeline.schema import Recovery, Training
 from pipeline.stages.context import StageContext
 from train.config import TrainingConfig
 from train.loop import DivergedError, Trainer, TrainingResult, make_accelerator
-from train.objectives import Distillation, DistillationConfig
+from train.objectives import Distillation, DistillationConfig, RoutedTraining, RoutingConfig
 from train.packing import Batch, held_out_batches
 from train.tracking import Tracker
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 CURVE_TOKENS = 4_096
 """Held-out tokens of each point of the curve during training: enough to see it, cheap enough to do often."""
+CALIBRATION_TOKENS = 8_192
+"""Training tokens on which the thresholds of routers are set."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,12 @@ def train(
     *,
     folder: Path | None = None,
     tokens: int | None = None,
+    routing: RoutingConfig | None = None,
 ) -> TrainingResult:
     """Trains `student` in place in all processes, in the stage's folder or another, as far as the budget says.
+
+    Routers, where the student has some, go on at their capacity, or learn as `routing` says; then their thresholds are
+    set anew.
 
     Raises RunInterrupted after a signal, StageFailed when training diverged.
     """
@@ -100,9 +107,13 @@ def train(
         group=context.recipe.name,
         config=asdict(config),
     )
+    objective = Distillation(teacher, DistillationConfig(**asdict(config.loss)))
+    mixture = student.config.mixture_of_depths
+    if routing is None and mixture is not None:
+        routing = RoutingConfig(mixture.capacity, anneal_fraction=0.0)
     trainer = Trainer(
         student,
-        Distillation(teacher, DistillationConfig(**asdict(config.loss))),
+        objective if routing is None else RoutedTraining(objective, routing),
         data.train,
         settings,
         folder=folder or context.folder,
@@ -122,6 +133,7 @@ def train(
             f"{context.stage.name} is saved at step {training.steps} of {settings.steps}; "
             "the same command goes on from here"
         )
+    calibrate_student(context, data, student)
     return training
 
 
@@ -139,7 +151,7 @@ def _curve(
     reference = held_out.states(teacher)
 
     def measure(model: Transformer) -> dict[str, float]:
-        quality = held_out.quality(rounded(model), reference)
+        quality = held_out.quality(published_form(context, data, model), reference)
         found = {"cross_entropy": quality.nll, "kl": quality.kl, "agreement": quality.agreement}
         found |= {"acceptance": quality.acceptance}
         return {f"held_out_{name}": estimate.value for name, estimate in found.items() if estimate is not None}
@@ -147,9 +159,20 @@ def _curve(
     return measure
 
 
-def rounded(model: Transformer) -> Transformer:
-    """A copy as it would be published; the model being trained stays in fp32."""
-    return copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
+def published_form(context: StageContext, data: "PreparedData", model: Transformer) -> Transformer:
+    """A copy as it would be published, its routers calibrated; the model being trained stays in fp32."""
+    rounded = copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
+    if rounded.config.mixture_of_depths is not None:
+        calibrate(rounded, training_text(context, data, CALIBRATION_TOKENS))
+    return rounded
+
+
+def calibrate_student(context: StageContext, data: "PreparedData", student: Transformer) -> None:
+    """Sets the thresholds of its routers, where it has some, as suits its rounded weights."""
+    if student.config.mixture_of_depths is None:
+        return
+    calibrated = published_form(context, data, student).config.mixture_of_depths
+    set_thresholds(student, calibrated.thresholds if calibrated else ())
 
 
 # --- after -----------------------------------------------------------------------------------------------------------
