@@ -28,7 +28,7 @@ def summarize(results: list[Result]) -> dict[str, Any]:
                 "cost": msgspec.to_builtins(result.cost),
                 "gate": msgspec.to_builtins(result.gate),
                 "parity": msgspec.to_builtins(result.parity),
-                "details": {name: value for name, value in result.details.items() if name != "groups"},
+                "details": {name: value for name, value in result.details.items() if name not in ("groups", "picture")},
             }
             for result in results
         },

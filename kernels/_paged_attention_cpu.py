@@ -129,7 +129,10 @@ def _find_keys(members: list[_Sequence], block_tables: Tensor, page_size: int) -
     ].unbind(1)
     positions = first_key + torch.arange(max(s.keys for s in members), device=table.device)
     positions = torch.where(positions < length, positions, first_key)
-    slots = (table.gather(1, positions // page_size) * page_size + positions % page_size).flatten()
+    if page_size == 1:
+        slots = table.gather(1, positions).flatten()
+    else:
+        slots = (table.gather(1, positions // page_size) * page_size + positions % page_size).flatten()
     if len(members) == 1 and len(slots) and bool((slots.diff() == 1).all()):
         start = int(slots[0])
         return slice(start, start + len(slots))

@@ -20,6 +20,7 @@ from kernels._triton import check_rows, runs_triton
 
 _SELECT_BLOCK = 1024
 _ROW_BLOCK = 4096
+_MOST_UNCOUNTED = 256
 
 
 def select_tokens_reference(mask: list[bool], capacity: int) -> tuple[list[int], int]:
@@ -120,13 +121,26 @@ def select_tokens(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return index[:capacity], mask.sum().clamp(max=capacity).int()
 
 
+def selected_places(mask: Tensor) -> Tensor:
+    """Return the places of the tokens that mask [T] bool selects, [C] int64, as `select_tokens` does.
+
+    There are as many places as selected tokens on the CPU, and for many tokens, whose saved work is worth a wait for
+    the device. For few there are T, without a wait: a decode step then stays one CUDA graph, and its empty places cost
+    next to nothing.
+    """
+    if not runs_triton(mask):
+        return mask.nonzero()[:, 0]
+    capacity = len(mask) if len(mask) <= _MOST_UNCOUNTED else int(torch.count_nonzero(mask))
+    return select_tokens(mask, capacity)[0]
+
+
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], [C, D], of x [T, D]; zeros where the index is not a token. Differentiable.
 
     index [C] int64 names no token twice.
     """
     _check(x, index)
-    return _Gather.apply(x, index)
+    return _Gather.apply(x, index) if torch.is_grad_enabled() and x.requires_grad else _gather(x, index)
 
 
 def scatter_add_rows(
@@ -150,6 +164,8 @@ def _check(x: Tensor, index: Tensor) -> None:
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
     if not runs_triton(x):
+        if _all_are_tokens(index, len(x)):
+            return x.index_select(0, index)
         is_token, places = _places(x, index)
         return torch.where(is_token, x[places], 0) if len(x) else x.new_zeros(len(index), x.shape[1])
     check_rows(x=x)
@@ -166,11 +182,10 @@ def _add(x: Tensor, index: Tensor, delta: Tensor, gate: Tensor | None) -> Tensor
     """Add in place."""
     if not runs_triton(x):
         wide = _wide(delta) if gate is None else _wide(delta) * _wide(gate)[:, None]
-        is_token, places = _places(x, index)
-        if len(x):
-            keep = is_token[:, 0]
-            x[places[keep]] = (_wide(x[places[keep]]) + wide[keep]).to(x.dtype)
-        return x
+        if not _all_are_tokens(index, len(x)):
+            keep = (index >= 0) & (index < len(x))
+            index, wide = index[keep], wide[keep]
+        return x.index_copy_(0, index, (_wide(x.index_select(0, index)) + wide).to(x.dtype))
     check_rows(x=x, delta=delta)
     if delta.numel():
         block, warps = _tile(x.shape[1])
@@ -196,6 +211,14 @@ def _add_backward(grad: Tensor, index: Tensor, delta: Tensor, gate: Tensor) -> t
             grad.stride(0), delta.stride(0), SIZE=grad.shape[1], BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return grad_delta, grad_gate
+
+
+def _all_are_tokens(index: Tensor, tokens: int) -> bool:
+    """Return whether every place is in use; asks the device, which on the CPU costs less than masks."""
+    if not len(index):
+        return True
+    low, high = index.aminmax()
+    return low.item() >= 0 and high.item() < tokens
 
 
 def _places(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

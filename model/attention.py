@@ -5,14 +5,18 @@ training, prefill, decode and verification run the same model code. Queries and 
 pages, one kernel then normalises and rotates them and writes the keys where they stay.
 """
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.flash_attention import flash_attention
 from kernels.paged_attention import PagedPlan, paged_attention, plan_paged_attention
 from kernels.rotary_write import HeadNorms, rotate_and_write, turn_heads
+from kernels.visible_slots import SlotPlan, plan_visible_slots, visible_slots
 from model.config import ModelConfig
 
 
@@ -30,6 +34,14 @@ class AttentionOverBatch(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor: ...
 
+    def routed(self, layer: int, selected: Tensor, index: Tensor) -> "AttentionOverBatch":
+        """The same at a layer that only some tokens enter: the others have neither query nor key there.
+
+        selected `[T]` bool; index `[C]` int64: their places, in order, as `kernels.token_routing.select_tokens` gives
+        them. What is returned attends over these C rows, for this layer only. A window counts the tokens that entered.
+        """
+        ...
+
 
 class PackedAttention:
     """Causal attention inside each document of a packed batch; nothing outlives the call."""
@@ -42,6 +54,14 @@ class PackedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
         q, k = turn_heads(q, k, rotary=turn.rotary, norms=turn.norms)
         return flash_attention(q, k, v, self.cu_seqlens, window=self.windows[layer])
+
+    def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PackedAttention":
+        attention = copy.copy(self)
+        attention.cu_seqlens = _count_before(selected, self.cu_seqlens)
+        return attention
+
+
+_ByLayer: TypeAlias = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,29 +92,31 @@ class PagedAttention:
         *,
         k_scales: list[Tensor] | None = None,
         v_scales: list[Tensor] | None = None,
+        present: dict[int, Tensor] | None = None,
     ) -> None:
-        """`k_pages[layer]`, `v_pages[layer]`: `[P, page_size, Hkv, d]`; in 8 bits with scales `[P, page_size, Hkv]`."""
+        """`k_pages[layer]`, `v_pages[layer]`: `[P, page_size, Hkv, d]`; in 8 bits with scales `[P, page_size, Hkv]`.
+
+        `present[layer]`, `[P * page_size + 1]` bool, for layers whose attention is routed: which slots have a key
+        there. The last one is nobody's: what belongs to no sequence and has the slot -1 is noted there.
+        """
         self.windows = config.windows
         self.batch = batch
-        self.k_pages, self.v_pages = k_pages, v_pages
-        self.k_scales, self.v_scales = k_scales, v_scales
-        # What depends on lengths and tables alone is worked out once a step, not once a layer.
-        self.plans: dict[int | None, PagedPlan] = {
-            window: plan_paged_attention(
-                batch.block_tables, batch.cu_seqlens, batch.kv_lengths, k_pages[0].shape[1], window=window
-            )
-            for window in set(config.windows)
-        }
+        self.k_pages: _ByLayer = k_pages
+        self.v_pages: _ByLayer = v_pages
+        self.k_scales: _ByLayer | None = k_scales
+        self.v_scales: _ByLayer | None = v_scales
+        self.present = present or {}
+        self._plans: dict[int | None, PagedPlan] = {}
+        self._slot_plan: SlotPlan | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
-        k_pages, v_pages, batch = self.k_pages[layer], self.v_pages[layer], self.batch
+        k_pages, v_pages, batch, window = self.k_pages[layer], self.v_pages[layer], self.batch, self.windows[layer]
         k_scales = None if self.k_scales is None else self.k_scales[layer]
         v_scales = None if self.v_scales is None else self.v_scales[layer]
         scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
         q = rotate_and_write(
             q, k, v, k_pages, v_pages, batch.slots, rotary=turn.rotary, norms=turn.norms, scales=scales
         )
-        window = self.windows[layer]
         return paged_attention(
             q,
             k_pages,
@@ -103,7 +125,45 @@ class PagedAttention:
             batch.cu_seqlens,
             batch.kv_lengths,
             window=window,
-            plan=self.plans[window],
+            plan=self._plan(window, k_pages.shape[1]),
             k_scales=k_scales,
             v_scales=v_scales,
         )
+
+    def _plan(self, window: int | None, page_size: int) -> PagedPlan:
+        """What depends on lengths and tables alone is worked out once a step, not once a layer."""
+        if window not in self._plans:
+            batch = self.batch
+            self._plans[window] = plan_paged_attention(
+                batch.block_tables, batch.cu_seqlens, batch.kv_lengths, page_size, window=window
+            )
+        return self._plans[window]
+
+    def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PagedAttention":
+        """Notes who has a key at this layer. What is returned sees the pages as pages of one slot."""
+        self.present[layer][self.batch.slots] = selected
+        attention = copy.copy(self)
+        if not len(index):  # nobody will ask
+            return attention
+        batch = self.batch
+        if self._slot_plan is None:
+            page_size = self.k_pages[layer].shape[1]
+            self._slot_plan = plan_visible_slots(batch.block_tables, batch.kv_lengths, page_size)
+        tables, kv_lengths = visible_slots(self.present[layer], self._slot_plan)
+        attention.batch = PagedBatch(
+            slots=F.pad(batch.slots, (0, 1), value=-1)[index],  # of empty places: none
+            block_tables=tables,
+            cu_seqlens=_count_before(selected, batch.cu_seqlens),
+            kv_lengths=kv_lengths,
+        )
+        attention._plans = {}
+        for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
+            pages = getattr(self, name)
+            if pages is not None:
+                setattr(attention, name, {layer: pages[layer].flatten(0, 1)[:, None]})
+        return attention
+
+
+def _count_before(selected: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Where each sequence starts among the selected tokens, `[B+1]` int32, from where it starts among all."""
+    return F.pad(selected.cumsum(0), (1, 0))[cu_seqlens.long()].int()

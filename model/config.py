@@ -8,11 +8,15 @@ Five decoder families share one transformer; what tells them apart is a handful 
     qwen2     biases on q, k and v
     qwen3     an RMSNorm on each query and key head
     smollm3   some layers have no rotary embedding
+
+In any of them some layers may have a router that lets only part of the tokens through (mixture of depths). No other
+tool computes such layers, so the file then names an architecture that no other tool knows: opening it there fails.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -23,8 +27,60 @@ ARCHITECTURES = {
 }
 
 
+ROUTED_ARCHITECTURE, ROUTED_MODEL_TYPE = "PotstillMixtureOfDepthsForCausalLM", "potstill_mixture_of_depths"
+Route = Literal["attention", "mlp", "block"]
+
+
 class ConfigError(ValueError):
     """A `config.json` that this version cannot serve faithfully; the sentence names the field."""
+
+
+@dataclass(frozen=True)
+class MixtureOfDepths:
+    """Which layers have a router, and what its decision means; model/routed.py says what is computed."""
+
+    route: Route
+    """What a token that is not selected skips: a layer's attention (it then has no key there either), its MLP, or
+    both."""
+    layers: tuple[int, ...]
+    """Indices of the layers with a router, ascending."""
+    capacity: float
+    """The part of the tokens that these layers are meant to select."""
+    thresholds: tuple[float, ...] = ()
+    """For each of `layers`: a token is selected where its score is above this. Given as nothing: zeros."""
+    gate_range: float = 0.2
+    """How far a selected token's gate may be from 1."""
+
+    def __post_init__(self) -> None:
+        if not self.thresholds:
+            object.__setattr__(self, "thresholds", (0.0,) * len(self.layers))
+        if self.route not in get_args(Route):
+            raise ConfigError(f"mixture_of_depths.route is {self.route!r}; known are {', '.join(get_args(Route))}.")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ConfigError(f"mixture_of_depths.layers must be ascending layer numbers, not {list(self.layers)}.")
+        if not 0 < self.capacity <= 1:
+            raise ConfigError(f"mixture_of_depths.capacity must be above 0 and at most 1, not {self.capacity}.")
+        if len(self.thresholds) != len(self.layers) or not all(map(math.isfinite, self.thresholds)):
+            raise ConfigError("mixture_of_depths.thresholds must be one finite number for each of its layers.")
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any]) -> "MixtureOfDepths":
+        try:
+            numbers = {name: float(raw[name]) for name in ("capacity", "gate_range")}
+            layers, thresholds = (tuple(raw[name]) for name in ("layers", "thresholds"))
+            return cls(raw["route"], tuple(map(int, layers)), thresholds=tuple(map(float, thresholds)), **numbers)
+        except (KeyError, TypeError, ValueError) as reason:
+            if isinstance(reason, ConfigError):
+                raise
+            raise ConfigError(f"config.json has no readable mixture_of_depths block: {reason!r}.") from None
+
+    def keep_layers(self, keep: tuple[int, ...]) -> "MixtureOfDepths | None":
+        """What is left when a model keeps only its layers `keep`; None without a router."""
+        left = [(new, self.layers.index(old)) for new, old in enumerate(keep) if old in self.layers]
+        if not left:
+            return None
+        layers, thresholds = tuple(new for new, _ in left), tuple(self.thresholds[at] for _, at in left)
+        return replace(self, layers=layers, thresholds=thresholds)
 
 
 @dataclass(frozen=True)
@@ -59,6 +115,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     layer_kv_heads: tuple[int, ...] = ()
     """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
+    mixture_of_depths: MixtureOfDepths | None = None
 
     def __post_init__(self) -> None:
         if self.family not in ARCHITECTURES:
@@ -73,10 +130,19 @@ class ModelConfig:
         for name in ("windows", "rope_layers", "kv_heads"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ConfigError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
+        if self.mixture_of_depths and self.mixture_of_depths.layers[-1] >= self.num_layers:
+            raise ConfigError(
+                f"mixture_of_depths names layer {self.mixture_of_depths.layers[-1]} of {self.num_layers} layers."
+            )
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Reads the contents of a `config.json`; raises ConfigError naming what is unknown or missing."""
+        mixture_of_depths = None
+        if raw.get("model_type") == ROUTED_MODEL_TYPE or "mixture_of_depths" in raw:
+            block = raw.get("mixture_of_depths") or {}
+            mixture_of_depths = MixtureOfDepths.from_hf(block)
+            raw = raw | {name: block.get(name) for name in ("architectures", "model_type")}
         family = _family(raw)
         try:
             hidden_size, num_query_heads = raw["hidden_size"], raw["num_attention_heads"]
@@ -111,12 +177,13 @@ class ModelConfig:
             eos_token_ids=_as_tuple(raw.get("eos_token_id")),
             pad_token_id=raw.get("pad_token_id"),
             initializer_range=raw.get("initializer_range", 0.02),
+            mixture_of_depths=mixture_of_depths,
             **sizes,
         )
         return config.with_kv_heads(kv_heads) if isinstance(kv_heads, list) else config
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` contents that transformers and vLLM read."""
+        """The `config.json` contents that transformers and vLLM read; with routers, that they refuse."""
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         raw: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.family]],
@@ -141,7 +208,16 @@ class ModelConfig:
             "initializer_range": self.initializer_range,
             "use_cache": True,
         }
-        return raw | self._family_fields()
+        raw |= self._family_fields()
+        if self.mixture_of_depths is None:
+            return raw
+        names = {name: raw[name] for name in ("architectures", "model_type")}
+        block = asdict(self.mixture_of_depths) | {
+            "layers": list(self.mixture_of_depths.layers),
+            "thresholds": list(self.mixture_of_depths.thresholds),
+        }
+        routed = {"architectures": [ROUTED_ARCHITECTURE], "model_type": ROUTED_MODEL_TYPE}
+        return raw | routed | {"mixture_of_depths": block | names}
 
     def _family_fields(self) -> dict[str, Any]:
         if self.family == "llama":
@@ -173,7 +249,7 @@ class ModelConfig:
     @property
     def opens_elsewhere(self) -> bool:
         """Whether transformers and vLLM read config.json and understand the same."""
-        return not self.layer_kv_heads
+        return not self.layer_kv_heads and self.mixture_of_depths is None
 
     def with_kv_heads(self, kv_heads: Sequence[int]) -> "ModelConfig":
         """The same with so many KV heads in each layer."""
@@ -188,6 +264,7 @@ class ModelConfig:
             layer_kv_heads=(),
             windows=tuple(self.windows[layer] for layer in keep),
             rope_layers=tuple(self.rope_layers[layer] for layer in keep),
+            mixture_of_depths=self.mixture_of_depths and self.mixture_of_depths.keep_layers(keep),
         )
         return kept.with_kv_heads([self.kv_heads[layer] for layer in keep])
 
@@ -204,7 +281,14 @@ class ModelConfig:
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return attention + layers * (mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+        routers = len(self.mixture_of_depths.layers) if self.mixture_of_depths else 0
+        return (
+            attention
+            + layers * (mlp + 2 * self.hidden_size)
+            + embeddings
+            + self.hidden_size
+            + routers * (self.hidden_size + 1)
+        )
 
 
 def _family(raw: dict[str, Any]) -> str:

@@ -3,6 +3,8 @@
 T tokens, D hidden size, I intermediate size, Hq query heads, Hkv KV heads, d head dim.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -99,6 +101,14 @@ class MLP(nn.Module):
         del self.gate_proj, self.up_proj, self.down_proj
 
 
+class Routing(Protocol):
+    """Who passes a layer with a router; model/routed.py has the rules."""
+
+    def __call__(self, layer: int, scores: Tensor) -> Tensor:
+        """`scores [T]` fp32 -> who is selected, `[T]` bool. Called anew when a layer is recomputed in backward."""
+        ...
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP. Its input is what the last block added and the residual stream before it."""
 
@@ -116,8 +126,12 @@ class DecoderLayer(nn.Module):
         *,
         rotary: tuple[Tensor, Tensor],
         attention: AttentionOverBatch,
-    ) -> tuple[Tensor, Tensor]:
-        """`delta [T, D]`, `residual [T, D]` or None in the first layer; the stream is their sum. Returns both anew."""
+        routing: Routing | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`delta [T, D]`, `residual [T, D]` or None (zero); the stream is their sum. Returns both anew.
+
+        `routing` concerns layers with a router; None is the rule by which the model is served.
+        """
         normed, residual = self.input_layernorm.add(delta, residual)
         delta = self.self_attn(normed, rotary, attention)
         normed, residual = self.post_attention_layernorm.add(delta, residual)

@@ -12,8 +12,9 @@ from kernels.quantization import NF4Weight
 from kernels.rotary import rope_frequencies, rotary_tables
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
-from model.layers import MLP, DecoderLayer, RMSNorm, SelfAttention
+from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
 from model.linear import AnyLinear, Embedding, Linear
+from model.routed import RoutedLayer
 
 
 class Body(nn.Module):
@@ -22,7 +23,10 @@ class Body(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        routed = config.mixture_of_depths.layers if config.mixture_of_depths else ()
+        self.layers = nn.ModuleList(
+            (RoutedLayer if layer in routed else DecoderLayer)(config, layer) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -41,10 +45,13 @@ class Transformer(nn.Module):
         # Not a buffer: `model.to(torch.bfloat16)` must not round the angles.
         self._frequencies: dict[torch.device, Tensor] = {}
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionOverBatch) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionOverBatch, routing: Routing | None = None
+    ) -> Tensor:
         """Runs the layers.
 
-        tokens, positions: `[T]` int64; positions restart at 0 for each document.
+        tokens, positions: `[T]` int64; positions restart at 0 for each document. `routing`: who passes the layers that
+        have a router; None is the rule by which the model is served, the thresholds of its configuration.
         Returns the hidden states after the final norm, `[T, D]`.
         """
         rotary = self.rotary(positions)
@@ -52,10 +59,10 @@ class Transformer(nn.Module):
         for layer in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 delta, residual = checkpoint(
-                    layer, delta, residual, rotary=rotary, attention=attention, use_reentrant=False
+                    layer, delta, residual, rotary=rotary, attention=attention, routing=routing, use_reentrant=False
                 )
             else:
-                delta, residual = layer(delta, residual, rotary=rotary, attention=attention)
+                delta, residual = layer(delta, residual, rotary=rotary, attention=attention, routing=routing)
         return self.model.norm.add(delta, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

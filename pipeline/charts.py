@@ -47,7 +47,7 @@ def line_chart(title: str, series: Sequence[Series], *, x_label: str, y_label: s
     frame = _Frame((min(xs), max(max(xs), min(xs) + 1e-9)), (y_ticks[0], y_ticks[-1]))
     parts = [_axes(frame, x_ticks, y_ticks, x_label, y_label)]
     parts += [_line(frame, line, color, x_label) for color, line in enumerate(lines, start=1)]
-    return _figure(title, parts, [line.name for line in lines] if len(lines) > 1 else [])
+    return figure(title, parts, [line.name for line in lines] if len(lines) > 1 else [])
 
 
 def bar_chart(title: str, bars: Sequence[Bar]) -> str:
@@ -67,7 +67,7 @@ def bar_chart(title: str, bars: Sequence[Bar]) -> str:
             f'<rect class="bar c{bar.color}" x="0" y="{y + 7}" width="{max(BAR_WIDTH * bar.value / longest, 2.0):.1f}" '
             f'height="12" rx="3"/></g>'
         )
-    return _figure(title, parts, [], box=(BAR_WIDTH, len(bars) * BAR_ROW - 12))
+    return figure(title, parts, box=(BAR_WIDTH, len(bars) * BAR_ROW - 12))
 
 
 def grid_chart(title: str, rows: Sequence[Sequence[int]], *, row_name: str, column_name: str) -> str:
@@ -88,7 +88,7 @@ def grid_chart(title: str, rows: Sequence[Sequence[int]], *, row_name: str, colu
     last = TOP + len(rows) * 9 - 2
     parts.append(f'<text class="tick" x="{LEFT - 8}" y="{last}" text-anchor="end">{len(rows) - 1}</text>')
     parts.append(f'<text class="label" x="{LEFT}" y="{last + 24}">{escape(column_name)} 0 … {columns - 1}</text>')
-    return _figure(title, parts, [], box=(WIDTH, height))
+    return figure(title, parts, box=(WIDTH, height))
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -159,7 +159,8 @@ def _line(frame: _Frame, line: Series, color: int, x_label: str) -> str:
     return f'<polyline class="line c{color}" points="{path}"/>{"".join(dots)}'
 
 
-def _figure(title: str, parts: list[str], legend: list[str], box: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
+def figure(title: str, parts: Sequence[str], legend: Sequence[str] = (), box: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
+    """SVG elements under a title, in a box of that width and height."""
     keys = "".join(f'<span class="key"><i class="c{n}"></i>{escape(name)}</span>' for n, name in enumerate(legend, 1))
     return (
         f'<figure><figcaption>{escape(title)}<span class="legend">{keys}</span></figcaption>'

@@ -249,6 +249,7 @@ def _print_results(results: Sequence[object], report: Path) -> None:
 
     from pipeline.answers import print_conversation
     from pipeline.gqa_report import comparison_lines
+    from pipeline.mod_report import routing_lines
     from pipeline.qlora_report import merge_lines
     from pipeline.result import Result
     from pipeline.table import collect_rows, plain_table, rich_table
@@ -259,7 +260,7 @@ def _print_results(results: Sequence[object], report: Path) -> None:
     if answers:
         print_conversation(console, answers)
     for result in found:
-        if lines := comparison_lines(result) or merge_lines(result):
+        if lines := comparison_lines(result) or routing_lines(result) or merge_lines(result):
             console.print()
             console.print(plain_table(lines))
     rows = collect_rows(found)

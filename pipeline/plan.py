@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from model.config import ModelConfig
+from model.lora import LoraConfig
 from pipeline.errors import UserError
-from pipeline.schema import Distill, Gqa, Pretrain, Qlora, Recipe, Training
+from pipeline.schema import Distill, Gqa, Mod, Pretrain, Qlora, Recipe, Training
 from pipeline.stages.gqa import kv_heads_of
 from pipeline.stages.pretrain import model_config
 from pipeline.stages.teacher import read_config
@@ -74,6 +75,10 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
         return Setup(parent.with_kv_heads(kv_heads_of(stage, parent)), training, teacher=parent)
     if isinstance(stage, Pretrain):
         return Setup(model_config(stage.architecture, shapes[stage.tokenizer]), training)
+    if isinstance(stage, Mod):  # as much as without routers: early in training every token passes
+        parent = shapes[stage.model]
+        adapter = LoraConfig(rank=stage.adapter_rank) if stage.train == "adapters" else None
+        return Setup(parent, training, teacher=parent, adapter=adapter)
     if isinstance(stage, Qlora):
         return Setup(
             shapes[stage.model],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.attention import PackedAttention
 from model.checkpoint import load_model
+from model.layers import Routing
 from model.quantized import nf4_layers
 from model.transformer import Transformer
 from pipeline.gate import estimate
@@ -48,11 +49,17 @@ class HeldOut:
         wanted = {"sequence_length": sequence_length, "batch_tokens": size, "max_tokens": max(max_tokens, size)}
         return cls(tuple(held_out_batches(data.held_out, **wanted)))
 
-    def quality(self, model: Transformer, reference: TeacherStates | None = None) -> Quality:
-        """Measures `model`, against a reference's states of the same batches if given."""
+    def quality(
+        self, model: Transformer, reference: TeacherStates | None = None, *, routing: Routing | None = None
+    ) -> Quality:
+        """Measures `model`, against a reference's states of the same batches if given.
+
+        `routing`: who passes layers that have a router, instead of the rule by which the model is served.
+        """
         labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
-        compared = [] if reference is None else self._compared(model, reference)
-        nlls = [one.nll for one in compared] or [evaluate_quality(model, [batch]).nll for batch in self.batches]
+        compared = [] if reference is None else self._compared(model, reference, routing)
+        alone = [] if compared else [evaluate_quality(model, [batch], routing=routing) for batch in self.batches]
+        nlls = [one.nll for one in compared or alone]
         nll = estimate(nlls, labels)
         sums = zip(nlls, labels, spelled, strict=True)
         bits = [mean * count / (math.log(2) * (size or math.nan)) for mean, count, size in sums]
@@ -75,10 +82,10 @@ class HeldOut:
         """The reference's side of every comparison, computed once."""
         return compute_teacher_states(reference, self.batches)
 
-    def _compared(self, model: Transformer, reference: TeacherStates) -> list[Comparison]:
+    def _compared(self, model: Transformer, reference: TeacherStates, routing: Routing | None) -> list[Comparison]:
         """Of each batch; one pass gives the model's own loss as well."""
         return [
-            compare(model, TeacherStates(reference.weight, (hidden,)), [batch])
+            compare(model, TeacherStates(reference.weight, (hidden,)), [batch], routing=routing)
             for batch, hidden in zip(self.batches, reference.hidden, strict=True)
         ]
 

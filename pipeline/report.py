@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.charts import Bar, Series, bar_chart, line_chart
 from pipeline.gate import describe
 from pipeline.gqa_report import grouped_heads
+from pipeline.mod_report import mixture_of_depths
 from pipeline.qlora_report import adapters
 from pipeline.recipe import recipe_to_yaml
 from pipeline.result import Answer, ModelReport, Result, write_atomically
@@ -53,6 +54,7 @@ def render(recipe: Recipe, results: Sequence[Result], curves: dict[str, list[dic
         _before_and_after(rows),
         grouped_heads(results),
         adapters(results),
+        mixture_of_depths(results),
         *(_training(stage, logged) for stage, logged in curves.items()),
         _speed(rows),
         _conversation([answer for result in results for answer in result.answers]),

@@ -201,14 +201,20 @@ class Distill(Recovery):
 
 
 @dataclass(frozen=True)
-class LongContext:
-    """Decoding with long prompts in the cache, where the bytes of keys and values decide."""
+class Decoding:
+    """Decoding with prompts in the cache."""
 
     context_tokens: int = _setting(1024, count=True, range=(1, 1e7))
     """Length of each prompt."""
     new_tokens: int = _setting(32, count=True, range=(2, 1e6))
     """Tokens generated after it; the time of the first, which the prompt takes, does not count."""
     batch_sizes: tuple[int, ...] = _setting((1, 8), range=(1, 4096))
+
+
+@dataclass(frozen=True)
+class LongContext(Decoding):
+    """The same where the bytes of keys and values decide."""
+
     cache_gib: float = _setting(8.0, range=(1e-3, 1e6))
     """Memory for which the largest number of sequences of that length is reported."""
 
@@ -291,6 +297,44 @@ class Qlora(Training):
 
 
 @dataclass(frozen=True)
+class RoutedSpeed(Decoding):
+    """What routing is timed on, beside the dense parent: decoding, and the pass over one prompt."""
+
+    prefill_tokens: int = _setting(2048, count=True, range=(1, 1e7))
+    """Length of that prompt."""
+
+
+@dataclass(frozen=True)
+class Mod(Recovery):
+    """Stage: routers that let only part of the tokens into some layers, trained towards the dense parent."""
+
+    model: str = _setting(refers="model")
+    route: str = _setting("attention", choices=("attention", "mlp", "block"))
+    """What a token that is not selected skips; attention alone costs a finished model least."""
+    capacity: float = _setting(0.5, range=(0.01, 1.0))
+    """The part of the tokens that a routed layer selects."""
+    every: int = _setting(2, range=(1, 10_000))
+    """Every n-th layer gets a router, unless one of the next two says otherwise."""
+    layers: tuple[int, ...] = _setting((), range=(0, 10_000))
+    """Exactly these layers, 0 is the first."""
+    least_important: int | None = _setting(None, range=(1, 10_000))
+    """This many layers: those that lose least without what is routed, measured on `calibration_tokens`."""
+    start: str = _setting("fitted", choices=("fitted", "zero"))
+    """Routers begin as the best linear guess of what each token's absence would cost, or know nothing."""
+    train: str = _setting("full", choices=("router", "adapters", "full"))
+    """What is trained beside the routers: nothing, adapters that are merged in the end, or everything."""
+    adapter_rank: int = _setting(64, range=(1, 10_000))
+    """Of those adapters, which are on all projections."""
+    calibration_tokens: int = _setting(16_384, count=True, range=COUNTS)
+    """Training tokens to fit routers, measure importance, and set thresholds on."""
+    anneal_fraction: float = _setting(0.3, range=FRACTION)
+    """The part of training in which the capacity falls from 1."""
+    auxiliary_weight: float = _setting(0.1, range=(0.0, 100.0))
+    """Weight of the loss by which a router's own score foretells whether its token is selected."""
+    speed: RoutedSpeed = field(default_factory=RoutedSpeed)
+
+
+@dataclass(frozen=True)
 class Speed:
     """How generation speed is measured: greedy, on held-out prompts, with the serving engine."""
 
@@ -348,6 +392,7 @@ class Tracking:
 STAGES: dict[str, type] = {
     "pretrain": Pretrain,
     "gqa": Gqa,
+    "mod": Mod,
     "distill": Distill,
     "qlora": Qlora,
     "evaluate": Evaluate,

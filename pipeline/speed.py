@@ -1,11 +1,12 @@
 """Tokens a second of the serving engine, alone or with a draft: what `potstill serve` gives, minus HTTP."""
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.result import SpeedPoint
-from pipeline.schema import LongContext, Speed
+from pipeline.schema import Decoding, Speed
 
 if TYPE_CHECKING:
     from train.packing import Batch
@@ -37,7 +38,34 @@ def measure_speed(model: str, draft: str | None, prompts: Sequence[list[int]], c
     return tuple(points)
 
 
-def measure_decoding(model: str, prompts: Sequence[list[int]], config: LongContext) -> tuple[SpeedPoint, ...]:
+def measure_prefill(models: Sequence[str], prompt: Sequence[int], repeats: int = 5) -> list[float]:
+    """Prompt tokens a second of each model, in one pass each: medians of turns that alternate between them."""
+    from serve.llm import LLM
+    from serve.sampling_params import SamplingParams
+
+    size, once = len(prompt), SamplingParams(temperature=0.0, max_tokens=1)
+    engines = [
+        LLM(
+            model,
+            max_model_len=size + 16,
+            max_num_seqs=1,
+            max_num_batched_tokens=size,
+            num_pages=size // 16 + 4,
+            enable_prefix_caching=False,
+        )
+        for model in models
+    ]
+    seconds: list[list[float]] = [[] for _ in engines]
+    for turn in range(repeats + 1):
+        for engine, taken in zip(engines, seconds, strict=True):
+            started = time.perf_counter()
+            engine.generate([list(prompt)], once)
+            if turn:  # the first warms up
+                taken.append(time.perf_counter() - started)
+    return [size / statistics.median(taken) for taken in seconds]
+
+
+def measure_decoding(model: str, prompts: Sequence[list[int]], config: Decoding) -> tuple[SpeedPoint, ...]:
     """Greedy decoding after long prompts: the prompts' own time, which one token more takes, is left out.
 
     Prompts shorter than the context are repeated up to it: what counts is how much lies in the cache.
@@ -48,7 +76,7 @@ def measure_decoding(model: str, prompts: Sequence[list[int]], config: LongConte
     length = config.context_tokens + config.new_tokens + 16
     pages = max(config.batch_sizes) * (length // 16 + 2) + 8
     engine = LLM(model, max_model_len=length, num_pages=pages, enable_prefix_caching=False)
-    asked = [(prompt * -(-config.context_tokens // len(prompt)))[: config.context_tokens] for prompt in prompts]
+    asked = [repeated(prompt, config.context_tokens) for prompt in prompts]
 
     def seconds(batch_size: int, new_tokens: int) -> float:
         started = time.perf_counter()
@@ -61,6 +89,11 @@ def measure_decoding(model: str, prompts: Sequence[list[int]], config: LongConte
         decoding = seconds(batch_size, config.new_tokens) - seconds(batch_size, 1)
         points.append(SpeedPoint(batch_size, batch_size * (config.new_tokens - 1) / max(decoding, 1e-9)))
     return tuple(points)
+
+
+def repeated(prompt: Sequence[int], size: int) -> list[int]:
+    """The prompt again and again, `size` tokens of it."""
+    return (list(prompt) * -(-size // len(prompt)))[:size]
 
 
 def prompts_from(batches: "Sequence[Batch]", *, count: int, prompt_tokens: int) -> list[list[int]]:

@@ -52,12 +52,18 @@ class Runner:
         shapes = [(num_pages, PAGE_SIZE, heads, config.head_dim) for heads in config.kv_heads]
         self.k_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
         self.v_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
+        mixture = config.mixture_of_depths
+        routed = mixture.layers if mixture is not None and mixture.route != "mlp" else ()
+        self.present = {
+            layer: torch.zeros(num_pages * PAGE_SIZE + 1, dtype=torch.bool, device=self.device) for layer in routed
+        }
+        """Which slots have a key at the layers whose attention only some tokens enter, as `PagedAttention` has it."""
 
     def hidden(self, pieces: list[Piece]) -> Tensor:
         """Computes the pieces and stores their keys and values. Returns `[R, D]`, piece after piece."""
         lengths = [len(piece.tokens) for piece in pieces]
         tokens, positions, batch = self._flatten(pieces, lengths)
-        attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages)
+        attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages, present=self.present)
         hidden = self.model(tokens, positions, attention)
         rows = _wanted_rows(pieces, lengths)
         return hidden if rows is None else hidden[upload(rows, self.device)]
@@ -71,7 +77,8 @@ class Runner:
         if not copies:
             return
         sources, destinations = upload(np.array(copies, dtype=np.int64).T.copy(), self.device)
-        for pages in (*self.k_pages, *self.v_pages):
+        present = [slots[:-1].view(-1, PAGE_SIZE) for slots in self.present.values()]
+        for pages in (*self.k_pages, *self.v_pages, *present):
             pages[destinations] = pages[sources]
 
     def _flatten(self, pieces: list[Piece], lengths: list[int]) -> tuple[Tensor, Tensor, PagedBatch]:

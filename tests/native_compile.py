@@ -38,6 +38,7 @@ from kernels.swiglu import swiglu
 from kernels.token_logprobs import token_logprobs
 from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens
 from kernels.verification import verify
+from kernels.visible_slots import plan_visible_slots, visible_slots
 from kernels.write_pages import write_pages
 
 TOKENS, PAGES, PAGE = 48, 8, 16
@@ -189,6 +190,9 @@ def sampling(dtype: torch.dtype) -> None:
             verify(p, draft_p, tokens, counts=zeros, lengths=zeros, stream=stream, parents=parents)
     find_ngrams(torch.zeros(batch, 500, dtype=torch.int64), zeros, 4)
     index, _ = select_tokens(torch.zeros(TOKENS, dtype=torch.bool), 10)
+    tables = torch.zeros(2, PAGES, dtype=torch.int32)
+    plan = plan_visible_slots(tables, torch.ones(2, dtype=torch.int32), PAGE)
+    visible_slots(torch.zeros(PAGES * PAGE + 1, dtype=torch.bool), plan)
     for size in (576, 4096):
         x = rows(TOKENS, size, dtype=dtype)
         for gate in (None, rows(10, dtype=torch.float32)):

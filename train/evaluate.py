@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_distillation import linear_distillation
+from model.layers import Routing
 from model.transformer import Transformer
 from train.objectives import hidden_states, teacher_states
 from train.packing import Batch
@@ -62,8 +63,13 @@ class TeacherStates:
     """`[T, D]` of each batch."""
 
 
-def evaluate_quality(model: Transformer, batches: Sequence[Batch], num_bytes: int | None = None) -> Quality:
-    """Scores every label of `batches`; `num_bytes` is the text's size where the batches do not know it."""
+def evaluate_quality(
+    model: Transformer, batches: Sequence[Batch], num_bytes: int | None = None, *, routing: Routing | None = None
+) -> Quality:
+    """Scores every label of `batches`; `num_bytes` is the text's size where the batches do not know it.
+
+    `routing`: who passes layers that have a router, instead of the rule by which the model is served.
+    """
     tokens = _count_labels(batches)
     if num_bytes is None:
         num_bytes = sum(batch.num_bytes for batch in batches)
@@ -71,7 +77,7 @@ def evaluate_quality(model: Transformer, batches: Sequence[Batch], num_bytes: in
     for batch in batches:
         batch = batch.to(model.device)
         with torch.no_grad():
-            hidden = hidden_states(model, batch)
+            hidden = hidden_states(model, batch, routing)
             total += linear_cross_entropy(hidden, model.head_weight.detach(), batch.labels).item()
     return Quality(
         nll=total / tokens,
@@ -87,8 +93,17 @@ def compute_teacher_states(teacher: Transformer, batches: Sequence[Batch]) -> Te
     return TeacherStates(teacher.head_weight.detach(), hidden)
 
 
-def compare(student: Transformer, teacher: Transformer | TeacherStates, batches: Sequence[Batch]) -> Comparison:
-    """Measures the student against the teacher, or against states that were computed for these same batches."""
+def compare(
+    student: Transformer,
+    teacher: Transformer | TeacherStates,
+    batches: Sequence[Batch],
+    *,
+    routing: Routing | None = None,
+) -> Comparison:
+    """Measures the student against the teacher, or against states that were computed for these same batches.
+
+    `routing`: as in `evaluate_quality`, of the student.
+    """
     tokens = _count_labels(batches)
     if isinstance(teacher, TeacherStates) and len(teacher.hidden) != len(batches):
         raise ValueError(f"teacher states of {len(teacher.hidden)} batches cannot be compared on {len(batches)}")
@@ -98,7 +113,7 @@ def compare(student: Transformer, teacher: Transformer | TeacherStates, batches:
         with torch.no_grad():
             reference = teacher.hidden[number] if isinstance(teacher, TeacherStates) else teacher_states(teacher, batch)
             weight = teacher.weight if isinstance(teacher, TeacherStates) else teacher.head_weight
-            hidden = hidden_states(student, batch)
+            hidden = hidden_states(student, batch, routing)
             result = linear_distillation(hidden, student.head_weight.detach(), reference, weight, batch.labels)
         measured = [result.cross_entropy, result.kl, result.agreement, result.total_variation]
         sums += torch.stack(measured).double().cpu()

@@ -88,8 +88,8 @@ class _ObjectiveOfModel(nn.Module):
         super().__init__()
         self.model, self.objective = model, objective
 
-    def forward(self, batch: Batch) -> ObjectiveOutput:
-        return self.objective(self.model, batch)
+    def forward(self, batch: Batch, progress: float) -> ObjectiveOutput:
+        return self.objective(self.model, batch, progress)
 
 
 def make_accelerator() -> Accelerator:
@@ -205,7 +205,7 @@ class Trainer:
             # Gradients travel between processes once a step, with the last micro-batch.
             with nullcontext() if index == own[-1] else self.accelerator.no_sync(self.module):
                 with self._autocast():
-                    output = self.module(batch)
+                    output = self.module(batch, self.counters.step / self.config.steps)
                 output.loss_sum.backward()
             for name, value in {"loss": output.loss_sum.detach(), **output.metrics}.items():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()

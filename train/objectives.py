@@ -1,4 +1,4 @@
-"""What a batch costs: language modelling, or distillation from a teacher.
+"""What a batch costs: language modelling, or distillation from a teacher, either of them with routers to train.
 
 An objective is called with a model and a batch and returns sums over the batch's labels, never means: the loop adds
 them up over micro-batches and processes and divides once. Both losses work on hidden states and the output projection,
@@ -16,6 +16,8 @@ from torch import Tensor
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.linear_distillation import DivergenceKind, linear_distillation
 from model.attention import PackedAttention
+from model.layers import Routing
+from model.routed import ExpertChoice
 from model.transformer import Transformer
 from train.packing import Batch
 
@@ -31,21 +33,23 @@ class ObjectiveOutput(NamedTuple):
 
 
 class Objective(Protocol):
-    """Called once a micro-batch, in the trainer's precision."""
+    """Called once a micro-batch, in the trainer's precision. `progress`: how much of training is done, from 0 to 1."""
 
-    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput: ...
+    def __call__(self, model: Transformer, batch: Batch, progress: float) -> ObjectiveOutput: ...
 
 
-def hidden_states(model: Transformer, batch: Batch) -> Tensor:
+def hidden_states(model: Transformer, batch: Batch, routing: Routing | None = None) -> Tensor:
     """Final hidden states `[T, D]` of a packed batch."""
-    return model(batch.tokens, batch.positions, PackedAttention(model.config, batch.cu_seqlens))
+    return model(batch.tokens, batch.positions, PackedAttention(model.config, batch.cu_seqlens), routing)
 
 
 class LanguageModelling:
     """Cross-entropy of the next token."""
 
-    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
-        loss = linear_cross_entropy(hidden_states(model, batch), model.head_weight, batch.labels)
+    def __call__(
+        self, model: Transformer, batch: Batch, progress: float = 1.0, routing: Routing | None = None
+    ) -> ObjectiveOutput:
+        loss = linear_cross_entropy(hidden_states(model, batch, routing), model.head_weight, batch.labels)
         return ObjectiveOutput(loss, batch.num_labels, {"cross_entropy": loss.detach()})
 
 
@@ -83,9 +87,11 @@ class Distillation:
         self.teacher = teacher.requires_grad_(False).eval()
         self.config = config or DistillationConfig()
 
-    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+    def __call__(
+        self, model: Transformer, batch: Batch, progress: float = 1.0, routing: Routing | None = None
+    ) -> ObjectiveOutput:
         sums = linear_distillation(
-            hidden_states(model, batch),
+            hidden_states(model, batch, routing),
             model.head_weight,
             teacher_states(self.teacher, batch),
             self.teacher.head_weight,
@@ -109,3 +115,41 @@ def teacher_states(teacher: Transformer, batch: Batch) -> Tensor:
     """Final hidden states `[T, D]` of a frozen model, in its own dtype whatever the precision around it."""
     with torch.autocast(batch.tokens.device.type, enabled=False):
         return hidden_states(teacher, batch)
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """How routers learn; the algorithm is in `model.routed`."""
+
+    capacity: float
+    """The part of each document's tokens that a routed layer selects, once annealed."""
+    anneal_fraction: float = 0.3
+    """The part of training in which the capacity falls from 1, linearly."""
+    auxiliary_weight: float = 0.1
+    """Weight of the loss that teaches each router's `score > 0` to foretell the selection."""
+
+    def at(self, progress: float) -> float:
+        """The capacity when this much of training is done."""
+        annealed = min(1.0, progress / self.anneal_fraction) if self.anneal_fraction else 1.0
+        return 1 - (1 - self.capacity) * annealed
+
+
+class RoutedTraining:
+    """Another objective under expert choice, plus the loss that makes its choice foreseeable token by token."""
+
+    def __init__(self, objective: LanguageModelling | Distillation, config: RoutingConfig) -> None:
+        self.objective, self.config = objective, config
+
+    def __call__(self, model: Transformer, batch: Batch, progress: float = 1.0) -> ObjectiveOutput:
+        capacity = self.config.at(progress)
+        choice = ExpertChoice(batch.cu_seqlens, len(batch.tokens), capacity)
+        output = self.objective(model, batch, routing=choice)
+        # Means over tokens, weighted by labels: what the loop divides by.
+        auxiliary, share = choice.auxiliary_loss() / len(batch.tokens), output.num_labels
+        metrics = {"capacity": torch.tensor(capacity), "auxiliary": auxiliary.detach(), "foretold": choice.foretold()}
+        metrics |= {f"passing_{layer}": (logits > 0).float().mean() for layer, logits in choice.logits.items()}
+        return ObjectiveOutput(
+            output.loss_sum + self.config.auxiliary_weight * share * auxiliary,
+            output.num_labels,
+            output.metrics | {name: (value * share).to(output.loss_sum.device) for name, value in metrics.items()},
+        )

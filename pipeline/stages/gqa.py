@@ -46,7 +46,7 @@ from pipeline.stages.training import (
     finish,
     held_out_text,
     objective_of,
-    rounded,
+    published_form,
     train,
     training_text,
     write_model,
@@ -263,7 +263,7 @@ def _uptrain_briefly(
         objective = objective_of(config.loss, parent)
         train(context, data, student, objective, folder=folder, tokens=config.compare_tokens)
         if measure is not None:
-            write_atomically(kept, msgspec.json.encode(measure(rounded(student))))
+            write_atomically(kept, msgspec.json.encode(measure(published_form(context, data, student))))
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         context.processes.wait()
     return msgspec.json.decode(kept.read_bytes(), type=Quality)

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.mod import calibrate, set_thresholds
 from model.checkpoint import load_model, save_model
-from model.lora import LoraConfig, adapted_layers
+from model.lora import LoraConfig
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted, StageFailed
@@ -26,7 +27,13 @@ from pipeline.schema import Adapter, Loss, Qlora, Training
 from pipeline.stages.context import StageContext
 from train.config import TrainingConfig
 from train.loop import DivergedError, Trainer, TrainingResult, make_accelerator
-from train.objectives import Distillation, DistillationConfig, LanguageModelling, Objective
+from train.objectives import (
+    Distillation,
+    DistillationConfig,
+    LanguageModelling,
+    RoutedTraining,
+    RoutingConfig,
+)
 from train.packing import Batch, held_out_batches
 from train.tracking import Tracker
 
@@ -39,6 +46,8 @@ log = logging.getLogger(__name__)
 
 CURVE_TOKENS = 4_096
 """Held-out tokens of each point of the curve during training: enough to see it, cheap enough to do often."""
+CALIBRATION_TOKENS = 8_192
+"""Training tokens on which the thresholds of routers are set."""
 
 Curve = Callable[[Transformer], dict[str, float]]
 
@@ -83,13 +92,17 @@ def train(
     context: StageContext,
     data: "PreparedData",
     model: Transformer,
-    objective: Objective,
+    objective: LanguageModelling | Distillation,
     *,
     curve: Curve | None = None,
     folder: Path | None = None,
     tokens: int | None = None,
+    routing: RoutingConfig | None = None,
 ) -> TrainingResult:
     """Trains `model` in place in all processes, in the stage's folder or another, as far as the budget says.
+
+    Routers, where the model has some, go on at their capacity, or learn as `routing` says; then their thresholds are
+    set anew.
 
     Raises RunInterrupted after a signal, StageFailed when training diverged.
     """
@@ -103,9 +116,12 @@ def train(
         group=context.recipe.name,
         config=asdict(config),
     )
+    mixture = model.config.mixture_of_depths
+    if routing is None and mixture is not None:
+        routing = RoutingConfig(mixture.capacity, anneal_fraction=0.0)
     trainer = Trainer(
         model,
-        objective,
+        objective if routing is None else RoutedTraining(objective, routing),
         data.train,
         settings,
         folder=folder or context.folder,
@@ -125,6 +141,7 @@ def train(
             f"{context.stage.name} is saved at step {training.steps} of {settings.steps}; "
             "the same command goes on from here"
         )
+    calibrate_routers(context, data, model)
     return training
 
 
@@ -143,7 +160,7 @@ def lora_config(adapter: Adapter) -> LoraConfig:
     return LoraConfig(**settings)
 
 
-def objective_of(loss: Loss, teacher: Transformer) -> Objective:
+def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:
     """What a recipe's `loss` says: the text alone, or a teacher's distribution at each of its positions."""
     if loss.kind == "cross_entropy":
         return LanguageModelling()
@@ -159,7 +176,7 @@ def curve_of(context: StageContext, data: "PreparedData", teacher: Transformer |
     reference = None if teacher is None else held_out.states(teacher)
 
     def measure(model: Transformer) -> dict[str, float]:
-        quality = held_out.quality(rounded(model), reference)
+        quality = held_out.quality(published_form(context, data, model), reference)
         found = {"cross_entropy": quality.nll, "kl": quality.kl, "agreement": quality.agreement}
         found |= {"acceptance": quality.acceptance}
         return {f"held_out_{name}": estimate.value for name, estimate in found.items() if estimate is not None}
@@ -167,11 +184,24 @@ def curve_of(context: StageContext, data: "PreparedData", teacher: Transformer |
     return measure
 
 
-def rounded(model: Transformer) -> Transformer:
-    """A copy as it would be published; the model being trained stays in fp32. Adapters are published in fp32 too."""
-    if adapted_layers(model):
-        return model
-    return copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
+def published_form(context: StageContext, data: "PreparedData", model: Transformer) -> Transformer:
+    """As it would be published: a copy in bf16 of a model that is trained in fp32, its routers calibrated.
+
+    A frozen base with an adapter is published as it is.
+    """
+    is_frozen = model.dtype == PUBLISHED_DTYPE
+    form = model if is_frozen else copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
+    if form.config.mixture_of_depths is not None:
+        calibrate(form, training_text(context, data, CALIBRATION_TOKENS))
+    return form
+
+
+def calibrate_routers(context: StageContext, data: "PreparedData", model: Transformer) -> None:
+    """Sets the thresholds of its routers, where it has some, as suits its rounded weights."""
+    if model.config.mixture_of_depths is None:
+        return
+    calibrated = published_form(context, data, model).config.mixture_of_depths
+    set_thresholds(model, calibrated.thresholds if calibrated else ())
 
 
 # --- after -----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ KERNELS = {
         "logit_adjustments._adjust_kernel", "token_logprobs._logprobs_kernel", "verification._walk_kernel",
         "verification._next_token_kernel", "ngram._ngram_kernel", "token_routing._select_kernel",
         "token_routing._gather_kernel", "token_routing._add_kernel", "token_routing._add_backward_kernel",
+        "visible_slots._visible_slots_kernel",
     },
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import token_routing
-from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens, select_tokens_reference
+from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens, select_tokens_reference, selected_places
 from tests.compare import check_all_close, check_close, check_slopes
 
 
@@ -35,6 +35,25 @@ def test_selected_places_without_triton() -> None:
         for capacity in (0, 1, 20, 60):
             index, count = select_tokens(mask, capacity)
             assert (index.tolist(), int(count)) == select_tokens_reference(mask.tolist(), capacity)
+
+
+@pytest.mark.parametrize("pattern", ["some", "all", "none"])
+@pytest.mark.parametrize("most_uncounted", [256, 10])
+def test_places_for_the_selected_tokens(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, pattern: str, most_uncounted: int
+) -> None:
+    """With Triton a place for everybody where few tokens are not worth a count, else for the selected alone."""
+    monkeypatch.setattr(token_routing, "_MOST_UNCOUNTED", most_uncounted)
+    mask = mask_of(pattern, 70)
+    places = mask.nonzero()[:, 0].tolist()
+    empty = [70] * (70 - len(places)) if most_uncounted == 256 else []
+    assert selected_places(mask.to(device)).tolist() == places + empty
+
+
+def test_places_without_triton() -> None:
+    for pattern in ("some", "all", "none"):
+        mask = mask_of(pattern, 50)
+        assert selected_places(mask).tolist() == mask.nonzero()[:, 0].tolist()
 
 
 def routed(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

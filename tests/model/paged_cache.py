@@ -31,6 +31,10 @@ class PagedCache:
             [pages if dtype is None else pages.new_zeros(shape).to(dtype) for pages in self._pool(shape)]
             for _ in range(2)
         )
+        mixture, slots = config.mixture_of_depths, num_pages * PAGE_SIZE + 1
+        self.present = {
+            layer: torch.arange(slots, device=self.device) % 3 == 0 for layer in (mixture.layers if mixture else ())
+        }
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
         self.tables = [[order.pop() for _ in range(-(-length // PAGE_SIZE))] for length in lengths]
 
@@ -51,7 +55,9 @@ class PagedCache:
             cu_seqlens=self._tensor([0, *(len(new) for _, _, new in chunks)]).cumsum(0).int(),
             kv_lengths=self._tensor([done + len(new) for _, done, new in chunks]).int(),
         )
-        attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages, **self.scales)
+        attention = PagedAttention(
+            self.model.config, batch, self.k_pages, self.v_pages, present=self.present, **self.scales
+        )
         with torch.no_grad():
             return self.model.logits(self.model(tokens, positions, attention))
 

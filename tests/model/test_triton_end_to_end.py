@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels._triton import interpreted
 from model.attention import PackedAttention
 from model.checkpoint import save_model
+from model.config import MixtureOfDepths
 from model.transformer import Transformer
 from pipeline.quality import check_parity
 from serve.config import EngineConfig
@@ -151,6 +152,20 @@ def test_sampling_says_what_it_says_on_the_cpu(draft: str | None) -> None:
     expected = answers(torch.device("cpu"))
     with triton() as device:
         assert answers(device) == expected
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["alone", "drafted"])
+@pytest.mark.parametrize("route", ["attention", "mlp", "block"])
+def test_the_engine_routes_as_on_the_cpu(route: str, draft: bool) -> None:
+    """Selected tokens come in padded places here, on the CPU in exactly as many as there are."""
+    mixture = MixtureOfDepths(route, (0, 1), 0.5, gate_range=0.5)  # type: ignore[arg-type]
+    prompts, params = random_prompts(3, seed=2, high=30), greedy(5)
+    routed = [small_model(seed=seed, num_layers=3, mixture_of_depths=mixture) for seed in (0, 1)]
+    expected = generate(make_engine(routed[0], None, torch.device("cpu")), prompts, params)
+    with triton() as device:
+        target, other = (model.to(device).fuse() for model in routed)
+        engine = make_engine(target, other if draft else None, device, num_speculative_tokens=2 if draft else None)
+        assert generate(engine, prompts, params) == expected
 
 
 def test_the_parity_gate_passes(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_training_that_diverges_is_one_sentence_and_publishes_nothing(
     copied_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Diverging(Distillation):
-        def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+        def __call__(self, model: Transformer, batch: Batch, progress: float) -> ObjectiveOutput:
             found = super().__call__(model, batch)
             return found._replace(loss_sum=found.loss_sum * float("nan"))
 

@@ -29,7 +29,7 @@ class Calls:
     def __init__(self, special: dict[int, Callable[[ObjectiveOutput], ObjectiveOutput]]) -> None:
         self.special, self.count = special, itertools.count()
 
-    def __call__(self, model: Transformer, batch: Batch) -> ObjectiveOutput:
+    def __call__(self, model: Transformer, batch: Batch, progress: float) -> ObjectiveOutput:
         output = LanguageModelling()(model, batch)
         return self.special.get(next(self.count), lambda found: found)(output)
 

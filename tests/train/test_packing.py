@@ -81,11 +81,11 @@ def test_a_piece_that_fits_nowhere_is_refused() -> None:
 def test_packed_loss_and_gradients_equal_unpacked(objective: Objective, family: str) -> None:
     sequences = random_sequences(3, 31, 2, 17)
     model = tiny_model(family, seed=1)
-    packed = objective(model, batch_of(sequences))
+    packed = objective(model, batch_of(sequences), 1.0)
     packed.loss_sum.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    alone = [objective(model, batch_of([sequence])) for sequence in sequences]
+    alone = [objective(model, batch_of([sequence]), 1.0) for sequence in sequences]
     for output in alone:
         output.loss_sum.backward()
     torch.testing.assert_close(packed.loss_sum, sum(output.loss_sum for output in alone), rtol=1e-6, atol=0)

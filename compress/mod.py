@@ -1,0 +1,171 @@
+"""Mixture of depths for a pretrained model: which layers get routers, where the routers start, and their thresholds.
+
+    add_routers          a model that computes what its parent does until somebody is left out
+    calibrate            thresholds under which the served rule selects the capacity on a text
+    measure_selections   who is selected where under the served rule, and what that costs
+
+Source of the method: arXiv 2404.02258. Legend: T tokens, D hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compress.depth import PackedBatch, keep_layers
+from model.attention import PackedAttention
+from model.config import MixtureOfDepths, ModelConfig
+from model.layers import Routing
+from model.routed import routed_layers
+from model.transformer import Transformer
+
+
+class RoutingError(ValueError):
+    """A model that cannot be routed as asked; the sentence says why."""
+
+
+def every_nth(num_layers: int, step: int) -> tuple[int, ...]:
+    """Every `step`-th layer, counted so that the first layers stay dense: 1, 3, 5, … for 2."""
+    return tuple(range(step - 1, num_layers, step))
+
+
+def least_important(importance: Sequence[float], count: int) -> tuple[int, ...]:
+    """The `count` layers that matter least."""
+    kept = keep_layers(importance, len(importance) - count)
+    return tuple(layer for layer in range(len(importance)) if layer not in kept)
+
+
+@torch.no_grad()
+def add_routers(model: Transformer, mixture: MixtureOfDepths) -> Transformer:
+    """A new model with routers of zeros: every gate is 1, and whoever is selected is computed as before.
+
+    Raises RoutingError for a model that has routers, ConfigError for layers that it does not have.
+    """
+    if model.config.mixture_of_depths is not None:
+        raise RoutingError("the model already has routers; start from its dense parent")
+    with torch.device("meta"):
+        converted = Transformer(replace(model.config, mixture_of_depths=mixture))
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in converted.named_parameters():
+        if name not in weights:
+            weights[name] = torch.zeros(parameter.shape, dtype=model.dtype, device=model.device)
+    converted.load_state_dict(weights, assign=True)
+    return converted.requires_grad_(True).eval()
+
+
+def set_thresholds(model: Transformer, thresholds: Sequence[float]) -> None:
+    """Changes the served rule of a routed model, in its layers and in its configuration."""
+    mixture = model.config.mixture_of_depths
+    if mixture is None:
+        raise RoutingError("the model has no routers")
+    model.config = replace(model.config, mixture_of_depths=replace(mixture, thresholds=tuple(thresholds)))
+    for layer, threshold in zip(routed_layers(model), thresholds, strict=True):
+        layer.threshold = threshold
+
+
+class _Quantiles:
+    """Selects the best-scored part of all tokens at each layer, and keeps where that cuts."""
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self.thresholds: dict[int, float] = {}
+
+    def __call__(self, layer: int, scores: Tensor) -> Tensor:
+        self.thresholds[layer] = torch.quantile(scores.double(), 1 - self.capacity).item()
+        return scores > self.thresholds[layer]
+
+
+@torch.no_grad()
+def calibrate(model: Transformer, batches: Sequence[PackedBatch]) -> None:
+    """Sets the thresholds under which each routed layer selects its capacity of the tokens in `batches`.
+
+    One forward pass over all of them at once: a layer's scores are those that the layers before it leave.
+    """
+    mixture = model.config.mixture_of_depths
+    if mixture is None:
+        raise RoutingError("the model has no routers")
+    rule = _Quantiles(mixture.capacity)
+    _forward(model, _joined(batches), rule)
+    set_thresholds(model, [rule.thresholds[layer] for layer in mixture.layers])
+
+
+@dataclass(frozen=True)
+class _Joined:
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+
+
+def _joined(batches: Sequence[PackedBatch]) -> _Joined:
+    lengths = torch.cat([batch.cu_seqlens.diff() for batch in batches])
+    return _Joined(
+        torch.cat([batch.tokens for batch in batches]),
+        torch.cat([batch.positions for batch in batches]),
+        torch.cat([lengths.new_zeros(1), lengths]).cumsum(0).int(),
+    )
+
+
+def _forward(model: Transformer, batch: _Joined | PackedBatch, routing: Routing | None) -> Tensor:
+    tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
+    return model(tokens, positions, PackedAttention(model.config, cu_seqlens), routing)
+
+
+class _ServedRule:
+    """The thresholds, and a record of what they select."""
+
+    def __init__(self, mixture: MixtureOfDepths) -> None:
+        self.thresholds = dict(zip(mixture.layers, mixture.thresholds, strict=True))
+        self.selected: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, scores: Tensor) -> Tensor:
+        self.selected[layer] = scores > self.thresholds[layer]
+        return self.selected[layer]
+
+
+@torch.no_grad()
+def measure_selections(model: Transformer, batches: Sequence[PackedBatch]) -> Tensor:
+    """Who is selected under the served rule: bool `[routed layers, tokens of all batches]`."""
+    mixture = model.config.mixture_of_depths
+    if mixture is None:
+        raise RoutingError("the model has no routers")
+    found = []
+    for batch in batches:
+        rule = _ServedRule(mixture)
+        _forward(model, batch, rule)
+        found.append(torch.stack([rule.selected[layer] for layer in mixture.layers]).cpu())
+    return torch.cat(found, dim=1)
+
+
+def flops_per_token(config: ModelConfig, context: int, capacities: Sequence[float] = ()) -> float:
+    """Floating-point operations of a forward pass without embeddings and output head, mean over a text of `context`.
+
+    Products and their sums count as two. `capacities`: the part of the tokens that each routed layer selects; a layer's
+    scores then shrink on both sides.
+    """
+    query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projections = 2 * config.hidden_size * (2 * query + 2 * kv)
+    scores = 2 * 2 * query * context / 2
+    mlp = 2 * 3 * config.hidden_size * config.intermediate_size
+    total = config.num_layers * (projections + scores + mlp)
+    route = config.mixture_of_depths.route if config.mixture_of_depths else None
+    for capacity in capacities if route else ():
+        if route != "mlp":
+            total -= projections * (1 - capacity) + scores * (1 - capacity**2)
+        if route != "attention":
+            total -= mlp * (1 - capacity)
+        total += 2 * config.hidden_size
+    return total
+
+
+class RandomRouting:
+    """A rule that knows nothing: each token is selected with the capacity as its chance. The baseline of routing."""
+
+    def __init__(self, capacities: Mapping[int, float], seed: int = 0) -> None:
+        """`capacities`: by layer."""
+        self.capacities = capacities
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, layer: int, scores: Tensor) -> Tensor:
+        drawn = torch.rand(len(scores), generator=self._generator)
+        return drawn.to(scores.device) < self.capacities[layer]

@@ -1,0 +1,150 @@
+"""What each token's absence from a layer would cost, and routers that foretell it: where routing starts.
+
+With m_t the part that token t takes in a layer's routed work (1: in full, 0: skipped), the distance to the model's own
+distribution grows by ½ E[(∂ log p(y) / ∂m_t)²] to second order, y drawn from the model: the Fisher information. One
+backward pass gives the derivative for every token and layer at once. m_t scales what t is given; where attention
+is routed it also scales the weight of t's key for others, exp(score) → m_t exp(score): the first token of a text is
+given little and yet missed most.
+
+A router is then the ridge regression of the cost's logarithm on x / rms(x), which is all that a router sees.
+
+Legend: T tokens, D hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.depth import PackedBatch
+from kernels._flash_attention_cpu import visible_keys
+from kernels.rotary_write import turn_heads
+from model.attention import PackedAttention, Turn
+from model.config import ModelConfig, Route
+from model.layers import DecoderLayer
+from model.routed import routed_layers
+from model.transformer import Transformer
+
+_RIDGE = 1e-2
+"""Added to the covariance, in parts of its mean diagonal."""
+_SMALLEST_COST = 1e-3
+"""Costs count as at least this part of their mean: the logarithm of a draw near 0 says nothing."""
+_DEVIATION = 0.25
+"""Of the scores of a fitted router: gates begin within a few percent of 1."""
+
+
+class TokenCosts(NamedTuple):
+    """One layer's tokens of all batches."""
+
+    inputs: Tensor
+    """x / rms(x) of the residual stream that the router sees, `[T, D]` bf16, on the CPU."""
+    costs: Tensor
+    """`[T]` fp32."""
+
+
+def skipping_costs(model: Transformer, batches: Sequence[PackedBatch], route: Route, seed: int = 0) -> list[TokenCosts]:
+    """The cost of each token's absence from what `route` names, for every layer. Leaves the model frozen."""
+    model.requires_grad_(False)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    found: list[list[TokenCosts]] = [[] for _ in range(model.config.num_layers)]
+    for batch in batches:
+        for layer, costs in zip(found, _batch_costs(model, batch, route, generator), strict=True):
+            layer.append(costs)
+    return [TokenCosts(*(torch.cat(part) for part in zip(*layer, strict=True))) for layer in found]
+
+
+def _batch_costs(model: Transformer, batch: PackedBatch, route: Route, generator: torch.Generator) -> list[TokenCosts]:
+    tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
+    parts = _Parts(model.config, cu_seqlens, route)
+    lowers = torch.autocast(model.device.type, torch.bfloat16, enabled=model.dtype == torch.float32)
+    with torch.enable_grad(), lowers, parts.watch(model):
+        logits = model.logits(model(tokens, positions, parts)).float()
+    drawn = torch.multinomial(torch.softmax(logits.detach(), dim=-1), 1, generator=generator)[:, 0]
+    F.cross_entropy(logits, drawn, reduction="sum").backward()
+    return parts.costs()
+
+
+class _Parts(PackedAttention):
+    """Packed attention, and hooks around it, by which each token's part in each layer can be varied."""
+
+    def __init__(self, config: ModelConfig, cu_seqlens: Tensor, route: Route) -> None:
+        super().__init__(config, cu_seqlens)
+        self.route = route
+        self.inputs: list[Tensor] = []
+        self.parts: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
+        """For each layer the variables of its tokens, `[T]`: their derivatives add up."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
+        if self.route == "mlp":
+            return super().__call__(layer, q, k, v, turn)
+        q, k = turn_heads(q, k, rotary=turn.rotary, norms=turn.norms)
+        given, seen = self._variable(layer, q), self._variable(layer, q) - 1  # 1 and ln 1
+        group, mixed = q.shape[1] // k.shape[1], []
+        for start, stop in pairwise(self.cu_seqlens.tolist()):
+            hidden = ~visible_keys(stop - start, stop - start, True, self.windows[layer], q.device)
+            mask = seen[start:stop].to(v.dtype).expand(stop - start, -1).masked_fill(hidden, -torch.inf)
+            rows = (x[start:stop].to(v.dtype).transpose(0, 1) for x in (q, k, v))
+            heads, keys, values = (x.repeat_interleave(1 if n == 0 else group, dim=0) for n, x in enumerate(rows))
+            mixed.append(F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask).transpose(0, 1))
+        return torch.cat(mixed) * given.to(v.dtype)[:, None, None]
+
+    def _variable(self, layer: int, like: Tensor) -> Tensor:
+        variable = torch.ones(len(like), device=like.device, requires_grad=True)
+        self.parts[layer].append(variable)
+        return variable
+
+    @contextmanager
+    def watch(self, model: Transformer) -> Iterator[None]:
+        """Within it, keeps what routers would see, and varies the tokens' parts in MLPs that are routed."""
+        hooks = []
+        for number, layer in enumerate(cast("list[DecoderLayer]", list(model.model.layers))):
+            hooks.append(layer.register_forward_hook(self._keep_input))
+            if self.route != "attention":
+                hooks.append(layer.mlp.register_forward_hook(partial(self._vary, number)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _keep_input(self, _: nn.Module, given: tuple[Tensor, Tensor | None], made: tuple[Tensor, Tensor]) -> None:
+        delta, residual = given
+        stream = made[1] if self.route == "mlp" else delta if residual is None else delta + residual
+        self.inputs.append(F.rms_norm(stream.detach().float(), stream.shape[-1:]).bfloat16().cpu())
+
+    def _vary(self, layer: int, _: nn.Module, __: Any, added: Tensor) -> Tensor:
+        return added * self._variable(layer, added)[:, None].to(added.dtype)
+
+    def costs(self) -> list[TokenCosts]:
+        """After backward, for each layer."""
+        slopes = [torch.stack([variable.grad for variable in own if variable.grad is not None]) for own in self.parts]
+        return [
+            TokenCosts(x, slope.sum(0).square().float().cpu() / 2) for x, slope in zip(self.inputs, slopes, strict=True)
+        ]
+
+
+@torch.no_grad()
+def fit_routers(model: Transformer, costs: Sequence[TokenCosts]) -> None:
+    """Sets the routers of `model` to foretell `costs`, given for all of its layers."""
+    for layer in routed_layers(model):
+        weight, bias = _fit(costs[layer.layer])
+        layer.router.weight.copy_(weight[None])
+        layer.router.bias.fill_(bias)
+
+
+def _fit(costs: TokenCosts) -> tuple[Tensor, float]:
+    """Weight `[D]` and bias of a router whose scores on these tokens have the mean 0."""
+    inputs, paid = costs.inputs.double(), costs.costs.double()
+    wanted = (paid + _SMALLEST_COST * paid.mean() + torch.finfo(torch.float32).tiny).log()
+    center = inputs.mean(0)
+    inputs = inputs - center
+    covariance = inputs.mT @ inputs / len(inputs)
+    covariance.diagonal().add_(_RIDGE * covariance.diagonal().mean())
+    weight = torch.linalg.solve(covariance, inputs.mT @ (wanted - wanted.mean()) / len(inputs))
+    weight *= _DEVIATION / (inputs @ weight).std().clamp_min(1e-12)
+    return weight, -float(center @ weight)

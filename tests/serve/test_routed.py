@@ -1,0 +1,146 @@
+"""Mixture of depths in the engine: chunks, decoding, speculation, shared prefixes and preemption change nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import MixtureOfDepths
+from model.transformer import Transformer
+from serve.kv_cache import PAGE_SIZE
+from serve.runner import Runner
+from serve.sampling_params import SamplingParams
+from tests.serve.test_feature_pairs import essence, random_requests, scores
+from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts
+from tests.tiny import full_logits, tiny_model
+
+ROUTES = ("attention", "mlp", "block")
+PROMPTS = random_prompts(8, seed=1)
+NUM_TOKENS = 20
+
+
+def routed_model(route: str, *, seed: int = 3, noise: float = 0.0) -> Transformer:
+    """Its random routers let about half of the tokens pass."""
+    mixture = MixtureOfDepths(route, (1, 2), 0.5, gate_range=0.5)  # type: ignore[arg-type]
+    model = tiny_model(seed=seed, num_layers=4, mixture_of_depths=mixture)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module", params=ROUTES)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    return routed_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Transformer) -> list[list[int]]:
+    return [greedy_oracle(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 2048, "enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_greedy_output_is_that_of_full_passes(model: Transformer, expected: list[list[int]], options: dict) -> None:
+    assert generate(make_engine(model, **options), PROMPTS, greedy(NUM_TOKENS)) == expected
+
+
+def test_the_fused_form_too(model: Transformer, expected: list[list[int]]) -> None:
+    fused = routed_model(model.config.mixture_of_depths.route).fuse()
+    assert generate(make_engine(fused), PROMPTS, greedy(NUM_TOKENS)) == expected
+
+
+@pytest.mark.parametrize("draft", ["equal", "twin", "dense", "ngram"])
+def test_a_routed_target_verifies(model: Transformer, expected: list[list[int]], draft: str) -> None:
+    route = model.config.mixture_of_depths.route
+    drafts = {"equal": model, "twin": routed_model(route, noise=0.02), "dense": tiny_model(seed=8), "ngram": "ngram"}
+    engine = make_engine(model, drafts[draft], num_speculative_tokens=3)
+    assert generate(engine, PROMPTS, greedy(NUM_TOKENS)) == expected
+    stats = engine.stats()
+    assert stats.num_draft_tokens > 0
+    if draft == "equal":  # also says that the draft's own roll-back and catching up are exact
+        assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
+    if draft == "twin":
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_a_routed_student_drafts_for_a_dense_target(model: Transformer) -> None:
+    target = tiny_model(seed=3, num_layers=4)
+    expected = [greedy_oracle(target, prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    engine = make_engine(target, model, num_speculative_tokens=2)
+    assert generate(engine, PROMPTS[:4], greedy(NUM_TOKENS)) == expected
+    assert engine.stats().num_draft_tokens > 0
+
+
+def test_running_out_of_pages_changes_nothing(model: Transformer) -> None:
+    prompts = random_prompts(8, seed=4, high=14)
+    expected = generate(make_engine(model), prompts, greedy(34))
+    options: dict[str, Any] = {"num_pages": 6, "max_model_len": None, "max_num_batched_tokens": 24}
+    for draft in (None, routed_model(model.config.mixture_of_depths.route, noise=0.02)):
+        engine = make_engine(model, draft, num_speculative_tokens=3 if draft else None, **options)
+        assert generate(engine, prompts, greedy(34)) == expected
+        assert engine.stats().num_preemptions >= 2
+
+
+def test_a_cached_prefix_changes_nothing(model: Transformer) -> None:
+    shared = random_prompts(1, low=60, high=61)[0]
+    prompts = [shared + tail for tail in random_prompts(4, seed=2, low=1, high=20)]
+    engine = make_engine(model)
+    generate(engine, [shared], greedy(1))
+    assert generate(engine, prompts, greedy(8)) == [greedy_oracle(model, prompt, 8) for prompt in prompts]
+    assert engine.stats().prefix_cache_hits >= 4 * 48
+
+
+def test_prompts_score_as_in_a_full_pass(model: Transformer) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    engine = make_engine(model, max_num_seqs=4, max_num_batched_tokens=7)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, params)
+    outputs = drain(engine)
+    for number, prompt in enumerate(PROMPTS):
+        expected = torch.log_softmax(full_logits(model, prompt), dim=-1)
+        for position, entry in enumerate(outputs[(str(number), 0)].prompt_logprobs):
+            if entry is not None:
+                assert entry.logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-4)
+
+
+def test_requests_do_not_notice_each_other(model: Transformer) -> None:
+    """Forks that copy pages, shared prefixes, penalties, stops and preemption, all at once, with a draft."""
+    requests = random_requests(2)[:9]
+    alone = {}
+    for number, (prompt, params) in enumerate(requests):
+        engine = make_engine(model, max_num_batched_tokens=256, enable_prefix_caching=False)
+        engine.add_request(str(number), prompt, params)
+        alone |= drain(engine)
+    draft = routed_model(model.config.mixture_of_depths.route, noise=0.02)
+    for options in ({}, {"draft": draft, "num_speculative_tokens": 3}):
+        engine = make_engine(model, **options, num_pages=14, max_model_len=110, max_num_batched_tokens=33)
+        for number, (prompt, params) in enumerate(requests):
+            engine.add_request(str(number), prompt, params)
+        together = drain(engine)
+        assert together.keys() == alone.keys()
+        for key, output in together.items():
+            assert essence(output) == essence(alone[key])
+            assert scores(output) == pytest.approx(scores(alone[key]), abs=1e-3)
+
+
+def make_runner(route: str) -> Runner:
+    return Runner(routed_model(route), 4, dtype=torch.float32, feed=torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_copies_of_pages_take_along_who_is_there() -> None:
+    runner = make_runner("block")
+    runner.present[1][:PAGE_SIZE] = torch.arange(PAGE_SIZE) % 2 == 0
+    runner.copy_pages(((0, 3),))
+    assert torch.equal(runner.present[1][3 * PAGE_SIZE : 4 * PAGE_SIZE], runner.present[1][:PAGE_SIZE])
+    assert not runner.present[1][PAGE_SIZE : 3 * PAGE_SIZE].any() and not runner.present[2].any()
+    assert runner.present.keys() == {1, 2} and not make_runner("mlp").present
