@@ -27,7 +27,7 @@ WHOSE = (1, -1, 0, 2, 0)
 
 def make_base(kind: str, family: str = "llama") -> Transformer:
     model = tiny_model(family)
-    return quantize_model(model) if kind == "nf4" else model
+    return model if kind == "dense" else quantize_model(model, double=kind == "nf4")
 
 
 def save_adapters(folder: Path, model: Transformer, configs: tuple[LoraConfig, ...] = CONFIGS) -> list[Path]:
@@ -54,7 +54,7 @@ def batch_logits(model: Transformer, whose: tuple[int, ...] | None) -> list[Tens
         return list(model.logits(model(tokens, positions, attention, adapters=adapters)).split(lengths))
 
 
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", ["dense", "nf4", "nf4 that stacks"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_each_document_gets_its_own_adapter(kind: str, family: str, tmp_path: Path) -> None:
     folders = save_adapters(tmp_path, make_base(kind, family))
@@ -70,7 +70,7 @@ def test_each_document_gets_its_own_adapter(kind: str, family: str, tmp_path: Pa
         assert relative_rms(logits, own) < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", ["dense", "nf4", "nf4 that stacks"])
 def test_without_an_adapter_every_bit_is_the_base_s(kind: str, tmp_path: Path) -> None:
     folders = save_adapters(tmp_path, make_base(kind))
     expected = batch_logits(make_base(kind).fuse(), None)
