@@ -56,8 +56,8 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         attention: AttentionOverBatch,
-        *,
         routing: Routing | None = None,
+        *,
         adapters: Tensor | None = None,
     ) -> Tensor:
         """Runs the layers.
