@@ -12,6 +12,7 @@ Legend: N output features, K input features, r rank, V vocabulary, D hidden size
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,16 @@ from torch import Tensor, nn
 
 from model.artifact import MANIFEST_NAME, open_artifact
 from model.files import read_json_object, sync_file, write_json
-from model.lora import EmbeddingLora, Lora, LoraConfig, LoraError, adaptable_layers, adapted_layers, attach_lora
+from model.lora import (
+    EmbeddingLora,
+    Lora,
+    LoraConfig,
+    LoraError,
+    adaptable_layers,
+    adapted_layers,
+    attach_lora,
+    detach_lora,
+)
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +133,25 @@ def load_adapter(model: nn.Module, folder: str | Path) -> LoraConfig:
                 if getattr(lora, leaf) is not None:
                     getattr(lora, leaf).copy_(getattr(tensors, leaf))
     return adapter.config
+
+
+def load_adapters(model: nn.Module, folders: Sequence[str | Path]) -> list[dict[nn.Module, Lora]]:
+    """The adapters in `folders`, for `Transformer.fuse`: tokens choose among them. The model stays as it is.
+
+    Raises what `load_adapter` does, and AdapterError for one of the embeddings or the head.
+    """
+    choices = []
+    for folder in folders:
+        load_adapter(model, folder)
+        adapted = adapted_layers(model)
+        detached = {layer: layer.lora for layer in adapted.values()}
+        detach_lora(model)
+        if outside := [name for name in adapted if not name.startswith("model.layers.")]:
+            raise AdapterError(
+                f"{folder} adapts {outside[0]}; adapters to choose from may only adapt linear layers of the decoder."
+            )
+        choices.append(detached)
+    return choices
 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: LoraConfig, *, base: str = "") -> None:

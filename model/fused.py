@@ -1,11 +1,9 @@
 """The serving form of linear layers that read the same input: as few products as their weights allow.
 
 Dense layers become one product, and so do NF4 layers whose blocks of scales end where a layer ends. Adapters stay
-unmerged: those of a product become one, whose rank is the sum of theirs,
+unmerged, and each token goes through its own (model/fused_adapters.py).
 
-    a = [a₁; a₂; …]        b = blockdiag(s₁ b₁, s₂ b₂, …)       DoRA:  y = f∘(W x) + bias + f∘(b a x),  f = m/n
-
-Legend: T tokens, K input features, N output features, r rank.
+Legend: T tokens, K input features, N output features.
 """
 
 from collections.abc import Sequence
@@ -20,8 +18,8 @@ from kernels.quantization import stack_nf4
 from kernels.quantized_linear import PreparedQuantizedWeight, prepare_quantized_weight, quantized_linear
 from kernels.quantized_swiglu import quantized_swiglu
 from kernels.swiglu import swiglu
+from model.fused_adapters import AdapterChoices, FusedAdapters, fuse_adapters
 from model.linear import AnyLinear, Linear
-from model.lora import Lora
 from model.quantized import NF4Linear
 
 
@@ -31,63 +29,62 @@ class Product:
 
     weight: PreparedWeight | PreparedQuantizedWeight
     bias: Tensor | None
-    lora: LoraWeights | None
-    """The adapters of its layers as one."""
-    factor: Tensor | None
-    """m/n of DoRA, [N], where a layer has it."""
+    adapters: FusedAdapters | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x [T, K] -> [T, N]`."""
-        if self.factor is None:
-            return self._multiply(x, self.bias, self.lora)
-        y = self._multiply(x, None, None)
-        y = y * self.factor if self.bias is None else torch.addcmul(self.bias, y, self.factor)
-        return y if self.lora is None else lora_add(y, x, self.lora, None)
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """`x [T, K] -> [T, N]`; `slots` as in `FusedLinear`."""
+        if slots is None or self.adapters is None:
+            return self._multiply(x, None, None)
+        y = self._multiply(x, self.adapters.weights, slots)
+        return self.adapters.rescale(y, self.bias, slots)
 
-    def _multiply(self, x: Tensor, bias: Tensor | None, lora: LoraWeights | None) -> Tensor:
+    def _multiply(self, x: Tensor, lora: LoraWeights | None, slots: Tensor | None) -> Tensor:
         if not isinstance(self.weight, PreparedWeight):
-            return quantized_linear(x, self.weight, bias, lora)
-        y = linear(x, self.weight, bias)
-        return y if lora is None else lora_add(y, x, lora, None)
+            return quantized_linear(x, self.weight, self.bias, lora, slots)
+        y = linear(x, self.weight, self.bias)
+        return y if lora is None else lora_add(y, x, lora, slots)
 
 
 class FusedLinear(nn.Module):
     """Several linear layers that read the same input, for inference."""
 
-    def __init__(self, parts: Sequence[AnyLinear], dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[AnyLinear], choices: AdapterChoices, dtype: torch.dtype) -> None:
         super().__init__()
         self.sizes = [part.out_features for part in parts]
-        self.products = _products(parts, dtype)
+        self.products = _products(parts, choices, dtype)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        outputs = tuple(product(x) for product in self.products)
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
+        """`x [T, K]` -> one output a layer; slots int32 [T]: each token's adapter, −1 for none; None: none has one."""
+        outputs = tuple(product(x, slots) for product in self.products)
         return outputs[0].split(self.sizes, dim=-1) if len(outputs) == 1 else outputs
 
 
 class FusedGate(nn.Module):
     """`silu(gate(x)) * up(x)` of the layers gate and up, for inference."""
 
-    def __init__(self, gate: AnyLinear, up: AnyLinear, dtype: torch.dtype) -> None:
+    def __init__(self, gate: AnyLinear, up: AnyLinear, choices: AdapterChoices, dtype: torch.dtype) -> None:
         super().__init__()
-        self.both = FusedLinear([gate, up], dtype)
+        self.both = FusedLinear([gate, up], choices, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """`x [T, K] -> [T, N]`; `slots` as in `FusedLinear`."""
         first, *others = self.both.products
-        if others or first.factor is not None or isinstance(first.weight, PreparedWeight):
-            return swiglu(*self.both(x))
-        return quantized_swiglu(x, first.weight, first.bias, first.lora)
+        adapters = None if slots is None else first.adapters
+        is_dora = adapters is not None and adapters.factors is not None
+        if others or is_dora or isinstance(first.weight, PreparedWeight):
+            return swiglu(*self.both(x, slots))
+        if adapters is None:
+            return quantized_swiglu(x, first.weight, first.bias)
+        return quantized_swiglu(x, first.weight, first.bias, adapters.weights, slots)
 
 
-def _products(parts: Sequence[AnyLinear], dtype: torch.dtype) -> list[Product]:
+def _products(parts: Sequence[AnyLinear], choices: AdapterChoices, dtype: torch.dtype) -> list[Product]:
     """One product, or one a layer where the weights do not go together."""
     weight = _stacked_weight(parts)
     if weight is None:
-        return [product for part in parts for product in _products([part], dtype)]
+        return [product for part in parts for product in _products([part], choices, dtype)]
     biases = [part.bias.detach() for part in parts if part.bias is not None]
-    factors = None
-    if any(part.lora is not None and part.lora.magnitude is not None for part in parts):
-        factors = torch.cat([_factor(part).to(dtype) for part in parts])
-    return [Product(weight, torch.cat(biases).to(dtype) if biases else None, _stacked_adapters(parts, dtype), factors)]
+    return [Product(weight, torch.cat(biases).to(dtype) if biases else None, fuse_adapters(parts, choices, dtype))]
 
 
 def _stacked_weight(parts: Sequence[AnyLinear]) -> PreparedWeight | PreparedQuantizedWeight | None:
@@ -100,27 +97,3 @@ def _stacked_weight(parts: Sequence[AnyLinear]) -> PreparedWeight | PreparedQuan
         return quantized[0].prepared_weight
     stacked = stack_nf4([part.weight for part in quantized]) if not dense else None
     return None if stacked is None else prepare_quantized_weight(stacked)
-
-
-def _stacked_adapters(parts: Sequence[AnyLinear], dtype: torch.dtype) -> LoraWeights | None:
-    adapters = [part.lora for part in parts if part.lora is not None]
-    if not adapters:
-        return None
-    blocks = [_scaled_b(part) for part in parts]
-    a = torch.cat([lora.a.detach() for lora in adapters])
-    b = torch.block_diag(*blocks)
-    return LoraWeights(a.to(dtype)[None], b.to(dtype)[None].contiguous(), torch.ones(1, device=a.device))
-
-
-def _scaled_b(part: AnyLinear) -> Tensor:
-    """[N, r], scaled by s and by DoRA; of no rank where the layer has no adapter."""
-    lora: Lora | None = part.lora
-    if lora is None:
-        return torch.zeros(part.out_features, 0, device=part.device)
-    return lora.scale * _factor(part)[:, None] * lora.b.detach().float()
-
-
-def _factor(part: AnyLinear) -> Tensor:
-    if part.lora is None:
-        return torch.ones(part.out_features, device=part.device)
-    return part.lora.dora_factor(part).detach()

@@ -14,6 +14,7 @@ from kernels.swiglu import swiglu
 from model.attention import AttentionOverBatch, Turn
 from model.config import ModelConfig
 from model.fused import FusedGate, FusedLinear
+from model.fused_adapters import AdapterChoices
 from model.linear import Linear
 
 
@@ -56,26 +57,35 @@ class SelfAttention(nn.Module):
         self.qkv: FusedLinear | None = None
         self.output: FusedLinear | None = None
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionOverBatch) -> Tensor:
-        """`x [T, D] -> [T, D]`; `rotary` is the cosine and sine of each token's angles, `[T, 1, d]` each."""
-        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in self._project(x))
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: AttentionOverBatch,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """`x [T, D] -> [T, D]`; `rotary` is the cosine and sine of each token's angles, `[T, 1, d]` each.
+
+        `slots` as in `FusedLinear`.
+        """
+        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in self._project(x, slots))
         turn = Turn(self._norms(), rotary if self.rotates else None)
         mixed = attention(self.layer, q, k, v, turn).reshape(x.shape[0], -1)
-        return self.o_proj(mixed) if self.output is None else self.output(mixed)[0]
+        return self.o_proj(mixed) if self.output is None else self.output(mixed, slots)[0]
 
     def _norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, ...]:
         if self.qkv is not None:
-            return self.qkv(x)
+            return self.qkv(x, slots)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def fuse(self, dtype: torch.dtype) -> None:
-        self.qkv = FusedLinear([self.q_proj, self.k_proj, self.v_proj], dtype)
-        self.output = FusedLinear([self.o_proj], dtype)
+    def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
+        self.qkv = FusedLinear([self.q_proj, self.k_proj, self.v_proj], choices, dtype)
+        self.output = FusedLinear([self.o_proj], choices, dtype)
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
 
@@ -90,14 +100,15 @@ class MLP(nn.Module):
         self.gate_up: FusedGate | None = None
         self.down: FusedLinear | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """`x [T, D] -> [T, D]`; `slots` as in `FusedLinear`."""
         if self.gate_up is not None and self.down is not None:
-            return self.down(self.gate_up(x))[0]
+            return self.down(self.gate_up(x, slots), slots)[0]
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
-    def fuse(self, dtype: torch.dtype) -> None:
-        self.gate_up = FusedGate(self.gate_proj, self.up_proj, dtype)
-        self.down = FusedLinear([self.down_proj], dtype)
+    def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
+        self.gate_up = FusedGate(self.gate_proj, self.up_proj, choices, dtype)
+        self.down = FusedLinear([self.down_proj], choices, dtype)
         del self.gate_proj, self.up_proj, self.down_proj
 
 
@@ -127,12 +138,14 @@ class DecoderLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attention: AttentionOverBatch,
         routing: Routing | None = None,
+        slots: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`delta [T, D]`, `residual [T, D]` or None (zero); the stream is their sum. Returns both anew.
 
-        `routing` concerns layers with a router; None is the rule by which the model is served.
+        `routing` concerns layers with a router; None is the rule by which the model is served. `slots` as in
+        `FusedLinear`.
         """
         normed, residual = self.input_layernorm.add(delta, residual)
-        delta = self.self_attn(normed, rotary, attention)
+        delta = self.self_attn(normed, rotary, attention, slots)
         normed, residual = self.post_attention_layernorm.add(delta, residual)
-        return self.mlp(normed), residual
+        return self.mlp(normed, slots), residual

@@ -64,30 +64,32 @@ class RoutedLayer(DecoderLayer):
         rotary: tuple[Tensor, Tensor],
         attention: AttentionOverBatch,
         routing: Routing | None = None,
+        slots: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `DecoderLayer.forward`."""
         if self.route == "mlp":
             normed, residual = self.input_layernorm.add(delta, residual)
-            delta = self.self_attn(normed, rotary, attention)
+            delta = self.self_attn(normed, rotary, attention, slots)
         x = delta if residual is None else delta + residual
         # A sum of our own may be written to; what we were given, and what backward needs, may not.
         in_place = residual is not None and not torch.is_grad_enabled()
         scores = self.router(x)
         selected = self._select(x, scores, routing)
         index = selected_places(selected)
+        chosen = None if slots is None else slots.index_select(0, index)
         if self.route != "mlp":
             attention = attention.routed(self.layer, selected, index)
         gate = 1 + self.gate_range * torch.tanh(gather_rows(scores[:, None], index)[:, 0])
         if len(index) and self.route != "mlp":
             normed, _ = self.input_layernorm.add(gather_rows(x, index), None)
-            added = self.self_attn(normed, _rows_of(rotary, index), attention)
+            added = self.self_attn(normed, _rows_of(rotary, index), attention, chosen)
             x = scatter_add_rows(x, index, added, gate, in_place=in_place)
         if self.route == "attention":
             normed, x = self.post_attention_layernorm.add(x, None)
-            return self.mlp(normed), x
+            return self.mlp(normed, slots), x
         if len(index):
             normed, _ = self.post_attention_layernorm.add(gather_rows(x, index), None)
-            x = scatter_add_rows(x, index, self.mlp(normed), gate, in_place=in_place)
+            x = scatter_add_rows(x, index, self.mlp(normed, chosen), gate, in_place=in_place)
         return x, None
 
     def _select(self, x: Tensor, scores: Tensor, routing: Routing | None) -> Tensor:

@@ -12,8 +12,10 @@ from kernels.quantization import NF4Weight
 from kernels.rotary import rope_frequencies, rotary_tables
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
+from model.fused_adapters import AdapterChoices
 from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
 from model.linear import AnyLinear, Embedding, Linear
+from model.lora import LoraError, adapted_layers
 from model.routed import RoutedLayer
 
 
@@ -41,19 +43,35 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.activation_checkpointing = False
+        self.num_choices = 0
+        """Adapters that tokens can choose from, once fused."""
+        self._carries_adapter = False
+        """Whether the layers were fused with an adapter that is everybody's."""
         self._prepared_head: PreparedWeight | None = None
         # Not a buffer: `model.to(torch.bfloat16)` must not round the angles.
         self._frequencies: dict[torch.device, Tensor] = {}
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention: AttentionOverBatch, routing: Routing | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: AttentionOverBatch,
+        routing: Routing | None = None,
+        *,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Runs the layers.
 
         tokens, positions: `[T]` int64; positions restart at 0 for each document. `routing`: who passes the layers that
         have a router; None is the rule by which the model is served, the thresholds of its configuration.
+        adapters: `[T]` int32, the number of each token's adapter among those given to `fuse`, −1 for none; None: nobody
+        has one. Without any given, the adapter that the model carries, if it does, is everybody's.
         Returns the hidden states after the final norm, `[T, D]`.
         """
+        if adapters is not None and not self.num_choices:
+            raise ValueError("tokens choose among the adapters given to fuse(), and none were")
+        if self._carries_adapter:
+            adapters = torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device)
         rotary = self.rotary(positions)
         delta, residual = self.model.embed_tokens(tokens), None
         for layer in self.model.layers:
@@ -62,7 +80,9 @@ class Transformer(nn.Module):
                     layer, delta, residual, rotary=rotary, attention=attention, routing=routing, use_reentrant=False
                 )
             else:
-                delta, residual = layer(delta, residual, rotary=rotary, attention=attention, routing=routing)
+                delta, residual = layer(
+                    delta, residual, rotary=rotary, attention=attention, routing=routing, slots=adapters
+                )
         return self.model.norm.add(delta, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -110,14 +130,22 @@ class Transformer(nn.Module):
                 fresh = torch.randn(parameter.shape, generator=generator) * self.config.initializer_range
                 parameter.copy_(fresh)
 
-    def fuse(self) -> "Transformer":
+    def fuse(self, choices: AdapterChoices = ()) -> "Transformer":
         """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after.
 
+        `choices`: adapters of the decoder's linear layers (`model.adapter.load_adapters`); each token of a batch names
+        its own. LoraError if the model carries one itself: that is everybody's.
         Adapters of the decoder's layers stay unmerged, in the model's dtype; that of the head is merged.
         """
         self.requires_grad_(False)
+        carried = adapted_layers(self)
+        if carried and choices:
+            raise LoraError("The model carries an adapter, so requests cannot choose among others.")
+        self.num_choices, self._carries_adapter = len(choices), bool(carried)
+        if carried:
+            choices = [{layer: layer.lora for layer in carried.values()}]
         for part in list(self.modules()):
             if isinstance(part, SelfAttention | MLP):
-                part.fuse(self.dtype)
+                part.fuse(choices, self.dtype)
         self._prepared_head = prepare_linear_weight(self.head_weight)
         return self.eval()

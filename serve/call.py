@@ -30,6 +30,7 @@ class Call:
 
     def __init__(self, client: "EngineClient", num_sequences: int) -> None:
         self._client = client
+        self._metrics = client.metrics.of(None)
         self._places = num_sequences
         """Places still held; one is given back with every choice that finishes."""
         self._arrival = time.monotonic()
@@ -52,6 +53,7 @@ class Call:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Send the prompts (token ids) to the engine; `deadline_s` counts from the arrival of the HTTP request.
 
@@ -59,25 +61,26 @@ class Call:
         """
         if not self._client.is_ready:
             raise self._client.absence()
+        self._metrics = self._client.metrics.of(adapter)
         call_id = uuid.uuid4().hex
         deadline = None if deadline_s is None else self._arrival + deadline_s
         for prompt_index, prompt in enumerate(prompts):
             request_id = f"{call_id}-{prompt_index}"
             self._request_ids.append(request_id)
             self._client.register(request_id, self, prompt_index)
-            self._client.send(Add(request_id, prompt, params, self._arrival, priority, deadline, cache_salt))
+            self._client.send(Add(request_id, prompt, params, self._arrival, priority, deadline, cache_salt, adapter))
 
     def record_start(self, request_id: str) -> None:
         """The engine has given a request its place in the batch."""
         self._started[request_id] = time.monotonic()
-        self._client.metrics.queue_time.observe(self._started[request_id] - self._arrival)
+        self._metrics.queue_time.observe(self._started[request_id] - self._arrival)
 
     def put(self, prompt_index: int, output: RequestOutput) -> None:
         """Take in one output of the engine."""
         key = prompt_index, output.index
         if key not in self._timers:
             started = self._started.get(output.request_id)
-            self._timers[key] = ChoiceTimer(self._client.metrics, self._arrival, started)
+            self._timers[key] = ChoiceTimer(self._metrics, self._arrival, started)
         self._timers[key].record(output)
         if output.finished:
             self._give_back(1)

@@ -1,9 +1,12 @@
 """The engine's options. No torch here: the HTTP process reads it too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NGRAM = "ngram"
 """`EngineConfig.draft` that proposes what followed the last few tokens earlier in the same request."""
+
+NO_ADAPTER = -1
+"""In place of an adapter's number: the base as it is."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,8 @@ class EngineConfig:
     """Folder of the model whose distribution is served: an artifact or any Hugging Face folder."""
     draft: str | None = None
     """Folder of a smaller model with the same vocabulary, or "ngram"; it proposes tokens that `model` verifies."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters of `model` that requests choose from: their folders, by name."""
     dtype: str = "auto"
     """"float32", "bfloat16", "float16", or "auto": bfloat16 where the device multiplies it fast, else float32."""
     device: str = "auto"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from model.detokenizer import StreamDecoder
-from serve.config import NGRAM, EngineConfig
+from serve.config import NGRAM, NO_ADAPTER, EngineConfig
 from serve.draft_length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength
 from serve.kv_cache import BlockTable, KVCache, pages_for
 from serve.loading import Models, choose_max_model_len, count_pages, load_models, most_draft_tokens
@@ -90,6 +90,7 @@ class Engine:
         """Whether a step is launched before the one before it has been read, where it can be."""
         self._flights: list[Flight] = []
         """Steps that have been launched and not been read yet, the oldest first."""
+        self._adapters = {name: number for number, name in enumerate(config.adapters)}
         self._random = random.Random(config.seed)
         self._next_id = 0
         self._sequences: dict[int, Sequence] = {}
@@ -124,13 +125,16 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request. ValueError with one sentence when it can never be served; the engine is then unchanged.
 
         Times are seconds of `time.monotonic()`. Lower `priority` goes first. When `deadline` passes, queued or running,
-        it ends with finish_reason "deadline". Only requests of equal `cache_salt` share cached prefixes.
+        it ends with finish_reason "deadline". Only requests of equal `adapter` (a name in EngineConfig.adapters; None:
+        the base) and `cache_salt` share cached prefixes.
         """
         self._check(request_id, prompt_token_ids, params)
+        number = self._adapter_number(adapter)
         choices = [
             Sequence(
                 id=self._next_id + index,
@@ -144,8 +148,9 @@ class Engine:
                 deadline=deadline,
                 seed=self._random.randrange(MAX_SEED) if params.seed is None else params.seed,
                 end_token_ids=(() if params.ignore_eos else self.eos_token_ids) + params.stop_token_ids,
-                table=BlockTable(pages_for(self.max_model_len), cache_salt or ""),
+                table=BlockTable(pages_for(self.max_model_len), f"{number}:{cache_salt or ''}"),
                 text=TextStream(StreamDecoder(self.tokenizer, continues=True), params.stop),
+                adapter=number,
             )
             for index in range(params.n)
         ]
@@ -173,6 +178,13 @@ class Engine:
         for token in prompt:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ValueError(f"prompt token ids must be integers from 0 to {self.vocab_size - 1}, not {token!r}")
+
+    def _adapter_number(self, name: str | None) -> int:
+        if name is None:
+            return NO_ADAPTER
+        if name not in self._adapters:
+            raise ValueError(f"there is no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
+        return self._adapters[name]
 
     def abort(self, request_id: str) -> None:
         """End a request now, wherever it is, and free its pages; unknown ids are ignored, they may just have ended.

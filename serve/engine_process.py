@@ -133,6 +133,7 @@ class EngineLoop:
                 priority=message.priority,
                 deadline=message.deadline,
                 cache_salt=message.cache_salt,
+                adapter=message.adapter,
             )
         except ValueError as error:
             self._connection.send(Rejected(message.request_id, str(error)))

@@ -52,8 +52,8 @@ class Service:
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     def check_model(self, name: str | None) -> None:
-        """ApiError 404 unless the request means the model that is served."""
-        if name is not None and name not in self.options.model_names:
+        """ApiError 404 unless the request means the model that is served, or one of its adapters."""
+        if name is not None and name not in self.options.model_names and name not in self.options.adapters:
             raise ApiError(404, "the requested model is not served here", code="model_not_found", param="model")
 
     def cache_salt(self, tenant: bytes, wish: str | None) -> str | None:
@@ -77,7 +77,8 @@ class Reply(ABC, Generic[Request]):
         self.tokenizer = service.tokenizer
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.model = service.options.model_names[0]
+        self.adapter = request.model if request.model in service.options.adapters else None
+        self.model = self.adapter or service.options.model_names[0]
         self.num_choices = request.n or 1
         self.usage = UsageCounter()
 
@@ -192,7 +193,14 @@ class GenerationResponse:
             raise invalid(str(error), str(error).split()[0]) from None
         salt = self._service.cache_salt(self._tenant, request.cache_salt)
         priority = request.priority or 0
-        call.submit(prompts, params, priority=priority, deadline_s=request.deadline_s, cache_salt=salt)
+        call.submit(
+            prompts,
+            params,
+            priority=priority,
+            deadline_s=request.deadline_s,
+            cache_salt=salt,
+            adapter=reply.adapter,
+        )
 
     async def _outputs(self, call: Call) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The call's outputs, counted; ApiError for those that are no answer."""

@@ -13,6 +13,7 @@ from serve.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 Conversation = Sequence[Mapping[str, Any]]
+Adapter = str | None
 
 
 @dataclass
@@ -62,12 +63,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: Adapter | Sequence[Adapter] = None,
         progress: bool = False,
     ) -> list[Generation]:
         """Continue each prompt; a prompt is text, or a list of token ids. Results are in the order of the prompts.
 
-        `params`: one for all prompts, or one for each. `progress` shows a line on stderr. Raises ValueError, before
-        anything is computed, when a prompt or its parameters cannot be served.
+        `params`, and `adapter` by its name in EngineConfig.adapters: one for all prompts, or one for each. `progress`
+        shows a line on stderr. Raises ValueError, before anything is computed, when something cannot be served.
         """
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = cast("list[Prompt]", [prompts] if is_one else list(prompts))
@@ -76,13 +78,14 @@ class LLM:
             self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
             for prompt in several
         ]
-        return self._run(texts, ids, params, progress)
+        return self._run(texts, ids, params, adapter, progress)
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: Adapter | Sequence[Adapter] = None,
         progress: bool = False,
         **template_variables: Any,
     ) -> list[Generation]:
@@ -93,23 +96,27 @@ class LLM:
             self.tokenizer.chat_token_ids(messages, add_generation_prompt=True, **template_variables)
             for messages in several
         ]
-        return self._run([None] * len(ids), ids, params, progress)
+        return self._run([None] * len(ids), ids, params, adapter, progress)
 
     def _run(
         self,
         texts: list[str | None],
         ids: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: Adapter | Sequence[Adapter],
         progress: bool,
     ) -> list[Generation]:
         each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(ids):
             raise ValueError(f"there are {len(ids)} prompts, but sampling parameters for {len(each)}")
+        adapters = [adapter] * len(ids) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(adapters) != len(ids):
+            raise ValueError(f"there are {len(ids)} prompts, but adapters for {len(adapters)}")
         generations: dict[str, Generation] = {}
         try:
-            for text, prompt, own in zip(texts, ids, each, strict=True):
+            for text, prompt, own, its_adapter in zip(texts, ids, each, adapters, strict=True):
                 request_id = str(self._num_requests)
-                self.engine.add_request(request_id, prompt, own)
+                self.engine.add_request(request_id, prompt, own, adapter=its_adapter)
                 self._num_requests += 1
                 generations[request_id] = Generation(text, prompt, [Choice() for _ in range(own.n)])
             self._drain(generations, progress)

@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer as RawTokenizer
 
+from model.adapter import check_base, load_adapters
 from model.artifact import MANIFEST_NAME, open_artifact
 from model.checkpoint import load_model
 from model.config import ModelConfig
+from model.lora import adapted_layers
 from model.tokenizer import Tokenizer
+from model.transformer import Transformer
 from serve.config import NGRAM, EngineConfig
 from serve.draft_length import MAX_DRAFT_TOKENS
 from serve.kv_cache import PAGE_SIZE, pages_for
@@ -43,18 +46,28 @@ def load_models(config: EngineConfig) -> Models:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     draft = config.draft if config.draft != NGRAM else None
-    for folder in (config.model, draft):
+    for folder in (config.model, draft, *config.adapters.values()):
         if folder is not None and (Path(folder) / MANIFEST_NAME).exists():
             open_artifact(folder, verify=config.verify_artifact)
     if draft is not None:
         check_same_vocabulary(config.model, draft)
     return Models(
-        target=load_model(config.model, dtype=dtype, device=device).fuse(),
+        target=_load_target(config, dtype, device),
         tokenizer=Tokenizer.load(config.model),
         draft=load_model(draft, dtype=dtype, device=device).fuse() if draft is not None else None,
         dtype=dtype,
         device=device,
     )
+
+
+def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
+    folders = list(config.adapters.values())
+    for folder in folders:
+        check_base(folder, config.model)
+    model = load_model(config.model, dtype=dtype, device=device)
+    if folders and adapted_layers(model):
+        raise ValueError(f"{config.model} carries an adapter itself; serve its base, and name this adapter too")
+    return model.fuse(load_adapters(model, folders))
 
 
 def choose_device(name: str) -> torch.device:

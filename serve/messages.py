@@ -25,6 +25,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -6,6 +6,8 @@ label. Names and meanings follow vLLM 0.33; counters gain `_total`. Durations in
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -22,10 +24,26 @@ REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 TOKENS = tuple(float(2**power) for power in range(18))
 
 
+@dataclass(frozen=True)
+class RequestMetrics:
+    """What is measured of each request, under the name of the model or adapter that it asks for."""
+
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+    time_per_output_token: Histogram
+    e2e_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+    prompt_length: Histogram
+    generation_length: Histogram
+    request_success: "_Labelled"
+
+
 class Metrics:
     """All metrics of one server. Not global: two servers in one process do not mix."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *adapters: str) -> None:
         self._source = CollectorRegistry(auto_describe=False)
         self._public = CollectorRegistry(auto_describe=False)
         self._public.register(_TwoNames(self._source))
@@ -33,7 +51,15 @@ class Metrics:
         self._stats = EngineStats()
         self._gauges()
         self._counters()
-        self._histograms()
+        self.iteration_tokens = self._one(
+            Histogram, "iteration_tokens_total", "Prompt and output tokens between two reports.", buckets=TOKENS
+        )
+        families = self._request_families()
+        self._requests = {name: _bind(families, name) for name in (model_name, *adapters)}
+
+    def of(self, adapter: str | None) -> RequestMetrics:
+        """Those of requests for an adapter; None: for the model itself."""
+        return self._requests[adapter or self._model_name]
 
     def _gauges(self) -> None:
         self.num_requests_running = self._one(Gauge, "num_requests_running", "Choices in the running batch.")
@@ -64,33 +90,37 @@ class Metrics:
         self.accepted_per_position = self._many(
             Counter, "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by place.", "position"
         )
-        self.request_success = self._many(
-            Counter, "request_success", "Choices that finished, by finish reason.", "finished_reason"
-        )
         self.admission_rejections = self._many(
             Counter, "admission_rejections", "Requests refused for overload.", "reason"
         )
         self.engine_restarts = self._one(Counter, "engine_restarts", "Engines started after one died.")
         self.http_requests = self._many(Counter, "http_requests", "HTTP requests answered.", "route", "status")
 
-    def _histograms(self) -> None:
-        def seconds(name: str, explanation: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
-            return self._one(Histogram, name, explanation, buckets=buckets)
+    def _request_families(self) -> dict[str, Counter | Histogram]:
+        """The fields of RequestMetrics, with the model's name open."""
 
-        self.time_to_first_token = seconds("time_to_first_token_seconds", "Arrival to first token.")
-        self.inter_token_latency = seconds("inter_token_latency_seconds", "Gap between outputs.", TOKEN_SECONDS)
-        self.time_per_output_token = seconds(
-            "request_time_per_output_token_seconds", "Decode time over tokens after the first.", TOKEN_SECONDS
-        )
-        self.e2e_latency = seconds("e2e_request_latency_seconds", "Arrival to last token.")
-        self.queue_time = seconds("request_queue_time_seconds", "Arrival to a place in the batch.")
-        self.prefill_time = seconds("request_prefill_time_seconds", "A place in the batch to the first token.")
-        self.decode_time = seconds("request_decode_time_seconds", "First token to last token.")
-        self.prompt_length = self._one(Histogram, "request_prompt_tokens", "Prompt tokens.", buckets=TOKENS)
-        self.generation_length = self._one(Histogram, "request_generation_tokens", "Output tokens.", buckets=TOKENS)
-        self.iteration_tokens = self._one(
-            Histogram, "iteration_tokens_total", "Prompt and output tokens between two reports.", buckets=TOKENS
-        )
+        def family(name: str, explanation: str, buckets: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+            return Histogram(f"{PREFIX}{name}", explanation, ["model_name"], registry=self._source, buckets=buckets)
+
+        return {
+            "time_to_first_token": family("time_to_first_token_seconds", "Arrival to first token."),
+            "inter_token_latency": family("inter_token_latency_seconds", "Gap between outputs.", TOKEN_SECONDS),
+            "time_per_output_token": family(
+                "request_time_per_output_token_seconds", "Decode time over tokens after the first.", TOKEN_SECONDS
+            ),
+            "e2e_latency": family("e2e_request_latency_seconds", "Arrival to last token."),
+            "queue_time": family("request_queue_time_seconds", "Arrival to a place in the batch."),
+            "prefill_time": family("request_prefill_time_seconds", "A place in the batch to the first token."),
+            "decode_time": family("request_decode_time_seconds", "First token to last token."),
+            "prompt_length": family("request_prompt_tokens", "Prompt tokens.", TOKENS),
+            "generation_length": family("request_generation_tokens", "Output tokens.", TOKENS),
+            "request_success": Counter(
+                f"{PREFIX}request_success",
+                "Choices that finished, by finish reason.",
+                ["model_name", "finished_reason"],
+                registry=self._source,
+            ),
+        }
 
     def _one(self, kind, name: str, explanation: str, **settings):  # type: ignore[no-untyped-def]
         """A metric whose only label is the model's name, with that label filled in."""
@@ -129,6 +159,15 @@ class Metrics:
         return generate_latest(self._public)
 
 
+def _bind(families: dict[str, Counter | Histogram], model_name: str) -> RequestMetrics:
+    """The families with the model's name filled in."""
+    bound: dict[str, Any] = {
+        name: _Labelled(family, model_name) if isinstance(family, Counter) else family.labels(model_name)
+        for name, family in families.items()
+    }
+    return RequestMetrics(**bound)
+
+
 class _Labelled:
     """A metric with the model's name filled in and further labels open."""
 
@@ -161,7 +200,7 @@ class _TwoNames:
 class ChoiceTimer:
     """Times of one choice, recorded as its outputs arrive."""
 
-    def __init__(self, metrics: Metrics, arrival: float, started: float | None) -> None:
+    def __init__(self, metrics: RequestMetrics, arrival: float, started: float | None) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._started = started

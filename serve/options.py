@@ -7,7 +7,7 @@ import argparse
 import ipaddress
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class ServerOptions:
     draft: str | None = None
     """Folder of a draft for `model`, or "ngram"."""
     num_speculative_tokens: int | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Folders of LoRA adapters of the target, by the names that requests use for them."""
     seed: int = 0
     api_keys: tuple[str, ...] = ()
     allow_unauthenticated: bool = False
@@ -65,6 +67,8 @@ class ServerOptions:
         for name in ("max_queue", "drain_s", "port"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if taken := [name for name in self.adapters if name in self.model_names]:
+            raise ValueError(f"--adapter {taken[0]}: this is the name of the model itself")
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("an API key is empty")
         if not (_is_loopback(self.host) or self.api_keys or self.allow_unauthenticated):
@@ -116,6 +120,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         dest="enable_prefix_caching")  # fmt: skip
     add("--verify", "serve TARGET's distribution, with MODEL as its draft", metavar="TARGET")
     add("--speculative-config", 'JSON: {"model": DRAFT or "ngram", "num_speculative_tokens": N}', type=_speculative)
+    add("--adapter", "LoRA adapter that requests choose as model NAME; repeatable", action="append", dest="adapters",
+        type=_adapter, metavar="NAME=FOLDER")  # fmt: skip
     add("--seed", "seed of requests that bring none", type=int)
     add("--api-key", f"key that requests must bring; repeatable; also {API_KEY_VARIABLE}", action="append",
         dest="api_keys", metavar="KEY")  # fmt: skip
@@ -143,6 +149,7 @@ def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:
         values["api_keys"] = [os.environ[API_KEY_VARIABLE]]
     for name in ("api_keys", "served_model_name"):
         values[name] = tuple(values.get(name) or ())
+    values["adapters"] = _by_name(values.get("adapters") or [])
     return ServerOptions(**values)
 
 
@@ -184,10 +191,27 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, dict):
         return [f"{flag}={json.dumps(value)}"]
     if isinstance(value, list):
-        if flag == "--api-key":
+        if flag in ("--api-key", "--adapter"):
             return [f"{flag}={item}" for item in value]
         return [flag, *map(str, value)]
     return [f"{flag}={value}"]
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """--adapter as name and folder."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is no adapter; write NAME=FOLDER")
+    return name, folder
+
+
+def _by_name(adapters: list[tuple[str, str]]) -> dict[str, str]:
+    folders = dict(adapters)
+    if len(folders) < len(adapters):
+        names = [name for name, _ in adapters]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"--adapter {twice} is given twice")
+    return folders
 
 
 def _size(text: str) -> int:

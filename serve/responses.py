@@ -127,15 +127,17 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One entry of /v1/models."""
+    """One entry of /v1/models: the model, or an adapter of it."""
 
     id: str
     created: int
     max_model_len: int
     root: str
+    """The model's first name; the folder of an adapter."""
+    parent: str | None = None
+    """Of an adapter, the model's first name."""
     owned_by: str = "potstill"
     object: str = "model"
-    parent: None = None
 
 
 class ModelList(msgspec.Struct, frozen=True):

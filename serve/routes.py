@@ -73,7 +73,8 @@ class Routes:
         return GenerationResponse(ChatReply(wanted, self._service), request.state.tenant)
 
     async def models(self, request: Request) -> Response:
-        return json_response(ModelList([self._card(name) for name in self._service.options.model_names]))
+        options = self._service.options
+        return json_response(ModelList([self._card(name) for name in (*options.model_names, *options.adapters)]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -81,8 +82,10 @@ class Routes:
         return json_response(self._card(name))
 
     def _card(self, name: str) -> ModelCard:
-        service = self._service
-        return ModelCard(name, service.created, self._info().max_model_len, root=service.options.model_names[0])
+        service, base = self._service, self._service.options.model_names[0]
+        folder = service.options.adapters.get(name)
+        root, parent = (base, None) if folder is None else (folder, base)
+        return ModelCard(name, service.created, self._info().max_model_len, root, parent)
 
     def _info(self) -> Ready:
         """What the engine said of itself; ApiError 503 before the first is there."""

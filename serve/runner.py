@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.attention import PagedAttention, PagedBatch
 from model.config import ModelConfig
+from serve.config import NO_ADAPTER
 from serve.kv_cache import PAGE_SIZE, BlockTable, pages_for
 from serve.places import resolve
 from serve.transfer import upload
@@ -22,7 +23,9 @@ class LanguageModel(Protocol):
 
     config: ModelConfig
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: PagedAttention) -> Tensor: ...
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attention: PagedAttention, *, adapters: Tensor | None = None
+    ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -38,6 +41,8 @@ class Piece:
     table: BlockTable
     num_rows: int
     """Of how many tokens, counted from the last, the hidden state is wanted."""
+    adapter: int = NO_ADAPTER
+    """Number of the adapter that they go through."""
 
 
 class Runner:
@@ -64,7 +69,7 @@ class Runner:
         lengths = [len(piece.tokens) for piece in pieces]
         tokens, positions, batch = self._flatten(pieces, lengths)
         attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages, present=self.present)
-        hidden = self.model(tokens, positions, attention)
+        hidden = self.model(tokens, positions, attention, adapters=self._adapters(pieces, lengths))
         rows = _wanted_rows(pieces, lengths)
         return hidden if rows is None else hidden[upload(rows, self.device)]
 
@@ -80,6 +85,11 @@ class Runner:
         present = [slots[:-1].view(-1, PAGE_SIZE) for slots in self.present.values()]
         for pages in (*self.k_pages, *self.v_pages, *present):
             pages[destinations] = pages[sources]
+
+    def _adapters(self, pieces: list[Piece], lengths: list[int]) -> Tensor | None:
+        """Each token's adapter, `[T]` int32; None when none has one, which spares the layers to look."""
+        numbers = np.array([piece.adapter for piece in pieces], dtype=np.int32)
+        return None if (numbers == NO_ADAPTER).all() else upload(np.repeat(numbers, lengths), self.device)
 
     def _flatten(self, pieces: list[Piece], lengths: list[int]) -> tuple[Tensor, Tensor, PagedBatch]:
         cu_seqlens = np.zeros(len(pieces) + 1, dtype=np.int32)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from serve.config import NO_ADAPTER
 from serve.kv_cache import BlockTable
 from serve.outputs import TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -37,6 +38,8 @@ class Sequence:
     """Tokens that end it: end-of-sequence unless ignored, and stop_token_ids."""
     table: BlockTable
     text: TextStream
+    adapter: int = NO_ADAPTER
+    """Number of the adapter that the target computes it with; a draft has none."""
 
     place: int = -1
     """Its place in the running batch, which names its state on the device; -1 while it has none."""

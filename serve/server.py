@@ -101,7 +101,7 @@ class _Uvicorn(uvicorn.Server):
 async def _serve(
     options: ServerOptions, tokenizer: "Tokenizer", listener: socket.socket, engine_command: Sequence[str]
 ) -> int:
-    metrics = Metrics(options.model_names[0])
+    metrics = Metrics(options.model_names[0], *options.adapters)
     engine = EngineClient(
         options.engine_config(),
         metrics,
@@ -176,9 +176,10 @@ def announce_address(options: ServerOptions, listener: socket.socket) -> None:
 
 def announce_engine(options: ServerOptions, info: Ready) -> None:
     draft = f"verified: tokens are drafted by {info.draft}" if info.draft else "not verified: there is no draft"
+    adapters = f"; adapters: {', '.join(options.adapters)}" if options.adapters else ""
     print(
         f"ready after {info.load_s:.1f} s: {options.model_names[0]}, {info.dtype} on {info.device}, "
         f"{info.num_pages} KV pages = {info.num_pages * info.page_size} tokens, "
-        f"context {info.max_model_len} tokens, {draft}",
+        f"context {info.max_model_len} tokens, {draft}{adapters}",
         flush=True,
     )

@@ -54,7 +54,7 @@ class Work:
         columns = range(first, 1 + self.proposal.num_tokens)
         tokens += [feed_reference(sequence.place, column, feed_width) for column in columns]
         num_rows = len(tokens) if self.scores_prompt else self.samples * (1 + self.proposal.num_tokens)
-        return Piece(tokens, start, sequence.table, num_rows)
+        return Piece(tokens, start, sequence.table, num_rows, sequence.adapter)
 
 
 @dataclass(frozen=True, slots=True)

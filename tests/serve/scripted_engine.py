@@ -64,6 +64,7 @@ class ScriptedEngine:
         priority: int,
         deadline: float | None,
         cache_salt: str | None,
+        adapter: str | None,
     ) -> None:
         if prompt_token_ids[0] == 7:
             raise ValueError("the engine does not like sevens")

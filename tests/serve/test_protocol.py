@@ -350,14 +350,27 @@ def test_speculative_config_is_checked(text: str) -> None:
     assert parsed("m", "--speculative-config", '{"method": "ngram"}').draft == "ngram"
 
 
+def test_adapters_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parsed("m", "--adapter", "a=x", "--adapter", "b=y=z")
+    assert options.adapters == options.engine_config().adapters == {"a": "x", "b": "y=z"}
+    with pytest.raises(ValueError, match="--adapter a is given twice"):
+        parsed("m", "--adapter", "a=x", "--adapter", "a=y")
+    with pytest.raises(ValueError, match="--adapter m: this is the name of the model itself"):
+        parsed("m", "--adapter", "m=x")
+    with pytest.raises(SystemExit):
+        parsed("m", "--adapter", "folder")
+    assert "'folder' is no adapter; write NAME=FOLDER" in capsys.readouterr().err
+
+
 def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
         "port: 81\nmax_num_seqs: 3\nserved-model-name: [a, b]\napi-key: [k]\nhost: 0.0.0.0\n"
-        "speculative-config: {model: ngram, num_speculative_tokens: 4}\nkv-cache-bytes: 2M\n"
+        "speculative-config: {model: ngram, num_speculative_tokens: 4}\nkv-cache-bytes: 2M\nadapter: [c=x, d=y]\n"
     )
     options = parsed("m", "--config", str(path), "--port", "82")
     assert (options.port, options.max_num_seqs, options.served_model_name) == (82, 3, ("a", "b"))
+    assert options.adapters == {"c": "x", "d": "y"}
     assert (options.api_keys, options.host, options.draft) == (("k",), "0.0.0.0", "ngram")
     assert (options.num_speculative_tokens, options.kv_cache_bytes) == (4, 2**21)
     path.write_text("max-num-sequences: 3\n")

@@ -50,7 +50,9 @@ class TableModel:
         self.config: ModelConfig = tiny_config(num_layers=0, vocab_size=size, eos_token_ids=())
         self.log_table = probabilities.log()
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: object) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attention: object, *, adapters: Tensor | None = None
+    ) -> Tensor:
         return tokens[:, None].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -64,12 +66,12 @@ class CountingModel:
         self.model, self.config, self.poison = model, model.config, poison
         self.num_tokens = self.num_passes = 0
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: Any) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: Any, *, adapters: Tensor | None = None) -> Tensor:
         if self.poison is not None and bool((tokens == self.poison).any()):
             raise RuntimeError("poisoned")
         self.num_tokens += len(tokens)
         self.num_passes += 1
-        return self.model(tokens, positions, attention)
+        return self.model(tokens, positions, attention, adapters=adapters)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
