@@ -224,7 +224,7 @@ class _Arithmetic:
             return 0
         own = self.item * adapter.rank * len(adapted)
         if adapter.dora:
-            own += sum(2 * self.item * self._outputs(name) for name in adapted)
+            own += sum(self.item * self._outputs(name) for name in adapted)
         mask = 1 if self.setup.on_gpu else self.item
         return own + ((self.item + mask) * size * len(adapted) if self._dropout else self.item * size)
 

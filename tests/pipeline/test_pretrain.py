@@ -106,7 +106,7 @@ def test_the_same_recipe_gives_the_same_weights(finished: tuple[Path, list[Resul
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"query_heads": 3}, "3 query_heads do not divide the hidden_size 32; set head_dim"),
+        ({"query_heads": 3}, "hidden_size 32 is no multiple of 3 query_heads; set head_dim"),
         ({"kv_heads": 3}, "num_attention_heads .4. must be a multiple of num_key_value_heads .3."),
         ({"vocab_size": 100}, "vocab_size is 100; it can be 260 to"),
     ],

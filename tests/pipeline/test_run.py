@@ -31,7 +31,7 @@ def test_a_run_leaves_what_the_design_says(finished_run: TinyRun) -> None:
     teacher = open_artifact(folder / "00-teacher" / "model")
     assert manifest.parents == (teacher.digest,)
     assert load_model(distill / "model").config.num_layers == 2
-    assert (distill / "model" / "README.md").read_text().count("perplexity") == 3
+    assert (distill / "model" / "README.md").read_text().count("| perplexity (") == 3
 
 
 def test_results_hold_the_fixed_schema(finished_run: TinyRun) -> None:
