@@ -28,7 +28,7 @@ def summarize(results: list[Result]) -> dict[str, Any]:
                 "cost": msgspec.to_builtins(result.cost),
                 "gate": msgspec.to_builtins(result.gate),
                 "parity": msgspec.to_builtins(result.parity),
-                "details": {name: found for name, found in result.details.items() if name != "picture"},
+                "details": {name: found for name, found in result.details.items() if name not in ("picture", "groups")},
             }
             for result in results
         },

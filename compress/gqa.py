@@ -25,16 +25,16 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.depth import PackedBatch
-from model.attention import PackedAttention
+from compress.residual_stream import ResidualStream, layers_of
 from model.config import ModelConfig
-from model.layers import DecoderLayer, Linear, SelfAttention
+from model.layers import Linear, SelfAttention
 from model.transformer import Transformer
 
 Method = Literal["mean", "first", "aligned", "subspace"]
@@ -86,14 +86,17 @@ class LayerPlan:
     """[U, U] fp64: 1 where two units differ by a rotation only."""
 
 
-def check_convertible(config: ModelConfig, kv_heads: int, method: Method) -> None:
-    """Raise GroupingError unless a model of this shape can be given `kv_heads` KV heads by this method."""
-    if not 1 <= kv_heads <= config.num_kv_heads or config.num_query_heads % kv_heads:
-        fit = [n for n in range(1, config.num_kv_heads + 1) if config.num_query_heads % n == 0]
-        raise GroupingError(
-            f"kv_heads is {kv_heads}; {config.num_query_heads} query and {config.num_kv_heads} KV heads can be "
-            f"grouped into {', '.join(map(str, fit))}."
-        )
+def check_convertible(config: ModelConfig, kv_heads: Sequence[int], method: Method) -> None:
+    """Raise GroupingError unless a model of this shape can be given so many KV heads a layer by this method."""
+    if len(kv_heads) != config.num_layers:
+        raise GroupingError(f"kv_heads lists {len(kv_heads)} layers; the model has {config.num_layers}.")
+    for before, wanted in zip(config.kv_heads, kv_heads, strict=True):
+        if not 1 <= wanted <= before or config.num_query_heads % wanted:
+            fit = [n for n in range(1, before + 1) if config.num_query_heads % n == 0]
+            raise GroupingError(
+                f"kv_heads is {wanted}; {config.num_query_heads} query and {before} KV heads can be "
+                f"grouped into {', '.join(map(str, fit))}."
+            )
     if config.qk_norm and method in ("aligned", "subspace"):
         raise GroupingError(
             f"{config.family} normalises each query and key with a weight per channel, which forbids the rotations of "
@@ -101,9 +104,10 @@ def check_convertible(config: ModelConfig, kv_heads: int, method: Method) -> Non
         )
 
 
-def num_units(config: ModelConfig, kv_heads: int) -> int:
-    """Heads that are grouped: the KV heads, or where they do not divide evenly, one copy for each query head."""
-    return config.num_kv_heads if config.num_kv_heads % kv_heads == 0 else config.num_query_heads
+def num_units(config: ModelConfig, layer: int, kv_heads: int) -> int:
+    """Heads of a layer that are grouped: its KV heads, or where they do not divide evenly, a copy a query head."""
+    before = config.kv_heads[layer]
+    return before if before % kv_heads == 0 else config.num_query_heads
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------
@@ -111,40 +115,22 @@ def num_units(config: ModelConfig, kv_heads: int) -> int:
 
 @torch.no_grad()
 def head_moments(
-    model: Transformer, batches: Sequence[PackedBatch], units: int, *, skip: int = 0
+    model: Transformer, batches: Sequence[PackedBatch], units: Sequence[int], *, skip: int = 0
 ) -> Iterator[HeadMoments | None]:
     """Yield each layer's moments on the text, in order; None for the first `skip` layers, which only pass it on.
 
+    units: how many heads of each layer are grouped (`num_units`).
+
     One layer at a time sees all text, so that only the residual streams [T, D] and one layer's moments are held.
     """
-    places = [_Place(model, batch) for batch in batches]
-    for number, layer in enumerate(_layers(model)):
-        moments = None if number < skip else _empty_moments(model.config, layer.self_attn, units)
-        for place in places:
+    streams = [ResidualStream(model, batch) for batch in batches]
+    for number, layer in enumerate(layers_of(model)):
+        moments = None if number < skip else _empty_moments(model.config, layer.self_attn, units[number])
+        for stream in streams:
             if moments is not None:
-                normed, _ = layer.input_layernorm.add(place.delta, place.residual)
-                _add_moments(moments, layer.self_attn, normed, units)
-            place.pass_on(layer)
+                _add_moments(moments, layer.self_attn, stream.normed(layer), units[number])
+            stream.pass_on(layer)
         yield moments
-
-
-def _layers(model: Transformer) -> list[DecoderLayer]:
-    return cast("list[DecoderLayer]", list(model.model.layers))
-
-
-class _Place:
-    """One batch on its way through the layers."""
-
-    def __init__(self, model: Transformer, batch: PackedBatch) -> None:
-        tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
-        self.delta, self.residual = model.model.embed_tokens(tokens), None
-        self._context = {
-            "rotary": model.rotary(positions),
-            "attention": PackedAttention(model.config, cu_seqlens),
-        }
-
-    def pass_on(self, layer: DecoderLayer) -> None:
-        self.delta, self.residual = layer(self.delta, self.residual, **self._context)
 
 
 def _empty_moments(config: ModelConfig, attention: SelfAttention, units: int) -> HeadMoments:
@@ -365,15 +351,15 @@ def _value_subspace(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def group_kv_heads(model: Transformer, kv_heads: int, plans: Sequence[LayerPlan]) -> Transformer:
-    """A new model with `kv_heads` KV heads, converted layer by layer as planned.
+def group_kv_heads(model: Transformer, plans: Sequence[LayerPlan]) -> Transformer:
+    """A new model in which each layer has one KV head for each group of its plan.
 
     Query heads and the columns of the output projection are reordered so that each group's stand together.
     """
     with torch.device("meta"):
-        converted = Transformer(replace(model.config, num_kv_heads=kv_heads))
+        converted = Transformer(model.config.with_kv_heads([len(plan.groups) for plan in plans]))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for number, (layer, plan) in enumerate(zip(_layers(model), plans, strict=True)):
+    for number, (layer, plan) in enumerate(zip(layers_of(model), plans, strict=True)):
         parts = _convert(layer.self_attn, plan)
         weights |= {f"model.layers.{number}.self_attn.{name}": weight for name, weight in parts.items()}
     converted.load_state_dict(weights, assign=True)

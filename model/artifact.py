@@ -149,13 +149,16 @@ def model_card(
     parents: Mapping[str, str],
     metrics: Mapping[str, Any],
     license_id: str | None = None,
+    elsewhere: bool = True,
 ) -> str:
     """The text of an artifact's README.md: lineage, metrics and how to serve it.
 
-    `parents` maps a parent's name to its digest or source; `metrics` maps a metric's name to its value. The text
-    depends on nothing else, so that the same artifact always has the same card.
+    `parents` maps a parent's name to its digest or source; `metrics` maps a metric's name to its value; `elsewhere`
+    says that other tools read it too. The text depends on nothing else, so that the same artifact always has the same
+    card.
     """
-    front_matter = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [potstill]"]
+    library = "transformers" if elsewhere else "potstill"
+    front_matter = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [potstill]"]
     if license_id:
         front_matter.append(f"license: {license_id}")
     sections = [
@@ -166,7 +169,11 @@ def model_card(
         "## Metrics\n\n" + _table(("metric", "value"), metrics),
         "## Recipe\n\n```json\n" + json.dumps(recipe, indent=2, ensure_ascii=False) + "\n```",
         "## Use\n\n```sh\npotstill serve PATH      # this folder\n```\n\n"
-        "The folder also opens in transformers (`AutoModelForCausalLM.from_pretrained`) and vLLM.",
+        + (
+            "The folder also opens in transformers (`AutoModelForCausalLM.from_pretrained`) and vLLM."
+            if elsewhere
+            else "Only potstill reads it: no other tool knows layers such as some of its own."
+        ),
     ]
     return "\n\n".join(sections) + "\n"
 

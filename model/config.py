@@ -14,6 +14,7 @@ tool computes such layers, so the file then names an architecture that no other 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -93,6 +94,7 @@ class ModelConfig:
     num_layers: int
     num_query_heads: int
     num_kv_heads: int
+    """Of every layer; where layers differ, of the one with most."""
     head_dim: int
     windows: tuple[int | None, ...]
     """For each layer, how many keys a query sees, itself included; None is all of them."""
@@ -112,18 +114,20 @@ class ModelConfig:
     pad_token_id: int | None = None
     initializer_range: float = 0.02
     mixture_of_depths: MixtureOfDepths | None = None
+    layer_kv_heads: tuple[int, ...] = ()
+    """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
 
     def __post_init__(self) -> None:
         if self.family not in ARCHITECTURES:
             raise ConfigError(f"Unknown model family {self.family!r}; known families are {', '.join(ARCHITECTURES)}.")
-        if self.num_query_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads ({self.num_query_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})."
-            )
+        for heads in sorted(set(self.kv_heads)):
+            if heads < 1 or self.num_query_heads % heads:
+                raise ConfigError(
+                    f"num_attention_heads ({self.num_query_heads}) must be a multiple of num_key_value_heads ({heads})."
+                )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, not {self.head_dim}.")
-        for name in ("windows", "rope_layers"):
+        for name in ("windows", "rope_layers", "kv_heads"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ConfigError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
         if self.mixture_of_depths and self.mixture_of_depths.layers[-1] >= self.num_layers:
@@ -150,12 +154,13 @@ class ModelConfig:
             raise ConfigError(f"config.json asks for hidden_act {raw['hidden_act']!r}; only 'silu' is supported.")
         rope_theta, rope_scaling = _rope(raw)
         attention_bias = bool(raw.get("attention_bias", False))
-        return cls(
+        kv_heads = raw.get("num_key_value_heads") or num_query_heads
+        config = cls(
             family=family,
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_query_heads=num_query_heads,
-            num_kv_heads=raw.get("num_key_value_heads") or num_query_heads,
+            num_kv_heads=max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
             head_dim=raw.get("head_dim") or hidden_size // num_query_heads,
             windows=_windows(family, raw, num_layers),
             rope_layers=_rope_layers(family, raw, num_layers),
@@ -175,6 +180,7 @@ class ModelConfig:
             mixture_of_depths=mixture_of_depths,
             **sizes,
         )
+        return config.with_kv_heads(kv_heads) if isinstance(kv_heads, list) else config
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` contents that transformers and vLLM read; with routers, that they refuse."""
@@ -187,7 +193,7 @@ class ModelConfig:
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_query_heads,
-            "num_key_value_heads": self.num_kv_heads,
+            "num_key_value_heads": list(self.layer_kv_heads) or self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
@@ -235,32 +241,49 @@ class ModelConfig:
             }
         return fields
 
+    @property
+    def kv_heads(self) -> tuple[int, ...]:
+        """KV heads of each layer."""
+        return self.layer_kv_heads or (self.num_kv_heads,) * self.num_layers
+
+    @property
+    def opens_elsewhere(self) -> bool:
+        """Whether transformers and vLLM read config.json and understand the same."""
+        return not self.layer_kv_heads and self.mixture_of_depths is None
+
+    def with_kv_heads(self, kv_heads: Sequence[int]) -> "ModelConfig":
+        """The same with so many KV heads in each layer."""
+        differ = len(set(kv_heads)) > 1
+        return replace(self, num_kv_heads=max(kv_heads), layer_kv_heads=tuple(kv_heads) if differ else ())
+
     def keep_layers(self, keep: tuple[int, ...]) -> "ModelConfig":
         """The configuration of a model with only the layers `keep` (indices in ascending order) left."""
-        return replace(
+        kept = replace(
             self,
             num_layers=len(keep),
+            layer_kv_heads=(),
             windows=tuple(self.windows[layer] for layer in keep),
             rope_layers=tuple(self.rope_layers[layer] for layer in keep),
             mixture_of_depths=self.mixture_of_depths and self.mixture_of_depths.keep_layers(keep),
         )
+        return kept.with_kv_heads([self.kv_heads[layer] for layer in keep])
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of keys and values that one token holds in the cache, all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
+        return 2 * sum(self.kv_heads) * self.head_dim * bytes_per_element
 
     def num_parameters(self) -> int:
         """Parameters of the model; tied embeddings count once."""
-        query, kv = self.num_query_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * query + 2 * kv)
-        attention += self.qkv_bias * (query + 2 * kv) + self.output_bias * self.hidden_size
-        attention += self.qk_norm * 2 * self.head_dim
+        layers, query, kv = self.num_layers, self.num_query_heads * self.head_dim, sum(self.kv_heads) * self.head_dim
+        attention = self.hidden_size * 2 * (layers * query + kv)
+        attention += self.qkv_bias * (layers * query + 2 * kv) + self.output_bias * layers * self.hidden_size
+        attention += self.qk_norm * layers * 2 * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        layer = attention + mlp + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         routers = len(self.mixture_of_depths.layers) if self.mixture_of_depths else 0
-        return self.num_layers * layer + embeddings + self.hidden_size + routers * (self.hidden_size + 1)
+        layers_size = attention + layers * (mlp + 2 * self.hidden_size) + routers * (self.hidden_size + 1)
+        return layers_size + embeddings + self.hidden_size
 
 
 def _family(raw: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.rotates = config.rope_layers[layer]
-        query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query, kv = config.num_query_heads * config.head_dim, config.kv_heads[layer] * config.head_dim
         self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
         self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)

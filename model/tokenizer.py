@@ -100,6 +100,28 @@ class Tokenizer:
             write_text(path, template.source)
         sync_file(folder)
 
+    def shortened(self, vocab_size: int) -> "Tokenizer":
+        """The same with its first `vocab_size` tokens only: what was one token is then several.
+
+        Byte-pair merges come in order of their use, so the tokens that stay are the most common ones. Raises
+        TokenizerError where ids do not follow the order of the merges.
+        """
+        raw = json.loads(self._json)
+        vocabulary, merges = raw["model"].get("vocab") or {}, raw["model"].get("merges") or []
+        first_made = len(vocabulary) - len(merges)
+        made = [
+            vocabulary.get(merge.replace(" ", "") if isinstance(merge, str) else "".join(merge)) for merge in merges
+        ]
+        last_control = max(self._control.get_added_tokens_decoder(), default=-1)
+        if not merges or made != list(range(first_made, len(vocabulary))) or last_control >= first_made:
+            raise TokenizerError("Only a byte-pair tokenizer whose ids follow its merges can be shortened.")
+        if not first_made < vocab_size <= len(vocabulary):
+            raise TokenizerError(f"vocab_size is {vocab_size:,}; it can be {first_made + 1:,} to {len(vocabulary):,}.")
+        raw["model"]["vocab"] = {token: index for token, index in vocabulary.items() if index < vocab_size}
+        raw["model"]["merges"] = merges[: vocab_size - first_made]
+        templates = {name: template.source for name, template in self.templates.items()}
+        return Tokenizer(json.dumps(raw), config=self.config, templates=templates, eos_token_ids=self.eos_token_ids)
+
     @property
     def vocab_size(self) -> int:
         """Tokens of the tokenizer; a model may have more rows in its embeddings."""

@@ -36,12 +36,15 @@ def _stage(result: Result) -> str:
 def _recovery(details: Mapping[str, Any], result: Result) -> str:
     """One sentence on the loss and one on memory."""
     parent, before, after = (row.quality.nll.value for row in result.models if row.quality)
-    back = f"; {(before - after) / (before - parent) * 100:.0f} % of what was lost is back" if before > parent else ""
+    mean = next((row["converted"]["nll"]["value"] for row in details["compared"] if row["method"] == "mean"), before)
+    regained = f": {(before - after) / (before - parent):.0%} of what was lost is back" if before > parent else ""
+    if mean > max(before, parent):
+        regained += f", and {(mean - after) / (mean - parent):.0%} of what the plain mean loses is spared"
     capacity = details["capacity"]
     fewer, more = capacity["sequences"]
     return (
         f"Converted by {details['method']}: the held-out loss went from {parent:.3f} to {before:.3f}, and by training "
-        f"to {after:.3f}{back}. {capacity['cache_gib']:g} GiB of cache hold {more:,} sequences of "
+        f"to {after:.3f}{regained}. {capacity['cache_gib']:g} GiB of cache hold {more:,} sequences of "
         f"{capacity['tokens']:,} tokens instead of {fewer:,}."
     )
 
@@ -65,11 +68,22 @@ def _compared(result: Result, parent_loss: float) -> str:
     body = "".join(
         f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows
     )
+    note = f"Held-out text, and the same small budget of training for each; the parent's loss is {parent_loss:.3f}. "
+    note += " ".join(_ranking(when, result.details["compared"]) for when in ("converted", "uptrained"))
     return (
         f'<div class="card scroll"><table><thead><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr></thead>'
-        f'<tbody>{body}</tbody></table></div><p class="note">Held-out text, and the same small budget of training for '
-        f"each; the parent's loss is {parent_loss:.3f}.</p>"
+        f'<tbody>{body}</tbody></table></div><p class="note">{escape(note)}</p>'
     )
+
+
+def _ranking(when: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which method is best and by how much, in a sentence; nothing where there is no other."""
+    losses = sorted((row[when]["nll"]["value"], row["method"]) for row in rows)
+    if len(losses) < 2:
+        return ""
+    (best, name), (second, other) = losses[:2]
+    point = "Right after conversion" if when == "converted" else "After that training"
+    return f"{point} {name} is best, {second - best:.3f} below {other}."
 
 
 def _group_numbers(groups: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:

@@ -15,9 +15,10 @@ import torch
 from model.config import ModelConfig
 from model.lora import LoraConfig
 from pipeline.errors import UserError
-from pipeline.schema import Adapter, Distill, Gqa, Mod, Qlora, Recipe, Training
-from pipeline.stages.recovery import training_config
+from pipeline.schema import Adapter, Distill, Gqa, Mod, Pretrain, Qlora, Recipe, Training
+from pipeline.stages.pretrain import model_config
 from pipeline.stages.teacher import read_config
+from pipeline.stages.training import training_config
 from train.memory import Memory, Setup, largest_micro_batch
 
 GIB = 2**30
@@ -56,7 +57,7 @@ def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
         if not isinstance(stage.config, Training):
             continue
         setup = _setup(stage.config, shapes)
-        length = recipe.data[stage.config.data].sequence_length  # type: ignore[attr-defined]  # every stage has data
+        length = recipe.data[stage.config.data].sequence_length
         plans.append(StagePlan(stage.name, setup, setup.memory(), length))
         if stage.out is not None:
             shapes[stage.out] = setup.model
@@ -71,7 +72,10 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
         return Setup(_pruned(stage, shapes[stage.student.origin]), training, teacher=shapes[stage.teacher])
     if isinstance(stage, Gqa):
         parent = shapes[stage.model]
-        return Setup(replace(parent, num_kv_heads=stage.kv_heads), training, teacher=parent)
+        return Setup(parent.with_kv_heads(stage.layer_kv_heads(parent.num_layers)), training, teacher=parent)
+    if isinstance(stage, Pretrain):
+        vocab_size = stage.architecture.vocab_size or shapes[stage.tokenizer].vocab_size
+        return Setup(model_config(stage.architecture, vocab_size), training)
     if isinstance(stage, Mod):  # as much as without routers: early in training every token passes
         parent = shapes[stage.model]
         adapter = LoraConfig(rank=stage.adapter_rank) if stage.train == "adapters" else None

@@ -18,7 +18,7 @@ from model.layers import Routing
 from model.transformer import Transformer
 from pipeline.gate import estimate
 from pipeline.result import ModelReport, Parity, Quality
-from train.evaluate import TeacherStates, compare, compute_teacher_states, evaluate_quality
+from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, evaluate_quality
 from train.packing import Batch, held_out_batches
 
 if TYPE_CHECKING:
@@ -55,31 +55,38 @@ class HeldOut:
 
         `routing`: who passes layers that have a router, instead of the rule by which the model is served.
         """
-        scores = [evaluate_quality(model, [batch], routing=routing) for batch in self.batches]
-        labels, spelled = [score.tokens for score in scores], [batch.num_bytes for batch in self.batches]
-        nll = estimate([score.nll for score in scores], labels)
+        labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
+        compared = [] if reference is None else self._compared(model, reference, routing)
+        nlls = [one.nll for one in compared]
+        nlls = nlls or [evaluate_quality(model, [batch], routing=routing).nll for batch in self.batches]
+        nll = estimate(nlls, labels)
+        sums = zip(nlls, labels, spelled, strict=True)
+        bits = [mean * count / (math.log(2) * (size or math.nan)) for mean, count, size in sums]
         quality = Quality(
             tokens=sum(labels),
             nll=nll,
             perplexity=math.exp(min(nll.value, 700.0)),
-            bits_per_byte=estimate([score.bits_per_byte for score in scores], spelled),
+            bits_per_byte=estimate(bits, spelled),
         )
-        if reference is None:
+        if not compared:
             return quality
-        found = [
-            compare(model, TeacherStates(reference.weight, (hidden,)), [batch], routing=routing)
-            for batch, hidden in zip(self.batches, reference.hidden, strict=True)
-        ]
         return replace(
             quality,
-            kl=estimate([one.kl for one in found], labels),
-            agreement=estimate([one.agreement for one in found], labels),
-            acceptance=estimate([one.acceptance for one in found], labels),
+            kl=estimate([one.kl for one in compared], labels),
+            agreement=estimate([one.agreement for one in compared], labels),
+            acceptance=estimate([one.acceptance for one in compared], labels),
         )
 
     def states(self, reference: Transformer) -> TeacherStates:
         """The reference's side of every comparison, computed once."""
         return compute_teacher_states(reference, self.batches)
+
+    def _compared(self, model: Transformer, reference: TeacherStates, routing: Routing | None) -> list[Comparison]:
+        """Of each batch; one pass gives the model's own loss as well."""
+        return [
+            compare(model, TeacherStates(reference.weight, (hidden,)), [batch], routing=routing)
+            for batch, hidden in zip(self.batches, reference.hidden, strict=True)
+        ]
 
 
 def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:

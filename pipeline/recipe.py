@@ -232,6 +232,7 @@ def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
         elif setting.metadata.get("count") and value is not None:
             value = read_count(value, here)
         elif get_origin(hints[setting.name]) is tuple:
+            value = [value] if setting.metadata.get("single") and not isinstance(value, list) else value
             _check_list(value, get_args(hints[setting.name])[0], here)
         elif isinstance(value, bool) and hints[setting.name] is not bool:
             raise RecipeError(f"{here} must not be {str(value).lower()}.")  # OmegaConf would read the word "True"
@@ -294,7 +295,7 @@ def _check_batches(recipe: Recipe) -> None:
     for index, (kind, config) in enumerate(recipe.stages):
         if not isinstance(config, Training):
             continue
-        here, length = f"stages.{index}.{kind}", recipe.data[config.data].sequence_length  # type: ignore[attr-defined]
+        here, length = f"stages.{index}.{kind}", recipe.data[config.data].sequence_length
         if config.batch_tokens % config.micro_batch_tokens:
             raise RecipeError(
                 f"{here}.batch_tokens is {config.batch_tokens:,}; it must be a multiple of micro_batch_tokens, "
@@ -310,13 +311,16 @@ def _check_batches(recipe: Recipe) -> None:
 def _check_gates(recipe: Recipe) -> None:
     """A gate can only bound what its stage measures."""
     for index, (kind, config) in enumerate(recipe.stages):
-        if kind != "evaluate":
-            continue
-        relative = ("max_kl", "min_acceptance", "min_agreement") if config.against is None else ()
-        for name in ("max_kl_ratio", *relative):
+        missing = {}
+        if kind == "pretrain":
+            missing = dict.fromkeys(("max_kl", "min_acceptance", "min_agreement", "max_kl_ratio"), "it has no teacher")
+        if kind == "evaluate":
+            missing = {"max_kl_ratio": "nothing is trained here"}
+            if config.against is None:
+                missing |= dict.fromkeys(("max_kl", "min_acceptance", "min_agreement"), "`against` is not set")
+        for name, reason in missing.items():
             if getattr(config.gate, name) is not None:
-                missing = "nothing is trained here" if name == "max_kl_ratio" else "`against` is not set"
-                raise RecipeError(f"stages.{index}.evaluate.gate.{name} has nothing to bound: {missing}.")
+                raise RecipeError(f"stages.{index}.{kind}.gate.{name} has nothing to bound: {reason}.")
 
 
 def _check_names(config: Any, path: str, *, models: list[str], data: list[str], later: list[str]) -> None:

@@ -23,7 +23,7 @@ from pipeline.result import FORMAT_VERSION, Result, read_result, write_atomicall
 from pipeline.run_folder import RunFolder
 from pipeline.schema import ModelSource, Recipe, Stage
 from pipeline.stages import runner
-from pipeline.stages.context import Input, StageContext, prepare_data
+from pipeline.stages.context import Input, StageContext, prepare_data, stage_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -148,10 +148,7 @@ class Run:
         name = getattr(stage.config, "data", None)
         if name is None:
             return None
-        from model.tokenizer import Tokenizer
-
-        folder = self.finished[getattr(stage.config, "teacher", None) or stage.config.model].folder
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = stage_tokenizer(stage.config, self.finished)
         if (name, tokenizer.digest) not in self._data_digests:
             if not self.processes.is_main:
                 self.processes.wait()
@@ -169,7 +166,7 @@ def model_names(stage: Stage) -> list[str]:
     if isinstance(stage.config, ModelSource):
         return []
     student = getattr(stage.config, "student", None)
-    named = [getattr(stage.config, field, None) for field in ("teacher", "model", "against", "verify")]
+    named = [getattr(stage.config, field, None) for field in ("tokenizer", "teacher", "model", "against", "verify")]
     return list(dict.fromkeys(name for name in [*named, student and student.origin] if name))
 
 

@@ -2,7 +2,7 @@
 
 A field's metadata says what OmegaConf's types cannot: `key` is its spelling in YAML where Python reserves the word,
 `count` allows 100k and 2M, `choices` and `range` bound it, `refers` names what it must be the name of,
-`pattern` is what text must look like and `meaning` says so in words.
+`pattern` is what text must look like and `meaning` says so in words, a list with `single` may be one number.
 """
 
 import re
@@ -76,11 +76,14 @@ class Student:
 
 @dataclass(frozen=True)
 class Loss:
-    """What the student learns from the teacher at each position; temperature², mixing and kinds as in train/."""
+    """What the student learns at each position; temperature², mixing and kinds as in train/."""
 
     kind: str = _setting(
-        "forward_kl", choices=("forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl")
+        "forward_kl",
+        choices=("forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "cross_entropy"),
     )
+    """A divergence from the teacher's distribution, or `cross_entropy`: the text alone, which needs no teacher's pass.
+    The settings below belong to the divergences."""
     temperature: float = _setting(1.0, range=(0.01, 100.0))
     alpha: float = _setting(0.1, range=FRACTION)
     """Weight of the mixture in `jsd` and in the skewed divergences."""
@@ -106,7 +109,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Training:
-    """The loop's settings, shared by every stage that trains."""
+    """The settings of every stage that trains a model, measures it, and publishes it."""
 
     tokens: int = _setting(count=True, range=COUNTS)
     """Tokens to train on, in all."""
@@ -141,19 +144,50 @@ class Training:
     """Seconds between checkpoints."""
     seed: int = 0
     """Decides the order of the documents."""
+    data: str = _setting(refers="data")
+    held_out_tokens: int = _setting(8_192, count=True, range=(16, 1e12))
+    """Held-out tokens that quality is measured on, before and after."""
+    gate: Gate = field(default_factory=Gate)
+    out: str = "student"
+    """Name under which later stages find the result."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a model that is made from nothing."""
+
+    family: str = _setting("llama", choices=("llama", "mistral", "qwen2", "qwen3", "smollm3"))
+    vocab_size: int | None = _setting(None, count=True, range=COUNTS)
+    """Use only so many of the tokenizer's tokens, the most common ones; nothing uses them all."""
+    hidden_size: int = _setting(range=COUNTS)
+    intermediate_size: int = _setting(range=COUNTS)
+    layers: int = _setting(range=(1, 10_000))
+    query_heads: int = _setting(range=(1, 10_000))
+    kv_heads: int = _setting(range=(1, 10_000))
+    head_dim: int | None = _setting(None, range=(2, 1024))
+    """Nothing divides the hidden size by the query heads."""
+    max_position_embeddings: int = _setting(2048, count=True, range=COUNTS)
+    """Longest context that the published model claims, tokens."""
+    rope_theta: float = _setting(10_000.0, range=POSITIVE)
+    tie_word_embeddings: bool = True
+    initializer_range: float = _setting(0.02, range=(1e-6, 10.0))
+    """Standard deviation of the fresh weights."""
+
+
+@dataclass(frozen=True)
+class Pretrain(Training):
+    """Stage: a new model, trained on text from fresh weights that `seed` decides."""
+
+    tokenizer: str = _setting(refers="model")
+    """Name of the model whose tokenizer it uses."""
+    architecture: Architecture = field(default_factory=Architecture)
 
 
 @dataclass(frozen=True)
 class Recovery(Training):
-    """What stages share that train a smaller model towards a larger one, measure both, and publish the smaller."""
+    """What stages share that train a smaller model towards a larger one."""
 
-    data: str = _setting(refers="data")
-    out: str = "student"
-    """Name under which later stages find the result."""
     loss: Loss = field(default_factory=Loss)
-    held_out_tokens: int = _setting(8_192, count=True, range=(16, 1e12))
-    """Held-out tokens that quality is measured on, before and after."""
-    gate: Gate = field(default_factory=Gate)
 
 
 @dataclass(frozen=True)
@@ -183,21 +217,31 @@ class LongContext(Decoding):
     """Memory for which the largest number of sequences of that length is reported."""
 
 
+GROUPINGS = ("mean", "first", "aligned", "subspace")
+METHODS = (*GROUPINGS, *(f"{grouping}+refit" for grouping in GROUPINGS))
+
+
 @dataclass(frozen=True)
 class Gqa(Recovery):
     """Stage: fewer KV heads, converted on calibration text, recovered by training towards the unconverted parent."""
 
     model: str = _setting(refers="model")
-    kv_heads: int = _setting(range=(1, 10_000))
-    """KV heads of every layer afterwards; must divide the query heads."""
-    method: str = _setting("subspace", choices=("mean", "first", "aligned", "subspace"))
-    """How heads become one, as in compress/gqa.py."""
-    compare: tuple[str, ...] = _setting((), choices=("mean", "first", "aligned", "subspace"))
+    kv_heads: tuple[int, ...] = _setting(required=True, single=True, range=(1, 10_000))
+    """KV heads afterwards, divisors of the query heads: one number for every layer, or a list with one for each. Where
+    layers differ, only potstill reads the result: Llama's config.json has one number."""
+    method: str = _setting("subspace", choices=METHODS)
+    """How heads become one, as in compress/gqa.py; with `+refit` the output projections are fitted again after it, as
+    in compress/refit.py: for models that are hardly trained afterwards."""
+    compare: tuple[str, ...] = _setting((), choices=METHODS)
     """Methods to show beside each other, right after conversion and after `compare_tokens` of the same training."""
     compare_tokens: int = _setting(8_192, count=True, range=COUNTS)
     calibration_tokens: int = _setting(16_384, count=True, range=COUNTS)
-    """Training tokens on which heads are compared."""
+    """Training tokens on which heads are compared and projections are fitted."""
     long_context: LongContext = field(default_factory=LongContext)
+
+    def layer_kv_heads(self, num_layers: int) -> tuple[int, ...]:
+        """KV heads for each layer; one number stands for all of them."""
+        return self.kv_heads * num_layers if len(self.kv_heads) == 1 else self.kv_heads
 
 
 @dataclass(frozen=True)
@@ -230,9 +274,7 @@ class Qlora(Training):
 
     model: str = _setting(refers="model")
     """The base; it is quantized here."""
-    data: str = _setting(refers="data")
     out: str = "adapted"
-    """Name under which later stages find the result."""
     adapter: Adapter = field(default_factory=Adapter)
     quantization: str = _setting("nf4", choices=("nf4", "none"))
     """Of the base; none trains the same adapter on the bf16 base."""
@@ -247,9 +289,6 @@ class Qlora(Training):
     max_grad_norm: float = _setting(0.3, range=POSITIVE)
     optimizer: str = _setting("paged_adamw", choices=("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"))
     activation_checkpointing: bool = True
-    held_out_tokens: int = _setting(8_192, count=True, range=(16, 1e12))
-    """Held-out tokens that quality is measured on, before and after."""
-    gate: Gate = field(default_factory=Gate)
 
 
 @dataclass(frozen=True)
@@ -346,9 +385,10 @@ class Tracking:
 
 
 STAGES: dict[str, type] = {
-    "distill": Distill,
+    "pretrain": Pretrain,
     "gqa": Gqa,
     "mod": Mod,
+    "distill": Distill,
     "evaluate": Evaluate,
     "conversation": Conversation,
 }

@@ -54,9 +54,9 @@ class Runner:
         self.feed = feed
         self.device = feed.device
         config = model.config
-        shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        self.k_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(config.num_layers)]
-        self.v_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(config.num_layers)]
+        shapes = [(num_pages, PAGE_SIZE, heads, config.head_dim) for heads in config.kv_heads]
+        self.k_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
+        self.v_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
         mixture = config.mixture_of_depths
         routed = mixture.layers if mixture is not None and mixture.route != "mlp" else ()
         self.present = {

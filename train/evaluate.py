@@ -41,6 +41,8 @@ class Quality:
 class Comparison:
     """How far a student is from its teacher on the same text."""
 
+    nll: float
+    """The student's own, as in Quality."""
     kl: float
     agreement: float
     total_variation: float
@@ -105,7 +107,7 @@ def compare(
     tokens = _count_labels(batches)
     if isinstance(teacher, TeacherStates) and len(teacher.hidden) != len(batches):
         raise ValueError(f"teacher states of {len(teacher.hidden)} batches cannot be compared on {len(batches)}")
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     for number, batch in enumerate(batches):
         batch = batch.to(student.device)
         with torch.no_grad():
@@ -113,9 +115,10 @@ def compare(
             weight = teacher.weight if isinstance(teacher, TeacherStates) else teacher.head_weight
             hidden = hidden_states(student, batch, routing)
             result = linear_distillation(hidden, student.head_weight.detach(), reference, weight, batch.labels)
-        sums += torch.stack([result.kl, result.agreement, result.total_variation]).double().cpu()
-    kl, agreement, total_variation = (sums / tokens).tolist()
-    return Comparison(kl=kl, agreement=agreement, total_variation=total_variation, tokens=tokens)
+        measured = [result.cross_entropy, result.kl, result.agreement, result.total_variation]
+        sums += torch.stack(measured).double().cpu()
+    nll, kl, agreement, total_variation = (sums / tokens).tolist()
+    return Comparison(nll=nll, kl=kl, agreement=agreement, total_variation=total_variation, tokens=tokens)
 
 
 def _count_labels(batches: Sequence[Batch]) -> int:

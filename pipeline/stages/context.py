@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from model.artifact import model_card, publish
 from pipeline.environment import hardware, peak_memory_bytes, versions
+from pipeline.errors import UserError
 from pipeline.processes import Processes
 from pipeline.recipe import to_plain
 from pipeline.result import Answer, Check, Cost, ModelReport, Parity, Result
-from pipeline.schema import DataSource, Recipe, Stage
+from pipeline.schema import DataSource, Pretrain, Recipe, Stage
 
 if TYPE_CHECKING:
     from model.tokenizer import Tokenizer
@@ -57,10 +58,11 @@ class StageContext:
         reports: Sequence[ModelReport] = (),
         gates: Mapping[str, Any] | None = None,
         license_id: str | None = None,
+        elsewhere: bool = True,
     ) -> str:
         """Publishes a model into the stage's folder; `write` fills it, the model card comes from `reports`.
 
-        Returns the artifact's digest.
+        `elsewhere`: transformers and vLLM read it too. Returns the artifact's digest.
         """
         recipe = to_plain(self.stage.config)
         parents = {name: entry.digest for name, entry in self.inputs.items()}
@@ -77,6 +79,7 @@ class StageContext:
                 parents=parents or {self.stage.label: str(recipe.get("from"))},
                 metrics=metrics,
                 license_id=license_id,
+                elsewhere=elsewhere,
             )
             (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -126,6 +129,19 @@ class StageContext:
             answers=tuple(answers),
             details=dict(details or {}),
         )
+
+
+def stage_tokenizer(config: Any, inputs: Mapping[str, Input]) -> "Tokenizer":
+    """The tokenizer with which a stage reads its data: that of the model it starts from, or the one it asks for."""
+    from model.tokenizer import Tokenizer, TokenizerError
+
+    if not isinstance(config, Pretrain):
+        return Tokenizer.load(inputs[getattr(config, "teacher", None) or config.model].folder)
+    tokenizer, size = Tokenizer.load(inputs[config.tokenizer].folder), config.architecture.vocab_size
+    try:
+        return tokenizer if size is None else tokenizer.shortened(size)
+    except TokenizerError as error:
+        raise UserError(f"pretrain: {error}") from None
 
 
 def prepare_data(source: DataSource, tokenizer: "Tokenizer", cache: Path, *, progress: bool) -> "PreparedData":

@@ -1,6 +1,6 @@
 """Stage `distill`: a student from some of a model's layers, trained towards a teacher, measured before and after.
 
-importance → prune → measure → recovery
+importance → prune → measure → train
 """
 
 import logging
@@ -19,7 +19,16 @@ from pipeline.quality import PUBLISHED_DTYPE
 from pipeline.result import Quality, Result, write_atomically
 from pipeline.schema import Distill
 from pipeline.stages.context import StageContext
-from pipeline.stages.recovery import Beginning, device, finish, held_out_text, train, training_text
+from pipeline.stages.training import (
+    Teacher,
+    curve_of,
+    device,
+    finish,
+    held_out_text,
+    objective_of,
+    train,
+    training_text,
+)
 
 if TYPE_CHECKING:
     from train.data import PreparedData
@@ -51,12 +60,19 @@ def run(context: StageContext) -> Result | None:
     context.processes.wait()
     start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
     student = prune_depth(load_model(context.inputs[config.student.origin].folder), start.kept_layers)
-    training = train(context, data, teacher, student)
+    objective, curve = objective_of(config.loss, teacher), curve_of(context, data, teacher)
+    training = train(context, data, student, objective, curve=curve)
     if not context.processes.is_main:
         return None
-    beginning = Beginning(config.teacher, config.student.origin, start.teacher, start.before)
-    details = {"kept_layers": start.kept_layers, "importance": start.importance}
-    return finish(context, data, teacher, student, beginning=beginning, training=training, details=details)
+    return finish(
+        context,
+        data,
+        student,
+        tokenizer=Tokenizer.load(context.inputs[config.student.origin].folder),
+        training=training,
+        details={"kept_layers": start.kept_layers, "importance": start.importance},
+        teacher=Teacher(config.teacher, teacher, start.teacher, start.before),
+    )
 
 
 def _check_vocabularies(context: StageContext, config: Distill) -> None:

@@ -1,14 +1,16 @@
 """Stage `gqa`: a model with fewer KV heads, converted on calibration text, recovered towards its parent.
 
-    calibrate, layer by layer → convert → measure → compare methods → recovery → decode speed at long context
+    calibrate, layer by layer → convert → refit → measure → compare methods → train → decode speed at long context
 
-Each layer's plans are kept as soon as they are made (plans/); a stage that was interrupted goes on at the next layer.
+Each layer's plans are kept as soon as they are made (plans/), and each method's refitted projections (refitted/); a
+stage that was interrupted goes on after the last of them.
 """
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,25 +28,39 @@ from compress.gqa import (
     num_units,
     plan_layer,
 )
+from compress.refit import refit_outputs
 from model.checkpoint import load_config, load_model
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.quality import PUBLISHED_DTYPE, HeldOut
+from pipeline.quality import PUBLISHED_DTYPE
 from pipeline.result import Quality, Result, SpeedPoint, write_atomically
 from pipeline.schema import Gqa
 from pipeline.speed import measure_decoding, prompts_from
 from pipeline.stages.context import StageContext
-from pipeline.stages.recovery import Beginning, device, finish, held_out_text, published_form, train, training_text
+from pipeline.stages.training import (
+    Teacher,
+    curve_of,
+    device,
+    finish,
+    held_out_text,
+    objective_of,
+    published_form,
+    train,
+    training_text,
+)
 
 if TYPE_CHECKING:
     from train.data import PreparedData
-    from train.evaluate import TeacherStates
 
 log = logging.getLogger(__name__)
 
-START_NAME, PLANS_NAME, COMPARED_NAME = "start.json", "plans", "compared"
+Measure = Callable[[Transformer], Quality]
+
+START_NAME, PLANS_NAME, REFITTED_NAME, COMPARED_NAME = "start.json", "plans", "refitted", "compared"
+REFIT = "+refit"
+"""What follows a method's name in a recipe when the output projections are fitted again after it."""
 
 
 @dataclass(frozen=True)
@@ -63,42 +79,51 @@ def run(context: StageContext) -> Result | None:
     _check(load_config(source), config)
     data = context.data(config.data, Tokenizer.load(source))
     parent = load_model(source, dtype=PUBLISHED_DTYPE, device=device())
-    if context.processes.is_main:
-        _calibrate(context, data, parent)
-        _measure_start(context, data, parent)
-    context.processes.wait()
-    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
-    compared = {method: _uptrain_briefly(context, data, parent, method) for method in config.compare}
+    start, uptrained = _compare(context, data, parent)
     student = _converted(context, load_model(source), config.method)
-    training = train(context, data, parent, student)
+    objective, curve = objective_of(config.loss, parent), curve_of(context, data, parent)
+    training = train(context, data, student, objective, curve=curve)
     if not context.processes.is_main:
         return None
-    beginning = Beginning(config.model, config.model, start.parent, start.converted[config.method])
     details = {
         "method": config.method,
         "groups": [plan.groups for plan in _load_plans(context, config.method)],
         "compared": [
             {"method": method, "converted": asdict(start.converted[method]), "uptrained": asdict(quality)}
-            for method, quality in compared.items()
-            if quality is not None
+            for method, quality in uptrained.items()
         ],
         "capacity": _capacity(parent.config, config),
     }
-    result = finish(context, data, parent, student, beginning=beginning, training=training, details=details)
+    result = finish(
+        context,
+        data,
+        student,
+        tokenizer=Tokenizer.load(source),
+        training=training,
+        details=details,
+        teacher=Teacher(config.model, parent, start.parent, start.converted[config.method]),
+    )
     return _with_decoding(context, data, result) if result.output else result
 
 
 def _check(model: ModelConfig, config: Gqa) -> None:
     try:
-        for method in _methods(config):
-            check_convertible(model, config.kv_heads, method)
+        for method in _groupings(config):
+            check_convertible(model, config.layer_kv_heads(model.num_layers), method)
     except GroupingError as error:
         raise UserError(f"gqa: {error}") from None
+    if model.mixture_of_depths is not None and any(method.endswith(REFIT) for method in _methods(config)):
+        raise UserError(f"gqa: {config.model} has routers; {REFIT} fits only models whose layers every token passes.")
 
 
-def _methods(config: Gqa) -> list[Method]:
+def _methods(config: Gqa) -> list[str]:
     """The method of the result, then those to compare, each once."""
-    return cast("list[Method]", list(dict.fromkeys([config.method, *config.compare])))
+    return list(dict.fromkeys([config.method, *config.compare]))
+
+
+def _groupings(config: Gqa) -> list[Method]:
+    """The same without what follows grouping."""
+    return cast("list[Method]", list(dict.fromkeys(method.removesuffix(REFIT) for method in _methods(config))))
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
@@ -108,18 +133,19 @@ def _calibrate(context: StageContext, data: "PreparedData", parent: Transformer)
     """Writes the plan of each layer for each method."""
     config: Gqa = context.stage.config
     folder = context.folder / PLANS_NAME
-    folder.mkdir(exist_ok=True)
     layers = parent.config.num_layers
     known = next((layer for layer in range(layers) if not _plan_path(folder, layer).exists()), layers)
     if known == layers:
         return
     log.info("comparing heads on %s tokens", f"{config.calibration_tokens:,}")
     text = training_text(context, data, config.calibration_tokens)
-    found = head_moments(parent, text, num_units(parent.config, config.kv_heads), skip=known)
+    kv_heads = config.layer_kv_heads(parent.config.num_layers)
+    units = [num_units(parent.config, layer, wanted) for layer, wanted in enumerate(kv_heads)]
+    found = head_moments(parent, text, units, skip=known)
     for layer, moments in enumerate(found):
         if moments is None:
             continue
-        plans = {method: plan_layer(method, config.kv_heads, moments) for method in _methods(config)}
+        plans = {method: plan_layer(method, kv_heads[layer], moments) for method in _groupings(config)}
         _save_plans(_plan_path(folder, layer), plans)
         if (layer + 1) % 10 == 0 or layer + 1 == layers:
             log.info("planned %d of %d layers", layer + 1, layers)
@@ -139,13 +165,12 @@ def _save_plans(path: Path, plans: Mapping[Method, LayerPlan]) -> None:
             "key_out": torch.view_as_real(plan.key_out),
         }
         tensors |= {f"{method}.{name}": part.contiguous() for name, part in parts.items() if part is not None}
-    staging = path.with_suffix(".staging")
-    save_file(tensors, staging)
-    staging.rename(path)
+    _write_tensors(path, tensors)
 
 
 def _load_plans(context: StageContext, method: str) -> list[LayerPlan]:
-    return [_load_plan(path, method) for path in sorted((context.folder / PLANS_NAME).glob("*.safetensors"))]
+    grouping = method.removesuffix(REFIT)
+    return [_load_plan(path, grouping) for path in sorted((context.folder / PLANS_NAME).glob("*.safetensors"))]
 
 
 def _load_plan(path: Path, method: str) -> LayerPlan:
@@ -161,38 +186,70 @@ def _load_plan(path: Path, method: str) -> LayerPlan:
 
 
 def _converted(context: StageContext, parent: Transformer, method: str) -> Transformer:
-    return group_kv_heads(parent, context.stage.config.kv_heads, _load_plans(context, method))
+    """A new model by one method, in the parent's dtype; what was fitted for it must lie in refitted/."""
+    converted = group_kv_heads(parent, _load_plans(context, method))
+    if method.endswith(REFIT):
+        converted.load_state_dict(load_file(_refitted_path(context, method)), strict=False)
+    return converted
+
+
+def _refit(context: StageContext, data: "PreparedData", parent: Transformer) -> None:
+    """Writes the fitted projections of each method that wants them."""
+    config: Gqa = context.stage.config
+    for method in _methods(config):
+        path = _refitted_path(context, method)
+        if method.endswith(REFIT) and not path.exists():
+            log.info("fitting the output projections of %s", method.removesuffix(REFIT))
+            fitted = _converted(context, parent, method.removesuffix(REFIT))
+            refit_outputs(fitted, parent, training_text(context, data, config.calibration_tokens))
+            weights = {name: weight for name, weight in fitted.state_dict().items() if name.endswith("o_proj.weight")}
+            _write_tensors(path, weights)
+
+
+def _refitted_path(context: StageContext, method: str) -> Path:
+    return context.folder / REFITTED_NAME / f"{method}.safetensors"
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    staging = path.with_suffix(".staging")
+    save_file(dict(tensors), staging)
+    staging.rename(path)
 
 
 # --- measurement -----------------------------------------------------------------------------------------------------
 
 
-def _measure_start(context: StageContext, data: "PreparedData", parent: Transformer) -> None:
+def _compare(context: StageContext, data: "PreparedData", parent: Transformer) -> tuple[Start, dict[str, Quality]]:
+    """What is known before training, and by method the quality after the small budget (for the main process)."""
     config: Gqa = context.stage.config
-    if (context.folder / START_NAME).exists():
-        return
-    held_out = held_out_text(context, data)
-    states = held_out.states(parent)
-    log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
-    start = Start(
-        parent=held_out.quality(parent),
-        converted={
-            method: _measure_converted(context, parent, method, held_out, states) for method in _methods(config)
-        },
-    )
-    write_atomically(context.folder / START_NAME, msgspec.json.encode(start))
+    measure: Measure | None = None
+    if context.processes.is_main:
+        _calibrate(context, data, parent)
+        _refit(context, data, parent)
+        held_out = held_out_text(context, data)
+        measure = partial(held_out.quality, reference=held_out.states(parent))
+        if not (context.folder / START_NAME).exists():
+            log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
+            converted = {method: _measure_converted(context, parent, method, measure) for method in _methods(config)}
+            start = Start(held_out.quality(parent), converted)
+            write_atomically(context.folder / START_NAME, msgspec.json.encode(start))
+    context.processes.wait()
+    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
+    return start, {method: _uptrain_briefly(context, data, parent, method, measure) for method in config.compare}
 
 
-def _measure_converted(
-    context: StageContext, parent: Transformer, method: str, held_out: HeldOut, states: "TeacherStates"
-) -> Quality:
-    quality = held_out.quality(_converted(context, parent, method), states)
+def _measure_converted(context: StageContext, parent: Transformer, method: str, measure: Measure) -> Quality:
+    quality = measure(_converted(context, parent, method))
     log.info("%s: held-out loss %.3f, KL %.3f", method, quality.nll.value, quality.kl.value if quality.kl else 0.0)
     return quality
 
 
-def _uptrain_briefly(context: StageContext, data: "PreparedData", parent: Transformer, method: str) -> Quality | None:
-    """The quality of one method's model after the small budget; None in processes other than the main one."""
+def _uptrain_briefly(
+    context: StageContext, data: "PreparedData", parent: Transformer, method: str, measure: Measure | None
+) -> Quality:
+    """Trains one method's model on the small budget, in all processes; the one that can measure does."""
     config: Gqa = context.stage.config
     folder = context.folder / COMPARED_NAME / method
     kept = folder / "quality.json"
@@ -200,21 +257,20 @@ def _uptrain_briefly(context: StageContext, data: "PreparedData", parent: Transf
         folder.mkdir(parents=True, exist_ok=True)
         log.info("uptraining %s for comparison", method)
         student = _converted(context, load_model(context.inputs[config.model].folder), method)
-        train(context, data, parent, student, folder=folder, tokens=config.compare_tokens)
-        if context.processes.is_main:
-            held_out = held_out_text(context, data)
-            quality = held_out.quality(published_form(context, data, student), held_out.states(parent))
+        objective = objective_of(config.loss, parent)
+        train(context, data, student, objective, folder=folder, tokens=config.compare_tokens)
+        if measure is not None:
+            write_atomically(kept, msgspec.json.encode(measure(published_form(context, data, student))))
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            write_atomically(kept, msgspec.json.encode(quality))
         context.processes.wait()
-    return msgspec.json.decode(kept.read_bytes(), type=Quality) if context.processes.is_main else None
+    return msgspec.json.decode(kept.read_bytes(), type=Quality)
 
 
 def _capacity(parent: ModelConfig, config: Gqa) -> dict[str, Any]:
     """Sequences whose keys and values fit the memory, before and after."""
     settings, itemsize = config.long_context, PUBLISHED_DTYPE.itemsize
     tokens = settings.context_tokens + settings.new_tokens
-    after = replace(parent, num_kv_heads=config.kv_heads)
+    after = parent.with_kv_heads(config.layer_kv_heads(parent.num_layers))
     return {
         "cache_gib": settings.cache_gib,
         "tokens": tokens,

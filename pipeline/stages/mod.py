@@ -1,6 +1,6 @@
 """Stage `mod`: a model some of whose layers are entered by selected tokens alone, recovered towards its dense parent.
 
-    choose layers → fit routers → measure, beside random routing → train → thresholds → recovery's end → time
+    choose layers → fit routers → measure, beside random routing → train → thresholds → measure, publish → time
 
 What is measured and timed follows the served rule, a threshold on each token's own score.
 """
@@ -38,12 +38,14 @@ from pipeline.result import Quality, Result, write_atomically
 from pipeline.schema import Mod
 from pipeline.speed import measure_decoding, measure_prefill, prompts_from, repeated
 from pipeline.stages.context import StageContext
-from pipeline.stages.recovery import (
-    Beginning,
+from pipeline.stages.training import (
+    Teacher,
     calibrate_student,
+    curve_of,
     device,
     finish,
     held_out_text,
+    objective_of,
     published_form,
     train,
     training_text,
@@ -89,16 +91,24 @@ def run(context: StageContext) -> Result | None:
     student = _routed(context, load_model(source), start)
     _freeze(student, config)
     routing = RoutingConfig(config.capacity, config.anneal_fraction, config.auxiliary_weight)
-    training = train(context, data, parent, student, routing=routing)
+    objective, curve = objective_of(config.loss, parent), curve_of(context, data, parent)
+    training = train(context, data, student, objective, curve=curve, routing=routing)
     if not context.processes.is_main:
         return None
     if config.train == "adapters":
         student = merge(student, dtype=torch.float32)
         calibrate_student(context, data, student)
     details = _describe(context, data, student)
-    beginning = Beginning(config.model, config.model, start.parent, start.converted)
     details["random"]["converted"] = asdict(start.random)
-    result = finish(context, data, parent, student, beginning=beginning, training=training, details=details)
+    result = finish(
+        context,
+        data,
+        student,
+        tokenizer=Tokenizer.load(source),
+        training=training,
+        details=details,
+        teacher=Teacher(config.model, parent, start.parent, start.converted),
+    )
     return _with_speeds(context, data, result) if result.output else result
 
 

@@ -16,6 +16,7 @@ from tests.model.tiny_tokenizers import (
     KINDS,
     NAMES,
     TEXT,
+    byte_level_json,
     decoded,
     our_tokenizer,
     their_tokenizer,
@@ -202,6 +203,33 @@ def test_templates_come_from_three_places(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tool file")
     assert (rendered(with_tools=True), rendered(with_tools=False)) == ("tool file", "file")
+
+
+def test_a_shortened_tokenizer_is_the_one_that_was_trained_to_that_size(tmp_path: Path) -> None:
+    """Training adds one merge after another, so the first ones do not depend on how many follow."""
+
+    def without_added_words(text: str) -> str:
+        raw = json.loads(text)
+        return json.dumps(raw | {"added_tokens": [token for token in raw["added_tokens"] if token["special"]]})
+
+    full = Tokenizer(without_added_words(byte_level_json(500)), config=NAMES, templates={"default": "{{ bos_token }}"})
+    small = Tokenizer(without_added_words(byte_level_json(400)), config=NAMES)
+    shortened = full.shortened(400)
+    assert shortened.vocab_size == 400 and shortened.eos_token_ids == full.eos_token_ids
+    for text in TEXTS:
+        assert shortened.encode(text) == small.encode(text)
+        assert shortened.decode(shortened.encode(text)) == text
+    assert shortened.encode(TEXT) != full.encode(TEXT) == full.shortened(500).encode(TEXT)
+    shortened.save(tmp_path)
+    assert Tokenizer.load(tmp_path).digest == shortened.digest
+
+
+def test_what_cannot_be_shortened_is_said() -> None:
+    with pytest.raises(TokenizerError, match="ids follow its merges"):
+        our_tokenizer().shortened(400)  # its last token is no merge
+    for size in (7 + 256, 701):
+        with pytest.raises(TokenizerError, match=rf"vocab_size is {size}; it can be .* to 700"):
+            our_tokenizer("prepend").shortened(size)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ TEMPLATES = {
 
 
 @functools.cache
-def byte_level_json() -> str:
+def byte_level_json(vocab_size: int = 500) -> str:
     """GPT-2's kind, as Llama 3, Qwen and SmolLM have it; "<think>" is an added token that is not control."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -123,7 +123,7 @@ def byte_level_json() -> str:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
+        vocab_size=vocab_size,
         special_tokens=CONTROL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -59,6 +59,17 @@ def test_what_is_no_count(text: object) -> None:
         read_count(text)
 
 
+@pytest.mark.parametrize(("written", "read"), [("1", (1,)), ("[1, 2, 1]", (1, 2, 1))])
+def test_a_list_may_be_one_number(written: str, read: tuple[int, ...]) -> None:
+    stage = "stages=[{gqa: {model: teacher, data: text, tokens: 100k, kv_heads: %s, out: student}}]"
+    recipe = parse_recipe(TEXT, [stage % written])
+    assert recipe.stages[0][1].kv_heads == read
+    assert parse_recipe(recipe_to_yaml(recipe)) == recipe
+    for wrong, sentence in (("two", "must be a whole number"), ("[]", "is empty"), ("0", "must lie between")):
+        with pytest.raises(RecipeError, match=rf"gqa.kv_heads.* {sentence}"):
+            parse_recipe(TEXT, [stage % wrong])
+
+
 @pytest.mark.parametrize(
     ("override", "place", "value"),
     [
@@ -255,7 +266,7 @@ def test_the_schema_says_what_the_loop_takes(ours: type, theirs: type) -> None:
     mine, wanted = defaults(ours), defaults(theirs)
     for name in ("keep_checkpoints", "learning_rate_ratio"):
         wanted.pop(name, None)
-    required = {"source", "tokens"}
-    assert {name: value for name, value in mine.items() if name not in required} == {
+    required, of_the_stage = {"source", "tokens"}, {"data", "held_out_tokens", "gate", "out"}
+    assert {name: value for name, value in mine.items() if name not in required | of_the_stage} == {
         name: value for name, value in wanted.items() if name not in required
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import pipeline.stages.recovery
+import pipeline.stages.training
 from model.artifact import open_artifact
 from model.checkpoint import load_model
 from model.transformer import Transformer
@@ -272,7 +272,7 @@ def test_training_that_diverges_is_one_sentence_and_publishes_nothing(
             found = super().__call__(model, batch)
             return found._replace(loss_sum=found.loss_sum * float("nan"))
 
-    monkeypatch.setattr(pipeline.stages.recovery, "Distillation", Diverging)
+    monkeypatch.setattr(pipeline.stages.training, "Distillation", Diverging)
     with pytest.raises(StageFailed, match="lower the learning rate") as caught:
         copied_run.run("distill.seed=1")
     assert "\n" not in str(caught.value)

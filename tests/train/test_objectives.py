@@ -152,6 +152,7 @@ def test_teacher_states_computed_once_give_the_same_comparison() -> None:
     z, w = dense_logits(student), dense_logits(teacher)
     kl = F.kl_div(F.log_softmax(z, -1), F.softmax(w, -1), reduction="sum").item()
     assert comparison.kl == pytest.approx(kl / len(next_tokens()), rel=1e-4)
+    assert comparison.nll == pytest.approx(evaluate_quality(student, batches()).nll, rel=1e-6)
     with pytest.raises(ValueError, match="states of 2 batches cannot be compared on 1"):
         compare(student, states, batches()[:1])
 

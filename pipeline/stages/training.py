@@ -1,4 +1,4 @@
-"""What `distill`, `gqa` and `mod` share: train a cheaper model towards a dearer one, then measure, check, publish it.
+"""What the stages share that train a model: train, measure, check, publish.
 
     train → round to bf16 → write candidate/ → measure → parity → gate → publish
 
@@ -22,11 +22,17 @@ from pipeline.errors import RunInterrupted, StageFailed
 from pipeline.gate import check_gate, describe
 from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
 from pipeline.result import Quality, Result
-from pipeline.schema import Recovery, Training
+from pipeline.schema import Loss, Training
 from pipeline.stages.context import StageContext
 from train.config import TrainingConfig
 from train.loop import DivergedError, Trainer, TrainingResult, make_accelerator
-from train.objectives import Distillation, DistillationConfig, RoutedTraining, RoutingConfig
+from train.objectives import (
+    Distillation,
+    DistillationConfig,
+    LanguageModelling,
+    RoutedTraining,
+    RoutingConfig,
+)
 from train.packing import Batch, held_out_batches
 from train.tracking import Tracker
 
@@ -42,18 +48,19 @@ CURVE_TOKENS = 4_096
 CALIBRATION_TOKENS = 8_192
 """Training tokens on which the thresholds of routers are set."""
 
+Curve = Callable[[Transformer], dict[str, float]]
+
 
 @dataclass(frozen=True)
-class Beginning:
-    """Names and qualities that are known before training."""
+class Teacher:
+    """The model that another one is trained towards and compared with."""
 
-    teacher: str
-    """The recipe's name of the model that is trained towards."""
-    origin: str
-    """Of the one whose tokenizer the result keeps."""
-    teacher_quality: Quality
+    name: str
+    """In the recipe."""
+    model: Transformer
+    quality: Quality
     before: Quality
-    """Of the smaller model."""
+    """Of the smaller model, before training."""
 
 
 def device() -> "torch.device":
@@ -63,7 +70,7 @@ def device() -> "torch.device":
 
 def held_out_text(context: StageContext, data: "PreparedData", *, max_tokens: int | None = None) -> HeldOut:
     """The text that the stage measures on."""
-    config: Recovery = context.stage.config
+    config: Training = context.stage.config
     return HeldOut.of(data, sequence_length=_sequence_length(context), max_tokens=max_tokens or config.held_out_tokens)
 
 
@@ -83,21 +90,22 @@ def _sequence_length(context: StageContext) -> int:
 def train(
     context: StageContext,
     data: "PreparedData",
-    teacher: Transformer,
-    student: Transformer,
+    model: Transformer,
+    objective: LanguageModelling | Distillation,
     *,
+    curve: Curve | None = None,
     folder: Path | None = None,
     tokens: int | None = None,
     routing: RoutingConfig | None = None,
 ) -> TrainingResult:
-    """Trains `student` in place in all processes, in the stage's folder or another, as far as the budget says.
+    """Trains `model` in place in all processes, in the stage's folder or another, as far as the budget says.
 
-    Routers, where the student has some, go on at their capacity, or learn as `routing` says; then their thresholds are
+    Routers, where the model has some, go on at their capacity, or learn as `routing` says; then their thresholds are
     set anew.
 
     Raises RunInterrupted after a signal, StageFailed when training diverged.
     """
-    config: Recovery = context.stage.config
+    config: Training = context.stage.config
     settings = replace(training_config(config), tokens=tokens or config.tokens)
     tracker = Tracker(
         folder or context.folder,
@@ -107,19 +115,18 @@ def train(
         group=context.recipe.name,
         config=asdict(config),
     )
-    objective = Distillation(teacher, DistillationConfig(**asdict(config.loss)))
-    mixture = student.config.mixture_of_depths
+    mixture = model.config.mixture_of_depths
     if routing is None and mixture is not None:
         routing = RoutingConfig(mixture.capacity, anneal_fraction=0.0)
     trainer = Trainer(
-        student,
+        model,
         objective if routing is None else RoutedTraining(objective, routing),
         data.train,
         settings,
         folder=folder or context.folder,
         sequence_length=_sequence_length(context),
         tracker=tracker,
-        evaluate=_curve(context, data, teacher) if config.evaluate_every_tokens else None,
+        evaluate=curve,
     )
     log.info("training on %s tokens in %d steps", f"{settings.tokens:,}", settings.steps)
     try:
@@ -133,7 +140,7 @@ def train(
             f"{context.stage.name} is saved at step {training.steps} of {settings.steps}; "
             "the same command goes on from here"
         )
-    calibrate_student(context, data, student)
+    calibrate_student(context, data, model)
     return training
 
 
@@ -143,12 +150,20 @@ def training_config(stage: Training) -> TrainingConfig:
     return TrainingConfig(**{name: getattr(stage, name) for name in names})
 
 
-def _curve(
-    context: StageContext, data: "PreparedData", teacher: Transformer
-) -> Callable[[Transformer], dict[str, float]]:
-    """What the loop calls now and then: held-out figures of the student as it would be published now."""
-    held_out = held_out_text(context, data, max_tokens=min(CURVE_TOKENS, context.stage.config.held_out_tokens))
-    reference = held_out.states(teacher)
+def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:
+    """What a recipe's `loss` says: the text alone, or a teacher's distribution at each of its positions."""
+    if loss.kind == "cross_entropy":
+        return LanguageModelling()
+    return Distillation(teacher, DistillationConfig(**asdict(loss)))
+
+
+def curve_of(context: StageContext, data: "PreparedData", teacher: Transformer | None = None) -> Curve | None:
+    """What the loop calls now and then: held-out figures of the model as it would be published now."""
+    config: Training = context.stage.config
+    if config.evaluate_every_tokens is None:
+        return None
+    held_out = held_out_text(context, data, max_tokens=min(CURVE_TOKENS, config.held_out_tokens))
+    reference = None if teacher is None else held_out.states(teacher)
 
     def measure(model: Transformer) -> dict[str, float]:
         quality = held_out.quality(published_form(context, data, model), reference)
@@ -181,30 +196,30 @@ def calibrate_student(context: StageContext, data: "PreparedData", student: Tran
 def finish(
     context: StageContext,
     data: "PreparedData",
-    teacher: Transformer,
-    student: Transformer,
+    model: Transformer,
     *,
-    beginning: Beginning,
+    tokenizer: Tokenizer,
     training: TrainingResult,
     details: Mapping[str, Any],
+    teacher: Teacher | None = None,
 ) -> Result:
     """Writes the candidate, measures it, and publishes it if parity and gate allow. For the main process."""
-    config: Recovery = context.stage.config
+    config: Training = context.stage.config
     candidate = context.folder / "candidate"
     shutil.rmtree(candidate, ignore_errors=True)
-    save_model(student, candidate, dtype=PUBLISHED_DTYPE)
-    Tokenizer.load(context.inputs[beginning.origin].folder).save(candidate)
+    save_model(model, candidate, dtype=PUBLISHED_DTYPE)
+    tokenizer.save(candidate)
     log.info("measuring %s after training", config.out)
     held_out = held_out_text(context, data)
-    model = load_model(candidate, dtype=PUBLISHED_DTYPE, device=teacher.device)
-    after = held_out.quality(model, held_out.states(teacher))
-    reports = [
-        describe_model(beginning.teacher, teacher, beginning.teacher_quality),
-        replace(describe_model(f"{config.out}, before", model, beginning.before), same_shape_as=config.out),
-        describe_model(config.out, model, after),
-    ]
-    parity = check_parity(candidate, held_out.batches, teacher.device)
-    checks = check_gate(config.gate, after, beginning.before)
+    published = load_model(candidate, dtype=PUBLISHED_DTYPE, device=model.device)
+    after = held_out.quality(published, None if teacher is None else held_out.states(teacher.model))
+    reports = [describe_model(config.out, published, after)]
+    if teacher is not None:
+        before = describe_model(f"{config.out}, before", published, teacher.before)
+        parent = describe_model(teacher.name, teacher.model, teacher.quality)
+        reports = [parent, replace(before, same_shape_as=config.out), *reports]
+    parity = check_parity(candidate, held_out.batches, model.device)
+    checks = check_gate(config.gate, after, None if teacher is None else teacher.before)
     for check in checks:
         log.info("%s", describe(check))
     output = None
@@ -213,6 +228,7 @@ def finish(
             lambda folder: _move_files(candidate, folder),
             reports=reports,
             gates={"parity": asdict(parity), **{check.name: asdict(check) for check in checks}},
+            elsewhere=published.config.opens_elsewhere,
         )
     return context.result(
         output=output,

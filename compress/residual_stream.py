@@ -1,0 +1,67 @@
+"""A batch on its way through the layers of a model, one layer at a time: what calibration works on.
+
+Legend: T tokens, D hidden size, Hq query heads, d head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.depth import PackedBatch
+from model.attention import PackedAttention
+from model.layers import DecoderLayer
+from model.transformer import Transformer
+
+
+class ResidualStream:
+    """What the layers so far have made of one batch, on the model's device."""
+
+    @torch.no_grad()
+    def __init__(self, model: Transformer, batch: PackedBatch) -> None:
+        tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
+        self._delta: Tensor = model.model.embed_tokens(tokens)
+        self._residual: Tensor | None = None
+        self._rotary, self._attention = model.rotary(positions), PackedAttention(model.config, cu_seqlens)
+
+    @property
+    def value(self) -> Tensor:
+        """The stream before the next layer, `[T, D]` fp64."""
+        return self._delta.double() if self._residual is None else self._delta.double() + self._residual.double()
+
+    @torch.no_grad()
+    def normed(self, layer: DecoderLayer) -> Tensor:
+        """What the attention of this, the next layer reads, `[T, D]`."""
+        return layer.input_layernorm.add(self._delta, self._residual)[0]
+
+    @torch.no_grad()
+    def attended(self, layer: DecoderLayer) -> Tensor:
+        """What the output projection of this, the next layer reads, `[T, Hq · d]`."""
+        read: list[Tensor] = []
+
+        def observe(_: Any, arguments: tuple[Tensor]) -> None:
+            read.append(arguments[0])
+
+        hook = layer.self_attn.o_proj.register_forward_pre_hook(observe)
+        try:
+            layer.self_attn(self.normed(layer), self._rotary, self._attention)
+        finally:
+            hook.remove()
+        return read[0]
+
+    @torch.no_grad()
+    def pass_on(self, layer: DecoderLayer) -> None:
+        """Goes through the next layer."""
+        self._delta, self._residual = layer(self._delta, self._residual, rotary=self._rotary, attention=self._attention)
+
+    @property
+    def before_mlp(self) -> Tensor:
+        """The stream between attention and MLP of the last layer, `[T, D]`; ValueError behind a layer with a router."""
+        if self._residual is None:
+            raise ValueError("a layer with a router has no one place between its attention and its MLP")
+        return self._residual
+
+
+def layers_of(model: Transformer) -> list[DecoderLayer]:
+    """The layers in order, under their own type."""
+    return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]

@@ -1,0 +1,62 @@
+"""Stage `pretrain`: a model of a given shape, trained on text from fresh weights.
+
+initialize → train → measure
+"""
+
+from dataclasses import replace
+
+from model.config import ARCHITECTURES, ConfigError, ModelConfig
+from model.transformer import Transformer
+from pipeline.errors import UserError
+from pipeline.result import Result
+from pipeline.schema import Architecture, Pretrain
+from pipeline.stages.context import StageContext, stage_tokenizer
+from pipeline.stages.training import curve_of, finish, train
+from train.objectives import LanguageModelling
+
+
+def run(context: StageContext) -> Result | None:
+    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    config: Pretrain = context.stage.config
+    tokenizer = stage_tokenizer(config, context.inputs)
+    shape = replace(
+        model_config(config.architecture, tokenizer.vocab_size),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=tokenizer.eos_token_ids,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Transformer(shape)
+    model.initialize(config.seed)
+    data = context.data(config.data, tokenizer)
+    training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
+    if not context.processes.is_main:
+        return None
+    return finish(context, data, model, tokenizer=tokenizer, training=training, details={})
+
+
+def model_config(shape: Architecture, vocab_size: int) -> ModelConfig:
+    """All but the tokenizer's special tokens; what belongs to the family is as in any model of it. Raises UserError."""
+    heads = shape.query_heads
+    if shape.head_dim is None and shape.hidden_size % heads:
+        raise UserError(
+            f"pretrain: hidden_size {shape.hidden_size} is no multiple of {heads} query_heads; set head_dim."
+        )
+    try:
+        return ModelConfig.from_hf(
+            {
+                "architectures": [ARCHITECTURES[shape.family]],
+                "vocab_size": vocab_size,
+                "hidden_size": shape.hidden_size,
+                "intermediate_size": shape.intermediate_size,
+                "num_hidden_layers": shape.layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": shape.kv_heads,
+                "head_dim": shape.head_dim,
+                "max_position_embeddings": shape.max_position_embeddings,
+                "rope_theta": shape.rope_theta,
+                "tie_word_embeddings": shape.tie_word_embeddings,
+                "initializer_range": shape.initializer_range,
+            }
+        )
+    except ConfigError as error:
+        raise UserError(f"pretrain: {error}") from None
