@@ -75,7 +75,7 @@ def grid_chart(title: str, rows: Sequence[Sequence[int]], *, row_name: str, colu
     if not rows:
         return ""
     columns = max(len(row) for row in rows)
-    cell = min(22.0, (WIDTH - LEFT - RIGHT) / columns)
+    cell = min(22.0, (BAR_WIDTH - LEFT - RIGHT) / columns)
     height = len(rows) * 9 + TOP + BOTTOM
     parts = []
     for y, row in enumerate(rows):
@@ -88,7 +88,7 @@ def grid_chart(title: str, rows: Sequence[Sequence[int]], *, row_name: str, colu
     last = TOP + len(rows) * 9 - 2
     parts.append(f'<text class="tick" x="{LEFT - 8}" y="{last}" text-anchor="end">{len(rows) - 1}</text>')
     parts.append(f'<text class="label" x="{LEFT}" y="{last + 24}">{escape(column_name)} 0 … {columns - 1}</text>')
-    return figure(title, parts, box=(WIDTH, height))
+    return figure(title, parts, box=(BAR_WIDTH, height))
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -241,6 +241,10 @@ class Gqa(Recovery):
     """Training tokens on which heads are compared and projections are fitted."""
     long_context: LongContext = field(default_factory=LongContext)
 
+    def layer_kv_heads(self, num_layers: int) -> tuple[int, ...]:
+        """KV heads for each layer; one number stands for all of them."""
+        return self.kv_heads * num_layers if len(self.kv_heads) == 1 else self.kv_heads
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -272,9 +276,7 @@ class Qlora(Training):
 
     model: str = _setting(refers="model")
     """The base; it is quantized here."""
-    data: str = _setting(refers="data")
     out: str = "adapted"
-    """Name under which later stages find the result."""
     adapter: Adapter = field(default_factory=Adapter)
     quantization: str = _setting("nf4", choices=("nf4", "none"))
     """Of the base; none trains the same adapter on the bf16 base."""
@@ -291,9 +293,6 @@ class Qlora(Training):
     max_grad_norm: float = _setting(0.3, range=POSITIVE)
     optimizer: str = _setting("paged_adamw", choices=("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"))
     activation_checkpointing: bool = True
-    held_out_tokens: int = _setting(8_192, count=True, range=(16, 1e12))
-    """Held-out tokens that quality is measured on, before and after."""
-    gate: Gate = field(default_factory=Gate)
 
 
 @dataclass(frozen=True)

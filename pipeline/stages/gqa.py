@@ -112,6 +112,8 @@ def _check(model: ModelConfig, config: Gqa) -> None:
             check_convertible(model, kv_heads_of(config, model), method)
     except GroupingError as error:
         raise UserError(f"gqa: {error}") from None
+    if model.mixture_of_depths is not None and any(method.endswith(REFIT) for method in _methods(config)):
+        raise UserError(f"gqa: {config.model} has routers; {REFIT} fits only models whose layers every token passes.")
 
 
 def kv_heads_of(config: Gqa, model: ModelConfig) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Stage `mod`: a model some of whose layers are entered by selected tokens alone, recovered towards its dense parent.
 
-    choose layers → fit routers → measure, beside random routing → train → thresholds → recovery's end → time
+    choose layers → fit routers → measure, beside random routing → train → thresholds → measure, publish → time
 
 What is measured and timed follows the served rule, a threshold on each token's own score.
 """
