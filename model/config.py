@@ -116,8 +116,6 @@ class ModelConfig:
     layer_kv_heads: tuple[int, ...] = ()
     """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
     mixture_of_depths: MixtureOfDepths | None = None
-    layer_kv_heads: tuple[int, ...] = ()
-    """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
 
     def __post_init__(self) -> None:
         if self.family not in ARCHITECTURES:

@@ -15,7 +15,6 @@ from model.config import ModelConfig
 from model.lora import LoraConfig
 from pipeline.errors import UserError
 from pipeline.schema import Distill, Gqa, Mod, Pretrain, Qlora, Recipe, Training
-from pipeline.stages.gqa import kv_heads_of
 from pipeline.stages.pretrain import model_config
 from pipeline.stages.teacher import read_config
 from pipeline.stages.training import lora_config, training_config
@@ -72,7 +71,7 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
         return Setup(_pruned(stage, shapes[stage.student.origin]), training, teacher=shapes[stage.teacher])
     if isinstance(stage, Gqa):
         parent = shapes[stage.model]
-        return Setup(parent.with_kv_heads(kv_heads_of(stage, parent)), training, teacher=parent)
+        return Setup(parent.with_kv_heads(stage.layer_kv_heads(parent.num_layers)), training, teacher=parent)
     if isinstance(stage, Pretrain):
         return Setup(model_config(stage.architecture, shapes[stage.tokenizer]), training)
     if isinstance(stage, Mod):  # as much as without routers: early in training every token passes

@@ -109,16 +109,11 @@ def run(context: StageContext) -> Result | None:
 def _check(model: ModelConfig, config: Gqa) -> None:
     try:
         for method in _groupings(config):
-            check_convertible(model, kv_heads_of(config, model), method)
+            check_convertible(model, config.layer_kv_heads(model.num_layers), method)
     except GroupingError as error:
         raise UserError(f"gqa: {error}") from None
     if model.mixture_of_depths is not None and any(method.endswith(REFIT) for method in _methods(config)):
         raise UserError(f"gqa: {config.model} has routers; {REFIT} fits only models whose layers every token passes.")
-
-
-def kv_heads_of(config: Gqa, model: ModelConfig) -> tuple[int, ...]:
-    """For each layer; one number stands for all of them."""
-    return config.kv_heads * model.num_layers if len(config.kv_heads) == 1 else config.kv_heads
 
 
 def _methods(config: Gqa) -> list[str]:
@@ -144,7 +139,7 @@ def _calibrate(context: StageContext, data: "PreparedData", parent: Transformer)
         return
     log.info("comparing heads on %s tokens", f"{config.calibration_tokens:,}")
     text = training_text(context, data, config.calibration_tokens)
-    kv_heads = kv_heads_of(config, parent.config)
+    kv_heads = config.layer_kv_heads(parent.config.num_layers)
     units = [num_units(parent.config, layer, wanted) for layer, wanted in enumerate(kv_heads)]
     found = head_moments(parent, text, units, skip=known)
     for layer, moments in enumerate(found):
@@ -275,7 +270,7 @@ def _capacity(parent: ModelConfig, config: Gqa) -> dict[str, Any]:
     """Sequences whose keys and values fit the memory, before and after."""
     settings, itemsize = config.long_context, PUBLISHED_DTYPE.itemsize
     tokens = settings.context_tokens + settings.new_tokens
-    after = parent.with_kv_heads(kv_heads_of(config, parent))
+    after = parent.with_kv_heads(config.layer_kv_heads(parent.num_layers))
     return {
         "cache_gib": settings.cache_gib,
         "tokens": tokens,
