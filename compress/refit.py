@@ -6,7 +6,8 @@ stream after this layer's attention and S the converted model's before it [T, D]
     W = argmin ‖X W + S − R‖² + λ ‖W − W₀‖²  =  (XᵀX + λ I)⁻¹ (Xᵀ (R − S) + λ W₀)
 
 S is what the layers before, fitted already, have made of the text, so each layer also makes up for their errors. λ
-keeps W where the text says little. Sums and solution are in fp64.
+keeps W where the text says little. Sums and solution are in fp64. It pays where no training follows: on SmolLM2-135M a
+few steps of distillation bring models with and without it to the same loss.
 
 Legend: T tokens, D hidden size, Hq query heads, d head dim.
 """
@@ -25,7 +26,9 @@ RIDGE = 0.1
 
 
 def refit_outputs(model: Transformer, parent: Transformer, batches: Sequence[PackedBatch]) -> None:
-    """Changes `o_proj` of every layer of `model` in place; both models lie on one device."""
+    """Changes `o_proj` of every layer of `model` in place; both models lie on one device. ValueError with routers."""
+    if parent.config.mixture_of_depths is not None:
+        raise ValueError("output projections can be fitted again only where every token passes every layer")
     streams = [(ResidualStream(model, batch), ResidualStream(parent, batch)) for batch in batches]
     for layer, parent_layer in zip(layers_of(model), layers_of(parent), strict=True):
         _refit(layer, parent_layer, streams)
@@ -43,7 +46,8 @@ def _refit(
     squares, products = start.new_zeros(len(start), len(start)), torch.zeros_like(start)
     for own, parents in streams:
         heads = own.attended(layer).double()
-        wanted = parents.pass_on(parent_layer).double() - own.value
+        parents.pass_on(parent_layer)
+        wanted = parents.before_mlp.double() - own.value
         if projection.bias is not None:
             wanted -= projection.bias.double()
         squares += heads.T @ heads

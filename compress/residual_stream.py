@@ -50,9 +50,15 @@ class ResidualStream:
         return read[0]
 
     @torch.no_grad()
-    def pass_on(self, layer: DecoderLayer) -> Tensor:
-        """Goes through the next layer. Returns the stream between its attention and its MLP, `[T, D]`."""
+    def pass_on(self, layer: DecoderLayer) -> None:
+        """Goes through the next layer."""
         self._delta, self._residual = layer(self._delta, self._residual, rotary=self._rotary, attention=self._attention)
+
+    @property
+    def before_mlp(self) -> Tensor:
+        """The stream between attention and MLP of the last layer, `[T, D]`; ValueError behind a layer with a router."""
+        if self._residual is None:
+            raise ValueError("a layer with a router has no one place between its attention and its MLP")
         return self._residual
 
 

@@ -172,7 +172,7 @@ def model_card(
         + (
             "The folder also opens in transformers (`AutoModelForCausalLM.from_pretrained`) and vLLM."
             if elsewhere
-            else "Only potstill reads it: no other tool knows layers with different numbers of KV heads."
+            else "Only potstill reads it: no other tool knows layers such as some of its own."
         ),
     ]
     return "\n\n".join(sections) + "\n"

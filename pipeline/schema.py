@@ -233,7 +233,7 @@ class Gqa(Recovery):
     layers differ, only potstill reads the result: Llama's config.json has one number."""
     method: str = _setting("subspace", choices=METHODS)
     """How heads become one, as in compress/gqa.py; with `+refit` the output projections are fitted again after it, as
-    in compress/refit.py."""
+    in compress/refit.py: for models that are hardly trained afterwards."""
     compare: tuple[str, ...] = _setting((), choices=METHODS)
     """Methods to show beside each other, right after conversion and after `compare_tokens` of the same training."""
     compare_tokens: int = _setting(8_192, count=True, range=COUNTS)

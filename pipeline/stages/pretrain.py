@@ -40,7 +40,7 @@ def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> Mod
         return ModelConfig.from_hf(
             {
                 "architectures": [ARCHITECTURES[shape.family]],
-                "vocab_size": tokenizer.vocab_size,
+                "vocab_size": shape.vocab_size or tokenizer.vocab_size,
                 "hidden_size": shape.hidden_size,
                 "intermediate_size": shape.intermediate_size,
                 "num_hidden_layers": shape.layers,

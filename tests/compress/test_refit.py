@@ -19,10 +19,15 @@ TEXT = [*texts(300, 200), *texts(400, 100)]
 def distances(model: Transformer, parent: Transformer) -> list[float]:
     """How far the streams lie apart behind each layer's attention, squared and summed over the text."""
     pairs = [(ResidualStream(model, text), ResidualStream(parent, text)) for text in TEXT]
-    return [
-        sum(float((own.pass_on(one) - other.pass_on(two)).double().square().sum()) for own, other in pairs)
-        for one, two in zip(layers_of(model), layers_of(parent), strict=True)
-    ]
+    found = []
+    for one, two in zip(layers_of(model), layers_of(parent), strict=True):
+        total = 0.0
+        for own, other in pairs:
+            own.pass_on(one)
+            other.pass_on(two)
+            total += float((own.before_mlp - other.before_mlp).double().square().sum())
+        found.append(total)
+    return found
 
 
 def test_the_parent_itself_stays_as_it_is() -> None:

@@ -16,9 +16,11 @@ from pipeline.recipe import RecipeError, load_recipe
 from pipeline.result import Result
 from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
+from pipeline.schema import Architecture
+from pipeline.stages.pretrain import model_config
 from tests.compare import check_close
 from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
-from tests.tiny import full_logits
+from tests.tiny import full_logits, tiny_config
 
 SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "layers": 2, "query_heads": 4, "kv_heads": 4}
 STAGE = {
@@ -101,6 +103,13 @@ def test_the_same_recipe_gives_the_same_weights(finished: tuple[Path, list[Resul
     run(tmp_path, {"pretrain": STAGE})
     once, again = (home / "run" / "01-pretrain" / "model" / "model.safetensors" for home in (finished[0], tmp_path))
     assert once.read_bytes() == again.read_bytes()
+
+
+def test_its_shape_is_known_before_the_tokenizer_is_read() -> None:
+    whole = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "query_heads": 4, "kv_heads": 4}
+    words = tiny_config(vocab_size=512)
+    assert model_config(Architecture(**whole), words).vocab_size == 512
+    assert model_config(Architecture(**whole, vocab_size=300), words).vocab_size == 300
 
 
 @pytest.mark.parametrize(
