@@ -71,13 +71,13 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
         return Setup(_pruned(stage, shapes[stage.student.origin]), training, teacher=shapes[stage.teacher])
     if isinstance(stage, Gqa):
         parent = shapes[stage.model]
-        return Setup(parent.with_kv_heads(stage.layer_kv_heads(parent.num_layers)), training, teacher=parent)
+        narrow = parent.with_kv_heads(stage.layer_kv_heads(parent.num_layers))
+        return Setup(narrow, training, teacher=parent, adapter=_merged_adapter(stage))
     if isinstance(stage, Pretrain):
         return Setup(model_config(stage.architecture, shapes[stage.tokenizer]), training)
     if isinstance(stage, Mod):  # as much as without routers: early in training every token passes
         parent = shapes[stage.model]
-        adapter = LoraConfig(rank=stage.adapter_rank) if stage.train == "adapters" else None
-        return Setup(parent, training, teacher=parent, adapter=adapter)
+        return Setup(parent, training, teacher=parent, adapter=_merged_adapter(stage))
     if isinstance(stage, Qlora):
         return Setup(
             shapes[stage.model],
@@ -87,6 +87,11 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
             double_quantization=stage.double_quantization,
         )
     raise UserError(f"There is no memory plan for a stage of the kind {type(stage).__name__.lower()}.")
+
+
+def _merged_adapter(stage: Gqa | Mod) -> LoraConfig | None:
+    """What is trained in place of the weights themselves, if the stage says so."""
+    return LoraConfig(rank=stage.adapter_rank) if stage.train == "adapters" else None
 
 
 def _pruned(stage: Distill, config: ModelConfig) -> ModelConfig:

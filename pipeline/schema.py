@@ -236,6 +236,10 @@ class Gqa(Recovery):
     in compress/refit.py: for models that are hardly trained afterwards."""
     compare: tuple[str, ...] = _setting((), choices=METHODS)
     """Methods to show beside each other, right after conversion and after `compare_tokens` of the same training."""
+    train: str = _setting("full", choices=("adapters", "full"))
+    """What is trained after conversion: adapters that are merged in the end, or everything."""
+    adapter_rank: int = _setting(64, range=(1, 10_000))
+    """Of those adapters, which are on all projections."""
     compare_tokens: int = _setting(8_192, count=True, range=COUNTS)
     calibration_tokens: int = _setting(16_384, count=True, range=COUNTS)
     """Training tokens on which heads are compared and projections are fitted."""

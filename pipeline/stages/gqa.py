@@ -28,9 +28,11 @@ from compress.gqa import (
     num_units,
     plan_layer,
 )
+from compress.lora import inject, merge
 from compress.refit import refit_outputs
 from model.checkpoint import load_config, load_model
 from model.config import ModelConfig
+from model.lora import LoraConfig
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -81,11 +83,13 @@ def run(context: StageContext) -> Result | None:
     data = context.data(config.data, Tokenizer.load(source))
     parent = load_model(source, dtype=PUBLISHED_DTYPE, device=device())
     start, uptrained = _compare(context, data, parent)
-    student = _converted(context, load_model(source), config.method)
+    student = _trainable(context, config.method)
     objective, curve = objective_of(config.loss, parent), curve_of(context, data, parent)
     training = train(context, data, student, objective, curve=curve)
     if not context.processes.is_main:
         return None
+    if config.train == "adapters":
+        student = merge(student, dtype=torch.float32)
     details = {
         "method": config.method,
         "groups": [plan.groups for plan in _load_plans(context, config.method)],
@@ -218,6 +222,15 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     staging.rename(path)
 
 
+def _trainable(context: StageContext, method: str) -> Transformer:
+    """The converted model with what the recipe leaves trainable."""
+    config: Gqa = context.stage.config
+    student = _converted(context, load_model(context.inputs[config.model].folder), method)
+    if config.train == "adapters":
+        inject(student, LoraConfig(rank=config.adapter_rank), seed=config.seed)
+    return student
+
+
 # --- measurement -----------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +269,7 @@ def _uptrain_briefly(
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)
         log.info("uptraining %s for comparison", method)
-        student = _converted(context, load_model(context.inputs[config.model].folder), method)
+        student = _trainable(context, method)
         objective = objective_of(config.loss, parent)
         train(context, data, student, objective, folder=folder, tokens=config.compare_tokens)
         if measure is not None:

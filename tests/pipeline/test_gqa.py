@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from model.artifact import open_artifact
+from model.checkpoint import load_model
+from model.lora import adapted_layers
 from pipeline.errors import UserError
 from pipeline.processes import Processes
 from pipeline.recipe import load_recipe
@@ -59,8 +61,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 
 def test_it_publishes_a_model_with_fewer_heads_that_transformers_reads(finished: tuple[Path, Result]) -> None:
-    from model.checkpoint import load_model
-
     home, result = finished
     folder = home / "run" / "01-gqa" / "model"
     assert open_artifact(folder).digest == result.output
@@ -83,8 +83,6 @@ def served_pages(folder: Path) -> tuple[int, int]:
 
 def greedy(folder: Path, prompt: list[int], new_tokens: int) -> list[int]:
     """As the trainer's model continues, one forward over the whole text a token."""
-    from model.checkpoint import load_model
-
     model, tokens = load_model(folder, dtype=torch.float32), list(prompt)
     for _ in range(new_tokens):
         tokens.append(int(full_logits(model, tokens)[-1].argmax()))
@@ -120,6 +118,15 @@ def test_each_layer_may_have_its_own_number(tmp_path: Path) -> None:
     assert "Only potstill reads it" in (folder / "README.md").read_text()
     with pytest.raises(Exception, match="num_key_value_heads"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_adapters_recover_it_too_and_end_merged(tmp_path: Path) -> None:
+    result = run(tmp_path, train="adapters", adapter_rank=4, compare=[])[-1]
+    _, before, after = (row.quality for row in result.models)
+    assert before and after and after.nll.value < before.nll.value
+    folder = tmp_path / "run" / "01-gqa" / "model"
+    assert not adapted_layers(load_model(folder)) and not (folder / "adapter_config.json").exists()
+    assert result.models[-1].parameters == load_model(folder).config.num_parameters()
 
 
 def test_it_says_what_was_lost_and_what_came_back(finished: tuple[Path, Result]) -> None:
