@@ -25,17 +25,14 @@ def estimate(means: Sequence[float], weights: Sequence[float]) -> Estimate:
 
 def check_gate(gate: Gate, quality: Quality, before: Quality | None = None) -> tuple[Check, ...]:
     """Compares every bound that the recipe sets. A value that was not measured, or is not finite, fails its bound."""
-    kl_ratio = perplexity_ratio = None
+    kl_ratio = None
     if quality.kl and before and before.kl and before.kl.value > 0:
         margin = None if quality.kl.margin is None else quality.kl.margin / before.kl.value
         kl_ratio = Estimate(quality.kl.value / before.kl.value, margin)
-    if before:
-        perplexity_ratio = _perplexity_ratio(quality, before)
     upper = {
         "max_kl": quality.kl,
         "max_kl_ratio": kl_ratio,
         "max_bits_per_byte": quality.bits_per_byte,
-        "max_perplexity_ratio": perplexity_ratio,
     }
     lower = {"min_acceptance": quality.acceptance, "min_agreement": quality.agreement}
     bounds = [(name, measured, True) for name, measured in upper.items()]
@@ -45,12 +42,6 @@ def check_gate(gate: Gate, quality: Quality, before: Quality | None = None) -> t
         for name, measured, is_upper in bounds
         if getattr(gate, name) is not None
     )
-
-
-def _perplexity_ratio(quality: Quality, before: Quality) -> Estimate:
-    """Both on the same text: its margin is taken from the model alone, which is more than that of the difference."""
-    ratio = math.exp(quality.nll.value - before.nll.value)
-    return Estimate(ratio, None if quality.nll.margin is None else ratio * quality.nll.margin)
 
 
 def check_bound(name: str, measured: Estimate | None, bound: float, *, is_upper: bool = True) -> Check:

@@ -105,8 +105,6 @@ class Gate:
     """Fraction of positions where both put the same token first."""
     max_bits_per_byte: float | None = _setting(None, range=POSITIVE)
     """Loss on the text itself, bits a UTF-8 byte."""
-    max_perplexity_ratio: float | None = _setting(None, range=POSITIVE)
-    """Perplexity on the text, divided by its value before training."""
 
 
 @dataclass(frozen=True)
