@@ -26,6 +26,7 @@ from bench.kernel_quantized import (
     quantized_int8,
     quantized_nf4,
 )
+from bench.kernel_quantized_fused import quantized_fused
 from bench.kernel_routing import sampling_routing
 from bench.kernel_sampling import sampling_tokens
 
@@ -47,6 +48,7 @@ PARTS: dict[str, Part] = {
         quantized_int8,
         quantized_fp8,
         quantized_backward,
+        quantized_fused,
         losses_cross_entropy,
         losses_distillation,
         sampling_tokens,
@@ -57,5 +59,5 @@ PARTS: dict[str, Part] = {
 
 
 def parts_named(wanted: str) -> list[str]:
-    """The part of this name, else all whose names begin with it and an underscore: `quantized` means five."""
+    """The part of this name, else all whose names begin with it and an underscore: `quantized` means six."""
     return [wanted] if wanted in PARTS else [name for name in PARTS if name.startswith(f"{wanted}_")]

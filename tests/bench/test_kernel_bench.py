@@ -316,7 +316,7 @@ def test_long_rounds_are_fewer() -> None:
 def test_a_family_of_parts_has_a_name() -> None:
     assert kernel_parts.parts_named("decode") == ["decode"]
     assert kernel_parts.parts_named("losses") == ["losses_cross_entropy", "losses_distillation"]
-    assert len(kernel_parts.parts_named("quantized")) == 5 and not kernel_parts.parts_named("quant")
+    assert len(kernel_parts.parts_named("quantized")) == 6 and not kernel_parts.parts_named("quant")
 
 
 def test_memory_is_compared_and_shown() -> None:
