@@ -199,10 +199,18 @@ class FlashInferSampling:
     def chain_speculative_sampling(
         draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor, *, seed: Tensor, offset: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rejects the first draft where it can."""
+        """Rejects every draft that it may; then takes what the target prefers most over the draft."""
         assert draft_token_ids.dtype == torch.int32 and draft_probs.shape[1] + 1 == target_probs.shape[1]
         ids = torch.full((len(draft_token_ids), target_probs.shape[1]), -1, dtype=torch.int32)
-        ids[:, 0] = (target_probs[:, 0] - draft_probs[:, 0]).argmax(dim=-1)
+        for row, tokens in enumerate(draft_token_ids.tolist()):
+            for place, token in enumerate(tokens):
+                left = target_probs[row, place] - draft_probs[row, place]
+                if left[token] < 0:
+                    break
+                ids[row, place] = token
+            else:
+                place, left = len(tokens), target_probs[row, -1]
+            ids[row, place] = left.argmax()
         return ids, ids[:, 0], ids[:, 0]
 
 
