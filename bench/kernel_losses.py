@@ -89,13 +89,13 @@ class LossInputs:
 
     @classmethod
     def random(cls, shape: LossShape, device: torch.device) -> "LossInputs":
-        """Logits of a standard deviation of 1: bf16 then holds them about as well as its products."""
+        """Logits of a standard deviation of ½: larger ones lose in bf16 about as much as the bound allows."""
 
         def hidden_and_head(size: int) -> tuple[Tensor, Tensor]:
             hidden, head = (
                 torch.randn(rows, size, device=device, dtype=BF16) for rows in (shape.tokens, shape.vocabulary)
             )
-            return hidden, head.mul_(max(size, 1) ** -0.5)
+            return hidden, head.mul_(0.5 * max(size, 1) ** -0.5)
 
         labels = torch.randint(0, shape.vocabulary, (shape.tokens,), device=device)
         return cls(*hidden_and_head(shape.student), *hidden_and_head(shape.teacher), labels)
