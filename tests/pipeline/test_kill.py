@@ -31,7 +31,7 @@ def test_a_killed_stage_goes_on_to_the_same_weights(
         whole = nursery.run(reference.arguments(*SETTINGS, drop=ONLY))
         assert whole["status"] == 0
         kills, phases = 0, set()
-        for attempt in range(4 * KILLS // LIVES):
+        for attempt in range(12 * KILLS // LIVES):  # a run may be faster than the one that was timed
             if kills >= KILLS:
                 break
             victim = finished_run.copy(home / str(attempt), "00-teacher")
