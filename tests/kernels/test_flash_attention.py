@@ -404,6 +404,7 @@ def test_triton_autocast_attends_in_its_dtype(device: torch.device, small_tiles:
     group=st.integers(1, 3),
 )
 def test_triton_any_lengths(lengths: list[tuple[int, int]], window: int | None, group: int) -> None:
+    torch.manual_seed(0)  # a case has the same numbers whenever it is tried
     if torch.cuda.is_available():
         check_triton(torch.device("cuda"), *any_case(lengths, group), window=window)
         return
