@@ -1,6 +1,5 @@
 """Stage `gqa` on a tiny teacher: what it publishes, compares, reports, and how it goes on after an interruption."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,11 @@ from model.artifact import open_artifact
 from model.checkpoint import load_model
 from model.lora import adapted_layers
 from pipeline.errors import UserError
-from pipeline.processes import Processes
-from pipeline.recipe import load_recipe
 from pipeline.report import render
 from pipeline.result import Result
-from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
 from tests.compare import check_close
-from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
+from tests.pipeline.tiny_run import run_stages
 from tests.tiny import full_logits
 
 STAGE = {
@@ -41,17 +37,7 @@ STAGE = {
 
 
 def run(home: Path, **changes: object) -> list[Result]:
-    if not (home / "teacher").exists():
-        write_teacher(home / "teacher")
-        write_text(home / "text")
-    overrides = [
-        f"stages={json.dumps([{'gqa': STAGE | changes}])}",
-        "serve={model: narrow}",
-        f"models.teacher.from={home / 'teacher'}",
-        f"data.text.source={home / 'text'}",
-    ]
-    recipe = load_recipe(RECIPE, overrides)
-    return run_recipe(recipe, RunFolder(home / "run"), cache=home / "cache", processes=Processes())
+    return run_stages(home, {"gqa": STAGE | changes}, serve="narrow")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Stage `mod` on a tiny teacher: what it publishes, measures and reports, and that it goes on where it stopped."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,12 @@ from model.checkpoint import load_config, load_model
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.mod_report import routing_lines
-from pipeline.processes import Processes
-from pipeline.recipe import load_recipe
 from pipeline.report import render
 from pipeline.result import Result
-from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
-from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
+from tests.pipeline.tiny_run import run_stages
 from tests.tiny import full_logits
 
 STAGE = {
@@ -41,17 +37,7 @@ STAGE = {
 
 
 def run(home: Path, *more: dict[str, object], **changes: object) -> list[Result]:
-    if not (home / "teacher").exists():
-        write_teacher(home / "teacher", layers=4)
-        write_text(home / "text")
-    overrides = [
-        f"stages={json.dumps([{'mod': STAGE | changes}, *more])}",
-        "serve={model: routed}",
-        f"models.teacher.from={home / 'teacher'}",
-        f"data.text.source={home / 'text'}",
-    ]
-    recipe = load_recipe(RECIPE, overrides)
-    return run_recipe(recipe, RunFolder(home / "run"), cache=home / "cache", processes=Processes())
+    return run_stages(home, {"mod": STAGE | changes}, *more, serve="routed", layers=4)
 
 
 @pytest.fixture(scope="module")

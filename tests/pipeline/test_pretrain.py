@@ -11,15 +11,12 @@ from model.artifact import open_artifact
 from model.checkpoint import load_model
 from model.tokenizer import Tokenizer
 from pipeline.errors import UserError
-from pipeline.processes import Processes
-from pipeline.recipe import RecipeError, load_recipe
+from pipeline.recipe import RecipeError
 from pipeline.result import Result
-from pipeline.run import run_recipe
-from pipeline.run_folder import RunFolder
 from pipeline.schema import Architecture
 from pipeline.stages.pretrain import model_config
 from tests.compare import check_close
-from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
+from tests.pipeline.tiny_run import run_stages
 from tests.tiny import full_logits, tiny_config
 
 SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "layers": 2, "query_heads": 4, "kv_heads": 4}
@@ -47,17 +44,7 @@ GQA = {name: STAGE[name] for name in ("data", "batch_tokens", "micro_batch_token
 
 
 def run(home: Path, *stages: dict[str, object]) -> list[Result]:
-    if not (home / "teacher").exists():
-        write_teacher(home / "teacher")
-        write_text(home / "text")
-    overrides = [
-        f"models={json.dumps({'words': {'from': str(home / 'teacher')}})}",
-        f"stages={json.dumps(stages)}",
-        "serve={model: parent}",
-        f"data.text.source={home / 'text'}",
-    ]
-    recipe = load_recipe(RECIPE, overrides)
-    return run_recipe(recipe, RunFolder(home / "run"), cache=home / "cache", processes=Processes())
+    return run_stages(home, *stages, serve="parent", called="words")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Stage `qlora` on a tiny teacher: what it publishes, what it refuses, and how each way of merging is judged."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,12 @@ from model.artifact import open_artifact
 from model.checkpoint import is_quantized, load_model
 from model.lora import adapted_layers
 from pipeline.errors import GateRefused, UserError
-from pipeline.processes import Processes
 from pipeline.qlora_report import merge_lines
-from pipeline.recipe import load_recipe
 from pipeline.report import render
 from pipeline.result import Result
-from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
 from tests.compare import check_close
-from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
+from tests.pipeline.tiny_run import run_stages
 from tests.tiny import full_logits
 
 STAGE = {
@@ -37,18 +33,8 @@ STAGE = {
 }
 
 
-def run(home: Path, name: str = "run", **changes: object) -> list[Result]:
-    if not (home / "teacher").exists():
-        write_teacher(home / "teacher")
-        write_text(home / "text")
-    overrides = [
-        f"stages={json.dumps([{'qlora': STAGE | changes}])}",
-        "serve={model: adapted}",
-        f"models.teacher.from={home / 'teacher'}",
-        f"data.text.source={home / 'text'}",
-    ]
-    recipe = load_recipe(RECIPE, overrides)
-    return run_recipe(recipe, RunFolder(home / name), cache=home / "cache", processes=Processes())
+def run(home: Path, folder: str = "run", **changes: object) -> list[Result]:
+    return run_stages(home, {"qlora": STAGE | changes}, serve="adapted", folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -159,15 +145,5 @@ def test_a_rank_of_zero_is_refused(finished: tuple[Path, Result]) -> None:
 def test_a_quantized_base_is_refused(finished: tuple[Path, Result]) -> None:
     home, _ = finished
     with pytest.raises(UserError, match="quantized already"):
-        run_on(home, home / "run" / "01-qlora" / "model" / "base")
-
-
-def run_on(home: Path, folder: Path) -> list[Result]:
-    overrides = [
-        f"stages={json.dumps([{'qlora': STAGE}])}",
-        "serve={model: adapted}",
-        f"models.teacher.from={folder}",
-        f"data.text.source={home / 'text'}",
-    ]
-    recipe = load_recipe(RECIPE, overrides)
-    return run_recipe(recipe, RunFolder(home / "again"), cache=home / "cache", processes=Processes())
+        base = home / "run" / "01-qlora" / "model" / "base"
+        run_stages(home, {"qlora": STAGE}, serve="adapted", teacher=base, folder="again")

@@ -42,6 +42,34 @@ def write_text(folder: Path, *, documents: int = 24, words: int = 160, seed: int
     return folder
 
 
+def run_stages(
+    home: Path,
+    *stages: dict[str, object],
+    serve: str,
+    layers: int = 3,
+    teacher: Path | None = None,
+    called: str = "teacher",
+    folder: str = "run",
+) -> list[Result]:
+    """Runs these stages in `home / folder`, on a teacher and a text that are written into `home` if they are not there.
+
+    `called` is the teacher's name in the recipe, `serve` that of the model which the recipe serves.
+    """
+    teacher = teacher or home / "teacher"
+    if not teacher.exists():
+        write_teacher(teacher, layers=layers)
+    if not (home / "text").exists():
+        write_text(home / "text")
+    overrides = [
+        f"models={json.dumps({called: {'from': str(teacher)}})}",
+        f"stages={json.dumps(stages)}",
+        f"serve={{model: {serve}}}",
+        f"data.text.source={home / 'text'}",
+    ]
+    recipe = load_recipe(RECIPE, overrides)
+    return run_recipe(recipe, RunFolder(home / folder), cache=home / "cache", processes=Processes())
+
+
 def write_teacher(folder: Path, *, seed: int = 0, layers: int = 3) -> Path:
     """A model folder in Hugging Face's layout: 32 wide, 320 tokens, random weights that make clear choices."""
     tokenizer = Tokenizer(models.BPE())
