@@ -22,6 +22,7 @@ from pipeline.schema import Distill
 from pipeline.stages.context import StageContext
 from pipeline.stages.training import (
     Teacher,
+    check_dense,
     curve_of,
     device,
     finish,
@@ -53,6 +54,7 @@ class Start:
 def run(context: StageContext) -> Result | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Distill = context.stage.config
+    check_dense(context, config.student.origin)
     _check_vocabularies(context, config)
     tokenizer = Tokenizer.load(context.inputs[config.teacher].folder)
     data = context.data(config.data, tokenizer)

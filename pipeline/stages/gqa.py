@@ -43,6 +43,7 @@ from pipeline.speed import measure_decoding, prompts_from
 from pipeline.stages.context import StageContext
 from pipeline.stages.training import (
     Teacher,
+    check_dense,
     curve_of,
     device,
     finish,
@@ -79,6 +80,7 @@ def run(context: StageContext) -> Result | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Gqa = context.stage.config
     source = context.inputs[config.model].folder
+    check_dense(context, config.model)
     _check(load_config(source), config)
     data = context.data(config.data, Tokenizer.load(source))
     parent = load_model(source, dtype=PUBLISHED_DTYPE, device=device())

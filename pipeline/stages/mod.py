@@ -42,6 +42,7 @@ from pipeline.stages.context import StageContext
 from pipeline.stages.training import (
     Teacher,
     calibrate_routers,
+    check_dense,
     curve_of,
     device,
     finish,
@@ -83,6 +84,7 @@ def run(context: StageContext) -> Result | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Mod = context.stage.config
     source = context.inputs[config.model].folder
+    check_dense(context, config.model)
     _check(load_config(source), config)
     data = context.data(config.data, Tokenizer.load(source))
     parent = load_model(source, dtype=PUBLISHED_DTYPE, device=device())

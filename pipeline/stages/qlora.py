@@ -19,9 +19,9 @@ import msgspec
 
 from compress.lora import inject, merge, merge_requantized
 from compress.nf4 import quantize_folder
-from model.adapter import BASE_NAME, CONFIG_NAME, save_adapter
+from model.adapter import BASE_NAME, save_adapter
 from model.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
-from model.checkpoint import TensorFiles, is_quantized, load_model, save_model
+from model.checkpoint import TensorFiles, load_model, save_model
 from model.lora import LoraConfig, LoraError, adapted_layers
 from model.quantized import nf4_layers
 from model.tokenizer import Tokenizer
@@ -32,7 +32,16 @@ from pipeline.quality import PUBLISHED_DTYPE, describe_model
 from pipeline.result import Check, ModelReport, Quality, Result, write_atomically
 from pipeline.schema import Qlora
 from pipeline.stages.context import Input, StageContext
-from pipeline.stages.training import curve_of, device, finish, held_out_text, lora_config, train, write_model
+from pipeline.stages.training import (
+    check_dense,
+    curve_of,
+    device,
+    finish,
+    held_out_text,
+    lora_config,
+    train,
+    write_model,
+)
 from train.objectives import LanguageModelling
 
 if TYPE_CHECKING:
@@ -48,16 +57,16 @@ GENERATION_NAME = "generation_config.json"
 class Start:
     """What is known before the first step of training."""
 
-    dense: Quality
-    """Of the model before quantization."""
-    base: Quality
+    rows: tuple[ModelReport, ModelReport]
+    """The model before quantization, and the base that is trained on."""
 
 
 def run(context: StageContext) -> Result | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Qlora = context.stage.config
     source = context.inputs[config.model]
-    _check(source.folder, config)
+    _check(config)
+    check_dense(context, config.model)
     data = context.data(config.data, Tokenizer.load(source.folder))
     base = context.folder / BASE_NAME
     if context.processes.is_main:
@@ -74,11 +83,7 @@ def run(context: StageContext) -> Result | None:
     return _publish(replace(context, inputs=inputs), data, model, adapter, training=training)
 
 
-def _check(source: Path, config: Qlora) -> None:
-    if (source / CONFIG_NAME).exists():
-        raise UserError(f"qlora: {config.model} carries an adapter already; publish it merged to train another one.")
-    if is_quantized(source):
-        raise UserError(f"qlora: {config.model} is quantized already; name the model that it was made from.")
+def _check(config: Qlora) -> None:
     if config.quantization == "none" and config.adapter.init == "loftq":
         raise UserError("qlora: init loftq starts from the quantization error, but quantization is none.")
     if config.quantization == "none" and config.publish == "requantized":
@@ -110,10 +115,10 @@ def _measure_start(context: StageContext, data: "PreparedData", source: Path, ba
         return
     held_out = held_out_text(context, data)
     log.info("measuring the base, on %d batches", len(held_out.batches))
-    dense, frozen = (
-        held_out.quality(load_model(folder, dtype=PUBLISHED_DTYPE, device=device())) for folder in (source, base)
-    )
-    write_atomically(context.folder / START_NAME, msgspec.json.encode(Start(dense, frozen)))
+    names = {context.stage.config.model: source, f"{context.stage.config.out}, before": base}
+    models = {name: load_model(folder, dtype=PUBLISHED_DTYPE, device=device()) for name, folder in names.items()}
+    dense, frozen = (describe_model(name, model, held_out.quality(model)) for name, model in models.items())
+    write_atomically(context.folder / START_NAME, msgspec.json.encode(Start((dense, frozen))))
 
 
 def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, LoraConfig]:
@@ -168,17 +173,9 @@ def _publish(
         write,
         training=training,
         details=details,
-        before=_rows_before(config, start, source, base),
+        before=start.rows,
         more_checks=_merge_checks(merges, config),
     )
-
-
-def _rows_before(config: Qlora, start: Start, source: Path, base: Path) -> list[ModelReport]:
-    dense, frozen = (load_model(folder, dtype=PUBLISHED_DTYPE) for folder in (source, base))
-    return [
-        describe_model(config.model, dense, start.dense),
-        describe_model(f"{config.out}, before", frozen, start.base),
-    ]
 
 
 def _measure_merges(context: StageContext, data: "PreparedData", model: Transformer) -> list[dict[str, Any]]:

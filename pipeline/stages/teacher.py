@@ -7,6 +7,7 @@ only, whatever lay beside it at its origin.
 import logging
 from pathlib import Path
 
+from model.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.checkpoint import load_config, load_model, save_model
 from model.config import ModelConfig
 from model.files import sha256_of
@@ -41,6 +42,8 @@ def import_model(source: ModelSource, folder: Path, cache: Path) -> None:
     if found.is_file():
         import_gguf(found, folder)
         return
+    if (found / ADAPTER_NAME).exists():
+        raise UserError(f"{found} holds an adapter over a base; name a model in which it has been merged.")
     save_model(load_model(found, dtype="auto"), folder)
     Tokenizer.load(found).save(folder)
 
@@ -51,7 +54,7 @@ def report_of(label: str, folder: Path) -> ModelReport:
     return ModelReport(
         label=label,
         parameters=config.num_parameters(),
-        weight_bytes=config.num_parameters() * PUBLISHED_DTYPE.itemsize,
+        weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         kv_bytes_per_token=config.kv_bytes_per_token(PUBLISHED_DTYPE.itemsize),
     )
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.mod import calibrate, set_thresholds
-from model.checkpoint import load_model, save_model
+from model.adapter import CONFIG_NAME as ADAPTER_NAME
+from model.checkpoint import is_quantized, load_model, save_model
 from model.lora import LoraConfig
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
-from pipeline.errors import RunInterrupted, StageFailed
+from pipeline.errors import RunInterrupted, StageFailed, UserError
 from pipeline.gate import check_gate, describe
 from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
 from pipeline.result import Check, ModelReport, Quality, Result
@@ -67,6 +68,15 @@ class Teacher:
 def device() -> "torch.device":
     """Where this process computes: its own GPU, or the CPU."""
     return make_accelerator().device
+
+
+def check_dense(context: StageContext, name: str) -> None:
+    """Raises UserError where a stage is to change weights that are quantized, or wait under an unmerged adapter."""
+    folder, kind = context.inputs[name].folder, context.stage.kind
+    if (folder / ADAPTER_NAME).exists():
+        raise UserError(f"{kind}: {name} carries an adapter already; publish it merged to go on from it.")
+    if is_quantized(folder):
+        raise UserError(f"{kind}: {name} is quantized already; name the model that it was made from.")
 
 
 def held_out_text(context: StageContext, data: "PreparedData", *, max_tokens: int | None = None) -> HeldOut:

@@ -142,8 +142,31 @@ def test_a_rank_of_zero_is_refused(finished: tuple[Path, Result]) -> None:
         run(home, "refused", adapter={"rank": 0})
 
 
-def test_a_quantized_base_is_refused(finished: tuple[Path, Result]) -> None:
+BUDGET = {"data": "text", "tokens": "512", "batch_tokens": 256, "micro_batch_tokens": 128, "out": "next"}
+NEXT: dict[str, dict[str, object]] = {
+    "qlora": {"model": "adapted"} | BUDGET,
+    "gqa": {"model": "adapted", "kv_heads": 1} | BUDGET,
+    "mod": {"model": "adapted", "capacity": 0.5} | BUDGET,
+    "distill": {"teacher": "adapted", "student": {"from": "adapted"}} | BUDGET,
+}
+
+
+@pytest.mark.parametrize("kind", NEXT)
+def test_stages_refuse_a_model_with_an_unmerged_adapter(finished: tuple[Path, Result], kind: str) -> None:
     home, _ = finished
-    with pytest.raises(UserError, match="quantized already"):
-        base = home / "run" / "01-qlora" / "model" / "base"
-        run_stages(home, {"qlora": STAGE}, serve="adapted", teacher=base, folder="again")
+    with pytest.raises(UserError, match=f"{kind}: adapted carries an adapter"):
+        run_stages(home, {"qlora": STAGE}, {kind: NEXT[kind]}, serve="next")
+
+
+@pytest.mark.parametrize("kind", NEXT)
+def test_stages_refuse_a_quantized_model(finished: tuple[Path, Result], kind: str) -> None:
+    home, _ = finished
+    base = home / "run" / "01-qlora" / "model" / "base"
+    with pytest.raises(UserError, match=f"{kind}: adapted is quantized already"):
+        run_stages(home, {kind: NEXT[kind]}, serve="next", teacher=base, called="adapted", folder="again")
+
+
+def test_a_folder_with_an_adapter_is_not_imported(finished: tuple[Path, Result]) -> None:
+    home, _ = finished
+    with pytest.raises(UserError, match="holds an adapter"):
+        run_stages(home, {"qlora": STAGE}, serve="adapted", teacher=home / "run" / "01-qlora" / "model", folder="twice")
