@@ -38,7 +38,8 @@ class DataSource:
     """Text to train and to measure on. It is tokenized once and cached by its content."""
 
     source: str = MISSING
-    """`python-stdlib`, a local file or folder (.txt, .md, .py, .jsonl, .parquet), or a hub id `org/name`."""
+    """`python-stdlib` or a folder of it (`python-stdlib/email`), a local file or folder (.txt, .md, .py, .jsonl,
+    .parquet), or a hub id `org/name`."""
     sequence_length: int = _setting(1024, count=True, range=(2, 1e7))
     """Most tokens of one piece; longer documents are cut."""
     held_out: float = _setting(0.02, range=(1e-6, 0.5))

@@ -30,7 +30,8 @@ class DataConfig:
     """Names a data set and says how its documents become training text."""
 
     source: str
-    """`python-stdlib`, a local .txt/.md/.py/.jsonl/.parquet file or a folder of them, or a hub id (`org/name`)."""
+    """`python-stdlib` or a folder of it (`python-stdlib/email`), a local .txt/.md/.py/.jsonl/.parquet file or a folder
+    of them, or a hub id (`org/name`)."""
     sequence_length: int = 1024
     """Most tokens a position can look back on; longer documents are cut."""
     held_out: float = 0.02
@@ -79,17 +80,24 @@ class Source:
 
 def open_source(config: DataConfig) -> Source:
     """Finds the data set that `config` names; raises ValueError naming the source when there is none."""
-    if config.source == PYTHON_STDLIB:
-        if config.chat:
-            raise ValueError(f"{PYTHON_STDLIB} holds no conversations; switch `chat` off or name another source")
-        root = Path(sysconfig.get_path("stdlib"))
-        return _text_files(root, config, suffixes=(".py",), skip_folders=("site-packages", "dist-packages"))
+    if config.source.split("/")[0] == PYTHON_STDLIB:
+        return _standard_library(config)
     path = Path(config.source).expanduser()
     if path.exists():
         return _local(path, config)
     if path.suffix in TEXT_SUFFIXES + ROW_SUFFIXES or not HUB_ID.fullmatch(config.source):
         raise ValueError(f"data source {config.source!r} does not exist on this machine and is no hub id (org/name)")
     return _hub(config)
+
+
+def _standard_library(config: DataConfig) -> Source:
+    if config.chat:
+        raise ValueError(f"{PYTHON_STDLIB} holds no conversations; switch `chat` off or name another source")
+    part = config.source.removeprefix(PYTHON_STDLIB).strip("/")
+    root = Path(sysconfig.get_path("stdlib")) / part
+    if not root.is_dir():
+        raise ValueError(f"the Python standard library has no folder {part!r}")
+    return _text_files(root, config, suffixes=(".py",), skip_folders=("site-packages", "dist-packages"))
 
 
 def _local(path: Path, config: DataConfig) -> Source:

@@ -83,6 +83,14 @@ def test_the_standard_library_is_python_source_and_max_documents_takes_a_sample(
     assert texts_of(tokenizer, again.train) == texts_of(tokenizer, data.train)[:5]
 
 
+def test_a_folder_of_the_standard_library(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    data = prepare(DataConfig("python-stdlib/json", held_out=0.0), tokenizer, tmp_path, progress=False)
+    files = Path(json.__file__).parent.glob("*.py")
+    assert sorted(texts_of(tokenizer, data.train)) == sorted(file.read_text("utf-8") for file in files)
+    with pytest.raises(ValueError, match="no folder 'jsn'"):
+        prepare(DataConfig("python-stdlib/jsn"), tokenizer, tmp_path, progress=False)
+
+
 def test_documents_end_with_the_end_of_text_token_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
     data = prepare(DataConfig(str(file), held_out=0.0), tokenizer, tmp_path / "cache", progress=False)
