@@ -1,6 +1,6 @@
 """A linear layer whose weight is frozen in NF4."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +99,16 @@ class NF4Linear(nn.Module):
 def nf4_layers(model: nn.Module) -> dict[str, NF4Linear]:
     """The layers with NF4 weights, by name, in the model's order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
+
+
+def nf4_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Codes and scales of the model's NF4 weights, as bitsandbytes stores them, each with a name."""
+    for name, layer in nf4_layers(model).items():
+        weight = layer.weight
+        for kind in ("codes", "absmax", "nested_absmax", "offset"):
+            tensor = getattr(weight, kind)
+            if tensor is not None:
+                yield f"{name}.{kind}", tensor
 
 
 def set_nf4(model: nn.Module, name: str, weight: NF4Weight) -> None:

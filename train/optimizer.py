@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from kernels.adamw_8bit import Moments, adamw_8bit
+from model.quantized import nf4_tensors
 from train.checkpoint import TrainingStateError
 from train.config import TrainingConfig
 from train.paging import CudaCopier, walk
@@ -131,10 +132,13 @@ def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Identity of what a checkpoint leaves out: each frozen tensor's name, shape, dtype and 1,024 of its elements."""
+    """Identity of what a checkpoint leaves out: each frozen tensor's name, shape, dtype and 1,024 of its elements.
+
+    Codes and scales of quantized weights are among them.
+    """
     digest = hashlib.sha256()
     frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    for name, tensor in (*frozen, *model.named_buffers()):
+    for name, tensor in (*frozen, *model.named_buffers(), *nf4_tensors(model)):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
         sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 1_024)]
         digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())

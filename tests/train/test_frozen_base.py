@@ -6,6 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compress.lora import inject
+from compress.nf4 import quantize_model
+from model.lora import LoraConfig
+from model.transformer import Transformer
 from tests.tiny import tiny_model
 from tests.train.test_loop import Calls, stop
 from tests.train.toy import STEPS, adapted_model, batch_of, random_sequences, toy_trainer, weights_hash
@@ -100,6 +104,25 @@ def test_the_base_of_a_checkpoint_must_be_the_same(tmp_path: Path) -> None:
     toy_trainer(tmp_path, model=adapted_model(), objective=Calls({5: stop})).train()
     with pytest.raises(ValueError, match="is of a run on another base: the frozen weights differ"):
         toy_trainer(tmp_path, model=adapted_model(base=2)).train()
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_so_must_be_the_codes_of_a_quantized_base(double: bool, tmp_path: Path) -> None:
+    """Two bases that differ in the codes of a single layer, and in nothing that is a parameter."""
+
+    def quantized(scale: float = 1.0) -> Transformer:
+        model = tiny_model(seed=1)
+        with torch.no_grad():
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(scale)
+        quantize_model(model, double=double)
+        inject(model, LoraConfig(rank=2))
+        return model
+
+    toy_trainer(tmp_path, model=quantized(), objective=Calls({5: stop})).train()
+    with pytest.raises(ValueError, match="is of a run on another base: the frozen weights differ") as refusal:
+        toy_trainer(tmp_path, model=quantized(-1.0)).train()
+    assert "\n" not in str(refusal.value)
+    assert toy_trainer(tmp_path, model=quantized()).train().steps == STEPS
 
 
 def test_a_model_without_anything_to_train_is_refused(tmp_path: Path) -> None:
