@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from compress.lora import inject, merge, merge_requantized
 from compress.nf4 import quantize_folder
@@ -122,8 +123,9 @@ def _measure_start(context: StageContext, data: "PreparedData", source: Path, ba
 
 
 def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, LoraConfig]:
-    """The frozen base with a fresh adapter."""
-    model = load_model(base, dtype=PUBLISHED_DTYPE, device=device())
+    """The frozen base, in the dtype of products, with a fresh adapter."""
+    dtype = torch.float32 if config.precision == "fp32" else PUBLISHED_DTYPE
+    model = load_model(base, dtype=dtype, device=device())
     dense = TensorFiles(source) if config.adapter.init == "loftq" else None
     try:
         adapter = lora_config(config.adapter)

@@ -1,6 +1,7 @@
 """Stage `qlora` on a tiny teacher: what it publishes, what it refuses, and how each way of merging is judged."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +10,18 @@ from transformers import AutoModelForCausalLM
 
 from model.artifact import open_artifact
 from model.checkpoint import is_quantized, load_model
-from model.lora import adapted_layers
+from model.lora import adapted_layers, detach_lora
+from model.transformer import Transformer
 from pipeline.errors import GateRefused, UserError
 from pipeline.qlora_report import merge_lines
 from pipeline.report import render
 from pipeline.result import Result
 from pipeline.run_folder import RunFolder
-from tests.compare import check_close
+from pipeline.stages.context import StageContext
+from pipeline.stages.training import train
+from tests.compare import check_close, relative_rms
 from tests.pipeline.tiny_run import run_stages
+from tests.serve.http_server import running_server
 from tests.tiny import full_logits
 
 STAGE = {
@@ -93,11 +98,60 @@ def test_each_way_of_merging_is_measured_and_judged(finished: tuple[Path, Result
     assert rows["merged"]["kl"]["value"] < rows["requantized"]["kl"]["value"]
 
 
+def test_the_server_says_over_http_what_the_trainer_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base in NF4, its adapter unmerged: log-probabilities of a text, and of what is greedily written after it.
+
+    They are compared with those of the very model that was trained, as training in fp32 left it.
+    """
+    models: list[Transformer] = []
+
+    def keeping(context: StageContext, data: Any, model: Transformer, *rest: Any, **named: Any) -> Any:
+        models.append(model)
+        return train(context, data, model, *rest, **named)
+
+    monkeypatch.setattr("pipeline.stages.qlora.train", keeping)
+    run(tmp_path)
+    (trained,), folder = models, tmp_path / "run" / "01-qlora" / "model"
+    tokens, written = list(range(3, 75)), 8
+    options = ["--dtype", "float32", "--kv-cache-bytes", "16M", "--max-model-len", "256", "--served-model-name", "own"]
+    with running_server(folder, tmp_path / "log", *options) as server:
+        answer = server.client().completions.create(
+            model="own", prompt=tokens, echo=True, logprobs=2, max_tokens=written, temperature=0,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+    got: Any = answer.choices[0].logprobs
+    assert len(got.token_logprobs) == len(tokens) + written
+    for _ in range(written):
+        tokens.append(int(full_logits(trained, tokens)[-1].argmax()))
+    expected = full_logits(trained, tokens).log_softmax(-1)
+    chosen = expected[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert got.token_logprobs[1:] == pytest.approx(chosen.tolist(), rel=1e-3)
+    best = [max(top.values()) for top in got.top_logprobs[1:]]
+    assert best == pytest.approx(expected[:-1].amax(-1).tolist(), rel=1e-3)
+    detach_lora(trained)
+    assert relative_rms(full_logits(trained, tokens).log_softmax(-1), expected) > 0.02, "else the adapter says nothing"
+
+
+def test_a_server_that_loses_the_adapter_fails_the_parity_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def losing(*args: Any, **kwargs: Any) -> Transformer:
+        model = load_model(*args, **kwargs)
+        detach_lora(model)
+        return model
+
+    monkeypatch.setattr("serve.loading.load_model", losing)
+    with pytest.raises(GateRefused):
+        run(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    parity = folder.results(folder.recipe())[-1].parity
+    assert parity and not parity.passed and not (folder.path / "01-qlora" / "model").exists()
+
+
 def test_the_report_shows_the_section(finished: tuple[Path, Result]) -> None:
     home, result = finished
     folder = RunFolder(home / "run")
     page = render(folder.recipe(), [result], {})
     assert "Adapter: 01-qlora" in page and "merged, NF4 again" in page
+    assert f"in NF4, {result.details['quantized']['bits_per_weight']:.3f} bits each." in page
 
 
 def test_a_requantized_model_above_the_gate_is_not_published(finished: tuple[Path, Result]) -> None:
