@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,7 +75,7 @@ def plan_groups(
     batch_invariant: bool,
 ) -> GroupedPlan:
     """Return who is attended with whom; in a batch-invariant plan everyone alone."""
-    bounds = cu_seqlens_q.tolist()
+    bounds, tables = cu_seqlens_q.tolist(), block_tables.numpy()
     few: list[_Sequence] = []
     many: list[_Sequence] = []
     for row, length in enumerate(kv_lengths.tolist()):
@@ -85,9 +86,9 @@ def plan_groups(
             (few if grouped else many).append(_Sequence(row, bounds[row], queries, first_key, length))
     teams: Iterable[list[_Sequence]] = [[s] for s in few] if batch_invariant else _similar(few)
     return GroupedPlan(
-        groups=tuple(_plan_group(members, block_tables, page_size, window) for members in teams),
+        groups=tuple(_plan_group(members, tables, page_size, window) for members in teams),
         prompts=tuple(
-            _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], block_tables, page_size), None) for s in many
+            _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], tables, page_size), None) for s in many
         ),
     )
 
@@ -108,47 +109,45 @@ def _similar(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
         yield sorted(group)
 
 
-def _plan_group(members: list[_Sequence], block_tables: Tensor, page_size: int, window: int | None) -> _Group:
+# Plans are worked out in NumPy, whose calls cost a fraction of torch's on arrays this small. Routed layers (mixture of
+# depths) make one each in every step.
+
+
+def _plan_group(members: list[_Sequence], tables: np.ndarray, page_size: int, window: int | None) -> _Group:
     queries = members[0].queries
-    starts = torch.tensor([s.start for s in members])
-    rows = (starts[:, None] + torch.arange(queries)).flatten()
-    consecutive = members[-1].start - members[0].start == (len(members) - 1) * queries
+    starts = np.array([s.start for s in members])
+    rows = (starts[:, None] + np.arange(queries)).ravel()
+    consecutive = starts[-1] - starts[0] == (len(members) - 1) * queries
     return _Group(
         size=len(members),
-        queries=slice(members[0].start, members[0].start + len(rows)) if consecutive else rows.to(block_tables.device),
-        keys=_find_keys(members, block_tables, page_size),
-        mask=_mask(members, window, block_tables.device),
+        queries=slice(rows[0], rows[-1] + 1) if consecutive else torch.from_numpy(rows),
+        keys=_find_keys(members, tables, page_size),
+        mask=_mask(members, window),
     )
 
 
-def _find_keys(members: list[_Sequence], block_tables: Tensor, page_size: int) -> slice | Tensor:
+def _find_keys(members: list[_Sequence], tables: np.ndarray, page_size: int) -> slice | Tensor:
     """Return the slots of the members' keys; those of shorter members are padded with their first."""
-    table = block_tables[[s.row for s in members]].long()
-    first_key, length = torch.tensor([(s.first_key, s.length) for s in members], device=table.device)[
-        :, :, None
-    ].unbind(1)
-    positions = first_key + torch.arange(max(s.keys for s in members), device=table.device)
-    positions = torch.where(positions < length, positions, first_key)
-    if page_size == 1:
-        slots = table.gather(1, positions).flatten()
-    else:
-        slots = (table.gather(1, positions // page_size) * page_size + positions % page_size).flatten()
-    if len(members) == 1 and len(slots) and bool((slots.diff() == 1).all()):
-        start = int(slots[0])
-        return slice(start, start + len(slots))
-    return slots
+    row, first_key, length = np.array([(s.row, s.first_key, s.length) for s in members]).T[:, :, None]
+    positions = first_key + np.arange(max(s.keys for s in members))
+    np.copyto(positions, first_key, where=positions >= length)
+    page, place = np.divmod(positions, page_size) if page_size > 1 else (positions, 0)
+    slots = (tables[row, page].astype(np.int64) * page_size + place).ravel()
+    if len(members) == 1 and len(slots) and (slots[1:] - slots[:-1] == 1).all():
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return torch.from_numpy(slots)
 
 
-def _mask(members: list[_Sequence], window: int | None, device: torch.device) -> Tensor | None:
+def _mask(members: list[_Sequence], window: int | None) -> Tensor | None:
     """Return which keys the queries of a group see, bool [g, n, m]; None where all."""
     queries = members[0].queries
-    if len(members) == queries == 1:
+    keys = np.array([s.keys for s in members])[:, None, None]
+    if queries == 1 and (keys == keys[0]).all():
         return None
-    keys = torch.tensor([s.keys for s in members], device=device)[:, None, None]
-    key = torch.arange(max(s.keys for s in members), device=device)
-    last = keys - queries + torch.arange(queries, device=device)[:, None]
+    key = np.arange(keys.max())
+    last = keys - queries + np.arange(queries)[:, None]
     visible = key <= last
-    return visible if window is None else visible & (key > last - window)
+    return torch.from_numpy(visible if window is None else visible & (key > last - window))
 
 
 def attend_groups(

@@ -149,11 +149,12 @@ class PagedAttention:
         if self._slot_plan is None:
             page_size = self.k_pages[layer].shape[1]
             self._slot_plan = plan_visible_slots(batch.block_tables, batch.kv_lengths, page_size)
-        tables, kv_lengths = visible_slots(self.present[layer], self._slot_plan)
+        cu_seqlens = _count_before(selected, batch.cu_seqlens)
+        tables, kv_lengths = visible_slots(self.present[layer], self._slot_plan, cu_seqlens)
         attention.batch = PagedBatch(
             slots=F.pad(batch.slots, (0, 1), value=-1)[index],  # of empty places: none
             block_tables=tables,
-            cu_seqlens=_count_before(selected, batch.cu_seqlens),
+            cu_seqlens=cu_seqlens,
             kv_lengths=kv_lengths,
         )
         attention._plans = {}

@@ -192,7 +192,7 @@ def sampling(dtype: torch.dtype) -> None:
     index, _ = select_tokens(torch.zeros(TOKENS, dtype=torch.bool), 10)
     tables = torch.zeros(2, PAGES, dtype=torch.int32)
     plan = plan_visible_slots(tables, torch.ones(2, dtype=torch.int32), PAGE)
-    visible_slots(torch.zeros(PAGES * PAGE + 1, dtype=torch.bool), plan)
+    visible_slots(torch.zeros(PAGES * PAGE + 1, dtype=torch.bool), plan, torch.arange(3, dtype=torch.int32))
     for size in (576, 4096):
         x = rows(TOKENS, size, dtype=dtype)
         for gate in (None, rows(10, dtype=torch.float32)):

@@ -1,5 +1,7 @@
 """Slots that hold a key: the CPU's form and the Triton kernel against the plainest one."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -28,9 +30,11 @@ def check(lengths: list[int], share: float, device: torch.device) -> None:
     width = -(-max(lengths) // PAGE_SIZE) + 1
     tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width).int()
     present = torch.rand(tables.numel() * PAGE_SIZE + 1, generator=generator) < share
-    expected = visible_slots_reference(present.tolist(), tables.tolist(), lengths, PAGE_SIZE)
+    queries = [number % 3 for number in range(1, len(lengths) + 1)]
+    expected = visible_slots_reference(present.tolist(), tables.tolist(), lengths, PAGE_SIZE, queries)
     inputs = (present.to(device), tables.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
-    slots, counts = visible_slots(inputs[0], plan_visible_slots(*inputs[1:], PAGE_SIZE))
+    cu_seqlens = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
+    slots, counts = visible_slots(inputs[0], plan_visible_slots(*inputs[1:], PAGE_SIZE), cu_seqlens)
     assert slots.dtype == counts.dtype == torch.int32 and slots.shape[0] == len(lengths)
     assert counts.tolist() == list(map(len, expected))
     assert [row[:count].tolist() for row, count in zip(slots, counts.tolist(), strict=True)] == expected
