@@ -3,8 +3,8 @@
 Where a router lets only some tokens into a layer's attention (mixture of depths), every token keeps its slot in the
 pages, the same in all layers, and a bool a slot and layer remembers whether the layer has a key there. Attention
 over what is left is ordinary paged attention: the pages seen as pages of one slot, tables of the slots that count, and
-their numbers as lengths. So the work is in proportion to the keys that exist, and no kernel needs a mask. Sequences that no
-query asks about, in decoding those whose new token skips the layer, are left out.
+their numbers as lengths. So the work is in proportion to the keys that exist, and no kernel needs a mask. A sequence
+without a query, as in decoding one whose new token skips the layer, is left out.
 
 Legend: B sequences, P pages, M = most pages of a sequence · page size.
 """

@@ -9,7 +9,11 @@ from pipeline.result import SpeedPoint
 from pipeline.schema import Decoding, Speed
 
 if TYPE_CHECKING:
+    from serve.engine import Engine
     from train.packing import Batch
+
+PREFILL_TOKENS = 2_048
+"""Of one step, when several long prompts are to be read before decoding is timed."""
 
 WARM_UP_TOKENS = 64
 """Enough steps for the adaptive draft length to have measured acceptance and step costs."""
@@ -66,29 +70,52 @@ def measure_prefill(models: Sequence[str], prompt: Sequence[int], repeats: int =
 
 
 def measure_decoding(model: str, prompts: Sequence[list[int]], config: Decoding) -> tuple[SpeedPoint, ...]:
-    """Greedy decoding after long prompts: the prompts' own time, which one token more takes, is left out.
+    """Greedy decoding after long prompts, by the median time of the steps in which everybody decodes.
 
     Prompts shorter than the context are repeated up to it: what counts is how much lies in the cache.
     """
     from serve.llm import LLM
+
+    if not config.batch_sizes:
+        return ()
+    most = max(config.batch_sizes)
+    budget = max(PREFILL_TOKENS, 2 * most)
+    # The first to decode goes on while the others' prompts take what is left of the budget, half of it or more.
+    longest = config.context_tokens + config.new_tokens + most * config.context_tokens // (budget // 2) + 2
+    engine = LLM(
+        model,
+        max_model_len=longest,
+        max_num_seqs=most,
+        max_num_batched_tokens=budget,
+        num_pages=most * (longest // 16 + 2) + 8,
+        enable_prefix_caching=False,
+    ).engine
+    asked = [repeated(prompt, config.context_tokens) for prompt in prompts]
+    return tuple(
+        SpeedPoint(size, size / _decoding_step_s(engine, asked[:size], longest - config.context_tokens, config))
+        for size in sorted(config.batch_sizes)
+    )
+
+
+def _decoding_step_s(engine: "Engine", prompts: Sequence[list[int]], most_tokens: int, config: Decoding) -> float:
+    """Seconds of a step in which each of `prompts`, read before, gets one more token, at most `most_tokens` in all."""
     from serve.sampling_params import SamplingParams
 
-    length = config.context_tokens + config.new_tokens + 16
-    pages = max(config.batch_sizes) * (length // 16 + 2) + 8
-    engine = LLM(model, max_model_len=length, num_pages=pages, enable_prefix_caching=False)
-    asked = [repeated(prompt, config.context_tokens) for prompt in prompts]
-
-    def seconds(batch_size: int, new_tokens: int) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=most_tokens, ignore_eos=True)
+    names = {str(number): prompt for number, prompt in enumerate(prompts)}
+    for name, prompt in names.items():
+        engine.add_request(name, prompt, params)
+    silent = set(names)
+    while silent:
+        silent -= {output.request_id for output in engine.step() if output.new_token_ids}
+    seconds = []
+    for _ in range(config.new_tokens - 1):
         started = time.perf_counter()
-        engine.generate(asked[:batch_size], SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True))
-        return time.perf_counter() - started
-
-    points = []
-    for batch_size in sorted(config.batch_sizes):
-        seconds(batch_size, 2)
-        decoding = seconds(batch_size, config.new_tokens) - seconds(batch_size, 1)
-        points.append(SpeedPoint(batch_size, batch_size * (config.new_tokens - 1) / max(decoding, 1e-9)))
-    return tuple(points)
+        engine.step()
+        seconds.append(time.perf_counter() - started)
+    for name in names:
+        engine.abort(name)
+    return statistics.median(seconds)
 
 
 def repeated(prompt: Sequence[int], size: int) -> list[int]:
