@@ -194,6 +194,12 @@ def write_checkpoint(
     sync_file(folder)
 
 
+def replace_config(folder: str | Path, config: ModelConfig) -> None:
+    """Another configuration for the weights in `folder`; what its config.json says of how they are stored remains."""
+    path = Path(folder) / "config.json"
+    write_json(path, read_json_object(path, CheckpointError) | config.to_hf())
+
+
 def _write_configs(folder: Path, config: ModelConfig, dtype: torch.dtype, quantization: dict[str, Any]) -> None:
     dtype_name = str(dtype).removeprefix("torch.")
     # transformers 5 reads `dtype`, earlier releases and most servers `torch_dtype`.

@@ -33,6 +33,7 @@ from compress.refit import refit_outputs
 from model.checkpoint import load_config, load_model
 from model.config import ModelConfig
 from model.lora import LoraConfig
+from model.routed import routed_layers
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -230,6 +231,8 @@ def _trainable(context: StageContext, method: str) -> Transformer:
     student = _converted(context, load_model(context.inputs[config.model].folder), method)
     if config.train == "adapters":
         inject(student, LoraConfig(rank=config.adapter_rank), seed=config.seed)
+        for layer in routed_layers(student):
+            layer.router.requires_grad_(True)
     return student
 
 

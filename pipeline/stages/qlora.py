@@ -19,10 +19,11 @@ import msgspec
 import torch
 
 from compress.lora import inject, merge, merge_requantized
+from compress.mod import calibrate
 from compress.nf4 import quantize_folder
 from model.adapter import BASE_NAME, save_adapter
 from model.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
-from model.checkpoint import TensorFiles, load_model, save_model
+from model.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
 from model.lora import LoraConfig, LoraError, adapted_layers
 from model.quantized import nf4_layers
 from model.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ from pipeline.result import Check, ModelReport, Quality, Result, write_atomicall
 from pipeline.schema import Qlora
 from pipeline.stages.context import Input, StageContext
 from pipeline.stages.training import (
+    CALIBRATION_TOKENS,
     check_dense,
     curve_of,
     device,
@@ -41,6 +43,7 @@ from pipeline.stages.training import (
     held_out_text,
     lora_config,
     train,
+    training_text,
     write_model,
 )
 from train.objectives import LanguageModelling
@@ -71,7 +74,7 @@ def run(context: StageContext) -> Result | None:
     data = context.data(config.data, Tokenizer.load(source.folder))
     base = context.folder / BASE_NAME
     if context.processes.is_main:
-        _make_base(base, source, config)
+        _make_base(context, data, base)
         _measure_start(context, data, source.folder, base)
     context.processes.wait()
     model, adapter = _adapted(base, source.folder, config)
@@ -94,10 +97,12 @@ def _check(config: Qlora) -> None:
 # --- before ----------------------------------------------------------------------------------------------------------
 
 
-def _make_base(base: Path, source: Input, config: Qlora) -> None:
+def _make_base(context: StageContext, data: "PreparedData", base: Path) -> None:
     """Publishes the frozen base: quantized, or the files of the source as they are."""
     if is_artifact(base):
         return
+    config: Qlora = context.stage.config
+    source = context.inputs[config.model]
 
     def write(folder: Path) -> None:
         if config.quantization == "none":
@@ -106,9 +111,23 @@ def _make_base(base: Path, source: Input, config: Qlora) -> None:
         log.info("quantizing %s to NF4", config.model)
         quantize_folder(source.folder, folder, double=config.double_quantization)
         Tokenizer.load(source.folder).save(folder)
+        _calibrate_base(context, data, folder)
 
     recipe = {"quantization": config.quantization, "double_quantization": config.double_quantization}
     publish(base, write, stage="quantize", recipe=recipe, parents=(source.digest,))
+
+
+def _calibrate_base(context: StageContext, data: "PreparedData", folder: Path) -> None:
+    """Sets anew the thresholds of routers, whose scores are not what they were before quantization.
+
+    From here on they stay: several adapters may share the base, and each is trained under the rule by which it is
+    served.
+    """
+    if load_config(folder).mixture_of_depths is None:
+        return
+    model = load_model(folder, dtype=PUBLISHED_DTYPE, device=device())
+    calibrate(model, training_text(context, data, CALIBRATION_TOKENS))
+    replace_config(folder, model.config)
 
 
 def _measure_start(context: StageContext, data: "PreparedData", source: Path, base: Path) -> None:

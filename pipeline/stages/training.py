@@ -18,6 +18,7 @@ from compress.mod import calibrate, set_thresholds
 from model.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.checkpoint import is_quantized, load_model, save_model
 from model.lora import LoraConfig
+from model.routed import routed_layers
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted, StageFailed, UserError
@@ -112,7 +113,7 @@ def train(
     """Trains `model` in place in all processes, in the stage's folder or another, as far as the budget says.
 
     Routers, where the model has some, go on at their capacity, or learn as `routing` says; then their thresholds are
-    set anew.
+    set anew. Frozen ones route as they are served, and keep their thresholds.
 
     Raises RunInterrupted after a signal, StageFailed when training diverged.
     """
@@ -127,7 +128,7 @@ def train(
         config=asdict(config),
     )
     mixture = model.config.mixture_of_depths
-    if routing is None and mixture is not None:
+    if routing is None and mixture is not None and learns_routing(model):
         routing = RoutingConfig(mixture.capacity, anneal_fraction=0.0)
     trainer = Trainer(
         model,
@@ -201,14 +202,19 @@ def published_form(context: StageContext, data: "PreparedData", model: Transform
     """
     is_frozen = model.dtype == PUBLISHED_DTYPE
     form = model if is_frozen else copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
-    if form.config.mixture_of_depths is not None:
+    if learns_routing(model):
         calibrate(form, training_text(context, data, CALIBRATION_TOKENS))
     return form
 
 
+def learns_routing(model: Transformer) -> bool:
+    """Whether the model has routers and they are trained. A base frozen below an adapter keeps its own."""
+    return any(layer.router.weight.requires_grad for layer in routed_layers(model))
+
+
 def calibrate_routers(context: StageContext, data: "PreparedData", model: Transformer) -> None:
-    """Sets the thresholds of its routers, where it has some, as suits its rounded weights."""
-    if model.config.mixture_of_depths is None:
+    """Sets the thresholds of routers that have learned as suits the rounded weights."""
+    if not learns_routing(model):
         return
     calibrated = published_form(context, data, model).config.mixture_of_depths
     set_thresholds(model, calibrated.thresholds if calibrated else ())
