@@ -72,12 +72,12 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
     if isinstance(stage, Gqa):
         parent = shapes[stage.model]
         narrow = parent.with_kv_heads(stage.layer_kv_heads(parent.num_layers))
-        return Setup(narrow, training, teacher=parent, adapter=_merged_adapter(stage))
+        return Setup(narrow, training, teacher=parent, adapter=_merged_adapter(stage), fp32_base=True)
     if isinstance(stage, Pretrain):
         return Setup(model_config(stage.architecture, shapes[stage.tokenizer]), training)
     if isinstance(stage, Mod):  # as much as without routers: early in training every token passes
         parent = shapes[stage.model]
-        return Setup(parent, training, teacher=parent, adapter=_merged_adapter(stage))
+        return Setup(parent, training, teacher=parent, adapter=_merged_adapter(stage), fp32_base=True)
     if isinstance(stage, Qlora):
         return Setup(
             shapes[stage.model],

@@ -63,8 +63,10 @@ class Setup:
     adapter: LoraConfig | None = None
     """Train this alone, over a frozen base."""
     quantization: str = "none"
-    """Of the frozen base: nf4, or none for bf16."""
+    """Of the frozen base: nf4, or none."""
     double_quantization: bool = True
+    fp32_base: bool = False
+    """Whether a frozen base that is not quantized is in fp32, as trained weights are, whatever products are in."""
     on_gpu: bool = True
     processes: int = 1
 
@@ -105,9 +107,9 @@ class _Arithmetic:
         self.setup, self.config, self.training = setup, setup.model, setup.training
         self.tokens = setup.training.micro_batch_tokens
         self.frozen = setup.adapter is not None
-        # Of activations, and of the residual stream, which takes the embeddings' dtype.
+        # Of activations, and of weights and the residual stream, which takes the embeddings' dtype.
         self.item = HALF if setup.training.precision == "bf16" else FULL
-        self.stream = HALF if self.frozen and self.item == HALF else FULL
+        self.stream = self.item if self.frozen and not setup.fp32_base else FULL
 
     @cached_property
     def shape(self) -> Transformer:
@@ -160,10 +162,15 @@ class _Arithmetic:
             return total + FULL * sum(self.trained)
         parameters = sum(parameter.numel() for parameter in self.shape.parameters())
         if self.setup.quantization == "none":
-            return total + self.item * parameters
-        matrices = sum(layer.weight.numel() for layer in self._layers())
-        per_block = 1 + FULL / NESTED_BLOCK if self.setup.double_quantization else FULL
-        return total + self.item * (parameters - matrices) + round(matrices * (0.5 + per_block / NF4_BLOCK))
+            return total + self.stream * parameters
+        sizes = [layer.weight.numel() for layer in self._layers()]
+        return total + self.stream * (parameters - sum(sizes)) + sum(map(self._nf4_bytes, sizes))
+
+    def _nf4_bytes(self, size: int) -> int:
+        """Of one matrix: codes, scales of blocks, and with double quantization the scales' scales and offset."""
+        blocks = -(-size // NF4_BLOCK)
+        scales = blocks + FULL * (-(-blocks // NESTED_BLOCK) + 1) if self.setup.double_quantization else FULL * blocks
+        return -(-size // 2) + scales
 
     def _layers(self) -> list[Linear]:
         """Every linear layer but the output projection: what NF4 quantizes."""
@@ -213,7 +220,7 @@ class _Arithmetic:
         if self.setup.on_gpu or item == FULL:  # attention's own output, which is o_proj's input, and its normalizers
             shared = not self.frozen or (self._adapts("o_proj") and not self._dropout)
             token += item * queries * (not shared) + FULL * config.num_query_heads
-        return self.tokens * (token + saved) + self._adapter_copies()
+        return self.tokens * (token + saved) + self._frozen_copies()
 
     def _inputs(self, names: list[str], size: int) -> int:
         """Bytes a token that layers with one input keep of it: once, or as dropout left it for each adapter."""
@@ -238,9 +245,12 @@ class _Arithmetic:
     def _dropout(self) -> bool:
         return self.setup.adapter is not None and self.setup.adapter.dropout > 0
 
-    def _adapter_copies(self) -> int:
-        """A layer's share of A and B in the dtype of products."""
-        return HALF * sum(self.trained) // self.config.num_layers if self.frozen and self.item == HALF else 0
+    def _frozen_copies(self) -> int:
+        """A layer's share of A and B, and of an fp32 base's matrices, in the dtype of products: kept for backward."""
+        if not self.frozen or self.item == FULL:
+            return 0
+        matrices = sum(layer.weight.numel() for layer in self._layers()) if self.setup.fp32_base else 0
+        return HALF * (sum(self.trained) + matrices) // self.config.num_layers
 
     def _work(self) -> int:
         """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""

@@ -53,6 +53,14 @@ def test_a_stage_qlora_is_planned(recipe: Path, tmp_path: Path) -> None:
     assert plan.memory.adapters == plan.memory.gradients > 0
 
 
+def test_adapters_that_are_merged_are_trained_on_an_fp32_base(recipe: Path, tmp_path: Path) -> None:
+    whole = load_recipe(recipe, ["gqa.train=adapters", "gqa.adapter_rank=4"])
+    plan = plan_recipe(whole, tmp_path)[0]
+    parent, narrow = plan.setup.teacher, plan.setup.model
+    assert parent is not None and plan.setup.adapter is not None and plan.setup.adapter.rank == 4
+    assert plan.memory.weights == 2 * parent.num_parameters() + 4 * narrow.num_parameters()
+
+
 def test_the_command_prints_a_table(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "gqa.micro_batch_tokens=512", "--gpu-memory", "2GiB"]) == 0
     printed = capsys.readouterr().out
