@@ -34,8 +34,6 @@ ROTATING_BYTES = {"cpu": 616 * 2**20, "cuda": 256 * 2**20}
 ROUNDS = {"cpu": 41, "cuda": 61}
 CALLS = {"cpu": 4, "cuda": 1}
 """How many products in a row a candidate computes in its turn, as the layers of a decoding step do."""
-FEWER_ROUNDS_S = 5e-3
-"""CPU candidates slower than this are timed in fewer rounds, beside the baseline."""
 Product = Callable[[Tensor], Tensor]
 
 QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
@@ -87,7 +85,7 @@ def expected_weights(weight: Tensor) -> dict[str, Tensor]:
 
 
 def time_products(sides: dict[str, Iterator[Product]], x: Tensor) -> dict[str, float]:
-    """Median seconds of each; those that take long get fewer rounds."""
+    """Median seconds of each."""
     clock, calls = GpuClock() if x.is_cuda else HostClock(), CALLS[x.device.type]
 
     def program(products: list[Product]) -> Program:
@@ -98,14 +96,10 @@ def time_products(sides: dict[str, Iterator[Product]], x: Tensor) -> dict[str, f
         for name, side in sides.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    slow: set[str] = set()
     for number in range(ROUNDS[x.device.type]):
-        playing = [name for name in sides if name not in slow or number % 10 == 0]
-        for name, taken in zip(playing, clock.seconds([next(turns[name]) for name in playing]), strict=True):
+        for name, taken in zip(sides, clock.seconds([next(turns[name]) for name in sides]), strict=True):
             if number:
                 seconds[name].append(taken / calls)
-                if not x.is_cuda and taken / calls > FEWER_ROUNDS_S and name in QUANTIZERS:
-                    slow.add(name)
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 

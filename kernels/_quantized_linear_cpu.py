@@ -1,8 +1,7 @@
-"""`quantized_linear` on the CPU: bytes for INT8, torch's packed product for INT4, else blocks of the weight.
+"""`quantized_linear` on the CPU.
 
-INT8 goes through `_byte_product` at any number of rows where the processor can; torch's own product of bf16 and INT8,
-whose scales are bf16, stands in elsewhere. Other dtypes and formats, and many rows, expand a block of outputs to the
-dtype of x and multiply: there is never more than a block of the weight in that dtype.
+Few rows in bf16 go through `_few_rows_cpu`, or, where that cannot be compiled, through torch's packed products. Else a
+block of outputs at a time becomes a matrix of the dtype of x: there is never more than a block of the weight in it.
 """
 
 from collections.abc import Iterator
@@ -13,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._byte_product import MOST_INPUTS, ByteWeight, byte_product, multiplies_bytes, pack_bytes
+from kernels._few_rows_cpu import expanded_rows, few_rows_product, prepare_for_few_rows
 from kernels.quantization import NF4_BLOCK, Fp8Weight, Int4Weight, Int8Weight, NF4Weight, QuantizedWeight, nf4_table
 
+# Measured with `python -m bench.quantized`: with more rows a product of blocks costs less.
+_MOST_FEW_ROWS = 32
 # torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
 # several calls they cost less than expanding the weight up to the second number.
 _PACKED_ROWS_AT_ONCE, _MOST_PACKED_ROWS = 16, 64
-# Byte products of more rows at once would need more memory and save nothing.
-_BYTE_ROWS_AT_ONCE = 256
-_BLOCK_ELEMENTS = 1 << 20
+_BLOCK_BYTES = 4 << 20
 _PACKED_GROUPS = (32, 64, 128, 256)
 
 
@@ -29,9 +28,11 @@ _PACKED_GROUPS = (32, 64, 128, 256)
 class CpuWeight:
     """A quantized matrix as `prepare_for_cpu` returns it."""
 
-    held: QuantizedWeight | ByteWeight
+    held: QuantizedWeight
+    for_few_rows: bool = False
+    """Whether `_few_rows_cpu` takes it."""
     packed: Tensor | None = None
-    """As torch's packed product wants it; None if there is no such product."""
+    """As torch's packed product wants it; None if there is no such product, or no need."""
     packed_scales: Tensor | None = None
     """bf16 [N], or [G, N, 2] with what 0 is worth."""
 
@@ -39,46 +40,43 @@ class CpuWeight:
     def shape(self) -> tuple[int, int]:
         return self.held.shape
 
-    def unpacked(self) -> QuantizedWeight:
-        return self.held.unpack() if isinstance(self.held, ByteWeight) else self.held
-
 
 def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
+    if isinstance(weight, NF4Weight):
+        # Reading a doubly quantized absmax takes a quarter of the time of reading a block; in fp32 it costs 0.05 byte.
+        weight = replace(weight, absmax=weight.block_scales(), nested_absmax=None, offset=None)
+    taken = prepare_for_few_rows(weight)
+    return _packed_by_torch(weight) if taken is None else CpuWeight(taken, for_few_rows=True)
+
+
+def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
     n, k = weight.shape
-    if isinstance(weight, Int8Weight) and k <= MOST_INPUTS and multiplies_bytes():
-        return CpuWeight(pack_bytes(weight))
     # torch checks neither, and reads beyond the end of its tensors.
     if isinstance(weight, Int8Weight) and not n % 16 and not k % 32:
-        return CpuWeight(weight, weight.codes, weight.scales.bfloat16())
+        return CpuWeight(weight, packed=weight.codes, packed_scales=weight.scales.bfloat16())
     if isinstance(weight, Int4Weight) and weight.group in _PACKED_GROUPS and not n % 64 and not k % weight.group:
         codes = weight.elements().to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         # torch computes (code − 8) · scale + shift.
         shifts = torch.zeros_like(weight.scales) if weight.zeros is None else (8.0 - weight.zeros) * weight.scales
         packed_scales = torch.stack((weight.scales.t(), shifts.t()), dim=-1).bfloat16().contiguous()
-        return CpuWeight(weight, packed, packed_scales)
-    if isinstance(weight, NF4Weight):
-        # Reading a doubly quantized absmax takes a quarter of the time of reading a block; in fp32 it costs 0.05 byte.
-        return CpuWeight(replace(weight, absmax=weight.block_scales(), nested_absmax=None, offset=None))
+        return CpuWeight(weight, packed=packed, packed_scales=packed_scales)
     return CpuWeight(weight)
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
+    if weight.for_few_rows and x.dtype == torch.bfloat16 and len(x) <= _MOST_FEW_ROWS:
+        product = few_rows_product(x, weight.held)
+        return product if bias is None else product.add_(bias)
     out = x.new_empty(len(x), weight.shape[0])
-    if isinstance(weight.held, ByteWeight) and x.dtype in (torch.bfloat16, torch.float16):
-        for rows in _slices(len(x), _BYTE_ROWS_AT_ONCE):
-            product = byte_product(x[rows], weight.held)
-            out[rows] = product if bias is None else product.add_(bias)
-        return out
     if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:
         x = x.contiguous()
         for rows in _slices(len(x), _PACKED_ROWS_AT_ONCE):
             out[rows] = _packed_product(x[rows], weight)
         return out if bias is None else out.add_(bias)
-    unpacked = weight.unpacked()
-    for rows in _blocks(unpacked):
+    for rows in _blocks(weight, x.dtype):
         part = None if bias is None else bias[rows].to(x.dtype)
-        out[:, rows] = F.linear(x, _expanded(unpacked, x.dtype, rows), part)
+        out[:, rows] = F.linear(x, _expanded(weight, x.dtype, rows), part)
     return out
 
 
@@ -92,28 +90,35 @@ def grad_input_on_cpu(grad: Tensor, weight: CpuWeight) -> Tensor:
     """dy W, [T, K]: a block of outputs after another, summed in fp32 at least."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     out = torch.zeros(len(grad), weight.shape[1], dtype=wide)
-    unpacked = weight.unpacked()
-    for rows in _blocks(unpacked):
-        out += grad[:, rows] @ _expanded(unpacked, grad.dtype, rows)
+    for rows in _blocks(weight, grad.dtype):
+        out += grad[:, rows] @ _expanded(weight, grad.dtype, rows)
     return out.to(grad.dtype)
 
 
-def _blocks(weight: QuantizedWeight) -> Iterator[slice]:
-    """Blocks of outputs of about `_BLOCK_ELEMENTS` weights."""
+def _blocks(weight: CpuWeight, dtype: torch.dtype) -> Iterator[slice]:
+    """Blocks of outputs whose weights take about `_BLOCK_BYTES`."""
     n, k = weight.shape
-    return _slices(n, max(1, _BLOCK_ELEMENTS // k))
+    return _slices(n, max(1, _BLOCK_BYTES // (k * dtype.itemsize)))
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _expanded(weight: QuantizedWeight, dtype: torch.dtype, rows: slice) -> Tensor:
-    """`weight.dequantize(dtype, rows)`, faster: FP8 through fp16, which torch casts many at a time, NF4 by fours."""
-    if isinstance(weight, NF4Weight) and not weight.shape[1] % NF4_BLOCK:
-        return _expanded_nf4(weight, dtype, rows)
-    if not isinstance(weight, Fp8Weight):
-        return weight.dequantize(dtype, rows)
+def _expanded(weight: CpuWeight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """`weight.held.dequantize(dtype, rows)`, faster."""
+    held = weight.held
+    if weight.for_few_rows and dtype == torch.bfloat16:
+        return expanded_rows(held, rows)
+    if isinstance(held, NF4Weight) and not held.shape[1] % NF4_BLOCK:
+        return _expanded_nf4(held, dtype, rows)
+    if isinstance(held, Fp8Weight):
+        return _expanded_fp8(held, dtype, rows)
+    return held.dequantize(dtype, rows)
+
+
+def _expanded_fp8(weight: Fp8Weight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """Through fp16, which torch casts many at a time."""
     bits = weight.codes[rows].view(torch.uint8).to(torch.int16)
     # The bits of e4m3 placed into fp16 are the value / 256, below the smallest normal number too.
     values = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16).float()
@@ -121,6 +126,7 @@ def _expanded(weight: QuantizedWeight, dtype: torch.dtype, rows: slice) -> Tenso
 
 
 def _expanded_nf4(weight: NF4Weight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """By four codes at a time."""
     k = weight.shape[1]
     codes = weight.codes.view(-1, k // 2)[rows].view(torch.int16).flatten()
     values = torch.take(_nf4_quads(), codes.long()).view(torch.float32).view(-1, NF4_BLOCK)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels.quantized_linear as module
-from kernels._quantized_linear_cpu import _expanded
+from kernels._quantized_linear_cpu import _expanded, prepare_for_cpu
 from kernels.quantization import (
     Fp8Weight,
     QuantizedWeight,
@@ -64,7 +64,7 @@ def weight_of(device: torch.device, quantize: Quantize, n: int, k: int) -> Quant
     return to(quantize(0.05 * torch.randn(n, k)), device)
 
 
-# On the CPU: packed products (which want N in 64s and K in groups), and blocks of outputs.
+# On the CPU: products of few rows (which want K in 32s, NF4 in 64s), and blocks of outputs.
 @ALL
 @DTYPES
 @pytest.mark.parametrize("shape", [(64, 256), (192, 384), (70, 130), (33, 7)], ids=str)
@@ -76,7 +76,7 @@ def test_cpu(quantize: Quantize, dtype: torch.dtype, shape: tuple[int, int], tok
 
 
 def test_cpu_expands_the_weight_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels._quantized_linear_cpu._BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr("kernels._quantized_linear_cpu._BLOCK_BYTES", 4000)
     cpu = torch.device("cpu")
     for name in ("nf4", "int4", "fp8"):
         check(rows(cpu, 5, 130), weight_of(cpu, QUANTIZERS[name], 40, 130), rows(cpu, 40).requires_grad_())
@@ -95,7 +95,9 @@ def test_cpu_reads_every_fp8_code() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[127] = codes[255] = 0  # NaN: no weight has it
     weight = Fp8Weight(codes.view(torch.float8_e4m3fn).view(4, 64), torch.ones(4))
-    assert torch.equal(_expanded(weight, torch.float32, slice(1, 4)), weight.dequantize(rows=slice(1, 4)))
+    for dtype in (torch.float32, torch.bfloat16):
+        expanded = _expanded(prepare_for_cpu(weight), dtype, slice(1, 4))
+        assert torch.equal(expanded, weight.dequantize(dtype, rows=slice(1, 4)))
 
 
 # The Triton kernels.

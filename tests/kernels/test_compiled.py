@@ -1,0 +1,115 @@
+"""C sources compiled when needed: once, whole for every process, and with one sentence in the log where that fails."""
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kernels._compiled import compiled
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(logging.getLogger("kernels"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    yield
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.c"
+    path.write_text("int answer(void) { return 42; }\n")
+    return path
+
+
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "cc").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bin" / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "potstill" / "compiled").iterdir())
+
+
+@needs_compiler
+def test_compiles_once_until_the_source_changes(source: Path, tmp_path: Path) -> None:
+    library = compiled(source, needs=frozenset())
+    assert library is not None and library.answer() == 42
+    (first,) = kept(tmp_path)
+    made_at = first.stat().st_mtime_ns
+    assert compiled(source, needs=frozenset()) is not None
+    assert kept(tmp_path) == [first] and first.stat().st_mtime_ns == made_at
+    source.write_text("int answer(void) { return 43; }\n")
+    changed = compiled(source, needs=frozenset())
+    assert changed is not None and changed.answer() == 43
+    assert len(kept(tmp_path)) == 2
+
+
+@needs_compiler
+def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from kernels._compiled import compiled\n"
+        "print(compiled(Path(sys.argv[1]), needs=frozenset()).answer())"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, str(source)], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    assert [process.communicate()[0] for process in processes] == ["42\n"] * 4
+    assert len(kept(tmp_path)) == 1
+
+
+def test_no_compiler(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiled(source, needs=frozenset()) is None
+    assert caplog.messages == ["products that answer.c makes faster run in torch: there is no C compiler `cc`"]
+
+
+@pytest.mark.parametrize(
+    "script", ["echo no floppy >&2; exit 1", '[ "$1" = --version ] || { echo no floppy >&2; exit 1; }']
+)
+def test_a_compiler_that_fails(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str
+) -> None:
+    fake_compiler(tmp_path, monkeypatch, script)
+    assert compiled(source, needs=frozenset()) is None
+    (message,) = caplog.messages
+    assert message.startswith("products that answer.c makes faster run in torch: ") and message.endswith("no floppy")
+
+
+def test_a_compiler_that_makes_something_else(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_compiler(tmp_path, monkeypatch, 'for last; do :; done; echo hello > "$last"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    assert compiled(source, needs=frozenset()) is None
+    assert len(caplog.messages) == 1
+
+
+def test_a_processor_without_the_instructions(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert compiled(source, needs=frozenset({"warp", "flux"})) is None
+    assert caplog.messages == [
+        "products that answer.c makes faster run in torch: the processor has no flux and no warp"
+    ]
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compiled(source, needs=frozenset()) is None
+    (message,) = caplog.messages
+    assert str(tmp_path / "file") in message

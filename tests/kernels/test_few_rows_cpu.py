@@ -1,0 +1,145 @@
+"""Products of few rows in C on the CPU against fp64 products with the dequantized weight, and its rows to the bit."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels._few_rows_cpu import _library, expanded_rows, few_rows_product, prepare_for_few_rows
+from kernels.quantization import (
+    Fp8Weight,
+    Int8Weight,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantize_nf4,
+)
+from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
+from tests.compare import check_close
+
+pytestmark = pytest.mark.skipif(
+    _library() is None, reason="no C compiler, or a processor without AVX-512 BF16 and VBMI"
+)
+
+QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "nf4": lambda w: quantize_nf4(w, double=False),
+    "int4": quantize_int4,
+    "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
+    "int4 in groups that do not divide a row": lambda w: quantize_int4(w, group=96, symmetric=False),
+    "int8": quantize_int8,
+    "fp8": quantize_fp8,
+}
+ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
+Quantize = Callable[[Tensor], QuantizedWeight]
+
+
+def prepared(weight: QuantizedWeight) -> QuantizedWeight:
+    result = prepare_for_few_rows(weight)
+    assert result is not None
+    return result
+
+
+def with_random_codes(weight: QuantizedWeight) -> QuantizedWeight:
+    codes = torch.randint(0, 256, weight.codes.shape, dtype=torch.uint8)
+    if isinstance(weight, Fp8Weight):
+        codes[(codes & 127) == 127] = 0  # NaN: no weight has it
+    weight.codes.view(torch.uint8).copy_(codes)
+    return weight
+
+
+@ALL
+@pytest.mark.parametrize("shape", [(64, 256), (7, 64), (1, 192), (130, 1088)], ids=str)
+def test_rows_are_the_dequantized_ones_to_the_bit(quantize: Quantize, shape: tuple[int, int]) -> None:
+    weight = with_random_codes(quantize(0.05 * torch.randn(shape)))
+    for rows in (slice(0, shape[0]), slice(shape[0] // 3, shape[0] // 2)):
+        assert torch.equal(expanded_rows(prepared(weight), rows), weight.dequantize(torch.bfloat16, rows))
+
+
+@ALL
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 65])
+def test_products_of_any_number_of_rows(quantize: Quantize, n: int) -> None:
+    """Each row alone against fp64, and the same bits whatever rows are beside it."""
+    weight = with_random_codes(quantize(torch.randn(n, 320)))
+    x = torch.randn(33, 320).bfloat16()
+    expected = x.double() @ weight.dequantize(torch.float64).t()
+    every = few_rows_product(x, prepared(weight))
+    check_close(every, expected)
+    for rows in range(33):
+        y = few_rows_product(x[:rows], prepared(weight))
+        assert y.shape == (rows, n) and torch.equal(y, every[:rows])
+
+
+@ALL
+def test_threads_change_no_bit(quantize: Quantize) -> None:
+    weight, x = prepared(quantize(torch.randn(100, 512))), torch.randn(9, 512).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 2, 5):
+            torch.set_num_threads(threads)
+            results.append((few_rows_product(x, weight), expanded_rows(weight, slice(0, 100))))
+    finally:
+        torch.set_num_threads(before)
+    for product, rows in results[1:]:
+        assert torch.equal(product, results[0][0]) and torch.equal(rows, results[0][1])
+
+
+@ALL
+def test_zeros_outliers_and_what_is_not_finite_keep_to_their_row(quantize: Quantize) -> None:
+    weight, x = quantize(0.01 * torch.randn(96, 4096)), torch.randn(6, 4096).bfloat16()
+    x[1, 17], x[2], x[3], x[4, 5], x[5, 6] = 1e4, 0, 1e30, torch.inf, torch.nan
+    y, expected = few_rows_product(x, prepared(weight)), x.double() @ weight.dequantize(torch.float64).t()
+    for row in (0, 1, 3):
+        check_close(y[row], expected[row])
+    assert not y[2].any()
+    assert not y[4:].isfinite().any()
+
+
+def test_the_largest_scales() -> None:
+    codes = torch.tensor([[127, -128] * 32], dtype=torch.int8)
+    for weight in (
+        Int8Weight(codes, torch.tensor([1e36])),
+        Fp8Weight(torch.full((1, 64), 448).to(torch.float8_e4m3fn), torch.tensor([7e35])),
+    ):
+        assert torch.equal(expanded_rows(prepared(weight), slice(0, 1)), weight.dequantize(torch.bfloat16))
+
+
+@ALL
+def test_prepared_weights_share_the_codes_and_are_copied_whole(quantize: Quantize) -> None:
+    weight, x = quantize(torch.randn(32, 128)), torch.randn(3, 128).bfloat16()
+    ready = prepare_quantized_weight(weight)
+    assert ready.held.codes.data_ptr() == weight.codes.data_ptr() and ready.packed is None
+    other, expected = copy.deepcopy(ready), quantized_linear(x, ready)
+    weight.codes.view(torch.uint8).zero_()
+    assert torch.equal(quantized_linear(x, other), expected)
+
+
+@ALL
+def test_weights_whose_memory_has_gaps(quantize: Quantize) -> None:
+    weight, x = quantize(torch.randn(24, 256)), torch.randn(5, 256).bfloat16()
+    twice = torch.zeros(*weight.codes.shape, 2, dtype=weight.codes.dtype)
+    twice[..., 0] = weight.codes
+    spread = dataclasses.replace(weight, codes=twice[..., 0])
+    assert torch.equal(few_rows_product(x, prepared(spread)), few_rows_product(x, prepared(weight)))
+
+
+@pytest.mark.parametrize("shape", [(70, 130), (33, 7), (40, 48)], ids=str)
+def test_shapes_that_do_not_fit_go_elsewhere(shape: tuple[int, int]) -> None:
+    x = torch.randn(5, shape[1]).bfloat16()
+    for quantize in QUANTIZERS.values():
+        weight = quantize(torch.randn(shape))
+        assert prepare_for_few_rows(weight) is None
+        y = quantized_linear(x, prepare_quantized_weight(weight))
+        check_close(y, x.double() @ weight.dequantize(torch.float64).t())
+    assert prepare_for_few_rows(quantize_int4(torch.randn(4, 128), group=16)) is None
+
+
+def test_shares_torchs_threads() -> None:
+    """A second OpenMP library would bring threads of its own, which wait for work while torch's work."""
+    maps = Path("/proc/self/maps").read_text().split()
+    assert len({name for name in maps if "libgomp" in name}) == 1
