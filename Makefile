@@ -36,13 +36,15 @@ types: $(INSTALLED)
 fast: $(INSTALLED)
 	$(PYTEST) -m "not slow" tests
 
-bench: $(INSTALLED)   ## beside transformers, and its own kernels, on this machine; writes bench/results/
+bench: $(INSTALLED)   ## beside transformers and peft, and its own kernels, on this machine; writes bench/results/
 	$(BIN)/python -m bench.serve
 	$(BIN)/python -m bench.distill
 	$(BIN)/python -m bench.quantized
+	$(BIN)/python -m bench.qlora
 
-bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU; goes on where it stopped
+bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU (goes on where it stopped), and a QLoRA step
 	$(BIN)/python -m bench.kernels
+	$(BIN)/python -m bench.qlora
 
 clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

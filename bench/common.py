@@ -24,10 +24,19 @@ def teacher_folder() -> Path:
     return TEACHER
 
 
+def run_alone(module: str, *arguments: str) -> dict[str, Any]:
+    """The last line that `python -m module arguments` prints in a process of its own, which is JSON."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
 def machine() -> dict[str, Any]:
     """Hardware and versions, for the record beside every figure."""
     packages = {}
-    for name in ("torch", "triton", "transformers", "accelerate"):
+    for name in ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

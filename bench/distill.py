@@ -12,8 +12,6 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bench.common import ROOT, teacher_folder, write_result
+from bench.common import ROOT, run_alone, teacher_folder, write_result
 from compress.depth import prune_depth
 from model.checkpoint import load_model, save_model
 from model.tokenizer import Tokenizer
@@ -57,6 +55,20 @@ class Recorder:
         self.peak_bytes = peak_bytes()
 
 
+def documents_of(tokens: np.ndarray, sequence_length: int) -> TokenizedDocuments:
+    """Documents of one sequence each, every token of which has a successor to predict."""
+    length = sequence_length + 1
+    count = len(tokens) // length
+    return TokenizedDocuments(
+        name="bench",
+        tokens=tokens,
+        offsets=np.arange(count + 1) * length,
+        labels_mask=None,
+        num_bytes_per_document=np.full(count, length),
+        digest="bench",
+    )
+
+
 def potstill(teacher_path: Path, student_path: Path, tokens: np.ndarray, scratch: Path) -> dict[str, Any]:
     from train.config import TrainingConfig
     from train.loop import Trainer
@@ -65,16 +77,6 @@ def potstill(teacher_path: Path, student_path: Path, tokens: np.ndarray, scratch
     teacher = load_model(teacher_path, dtype=torch.bfloat16)
     student = load_model(student_path, dtype=torch.float32)
     loaded = peak_bytes()
-    length = SEQUENCE + 1
-    count = len(tokens) // length
-    documents = TokenizedDocuments(
-        name="bench",
-        tokens=tokens,
-        offsets=np.arange(count + 1) * length,
-        labels_mask=None,
-        num_bytes_per_document=np.full(count, length),
-        digest="bench",
-    )
     step_tokens = SEQUENCE * SEQUENCES
     config = TrainingConfig(
         tokens=STEPS * step_tokens,
@@ -88,7 +90,7 @@ def potstill(teacher_path: Path, student_path: Path, tokens: np.ndarray, scratch
     Trainer(
         student,
         Distillation(teacher),
-        documents,
+        documents_of(tokens, SEQUENCE),
         config,
         folder=scratch,
         sequence_length=SEQUENCE,
@@ -131,14 +133,6 @@ def plain_transformers(teacher_path: Path, student_path: Path, tokens: np.ndarra
 SIDES = {"potstill": potstill, "transformers": plain_transformers}
 
 
-def run_side(side: str, teacher: Path, scratch: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.distill", "--side", side, str(teacher), str(scratch)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"The {side} side failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def prepare_inputs(teacher: Path, scratch: Path) -> None:
     """The pruned student and enough text for every step."""
     student = prune_depth(load_model(teacher), STUDENT_LAYERS)
@@ -176,7 +170,7 @@ def main() -> None:
         prepare_inputs(teacher, scratch)
         for _ in range(options.rounds):
             for side in SIDES:
-                runs[side].append(run_side(side, teacher, scratch))
+                runs[side].append(run_alone("bench.distill", "--side", side, str(teacher), str(scratch)))
                 speed = statistics.median(runs[side][-1]["tokens_per_s"])
                 peak = runs[side][-1]["peak_bytes_above_models"] / 2**20
                 print(f"  {side}: {speed:.0f} tokens/s, peak {peak:.0f} MiB above the models", flush=True)
