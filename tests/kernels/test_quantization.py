@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -74,6 +75,30 @@ def test_nf4_decodes_every_byte() -> None:
     pairs = weight.dequantize().view(256, 2)
     for byte, (first, second) in enumerate(pairs.tolist()):
         assert (first, second) == tuple(nf4_table(CPU)[[byte >> 4, byte & 15]].tolist())
+    for scale in (1.0, 0.3, 7e-5):  # every 32 of these bytes hold a −1, so their block's absmax is known
+        scaled = replace(weight, absmax=scale * weight.absmax)
+        assert same(quantize_nf4(scaled.dequantize(), double=False), scaled)
+
+
+def test_nf4_values_are_quantiles_of_the_normal_distribution() -> None:
+    """Seven negative and eight positive ones, then 0, all over the largest; the constants were rounded elsewhere."""
+
+    def quantiles(count: int) -> Tensor:
+        offset = ((1 - 1 / 30) + (1 - 1 / 32)) / 2
+        return torch.special.ndtri(torch.linspace(offset, 0.5, count, dtype=torch.float64)[:-1])
+
+    values = torch.cat((-quantiles(8), torch.zeros(1, dtype=torch.float64), quantiles(9).flip(0)))
+    assert (values / values.max() - nf4_table(CPU)).abs().max() < 2.5e-7
+
+
+def test_nf4_ties_go_to_the_lower_code() -> None:
+    """The code is the number of midpoints strictly below the value."""
+    midpoints = (nf4_table(CPU)[1:] + nf4_table(CPU)[:-1]) / 2
+    above = torch.nextafter(midpoints, torch.tensor(2.0))
+    weight = torch.zeros(1, 64)
+    weight[0, :31] = torch.cat((midpoints, above, torch.ones(1)))
+    codes = quantize_nf4(weight, double=False).elements()[0]
+    assert codes[:15].tolist() == list(range(15)) and codes[15:31].tolist() == [*range(1, 16), 15]
 
 
 def test_nf4_codes_survive_a_round_trip() -> None:
@@ -88,6 +113,9 @@ def test_nf4_codes_survive_a_round_trip() -> None:
 def test_quantizing_again_changes_nothing(shape: tuple[int, int]) -> None:
     weight = quantize_nf4(torch.randn(shape), double=False)
     assert same(quantize_nf4(weight.dequantize(), double=False), weight)
+    doubly = quantize_nf4(torch.randn(shape))
+    again = quantize_nf4(doubly.dequantize(), double=False)
+    assert torch.equal(again.codes, doubly.codes) and torch.equal(again.absmax, doubly.block_scales())
 
 
 def test_nf4_error_of_a_weight() -> None:
@@ -111,6 +139,13 @@ def test_error_on_gaussian_weights(quantize: Callable[[Tensor], QuantizedWeight]
     weight = 0.02 * torch.randn(2048, 1024)
     tolerance = 3e-4 if expected < 0.1 else 0.012  # the scale of int4 is absmax/7.5, not absmax/7
     assert relative_rms(quantize(weight).dequantize(), weight) == pytest.approx(expected, abs=tolerance)
+
+
+def test_nf4_codes_of_gaussian_weights_are_not_equally_common() -> None:
+    """Scaling by the largest of 64 takes the tails: the published shares are 1.7 to 9.3 %."""
+    codes = quantize_nf4(torch.randn(2048, 1024), double=False).elements()
+    shares = torch.bincount(codes.flatten().long(), minlength=16) / codes.numel()
+    assert [shares.min().item(), shares.max().item()] == pytest.approx([0.017, 0.093], abs=1e-3)
 
 
 def test_dynamic_table() -> None:

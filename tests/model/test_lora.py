@@ -108,7 +108,8 @@ def test_an_embedding_adapter_is_the_formula() -> None:
     tokens = torch.tensor([3, 49, 0, 3])
     before = embedding.weight[tokens]
     embedding.lora.reset(embedding, torch.Generator().manual_seed(0))
-    assert torch.equal(embedding(tokens), before) and embedding.lora.b.any()
+    assert torch.equal(embedding(tokens), before) and not embedding.lora.a.any()
+    assert embedding.lora.b.std().item() == pytest.approx(1.0, abs=0.3)
     torch.nn.init.normal_(embedding.lora.a)
     merged = embedding.weight + 0.5 * (embedding.lora.b @ embedding.lora.a).t()
     torch.testing.assert_close(embedding(tokens), merged[tokens])

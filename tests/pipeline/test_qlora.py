@@ -17,6 +17,7 @@ from pipeline.qlora_report import merge_lines
 from pipeline.report import render
 from pipeline.result import Result
 from pipeline.run_folder import RunFolder
+from pipeline.schema import Qlora
 from pipeline.stages.context import StageContext
 from pipeline.stages.training import train
 from tests.compare import check_close, relative_rms
@@ -172,6 +173,14 @@ def test_a_merged_model_is_plain_and_close_to_the_unmerged(finished: tuple[Path,
     AutoModelForCausalLM.from_pretrained(folder)
     before, after = unmerged.models[-1].quality, result.models[-1].quality
     assert before and after and after.nll.value == pytest.approx(before.nll.value, abs=0.02)
+
+
+def test_the_defaults_are_those_of_the_paper() -> None:
+    stage = Qlora(tokens=1, model="teacher", data="text")
+    assert (stage.adapter.rank, stage.adapter.alpha, stage.adapter.targets) == (64, 16.0, ("*_proj",))
+    assert (stage.learning_rate, stage.schedule, stage.warmup_fraction) == (2e-4, "constant", 0.03)
+    assert (stage.optimizer, stage.max_grad_norm, stage.activation_checkpointing) == ("paged_adamw", 0.3, True)
+    assert (stage.quantization, stage.double_quantization, stage.publish) == ("nf4", True, "adapter")
 
 
 @pytest.mark.parametrize(

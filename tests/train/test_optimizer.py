@@ -94,6 +94,17 @@ def test_norms_are_not_decayed() -> None:
     assert all(decays[p] == (0.01 if p.dim() > 1 else 0.0) for p in model.parameters())
 
 
+def test_only_moments_of_100_000_elements_are_paged() -> None:
+    class Away:
+        def at_home(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {}
+
+    small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (99_999, 100_000))
+    optimizer = AdamW([{"params": [small, large]}], lr=1e-2, betas=(0.9, 0.95), eight_bit=False, paged=False)
+    optimizer.copier = Away()  # type: ignore[assignment]
+    assert optimizer.new_moments(small).keys() == {"exp_avg", "exp_avg_sq"} and not optimizer.new_moments(large)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_paged_moments_leave_the_gpu_free_and_change_nothing(eight_bit: bool) -> None:
