@@ -1,5 +1,7 @@
 """What a recipe gives on this machine: runs it, or takes the finished run, and keeps its table.
 
+Models made from nothing are also drawn, by the compute that training took.
+
 python -m bench.recipe configs/demo.yaml configs/smollm2.yaml
 """
 
@@ -12,7 +14,9 @@ from typing import Any
 import msgspec
 
 from bench.common import ROOT, write_result
-from pipeline.result import Result
+from pipeline.compute_report import compute_chart
+from pipeline.report import logged_curves
+from pipeline.result import Result, write_atomically
 from pipeline.run_folder import RunFolder
 from pipeline.table import collect_rows
 
@@ -41,8 +45,13 @@ def main() -> None:
     for path in parser.parse_args().recipes:
         subprocess.run([sys.executable, "-m", "pipeline", "run", str(path)], cwd=ROOT, check=True)
         run = RunFolder(ROOT / "runs" / path.stem)
-        kept = write_result(f"{path.stem}-cpu", f"python -m bench.recipe {path}", summarize(run.results(run.recipe())))
+        recipe = run.recipe()
+        results = run.results(recipe)
+        kept = write_result(f"{path.stem}-cpu", f"python -m bench.recipe {path}", summarize(results))
         print(f"written to {kept}")
+        if drawn := compute_chart(results, logged_curves(run, recipe), alone=True):
+            write_atomically(kept.with_suffix(".svg"), drawn.encode())
+            print(f"and drawn in {kept.with_suffix('.svg')}")
 
 
 if __name__ == "__main__":

@@ -158,6 +158,13 @@ def flops_per_token(config: ModelConfig, context: int, capacities: Sequence[floa
     return total
 
 
+def training_flops_per_token(config: ModelConfig, context: int) -> float:
+    """Of forward and backward, which is two forwards' work, with the output head, at the capacity of its routers."""
+    mixture = config.mixture_of_depths
+    capacities = [mixture.capacity] * len(mixture.layers) if mixture else []
+    return 3 * (flops_per_token(config, context, capacities) + 2 * config.hidden_size * config.vocab_size)
+
+
 class RandomRouting:
     """A rule that knows nothing: each token is selected with the capacity as its chance. The baseline of routing."""
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from pipeline.style import CSS
+
 WIDTH, HEIGHT = 560, 280
 BAR_WIDTH, BAR_ROW = 340, 46
 LEFT, RIGHT, TOP, BOTTOM = 70, 16, 18, 44
@@ -35,8 +37,19 @@ class Bar:
     color: int = 1
 
 
-def line_chart(title: str, series: Sequence[Series], *, x_label: str, y_label: str, from_zero: bool = False) -> str:
-    """Lines over a common axis with ticks, grid, legend and hover titles. Points that are not finite are left out."""
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    alone: bool = False,
+) -> str:
+    """Lines over a common axis with ticks, grid, legend and hover titles. Points that are not finite are left out.
+
+    `alone`: as an SVG document of its own instead of a part of the page.
+    """
     lines = [Series(line.name, _thin(_finite(line.points)), line.marked) for line in series]
     lines = [line for line in lines if line.points]
     if not lines:
@@ -47,7 +60,7 @@ def line_chart(title: str, series: Sequence[Series], *, x_label: str, y_label: s
     frame = _Frame((min(xs), max(max(xs), min(xs) + 1e-9)), (y_ticks[0], y_ticks[-1]))
     parts = [_axes(frame, x_ticks, y_ticks, x_label, y_label)]
     parts += [_line(frame, line, color, x_label) for color, line in enumerate(lines, start=1)]
-    return figure(title, parts, [line.name for line in lines] if len(lines) > 1 else [])
+    return (document if alone else figure)(title, parts, [line.name for line in lines] if len(lines) > 1 else [])
 
 
 def bar_chart(title: str, bars: Sequence[Bar]) -> str:
@@ -104,7 +117,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def short(value: float) -> str:
     """A number for an axis: 150k, 0.25, 1e-05."""
-    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= factor:
             return f"{value / factor:g}{unit}"
     return f"{value:.4g}"
@@ -165,6 +178,21 @@ def figure(title: str, parts: Sequence[str], legend: Sequence[str] = (), box: tu
     return (
         f'<figure><figcaption>{escape(title)}<span class="legend">{keys}</span></figcaption>'
         f'<svg viewBox="0 0 {box[0]} {box[1]}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def document(title: str, parts: Sequence[str], legend: Sequence[str] = ()) -> str:
+    """The same as an SVG document, which brings the page's style along."""
+    head = 30 + 18 * len(legend)
+    keys = "".join(
+        f'<line class="line c{n}" x1="{LEFT}" x2="{LEFT + 16}" y1="{18 * n - head + 10}" y2="{18 * n - head + 10}"/>'
+        f'<text x="{LEFT + 24}" y="{18 * n - head + 14}">{escape(name)}</text>'
+        for n, name in enumerate(legend, 1)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-head} {WIDTH} {HEIGHT + head}"><style>{CSS}</style>'
+        f'<rect x="0" y="{-head}" width="{WIDTH}" height="{HEIGHT + head}" style="fill: var(--card)"/>'
+        f'<text class="value" x="{LEFT}" y="{16 - head}">{escape(title)}</text>{keys}{"".join(parts)}</svg>\n'
     )
 
 

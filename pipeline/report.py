@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.charts import Bar, Series, bar_chart, line_chart
+from pipeline.compute_report import training_compute
 from pipeline.gate import describe
 from pipeline.gqa_report import grouped_heads
 from pipeline.mod_report import mixture_of_depths
@@ -40,7 +41,7 @@ def write_report(run: RunFolder) -> Path:
     """Writes the run's report.html and returns its path. Raises UserError where there is no run."""
     recipe = run.recipe()
     results = run.results(recipe)
-    write_atomically(run.report, render(recipe, results, _curves(run, recipe)).encode())
+    write_atomically(run.report, render(recipe, results, logged_curves(run, recipe)).encode())
     return run.report
 
 
@@ -52,6 +53,7 @@ def render(recipe: Recipe, results: Sequence[Result], curves: dict[str, list[dic
         _tiles(rows),
         _models(rows),
         _before_and_after(rows),
+        training_compute(results, curves),
         grouped_heads(results),
         adapters(results),
         mixture_of_depths(results),
@@ -291,7 +293,7 @@ def _with_acceptance(row: dict[str, float]) -> dict[str, float]:
     return row | ({"acceptance": 1 - row["total_variation"]} if "total_variation" in row else {})
 
 
-def _curves(run: RunFolder, recipe: Recipe) -> dict[str, list[dict[str, float]]]:
+def logged_curves(run: RunFolder, recipe: Recipe) -> dict[str, list[dict[str, float]]]:
     """Logged rows of each stage that trains; a step logged twice, before and after a resume, counts once."""
     curves = {}
     for stage in recipe.plan():

@@ -154,6 +154,18 @@ class Training:
 
 
 @dataclass(frozen=True)
+class FreshRouters:
+    """Mixture of depths in a model that is made from nothing; model/routed.py says what is computed."""
+
+    every: int | None = _setting(None, range=(1, 10_000))
+    """Every n-th layer has a router, counted so that the first layers stay dense; nothing: no layer has."""
+    route: str = _setting("block", choices=("attention", "mlp", "block"))
+    """What a token that is not selected skips."""
+    capacity: float = _setting(0.125, range=(0.01, 1.0))
+    """The part of the tokens that such a layer selects."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The shape of a model that is made from nothing."""
 
@@ -173,6 +185,7 @@ class Architecture:
     tie_word_embeddings: bool = True
     initializer_range: float = _setting(0.02, range=(1e-6, 10.0))
     """Standard deviation of the fresh weights."""
+    mixture_of_depths: FreshRouters = field(default_factory=FreshRouters)
 
 
 @dataclass(frozen=True)

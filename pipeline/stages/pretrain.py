@@ -3,17 +3,23 @@
 initialize → train → measure
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from model.config import ARCHITECTURES, ConfigError, ModelConfig
+from compress.mod import every_nth, measure_selections, training_flops_per_token
+from model.config import ARCHITECTURES, ConfigError, MixtureOfDepths, ModelConfig
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.result import Result
 from pipeline.schema import Architecture, Pretrain
 from pipeline.stages.context import StageContext, stage_tokenizer
-from pipeline.stages.training import curve_of, finish, train, write_model
+from pipeline.stages.training import curve_of, finish, held_out_text, published_form, train, write_model
 from train.objectives import LanguageModelling
+
+if TYPE_CHECKING:
+    from train.data import PreparedData
 
 
 def run(context: StageContext) -> Result | None:
@@ -26,7 +32,21 @@ def run(context: StageContext) -> Result | None:
     training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
     if not context.processes.is_main:
         return None
-    return finish(context, data, partial(write_model, model, tokenizer), training=training, details={})
+    details = _describe(context, data, model, trained_tokens=training.tokens)
+    return finish(context, data, partial(write_model, model, tokenizer), training=training, details=details)
+
+
+def _describe(
+    context: StageContext, data: "PreparedData", model: Transformer, *, trained_tokens: int
+) -> dict[str, Any]:
+    """What training took in operations, and how many tokens each routed layer selects by the served rule."""
+    config: Pretrain = context.stage.config
+    per_token = training_flops_per_token(model.config, context.recipe.data[config.data].sequence_length)
+    details: dict[str, Any] = {"training_flops": {"per_token": per_token, "total": per_token * trained_tokens}}
+    if model.config.mixture_of_depths is not None:
+        selected = measure_selections(published_form(context, data, model), held_out_text(context, data).batches)
+        details["realised"] = selected.float().mean(1).tolist()
+    return details
 
 
 def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> ModelConfig:
@@ -36,8 +56,11 @@ def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> Mod
         raise UserError(
             f"pretrain: hidden_size {shape.hidden_size} is no multiple of {heads} query_heads; set head_dim."
         )
+    routers = shape.mixture_of_depths
+    if routers.every is not None and routers.every > shape.layers:
+        raise UserError(f"pretrain: mixture_of_depths.every is {routers.every}, but there are {shape.layers} layers.")
     try:
-        return ModelConfig.from_hf(
+        config = ModelConfig.from_hf(
             {
                 "architectures": [ARCHITECTURES[shape.family]],
                 "vocab_size": shape.vocab_size or tokenizer.vocab_size,
@@ -58,3 +81,8 @@ def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> Mod
         )
     except ConfigError as error:
         raise UserError(f"pretrain: {error}") from None
+    if routers.every is None:
+        return config
+    layers = every_nth(shape.layers, routers.every)
+    mixture = MixtureOfDepths(routers.route, layers, routers.capacity)  # type: ignore[arg-type]  # the schema says which
+    return replace(config, mixture_of_depths=mixture)
