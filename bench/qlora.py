@@ -9,11 +9,14 @@ stage `qlora` with its defaults; theirs is built as their documentation says, an
 trainer. Each side runs in processes of its own, alternating. First both take two steps: the losses of the first one
 must agree, and the memory of all tensors is counted, which is what `potstill plan` foretells. Only then is anything
 timed. Speeds are medians over steps and processes; on the CPU the growth of the process is measured beside them.
+
+(bitsandbytes says that it finds no kernel of Hugging Face's package `kernels`; that one would be for inference alone.)
 """
 
 import argparse
 import json
 import math
+import resource
 import statistics
 import tempfile
 import time
@@ -29,7 +32,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from bench.common import ROOT, run_alone, teacher_folder, write_result
-from bench.distill import Recorder, documents_of, peak_bytes
+from bench.distill import Recorder, documents_of
 from compress.lora import inject
 from compress.nf4 import quantize_folder
 from model.checkpoint import load_config, load_model, tensor_shapes, write_checkpoint
@@ -211,11 +214,15 @@ def _tensor_peak(side: Side, recorder: Recorder) -> int:
 
 def time_side(name: str, case: Case) -> dict[str, Any]:
     """Speed of each step after the first, and how far the process grew."""
-    recorder, start = Recorder(), peak_bytes()
+    recorder, start = Recorder(), _resident_bytes()
     with tempfile.TemporaryDirectory() as folder:
         SIDES[name](case, case.steps, Path(folder)).train(recorder)
     process = {"process_bytes": recorder.peak_bytes - start} if DEVICE == "cpu" else {}
     return {"tokens_per_s": recorder.tokens_per_s[WARM_UP:], "losses": recorder.losses, **process}
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() if DEVICE == "cpu" else 0
 
 
 PARTS = {"check": check_side, "time": time_side}
