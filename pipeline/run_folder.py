@@ -134,12 +134,17 @@ def resolve_served(given: str, verify: str | None = None) -> Served:
     if recipe.serve is None:
         raise UserError(f"The recipe of {path} has no `serve:`; give the folder of one of its models instead.")
     verify = verify or recipe.serve.verify
-    if verify is not None and not (Path(verify) / "config.json").is_file():
+    if verify is not None and not _is_model(Path(verify)):
         verify = str(folder.artifact(recipe, verify))
     return Served(str(folder.artifact(recipe, recipe.serve.model)), verify, recipe.name)
 
 
+def _is_model(folder: Path) -> bool:
+    """Whether it holds a model, or an adapter with its base below it."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
 def _model_folder(given: str) -> str:
-    if (Path(given) / "config.json").is_file():
+    if _is_model(Path(given)):
         return given
     raise UserError(f"{given} is neither a model folder (with config.json) nor a run folder (with {RECIPE_NAME}).")

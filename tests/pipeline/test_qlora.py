@@ -16,7 +16,7 @@ from pipeline.errors import GateRefused, UserError
 from pipeline.qlora_report import merge_lines
 from pipeline.report import render
 from pipeline.result import Result
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import RunFolder, Served, resolve_served
 from pipeline.schema import Qlora
 from pipeline.stages.context import StageContext
 from pipeline.stages.training import train
@@ -131,6 +131,13 @@ def test_the_server_says_over_http_what_the_trainer_knows(tmp_path: Path, monkey
     assert best == pytest.approx(expected[:-1].amax(-1).tolist(), rel=1e-3)
     detach_lora(trained)
     assert relative_rms(full_logits(trained, tokens).log_softmax(-1), expected) > 0.02, "else the adapter says nothing"
+
+
+def test_its_folder_can_be_named_where_a_model_is_served(finished: tuple[Path, Result]) -> None:
+    home, _ = finished
+    adapted, base = (str(home / "run" / "01-qlora" / name) for name in ("model", "base"))
+    assert resolve_served(adapted, verify=adapted) == Served(adapted, adapted, None)
+    assert resolve_served(str(home / "run"), verify=base) == Served(adapted, base, "tiny")
 
 
 def test_a_server_that_loses_the_adapter_fails_the_parity_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
