@@ -248,8 +248,9 @@ def _print_results(results: Sequence[object], report: Path) -> None:
     from rich.console import Console
 
     from pipeline.answers import print_conversation
+    from pipeline.compute_report import compute_lines
     from pipeline.gqa_report import comparison_lines
-    from pipeline.mod_report import routing_lines
+    from pipeline.mod_report import routing_lines, ways_to_route
     from pipeline.qlora_report import merge_lines
     from pipeline.result import Result
     from pipeline.table import collect_rows, plain_table, rich_table
@@ -259,8 +260,9 @@ def _print_results(results: Sequence[object], report: Path) -> None:
     answers = [answer for result in found for answer in result.answers]
     if answers:
         print_conversation(console, answers)
-    for result in found:
-        if lines := comparison_lines(result) or routing_lines(result) or merge_lines(result):
+    of_stages = [comparison_lines(result) or routing_lines(result) or merge_lines(result) for result in found]
+    for lines in (*of_stages, ways_to_route(found), compute_lines(found)):
+        if lines:
             console.print()
             console.print(plain_table(lines))
     rows = collect_rows(found)

@@ -8,12 +8,52 @@ from pipeline.charts import WIDTH, Bar, bar_chart, figure
 from pipeline.result import ModelReport, Result
 from pipeline.table import speed
 
+_GAINS = ("prefill", "decoding")
 _COLUMNS = ("held-out text", "loss", "KL to the parent", "tokens selected")
 
 
 def mixture_of_depths(results: Sequence[Result]) -> str:
-    """HTML of every stage `mod` that finished; empty without one."""
-    return "".join(_stage(result) for result in results if result.kind == "mod")
+    """HTML of every stage `mod` that finished, several of them side by side first; empty without one."""
+    lines = ways_to_route(results)
+    side_by_side = f"<h2>Ways to route</h2>{_table(lines)}" if lines else ""
+    return side_by_side + "".join(_stage(result) for result in results if result.kind == "mod")
+
+
+def ways_to_route(results: Sequence[Result]) -> list[list[str]]:
+    """A line for each stage `mod`, beginning with the headings: what it routes and trains, what that cost and saved.
+
+    None with fewer than two of them.
+    """
+    own = [result for result in results if result.kind == "mod"]
+    if len(own) < 2:
+        return []
+    lines = [["model", "routed", "trained", "loss", "to the parent's", "at random", "operations", *_GAINS]]
+    for result in own:
+        details, (parent, _, after) = result.details, result.models
+        loss, flops = _numbers(after)[0], details["flops"]
+        lines.append(
+            [
+                after.label,
+                f"{details['route']} of {len(details['layers'])} layers",
+                details["train"],
+                f"{loss:.3f}",
+                f"{(loss / _numbers(parent)[0] - 1) * 100:+.1f} %",
+                f"{_kept(details['random']['trained'])[0]:.3f}",
+                f"{flops['executed'] / flops['parent']:.3f}×",
+                *_gains(details.get("speeds")),
+            ]
+        )
+    return lines
+
+
+def _gains(speeds: Mapping[str, Any] | None) -> list[str]:
+    """By the clock, beside the parent: prefill, and decoding at the largest batch."""
+    if speeds is None or not all(speeds["decoding"].values()):
+        return ["–"] * len(_GAINS)
+    before, after = speeds["prefill"].values()
+    slow, fast = speeds["decoding"].values()
+    most = max(slow, key=int)
+    return [f"{after / before:.2f}×", f"{fast[most] / slow[most]:.2f}× ({most} at once)"]
 
 
 def routing_lines(result: Result) -> list[list[str]]:
@@ -56,17 +96,23 @@ def _mean(values: Sequence[float]) -> float:
 
 def _stage(result: Result) -> str:
     details = result.details
-    head, *rows = routing_lines(result)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows
-    )
     charts = [_capacities(details), *_speeds(details.get("speeds"))]
     return (
         f"<h2>Mixture of depths: {escape(result.stage)}</h2><p>{escape(_summary(result))}</p>"
-        f'<div class="card scroll"><table><thead><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"{_table(routing_lines(result))}"
         '<p class="note">At random: the same weights, with as many tokens selected by chance.</p>'
         f'<div class="charts bars">{"".join(charts)}</div>{_picture(details)}'
+    )
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    head, *rows = lines
+    body = "".join(
+        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
+    )
+    return (
+        f'<div class="card scroll"><table><thead><tr>{"".join(f"<th>{escape(name)}</th>" for name in head)}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -201,6 +201,7 @@ def _describe(context: StageContext, data: "PreparedData", student: Transformer)
     learned = measure_selections(model, held_out.batches).float().mean(1).tolist()
     return {
         "route": config.route,
+        "train": config.train,
         "layers": layers,
         "capacity": config.capacity,
         "realised": realised,

@@ -1,5 +1,6 @@
 """Stage `mod` on a tiny teacher: what it publishes, measures and reports, and that it goes on where it stopped."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from model.artifact import open_artifact
 from model.checkpoint import load_config, load_model
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.mod_report import routing_lines
+from pipeline.mod_report import mixture_of_depths, routing_lines, ways_to_route
 from pipeline.report import render
 from pipeline.result import Result
 from pipeline.run_folder import RunFolder
@@ -79,6 +80,20 @@ def test_it_says_what_was_lost_and_what_is_saved(finished: tuple[Path, Result]) 
     assert [line[0] for line in routing_lines(result)[1:]] == [
         "teacher", "converted", "converted, at random", "routed, trained", "routed, at random",
     ]  # fmt: skip
+
+
+def test_ways_to_route_stand_side_by_side(finished: tuple[Path, Result]) -> None:
+    _, result = finished
+    assert "Ways to route" not in mixture_of_depths([result]) and "Ways to route" in mixture_of_depths([result] * 2)
+    head, line, _ = ways_to_route([result] * 2)
+    parent, _, after = (row.quality for row in result.models)
+    assert parent and after
+    assert len(head) == len(line) and line[:4] == ["routed", "block of 2 layers", "full", f"{after.nll.value:.3f}"]
+    assert float(line[4].removesuffix(" %")) == pytest.approx((after.nll.value / parent.nll.value - 1) * 100, abs=0.05)
+    speeds = result.details["speeds"]
+    by_clock = [points["2"] for points in speeds["decoding"].values()]
+    assert line[-1] == f"{by_clock[1] / by_clock[0]:.2f}× (2 at once)"
+    assert ways_to_route([replace(result, details=result.details | {"speeds": None})] * 2)[1][-2:] == ["–", "–"]
 
 
 def test_the_report_shows_who_skips_what(finished: tuple[Path, Result]) -> None:
