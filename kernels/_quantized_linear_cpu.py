@@ -20,7 +20,8 @@ _MOST_FEW_ROWS = 32
 # torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
 # several calls they cost less than expanding the weight up to the second number.
 _PACKED_ROWS_AT_ONCE, _MOST_PACKED_ROWS = 16, 64
-_BLOCK_BYTES = 4 << 20
+# Where torch expands a block, it is in memory more than once.
+_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_IN_C = 1 << 20, 1 << 21
 _PACKED_GROUPS = (32, 64, 128, 256)
 
 
@@ -29,7 +30,7 @@ class CpuWeight:
     """A quantized matrix as `prepare_for_cpu` returns it."""
 
     held: QuantizedWeight
-    for_few_rows: bool = False
+    in_c: bool = False
     """Whether `_few_rows_cpu` takes it."""
     packed: Tensor | None = None
     """As torch's packed product wants it; None if there is no such product, or no need."""
@@ -46,7 +47,7 @@ def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
         # Reading a doubly quantized absmax takes a quarter of the time of reading a block; in fp32 it costs 0.05 byte.
         weight = replace(weight, absmax=weight.block_scales(), nested_absmax=None, offset=None)
     taken = prepare_for_few_rows(weight)
-    return _packed_by_torch(weight) if taken is None else CpuWeight(taken, for_few_rows=True)
+    return _packed_by_torch(weight) if taken is None else CpuWeight(taken, in_c=True)
 
 
 def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
@@ -65,7 +66,7 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-    if weight.for_few_rows and x.dtype == torch.bfloat16 and len(x) <= _MOST_FEW_ROWS:
+    if weight.in_c and x.dtype == torch.bfloat16 and len(x) <= _MOST_FEW_ROWS:
         product = few_rows_product(x, weight.held)
         return product if bias is None else product.add_(bias)
     out = x.new_empty(len(x), weight.shape[0])
@@ -74,7 +75,7 @@ def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
         for rows in _slices(len(x), _PACKED_ROWS_AT_ONCE):
             out[rows] = _packed_product(x[rows], weight)
         return out if bias is None else out.add_(bias)
-    for rows in _blocks(weight, x.dtype):
+    for rows in _blocks(weight):
         part = None if bias is None else bias[rows].to(x.dtype)
         out[:, rows] = F.linear(x, _expanded(weight, x.dtype, rows), part)
     return out
@@ -90,15 +91,16 @@ def grad_input_on_cpu(grad: Tensor, weight: CpuWeight) -> Tensor:
     """dy W, [T, K]: a block of outputs after another, summed in fp32 at least."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     out = torch.zeros(len(grad), weight.shape[1], dtype=wide)
-    for rows in _blocks(weight, grad.dtype):
+    for rows in _blocks(weight):
         out += grad[:, rows] @ _expanded(weight, grad.dtype, rows)
     return out.to(grad.dtype)
 
 
-def _blocks(weight: CpuWeight, dtype: torch.dtype) -> Iterator[slice]:
-    """Blocks of outputs whose weights take about `_BLOCK_BYTES`."""
+def _blocks(weight: CpuWeight) -> Iterator[slice]:
+    """Blocks of outputs of about so many weights."""
     n, k = weight.shape
-    return _slices(n, max(1, _BLOCK_BYTES // (k * dtype.itemsize)))
+    elements = _BLOCK_ELEMENTS_IN_C if weight.in_c else _BLOCK_ELEMENTS
+    return _slices(n, max(1, elements // k))
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
@@ -108,8 +110,8 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 def _expanded(weight: CpuWeight, dtype: torch.dtype, rows: slice) -> Tensor:
     """`weight.held.dequantize(dtype, rows)`, faster."""
     held = weight.held
-    if weight.for_few_rows and dtype == torch.bfloat16:
-        return expanded_rows(held, rows)
+    if weight.in_c and dtype in (torch.bfloat16, torch.float32):
+        return expanded_rows(held, dtype, rows)
     if isinstance(held, NF4Weight) and not held.shape[1] % NF4_BLOCK:
         return _expanded_nf4(held, dtype, rows)
     if isinstance(held, Fp8Weight):

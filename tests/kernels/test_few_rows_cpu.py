@@ -57,7 +57,8 @@ def with_random_codes(weight: QuantizedWeight) -> QuantizedWeight:
 def test_rows_are_the_dequantized_ones_to_the_bit(quantize: Quantize, shape: tuple[int, int]) -> None:
     weight = with_random_codes(quantize(0.05 * torch.randn(shape)))
     for rows in (slice(0, shape[0]), slice(shape[0] // 3, shape[0] // 2)):
-        assert torch.equal(expanded_rows(prepared(weight), rows), weight.dequantize(torch.bfloat16, rows))
+        for dtype in (torch.bfloat16, torch.float32):
+            assert torch.equal(expanded_rows(prepared(weight), dtype, rows), weight.dequantize(dtype, rows))
 
 
 @ALL
@@ -82,7 +83,7 @@ def test_threads_change_no_bit(quantize: Quantize) -> None:
         results = []
         for threads in (1, 2, 2, 5):
             torch.set_num_threads(threads)
-            results.append((few_rows_product(x, weight), expanded_rows(weight, slice(0, 100))))
+            results.append((few_rows_product(x, weight), expanded_rows(weight, torch.bfloat16, slice(0, 100))))
     finally:
         torch.set_num_threads(before)
     for product, rows in results[1:]:
@@ -106,7 +107,8 @@ def test_the_largest_scales() -> None:
         Int8Weight(codes, torch.tensor([1e36])),
         Fp8Weight(torch.full((1, 64), 448).to(torch.float8_e4m3fn), torch.tensor([7e35])),
     ):
-        assert torch.equal(expanded_rows(prepared(weight), slice(0, 1)), weight.dequantize(torch.bfloat16))
+        for dtype in (torch.bfloat16, torch.float32):
+            assert torch.equal(expanded_rows(prepared(weight), dtype, slice(0, 1)), weight.dequantize(dtype))
 
 
 @ALL
