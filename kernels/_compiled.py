@@ -36,7 +36,7 @@ def _library(source: Path, needs: frozenset[str]) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
         raise RuntimeError("there is no C compiler `cc`")
-    made_from = (source.read_text(), _FLAGS, compiler, _run(compiler, "--version"), sorted(features))
+    made_from = (source.read_bytes(), _FLAGS, compiler, _run(compiler, "--version"), sorted(features))
     name = f"{source.stem}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}.so"
     library = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill" / "compiled" / name
     if not library.exists():
@@ -63,4 +63,4 @@ def _compile(source: Path, compiler: str, library: Path) -> None:
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout

@@ -41,6 +41,8 @@ def prepare_for_few_rows(weight: QuantizedWeight) -> QuantizedWeight | None:
     step = NF4_BLOCK if isinstance(weight, NF4Weight) else _STEP
     if k % step or (isinstance(weight, Int4Weight) and weight.group % _STEP) or _library() is None:
         return None
+    if _scales(weight).dtype != torch.float32:
+        return None
     fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
     whole: dict[str, Any] = {name: field.contiguous() for name, field in fields.items() if isinstance(field, Tensor)}
     return replace(weight, **whole)
@@ -78,14 +80,14 @@ def _library() -> Any:
     return library
 
 
+def _scales(weight: QuantizedWeight) -> Tensor:
+    return weight.absmax if isinstance(weight, NF4Weight) else weight.scales
+
+
 def _pointers(weight: QuantizedWeight) -> _Weight:
     n, k = weight.shape
-    group, zeros = k, None
-    if isinstance(weight, NF4Weight):
-        group, scales = NF4_BLOCK, weight.absmax
-    else:
-        scales = weight.scales
+    group, zeros = NF4_BLOCK if isinstance(weight, NF4Weight) else k, None
     if isinstance(weight, Int4Weight):
         group, zeros = weight.group, weight.zeros
-    zeros_at = None if zeros is None else zeros.data_ptr()
-    return _Weight(_FORMATS.index(type(weight)), n, k, group, weight.codes.data_ptr(), scales.data_ptr(), zeros_at)
+    at = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, _scales(weight), zeros))
+    return _Weight(_FORMATS.index(type(weight)), n, k, group, *at)

@@ -139,6 +139,10 @@ def test_shapes_that_do_not_fit_go_elsewhere(shape: tuple[int, int]) -> None:
         y = quantized_linear(x, prepare_quantized_weight(weight))
         check_close(y, x.double() @ weight.dequantize(torch.float64).t())
     assert prepare_for_few_rows(quantize_int4(torch.randn(4, 128), group=16)) is None
+    assert (
+        prepare_for_few_rows(dataclasses.replace(quantize_int8(torch.randn(4, 128)), scales=torch.ones(4).half()))
+        is None
+    )
 
 
 def test_shares_torchs_threads() -> None:
