@@ -1,11 +1,10 @@
 """The report's section on models made from nothing: held-out loss against training, in operations and in time."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
 from pipeline.charts import Series, line_chart
 from pipeline.result import Result
-from pipeline.table import count, duration
+from pipeline.table import count, duration, html_table
 
 Curves = Mapping[str, Sequence[Mapping[str, float]]]
 """What each stage logged, by its name."""
@@ -18,13 +17,10 @@ def training_compute(results: Sequence[Result], curves: Curves) -> str:
     lines = compute_lines(results)
     if not lines:
         return ""
-    head, *rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
     return (
         "<h2>From nothing, by training compute</h2><p>Operations count forward and backward passes with the output "
         "head; of routed layers only what their capacity lets through. Losses are those of the served rule.</p>"
-        f'<div class="card scroll"><table><thead><tr>{head.replace("td>", "th>")}</tr></thead>'
-        f"<tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table></div>"
-        f'<div class="charts lines">{compute_chart(results, curves)}</div>'
+        f'{html_table(lines)}<div class="charts lines">{compute_chart(results, curves)}</div>'
     )
 
 

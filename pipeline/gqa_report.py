@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.charts import Bar, bar_chart, grid_chart
 from pipeline.result import Result
-from pipeline.table import speed
+from pipeline.table import html_table, speed
 
 
 def grouped_heads(results: Sequence[Result]) -> str:
@@ -64,16 +64,9 @@ def comparison_lines(result: Result) -> list[list[str]]:
 def _compared(result: Result, parent_loss: float) -> str:
     if not (lines := comparison_lines(result)):
         return ""
-    head, *rows = lines
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows
-    )
     note = f"Held-out text, and the same small budget of training for each; the parent's loss is {parent_loss:.3f}. "
     note += " ".join(_ranking(when, result.details["compared"]) for when in ("converted", "uptrained"))
-    return (
-        f'<div class="card scroll"><table><thead><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr></thead>'
-        f'<tbody>{body}</tbody></table></div><p class="note">{escape(note)}</p>'
-    )
+    return f'{html_table(lines)}<p class="note">{escape(note)}</p>'
 
 
 def _ranking(when: str, rows: Sequence[Mapping[str, Any]]) -> str:

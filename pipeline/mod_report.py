@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.charts import WIDTH, Bar, bar_chart, figure
 from pipeline.result import ModelReport, Result
-from pipeline.table import speed
+from pipeline.table import html_table, speed
 
 _GAINS = ("prefill", "decoding")
 _COLUMNS = ("held-out text", "loss", "KL to the parent", "tokens selected")
@@ -15,7 +15,7 @@ _COLUMNS = ("held-out text", "loss", "KL to the parent", "tokens selected")
 def mixture_of_depths(results: Sequence[Result]) -> str:
     """HTML of every stage `mod` that finished, several of them side by side first; empty without one."""
     lines = ways_to_route(results)
-    side_by_side = f"<h2>Ways to route</h2>{_table(lines)}" if lines else ""
+    side_by_side = f"<h2>Ways to route</h2>{html_table(lines)}" if lines else ""
     return side_by_side + "".join(_stage(result) for result in results if result.kind == "mod")
 
 
@@ -99,20 +99,9 @@ def _stage(result: Result) -> str:
     charts = [_capacities(details), *_speeds(details.get("speeds"))]
     return (
         f"<h2>Mixture of depths: {escape(result.stage)}</h2><p>{escape(_summary(result))}</p>"
-        f"{_table(routing_lines(result))}"
+        f"{html_table(routing_lines(result))}"
         '<p class="note">At random: the same weights, with as many tokens selected by chance.</p>'
         f'<div class="charts bars">{"".join(charts)}</div>{_picture(details)}'
-    )
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    head, *rows = lines
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
-    )
-    return (
-        f'<div class="card scroll"><table><thead><tr>{"".join(f"<th>{escape(name)}</th>" for name in head)}</tr>'
-        f"</thead><tbody>{body}</tbody></table></div>"
     )
 
 

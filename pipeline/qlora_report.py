@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from pipeline.result import Result
-from pipeline.table import count, size
+from pipeline.table import count, html_table, size
 
 _WAYS = {
     "adapter": "adapter beside its base",
@@ -37,15 +37,10 @@ def _verdict(kl: Mapping[str, float | None], bound: float) -> str:
 
 
 def _stage(result: Result) -> str:
-    head, *rows = merge_lines(result)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
-    )
     return (
         f"<h2>Adapter: {escape(result.stage)}</h2><p>{escape(_summary(result))}</p>"
-        f'<div class="card scroll"><table><thead><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr></thead>'
-        f'<tbody>{body}</tbody></table></div><p class="note">Held-out text. The gate compares the worst end of the '
-        "95 % interval of the KL; a merged model above it is not published.</p>"
+        f'{html_table(merge_lines(result))}<p class="note">Held-out text. The gate compares the worst end of the 95 % '
+        "interval of the KL; a merged model above it is not published.</p>"
     )
 
 

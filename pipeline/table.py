@@ -1,7 +1,8 @@
 """The table that a run ends with: one row a model, the same columns in the terminal and in the report."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import TYPE_CHECKING
 
 from pipeline.result import Estimate, ModelReport, Result
@@ -82,6 +83,16 @@ def plain_table(lines: list[list[str]]) -> "Table":
     for line in lines[1:]:
         table.add_row(*line)
     return table
+
+
+def html_table(lines: Sequence[Sequence[str]]) -> str:
+    """The same for the report; the first cell of each line names it."""
+    head, *rows = lines
+    headings = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
+    )
+    return f'<div class="card scroll"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def count(number: int) -> str:
