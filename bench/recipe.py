@@ -39,11 +39,22 @@ def summarize(results: list[Result]) -> dict[str, Any]:
     }
 
 
+def finish(recipe: Path) -> int:
+    """The exit code of the run, which Ctrl-C reaches as well: it saves where it is, and is waited for."""
+    process = subprocess.Popen([sys.executable, "-m", "pipeline", "run", str(recipe)], cwd=ROOT)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", type=Path)
     for path in parser.parse_args().recipes:
-        subprocess.run([sys.executable, "-m", "pipeline", "run", str(path)], cwd=ROOT, check=True)
+        if code := finish(path):
+            sys.exit(code)
         run = RunFolder(ROOT / "runs" / path.stem)
         recipe = run.recipe()
         results = run.results(recipe)
