@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from compress.mod import every_nth
 from model.config import ModelConfig
 from model.lora import LoraConfig
 from pipeline.errors import UserError
@@ -75,9 +76,10 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
         return Setup(narrow, training, teacher=parent, adapter=_merged_adapter(stage), fp32_base=True)
     if isinstance(stage, Pretrain):
         return Setup(model_config(stage.architecture, shapes[stage.tokenizer]), training)
-    if isinstance(stage, Mod):  # as much as without routers: early in training every token passes
+    if isinstance(stage, Mod):  # layers keep as much as without routers: early in training every token passes
         parent = shapes[stage.model]
-        return Setup(parent, training, teacher=parent, adapter=_merged_adapter(stage), fp32_base=True)
+        routers = _routers(stage, parent.num_layers) if stage.train == "router" else 0
+        return Setup(parent, training, teacher=parent, adapter=_merged_adapter(stage), routers=routers, fp32_base=True)
     if isinstance(stage, Qlora):
         return Setup(
             shapes[stage.model],
@@ -92,6 +94,13 @@ def _setup(stage: Training, shapes: dict[str, ModelConfig]) -> Setup:
 def _merged_adapter(stage: Gqa | Mod) -> LoraConfig | None:
     """What is trained in place of the weights themselves, if the stage says so."""
     return LoraConfig(rank=stage.adapter_rank) if stage.train == "adapters" else None
+
+
+def _routers(stage: Mod, num_layers: int) -> int:
+    """How many layers have one."""
+    if stage.least_important is not None:
+        return stage.least_important
+    return len(set(stage.layers)) or len(every_nth(num_layers, stage.every))
 
 
 def _pruned(stage: Distill, config: ModelConfig) -> ModelConfig:

@@ -62,6 +62,8 @@ class Setup:
     """Of a distillation; bf16."""
     adapter: LoraConfig | None = None
     """Train this alone, over a frozen base."""
+    routers: int = 0
+    """Or train the routers of this many layers alone."""
     quantization: str = "none"
     """Of the frozen base: nf4, or none."""
     double_quantization: bool = True
@@ -106,7 +108,7 @@ class _Arithmetic:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.config, self.training = setup, setup.model, setup.training
         self.tokens = setup.training.micro_batch_tokens
-        self.frozen = setup.adapter is not None
+        self.frozen = setup.adapter is not None or setup.routers > 0
         # Of activations, and of weights and the residual stream, which takes the embeddings' dtype.
         self.item = HALF if setup.training.precision == "bf16" else FULL
         self.stream = self.item if self.frozen and not setup.fp32_base else FULL
@@ -126,8 +128,10 @@ class _Arithmetic:
     def trained(self) -> list[int]:
         """Elements of each trained tensor."""
         adapter = self.setup.adapter
-        if adapter is None:
+        if not self.frozen:
             return [parameter.numel() for parameter in self.shape.parameters()]
+        if adapter is None:
+            return [self.config.hidden_size, 1] * self.setup.routers
         sizes = []
         for layer in self.adapted.values():
             outputs, inputs = layer.weight.shape

@@ -11,7 +11,7 @@ from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.plan import GIB, budgets_of, plan_recipe
 from pipeline.recipe import load_recipe
-from pipeline.schema import Qlora
+from pipeline.schema import Mod, Qlora
 from tests.pipeline.tiny_run import write_teacher
 
 
@@ -51,6 +51,17 @@ def test_a_stage_qlora_is_planned(recipe: Path, tmp_path: Path) -> None:
     assert plan.setup.adapter is not None and plan.setup.adapter.rank == 64
     assert plan.setup.quantization == "nf4" and plan.setup.training.max_grad_norm == 0.3
     assert plan.memory.adapters == plan.memory.gradients > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "routers"), [({}, 1), ({"every": 1}, 3), ({"layers": (0, 2)}, 2), ({"least_important": 2}, 2)]
+)
+def test_routers_alone_are_planned(changes: dict, routers: int, recipe: Path, tmp_path: Path) -> None:
+    stage = Mod(tokens=4096, model="teacher", data="text", train="router", **changes)
+    (plan,) = plan_recipe(replace(load_recipe(recipe, []), stages=(("mod", stage),)), tmp_path)
+    trained = routers * (plan.setup.model.hidden_size + 1)
+    assert plan.memory.adapters == plan.memory.gradients == 4 * trained
+    assert plan.memory.weights == 6 * plan.setup.model.num_parameters()
 
 
 def test_adapters_that_are_merged_are_trained_on_an_fp32_base(recipe: Path, tmp_path: Path) -> None:

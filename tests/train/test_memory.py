@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from compress.lora import inject
+from compress.mod import add_routers
 from compress.nf4 import quantize_model
-from model.config import ModelConfig
+from model.config import MixtureOfDepths, ModelConfig
 from model.lora import LoraConfig, LoraError
 from model.quantized import NF4Linear
+from model.routed import routed_layers
 from model.transformer import Transformer
 from tests.memory import peak_bytes
 from tests.tiny import tiny_config
@@ -19,7 +21,7 @@ from tests.train.toy import documents
 from train.config import TrainingConfig
 from train.loop import Trainer
 from train.memory import Setup, largest_micro_batch
-from train.objectives import Distillation, LanguageModelling
+from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
 from train.optimizer import named_moments
 from train.tracking import Tracker
 
@@ -70,13 +72,21 @@ def loaded_bytes(model: Transformer | None) -> int:
 
 
 def trainer_of(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    """Of two steps, after which nothing is saved."""
     model, teacher = built(setup)
+    return trainer_for(
+        setup, model, LanguageModelling() if teacher is None else Distillation(teacher), folder, monkeypatch
+    )
+
+
+def trainer_for(
+    setup: Setup, model: Transformer, objective: Objective, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Trainer:
+    """Of two steps, after which nothing is saved."""
     monkeypatch.setattr(Trainer, "_save", lambda self: None)
     length = setup.training.micro_batch_tokens
     return Trainer(
         model,
-        LanguageModelling() if teacher is None else Distillation(teacher),
+        objective,
         documents([length + 1] * 8),
         setup.training,
         folder=folder,
@@ -130,6 +140,30 @@ def test_the_plan_is_within_a_tenth_of_the_measured_peak(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(SETUPS[name], tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("route", "changes"),
+    [("attention", {}), ("block", {"adapter": ADAPTERS["plain"]}), ("block", {"routers": 3})],
+    ids=["full", "adapters", "routers alone"],
+)
+def test_so_it_is_with_routers(
+    route: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(TINY, training(), teacher=TINY, fp32_base=True, on_gpu=False, **changes)
+    dense, teacher = built(replace(setup, adapter=None))
+    assert teacher is not None
+    model = add_routers(dense, MixtureOfDepths(route, (0, 2, 4), capacity=0.5))  # type: ignore[arg-type]
+    model.requires_grad_(not changes)
+    if setup.adapter is not None:
+        inject(model, setup.adapter)
+    for layer in routed_layers(model):
+        layer.router.requires_grad_(True)
+    objective = RoutedTraining(Distillation(teacher), RoutingConfig(0.5))
+    trainer = trainer_for(setup, model, objective, tmp_path, monkeypatch)
+    loaded, plan = loaded_bytes(model) + loaded_bytes(teacher), setup.memory()
+    assert plan.weights + plan.adapters == pytest.approx(loaded, rel=1e-3)
+    assert plan.peak == pytest.approx(loaded + peak_bytes(trainer.train), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["language", "8 bit", "bf16 base", "bf16 base, paged", "fp32 base", "dora"])
