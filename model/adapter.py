@@ -180,7 +180,8 @@ def save_adapter(model: nn.Module, folder: str | Path, config: LoraConfig, *, ba
 def check_base(adapter: str | Path, base: str | Path) -> None:
     """Raises AdapterError if the adapter in one folder was trained on another base than that in the other.
 
-    Published artifacts tell by their digests. A folder of other tools names none: then only shapes can be compared.
+    Published artifacts tell by their digests. A folder of other tools names none: then only shapes can be compared. On
+    the model that was quantized to make its base an adapter still serves, and a warning says that it is another one.
     """
     if not (Path(adapter) / MANIFEST_NAME).exists():
         return
@@ -192,6 +193,9 @@ def check_base(adapter: str | Path, base: str | Path) -> None:
     if digest not in parents:
         trained_on = ", ".join(parent[:12] for parent in parents) or "no base that it names"
         raise AdapterError(f"{adapter} was trained on {trained_on}, not on {base}, which is {digest[:12]}.")
+    own = Path(adapter) / BASE_NAME
+    if (own / MANIFEST_NAME).exists() and open_artifact(own, verify=False).digest != digest:
+        log.warning("%s was trained on the quantized %s; on %s it computes something else.", adapter, own, base)
 
 
 def _check_supported(path: Path, raw: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Adapter folders: peft opens ours, and we open peft's; what cannot be read is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,26 @@ def test_nothing_is_saved_that_could_not_be_used(folder: Path, tmp_path: Path) -
     model.model.layers[0].mlp.up_proj.lora.b.data[0, 0] = torch.nan
     with pytest.raises(AdapterError, match=r"up_proj.lora_B.weight holds values that are not finite"):
         save_adapter(model, tmp_path / "nan", config)
+
+
+def test_an_adapter_of_a_quantized_base_warns_on_what_that_was_made_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, own = tmp_path / "source", tmp_path / "published" / "base"
+    publish(source, lambda to: save_model(tiny_model(), to), stage="teacher", recipe={})
+    model, parents = quantize_model(tiny_model()), [open_artifact(source).digest]
+
+    def write(to: Path) -> None:
+        save_adapter(adapted(model, LoraConfig(rank=2)), to, LoraConfig(rank=2), base="base")
+        shutil.copytree(tmp_path / "quantized", to / "base")
+
+    publish(tmp_path / "quantized", lambda to: save_model(model, to), stage="quantize", recipe={}, parents=parents)
+    parents.append(open_artifact(tmp_path / "quantized").digest)
+    publish(tmp_path / "published", write, stage="qlora", recipe={}, parents=parents)
+    check_base(tmp_path / "published", own)
+    assert not caplog.records
+    check_base(tmp_path / "published", source)
+    assert f"was trained on the quantized {own}; on {source} it computes something else" in caplog.text
 
 
 def test_an_adapter_of_another_base_is_refused(folder: Path, tmp_path: Path) -> None:
