@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from compress.mod import every_nth
 from model.config import ModelConfig
 from model.lora import LoraConfig
 from pipeline.errors import UserError
 from pipeline.schema import Distill, Gqa, Mod, Pretrain, Qlora, Recipe, Training
+from pipeline.stages.mod import named_layers
 from pipeline.stages.pretrain import model_config
 from pipeline.stages.teacher import read_config
 from pipeline.stages.training import lora_config, training_config
@@ -98,9 +98,7 @@ def _merged_adapter(stage: Gqa | Mod) -> LoraConfig | None:
 
 def _routers(stage: Mod, num_layers: int) -> int:
     """How many layers have one."""
-    if stage.least_important is not None:
-        return stage.least_important
-    return len(set(stage.layers)) or len(every_nth(num_layers, stage.every))
+    return stage.least_important or len(named_layers(stage, num_layers))
 
 
 def _pruned(stage: Distill, config: ModelConfig) -> ModelConfig:

@@ -137,7 +137,7 @@ def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -
         log.info("estimating on %s tokens what each one's absence costs", f"{config.calibration_tokens:,}")
         exact = load_model(context.inputs[config.model].folder, device=parent.device)
         costs = skipping_costs(exact, text, config.route)  # type: ignore[arg-type]
-    layers = tuple(sorted(set(config.layers))) or every_nth(parent.config.num_layers, config.every)
+    layers = named_layers(config, parent.config.num_layers)
     if config.least_important is not None and costs is not None:
         layers = least_important([float(own.costs.mean()) for own in costs], config.least_important)
     student = add_routers(parent, _mixture(config, layers))
@@ -157,6 +157,11 @@ def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -
         random=held_out.quality(student, states, routing=RandomRouting(capacities)),
     )
     write_atomically(context.folder / START_NAME, msgspec.json.encode(start))
+
+
+def named_layers(config: Mod, num_layers: int) -> tuple[int, ...]:
+    """Those that the recipe names, or every n-th; with `least_important` a measurement chooses instead."""
+    return tuple(sorted(set(config.layers))) or every_nth(num_layers, config.every)
 
 
 def _mixture(config: Mod, layers: tuple[int, ...]) -> MixtureOfDepths:
