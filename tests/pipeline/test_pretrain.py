@@ -153,7 +153,7 @@ def test_the_iso_flop_recipe_spends_the_same_on_each_model() -> None:
         stage.out: stage.tokens * training_flops_per_token(model_config(stage.architecture, words), 512)
         for _, stage in recipe.stages
     }
-    assert list(spent) == ["dense", "routed", "routed-deeper"]
+    assert list(spent) == ["dense", "routed", "routed-deeper", "dense-shallower"]
     assert all(total == pytest.approx(spent["dense"], rel=0.01) for total in spent.values())
 
 
