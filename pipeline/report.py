@@ -146,12 +146,12 @@ def _before_and_after(rows: list[ModelReport]) -> str:
         for name, title in (("kl", "KL to the teacher"), ("acceptance", "1 − TV"), ("agreement", "Top-1 agreement")):
             pair = [getattr(row.quality, name) for row in (before, after)]
             if all(pair):
-                names = zip(("before training", "after training"), pair, (2, 1), strict=True)
+                bars = zip((before, after), pair, (2, 1), strict=True)
                 charts.append(
-                    bar_chart(title, [Bar(when, one.value, _with_margin(one), color) for when, one, color in names])
+                    bar_chart(title, [Bar(row.label, one.value, _with_margin(one), color) for row, one, color in bars])
                 )
     note = "Held-out text; ± is the 95 % confidence interval, from the spread between batches."
-    return _section("Before and after", note, charts, kind="bars")
+    return _section("Before and after training", note, charts, kind="bars")
 
 
 def _training(stage: str, logged: list[dict[str, float]]) -> str:

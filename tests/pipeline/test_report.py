@@ -55,7 +55,7 @@ def structure_of(page: str) -> Structure:
 def test_the_report_of_a_run(finished_run: TinyRun) -> None:
     text = structure_of(finished_run.folder.report.read_text(encoding="utf-8")).text
     headings = (
-        "Before and after",
+        "Before and after training",
         "KL to the teacher",
         "Tokens a second, 2 requests at once",
         "Lineage",
