@@ -96,7 +96,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _stage(result: Result) -> str:
     details = result.details
-    charts = [_capacities(details), *_speeds(details.get("speeds"))]
+    charts = [*_speeds(details.get("speeds")), _capacities(details)]
     return (
         f"<h2>Mixture of depths: {escape(result.stage)}</h2><p>{escape(_summary(result))}</p>"
         f"{html_table(routing_lines(result))}"

@@ -40,7 +40,7 @@ td.text, th.text { text-align: left; white-space: normal; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(390px, 100%), 1fr)); gap: 16px; }
 .charts.bars { grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); align-items: start; }
-.card + .charts, .note + .charts, .charts + .charts { margin-top: 16px; }
+.card + .charts, .note + .charts, .charts + .card { margin-top: 16px; }
 figure { margin: 0; padding: 14px 16px 10px; }
 figcaption { font-weight: 600; font-size: 14px; display: flex; justify-content: space-between; gap: 12px; }
 .legend { font-weight: 400; color: var(--soft); font-size: 13px; }
