@@ -3,13 +3,16 @@
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pipeline.result import SpeedPoint
 from pipeline.schema import Decoding, Speed
 
 if TYPE_CHECKING:
     from serve.engine import Engine
+    from serve.llm import LLM
+    from serve.sampling_params import SamplingParams
     from train.packing import Batch
 
 PREFILL_TOKENS = 2_048
@@ -18,28 +21,78 @@ PREFILL_TOKENS = 2_048
 WARM_UP_TOKENS = 64
 """Enough steps for the adaptive draft length to have measured acceptance and step costs."""
 
+TURNS = 3
+"""Timings of each engine at each batch size."""
 
-def measure_speed(model: str, draft: str | None, prompts: Sequence[list[int]], config: Speed) -> tuple[SpeedPoint, ...]:
-    """Greedy generation at each batch size, prompts included, after a warm-up with other prompts' tokens."""
-    from serve.llm import LLM
+
+def measure_speed(
+    engines: "Sequence[LLM]", prompts: Sequence[list[int]], config: Speed
+) -> list[tuple[SpeedPoint, ...]]:
+    """Greedy generation of each engine at each batch size, prompts included, after a warm-up with the same prompts.
+
+    Medians of turns that alternate between the engines, so that what slows the machine for a while slows all of them.
+    """
     from serve.sampling_params import SamplingParams
 
-    length = config.prompt_tokens + config.new_tokens + 16
-    pages = max(config.batch_sizes) * (length // 16 + 2) + 8
-    engine = LLM(model, draft=draft, max_model_len=length, num_pages=pages, enable_prefix_caching=False)
-    points = []
+    timed = SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
+    points: list[list[SpeedPoint]] = [[] for _ in engines]
     for batch_size in sorted(config.batch_sizes):
         asked = list(prompts[:batch_size])
-        engine.generate(asked, SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
-        started = time.perf_counter()
-        timed = SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
-        answers = [answer.choices[0] for answer in engine.generate(asked, timed)]
-        seconds = time.perf_counter() - started
-        drafted = sum(answer.num_drafted for answer in answers)
-        accepted = sum(answer.num_accepted for answer in answers)
-        tokens = sum(len(answer.token_ids) for answer in answers)
-        points.append(SpeedPoint(batch_size, tokens / seconds, accepted / drafted if drafted else None))
-    return tuple(points)
+        for engine in engines:
+            engine.generate(asked, SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
+        turns = [[_timed(engine, asked, timed) for engine in engines] for _ in range(TURNS)]
+        for found, own in zip(points, zip(*turns, strict=True), strict=True):
+            speed = statistics.median(turn.tokens_per_s for turn in own)
+            drafted = sum(turn.num_drafted for turn in own)
+            accepted = sum(turn.num_accepted for turn in own)
+            found.append(SpeedPoint(batch_size, speed, accepted / drafted if drafted else None))
+    return [tuple(found) for found in points]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    tokens_per_s: float
+    num_drafted: int
+    num_accepted: int
+
+
+def _timed(engine: "LLM", prompts: list[list[int]], params: "SamplingParams") -> _Turn:
+    started = time.perf_counter()
+    answers = [answer.choices[0] for answer in engine.generate(prompts, params)]
+    seconds = time.perf_counter() - started
+    return _Turn(
+        tokens_per_s=sum(len(answer.token_ids) for answer in answers) / seconds,
+        num_drafted=sum(answer.num_drafted for answer in answers),
+        num_accepted=sum(answer.num_accepted for answer in answers),
+    )
+
+
+def engines_for_speed(model: str, verifier: str | None, config: Speed) -> "list[LLM]":
+    """Engines of the verifier, of the model, and of the model verified; without a verifier only that of the model.
+
+    The weights are read once and used by all; each engine has KV pages of its own.
+    """
+    from serve.config import EngineConfig
+    from serve.llm import LLM
+    from serve.loading import check_same_vocabulary, load_models
+
+    length = config.prompt_tokens + config.new_tokens + 16
+    options: dict[str, Any] = {
+        "max_model_len": length,
+        "num_pages": max(config.batch_sizes) * (length // 16 + 2) + 8,
+        "enable_prefix_caching": False,
+    }
+    alone = load_models(EngineConfig(model=model))
+    if verifier is None:
+        return [LLM(model, models=alone, **options)]
+    check_same_vocabulary(verifier, model)
+    target = load_models(EngineConfig(model=verifier))
+    pair = replace(target, draft=alone.target)
+    return [
+        LLM(verifier, models=target, **options),
+        LLM(model, models=alone, **options),
+        LLM(verifier, draft=model, models=pair, **options),
+    ]
 
 
 def measure_prefill(models: Sequence[str], prompt: Sequence[int], repeats: int = 5) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from serve.config import EngineConfig
 from serve.engine import Engine
+from serve.loading import Models
 from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -52,9 +53,13 @@ class Generation:
 class LLM:
     """An engine in this process, for scripts and batch jobs."""
 
-    def __init__(self, model: str, *, draft: str | None = None, **options: Any) -> None:
-        """`model` and `draft`: folders of artifacts or Hugging Face models; `options`: fields of EngineConfig."""
-        self.engine = Engine(EngineConfig(model=str(model), draft=None if draft is None else str(draft), **options))
+    def __init__(self, model: str, *, draft: str | None = None, models: Models | None = None, **options: Any) -> None:
+        """`model` and `draft`: folders of artifacts or Hugging Face models; `options`: fields of EngineConfig.
+
+        `models`: what the folders hold, read before (`serve.loading.load_models`); several engines may share it.
+        """
+        config = EngineConfig(model=str(model), draft=None if draft is None else str(draft), **options)
+        self.engine = Engine(config, models)
         self.tokenizer = self.engine.tokenizer
         self._num_requests = 0
 

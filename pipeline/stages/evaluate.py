@@ -10,9 +10,9 @@ from model.checkpoint import load_model
 from model.tokenizer import Tokenizer
 from pipeline.gate import check_gate, describe
 from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
-from pipeline.result import ModelReport, Parity, Result, SpeedPoint
+from pipeline.result import ModelReport, Parity, Result
 from pipeline.schema import Evaluate
-from pipeline.speed import measure_speed, prompts_from
+from pipeline.speed import engines_for_speed, measure_speed, prompts_from
 from pipeline.stages.context import StageContext
 
 if TYPE_CHECKING:
@@ -43,10 +43,8 @@ def run(context: StageContext) -> Result | None:
     checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
     for check in checks:
         log.info("%s", describe(check))
-    prompts = prompts_from(
-        held_out.batches, count=max(config.speed.batch_sizes, default=0), prompt_tokens=config.speed.prompt_tokens
-    )
-    reports = [replace(report, speed=_speed(context, report, prompts)) for report in reports]
+    if config.speed.batch_sizes:
+        reports = _with_speeds(context, reports, held_out)
     return context.result(models=reports, gate=checks, parity=_worst(parity))
 
 
@@ -75,14 +73,17 @@ def _pair(config: Evaluate, verifier: ModelReport, draft: ModelReport) -> ModelR
     )
 
 
-def _speed(context: StageContext, report: ModelReport, prompts: list[list[int]]) -> tuple[SpeedPoint, ...]:
+def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: HeldOut) -> list[ModelReport]:
+    """The same rows (the reference, the model, the verified pair) with the speeds of each."""
     config: Evaluate = context.stage.config
-    if not config.speed.batch_sizes:
-        return ()
-    log.info("measuring the speed of %s", report.label)
-    served = config.against if report.exact else report.label
-    draft = str(context.inputs[config.model].folder) if report.exact else None
-    return measure_speed(str(context.inputs[str(served)].folder), draft, prompts, config.speed)
+    log.info("measuring the speed of %s, in turns", ", ".join(report.label for report in reports))
+    prompts = prompts_from(
+        held_out.batches, count=max(config.speed.batch_sizes), prompt_tokens=config.speed.prompt_tokens
+    )
+    verifier = str(context.inputs[config.against].folder) if config.against else None
+    engines = engines_for_speed(str(context.inputs[config.model].folder), verifier, config.speed)
+    speeds = measure_speed(engines, prompts, config.speed)
+    return [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
 
 
 def _worst(found: list[Parity]) -> Parity:
