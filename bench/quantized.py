@@ -1,11 +1,12 @@
-"""Quantized linear layers beside bf16: median times of one product, all candidates by turns, in one run.
+"""Quantized linear layers beside bf16, and on the CPU adapters beside torch: medians, all by turns, in one run.
 
-    python -m bench.quantized            # CPU: under 2 minutes; writes bench/results/quantized-DEVICE.json
+    python -m bench.quantized            # CPU: 2 minutes; writes bench/results/quantized-DEVICE.json
     python -m bench.quantized --tune     # on a GPU: prints the tile tables of kernels/quantized_linear.py
 
 Every call reads another copy of its weight, all copies together larger than the last-level cache. On the CPU the
-baseline is `kernels.linear` with a prepared bf16 weight; the plain F.linear stands beside it. Nothing is timed before
-its result has been checked against an fp32 product.
+baseline is `kernels.linear` with a prepared bf16 weight; the plain F.linear stands beside it. An adapter's baseline is
+what torch needs for it: a matrix product, and another with an addition. (`bench.kernels` times adapters on a GPU.)
+Nothing is timed before its result has been checked against an fp32 product.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import kernels.quantized_linear as module
 from bench.common import write_result
 from bench.kernel_timing import GpuClock, HostClock, Program, side_stream
 from kernels.linear import linear, prepare_linear_weight
+from kernels.lora import LoraWeights, lora_add
 from kernels.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 from kernels.quantized_linear import PreparedQuantizedWeight, Tiles, prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
@@ -34,6 +36,10 @@ ROTATING_BYTES = {"cpu": 616 * 2**20, "cuda": 256 * 2**20}
 ROUNDS = {"cpu": 41, "cuda": 61}
 CALLS = {"cpu": 4, "cuda": 1}
 """How many products in a row a candidate computes in its turn, as the layers of a decoding step do."""
+WEIGHT_COPIES, ADAPTER_COPIES = 24, 512
+ADAPTERS = ((4096, 4096, 16), (576, 3072, 32))
+"""Inputs, outputs and ranks: of a large layer, and of SmolLM2's gate and up, each with an adapter of rank 16."""
+ADAPTED_ROWS = (1, 8, 32, 64)
 Product = Callable[[Tensor], Tensor]
 
 QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
@@ -84,7 +90,7 @@ def expected_weights(weight: Tensor) -> dict[str, Tensor]:
     return {"bf16 prepared": weight.float(), "bf16 plain": weight.float(), **held}
 
 
-def time_products(sides: dict[str, Iterator[Product]], x: Tensor) -> dict[str, float]:
+def time_products(sides: dict[str, Iterator[Product]], x: Tensor, num_copies: int) -> dict[str, float]:
     """Median seconds of each."""
     clock, calls = GpuClock() if x.is_cuda else HostClock(), CALLS[x.device.type]
 
@@ -92,7 +98,7 @@ def time_products(sides: dict[str, Iterator[Product]], x: Tensor) -> dict[str, f
         return clock.program([lambda product=product: (product(x),) for product in products])
 
     turns = {
-        name: itertools.cycle([program([next(side) for _ in range(calls)]) for _ in range(24 // calls)])
+        name: itertools.cycle([program([next(side) for _ in range(calls)]) for _ in range(num_copies // calls)])
         for name, side in sides.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -112,11 +118,33 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
         x = torch.randn(rows, K).bfloat16().to(device)
         for name, side in sides.items():
             check_close(next(side)(x), x.float() @ held[name].t(), what=f"{name}, {rows} rows")
-        times = time_products(sides, x)
+        times = time_products(sides, x, WEIGHT_COPIES)
         ratios = {name: times["bf16 prepared"] / taken for name, taken in times.items()}
         results.append({"rows": rows, "n": N, "k": K, "seconds": times, "speedup_over_prepared_bf16": ratios})
         line = "  ".join(f"{name} {1e6 * taken:.0f} us ({ratios[name]:.2f}x)" for name, taken in times.items())
         print(f"{rows:4} rows: {line}", flush=True)
+    return results
+
+
+def measure_adapters() -> list[dict[str, Any]]:
+    """One entry per shape and number of rows, on the CPU; prints it."""
+    results = []
+    for (k, n, rank), rows in itertools.product(ADAPTERS, ADAPTED_ROWS):
+        a, b = (torch.randn(shape).bfloat16() for shape in ((1, rank, k), (1, n, rank)))
+        x, y, slots = torch.randn(rows, k).bfloat16(), torch.randn(rows, n).bfloat16(), torch.zeros(rows).int()
+        copies = [LoraWeights(a.clone() / k**0.5, b.clone(), torch.ones(1)) for _ in range(ADAPTER_COPIES)]
+        sides: dict[str, Iterator[Product]] = {
+            "torch": itertools.cycle([lambda x, w=w, y=y: torch.addmm(y, x @ w.a[0].t(), w.b[0].t()) for w in copies]),
+            "ours": itertools.cycle([lambda x, w=w, y=y, slots=slots: lora_add(y, x, w, slots) for w in copies]),
+        }
+        expected = y.float() + x.float() @ copies[0].a[0].float().t() @ copies[0].b[0].float().t()
+        for name, side in sides.items():
+            check_close(next(side)(x), expected, what=f"adapter, {name}, {rows} rows")
+        times = time_products(sides, x, ADAPTER_COPIES)
+        ratio = times["torch"] / times["ours"]
+        results.append({"rows": rows, "n": n, "k": k, "rank": rank, "seconds": times, "speedup_over_torch": ratio})
+        line = ", ".join(f"{name} {1e6 * taken:.0f} us" for name, taken in times.items())
+        print(f"{rows:4} rows, adapter {k} to {n} of rank {rank}: {line} ({ratio:.2f}x)", flush=True)
     return results
 
 
@@ -171,7 +199,9 @@ def main() -> None:
                 parser.error("only a GPU's tiles can be tuned")
             tune(device)
             return
-        result = {"layers": measure(device), "unit": "seconds are medians of one product"}
+        result = {"layers": measure(device), "unit": "seconds are medians of one product, or of one adapter"}
+        if device.type == "cpu":
+            result["adapters"] = measure_adapters()
     print(write_result(f"quantized-{device.type}", "python -m bench.quantized", result))
 
 

@@ -53,7 +53,8 @@ def few_rows_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     rows, k = x.shape
     tile = next((tile for tile in _TILES if tile >= rows), _TILES[-1])
     # The same 32 elements of a tile's rows become neighbours: rows 8 KiB apart would fight for lines of the cache.
-    tiles = F.pad(x, (0, 0, 0, -rows % tile)).view(-1, tile, k // _STEP, _STEP).transpose(1, 2).contiguous()
+    whole = F.pad(x, (0, 0, 0, -rows % tile)) if rows % tile else x.contiguous()
+    tiles = whole.view(-1, tile, k // _STEP, _STEP).transpose(1, 2).contiguous()
     out = x.new_empty(rows, weight.shape[0])
     _library().few_rows_product(
         _pointers(weight), tiles.data_ptr(), out.data_ptr(), rows, tile, torch.get_num_threads()

@@ -7,7 +7,8 @@ Source: https://arxiv.org/abs/2106.09685; several adapters at once: https://arxi
 On CUDA two kernels: one sums z = A_s x over parts of K, the other adds B_s z to y. A program takes a tile of rows and
 walks over the adapters that these use, which it finds on the device: rows may lie in any order, and grids follow from
 shapes. In an adapter's turn the other rows of the tile are zeros, so no row changes the bits of another. z stays in
-fp32. On the CPU rows are grouped by adapter, and z is rounded to the dtype of x.
+fp32. On the CPU a few bf16 rows are one call of `_lora.c`; others are grouped by adapter, and z is rounded to the dtype
+of x.
 
 Legend: T tokens, K input features, N output features, S adapters, R rank.
 """
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import _lora_cpu
 from kernels._ragged_tiles import dot
 from kernels._triton import check_rows, is_interpreted, num_processors, runs_triton
 
@@ -275,11 +277,13 @@ def _ranks(rank: int) -> int:
 
 
 def _forward_on_cpu(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor | None) -> Tensor:
+    if slots is not None and len(slots) and (largest := int(slots.max())) >= len(weights.a):
+        raise ValueError(f"slots name adapter {largest}; there are {len(weights.a)}, counted from 0")
+    if _lora_cpu.takes(x):
+        return _lora_cpu.add_adapters(y, x, weights.a, weights.b, weights.scales, slots)
     if slots is None:
         return _add_adapter(y, x, weights, 0)
     used = slots.unique().tolist()
-    if used and used[-1] >= len(weights.a):
-        raise ValueError(f"slots name adapter {used[-1]}; there are {len(weights.a)}, counted from 0")
     if len(used) == 1 and used[0] >= 0:
         return _add_adapter(y, x, weights, used[0])
     out = y.clone()

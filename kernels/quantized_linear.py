@@ -271,8 +271,19 @@ def quantized_linear(
     fused = fused_product(x, weight, bias, lora, slots)
     if fused is not None:
         return fused
-    y: Tensor = _QuantizedLinear.apply(x, weight, bias)
+    # Going through autograd for nothing takes as long as a small product.
+    y: Tensor = (_QuantizedLinear.apply if wants_gradients(x, bias) else _product)(x, weight, bias)
     return y if lora is None else lora_add(y, x, lora, slots)
+
+
+def _product(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, CpuWeight):
+        return linear_on_cpu(x, weight, bias)
+    fused = fused_product(x, weight, bias)
+    if fused is not None:
+        return fused
+    product = x @ _expand(weight, x.dtype).t()
+    return product if bias is None else product.add_(bias)
 
 
 def check_operands(
@@ -296,13 +307,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None) -> Tensor:
         ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
-        if isinstance(weight, CpuWeight):
-            return linear_on_cpu(x, weight, bias)
-        fused = fused_product(x, weight, bias)
-        if fused is not None:
-            return fused
-        product = x @ _expand(weight, x.dtype).t()
-        return product if bias is None else product.add_(bias)
+        return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
