@@ -176,9 +176,8 @@ def _speed(rows: list[ModelReport]) -> str:
                     bars.append(Bar(row.label, point.tokens_per_s, speed(point.tokens_per_s), 3 if row.exact else 1))
         requests = "one request" if batch_size == 1 else f"{batch_size} requests at once"
         charts.append(bar_chart(f"Tokens a second, {requests}", bars))
-    return _section(
-        "Speed", "New tokens a second by the serving engine, prompts included, greedy.", charts, kind="bars"
-    )
+    note = "New tokens a second by the serving engine, prompts included, greedy: medians of turns that alternate."
+    return _section("Speed", note, charts, kind="bars")
 
 
 def _conversation(answers: Sequence[Answer]) -> str:
