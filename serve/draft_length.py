@@ -2,9 +2,11 @@
 
 With acceptance rate a, drafting k tokens yields (1 - a^(k+1)) / (1 - a) tokens a step, and costs k passes of the draft
 and one pass of the target over k + 1 rows a sequence instead of one. Source: https://arxiv.org/abs/2211.17192.
+Before its first tokens for a sequence the draft must read all of it, which a short answer does not earn back.
 """
 
 import bisect
+import heapq
 from collections import deque
 
 from serve.sequence import Sequence
@@ -24,7 +26,9 @@ ENGINE_MEMORY = 0.97
 PROBE_TOKENS = 2
 """Length of a draft that is made to learn: its first pass may have to catch up, the second shows the usual cost."""
 PROBE_SEQUENCES = 2
-"""Sequences that probe in one step; the first ones in order, so that few sequences have to catch up."""
+"""Sequences that probe in one step; those of which the draft has the least to read."""
+PROBE_SHARE = 0.05
+"""The most of all time that probes may take, were all their tokens in vain."""
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
 """Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
 SAMPLES = 9
@@ -103,51 +107,94 @@ class AdaptiveLength:
         self._rejected = INITIAL_WEIGHT * (1 - INITIAL_ACCEPTANCE)
         self._length = 0
         """The batch's draft length in this step."""
+        self._late: set[Sequence] = set()
+        """Sequences that drafting would pay for, were it not so late: they get none."""
         self._row_price = 0.0
         """Tokens that could be had elsewhere for the time that one more row of the target's pass takes."""
         self._can_pay = False
-        """Whether drafting would pay if every draft token were accepted."""
+        """Whether drafting pays, or would have paid at the last probe, had every draft token been accepted."""
         self._num_steps = 0
         """Steps since the last probe."""
         self._interval = PROBE_INTERVAL
-        self._num_probes = 0
-        """Sequences that may still probe in this step."""
+        self._probing: set[Sequence] = set()
+        """Those that probe in this step."""
 
     def begin_step(self, decoding: list[Sequence]) -> None:
         """Choose the length for a step in which these sequences decode."""
         num_decoding = len(decoding)
-        target = [self.target_costs.estimate(num_decoding * (k + 1)) for k in range(MAX_DRAFT_TOKENS + 1)]
-        if target[0] is None:  # nothing was measured yet
-            self._length, self._row_price = PROBE_TOKENS, 0.0
+        if self.target_costs.estimate(num_decoding) is None:  # nothing was measured yet
+            self._probing = set(decoding[:PROBE_SEQUENCES])
             return
-        draft = self.draft_costs.estimate(num_decoding) or 0.0
-        seconds = [cost + k * draft for k, cost in enumerate(target) if cost is not None]
-        self._length = best_length([self.acceptance(sequence) for sequence in decoding], seconds)
-        self._can_pay = best_length([1.0], seconds) > 0
+        self._length, self._late = self._choose(decoding, [self.acceptance(sequence) for sequence in decoding])
         if self._length:
-            num_rows = num_decoding * self._length
-            self._row_price = (seconds[self._length] - self._length * draft - seconds[0]) / num_rows
-            self._row_price *= num_decoding / seconds[0]
-            self._interval = PROBE_INTERVAL
+            num_drafting = num_decoding - len(self._late)
+            without, with_drafts = (self._target_seconds(num_decoding + num_drafting * k) for k in (0, self._length))
+            self._row_price = (with_drafts / without - 1) * num_decoding / (num_drafting * self._length)
+            self._interval, self._can_pay = PROBE_INTERVAL, True
         self._num_steps += 1
-        self._num_probes = PROBE_SEQUENCES if self._num_steps >= self._interval else 0
+        self._probing = self._choose_probes(decoding) if self._num_steps >= self._interval else set()
+        if self._probing:
+            self._num_steps = 0
+            self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
+            self._can_pay = self._choose(decoding, [1.0] * num_decoding)[0] > 0
+
+    def _choose_probes(self, decoding: list[Sequence]) -> set[Sequence]:
+        """Sequences that get no draft tokens by what is known, if to learn more is affordable now."""
+        idle = [s for s in decoding if s not in self._late and not self._worthwhile(s)]
+        probing = heapq.nsmallest(PROBE_SEQUENCES, idle, key=self._catch_up_seconds)
+        seconds = self._step_seconds(len(decoding), len(probing))
+        extra = seconds[PROBE_TOKENS] - seconds[0] + sum(self._catch_up_seconds(sequence) for sequence in probing)
+        return set(probing) if extra <= PROBE_SHARE * self._num_steps * seconds[0] else set()
+
+    def _choose(self, decoding: list[Sequence], acceptances: list[float]) -> tuple[int, set[Sequence]]:
+        """The length for the batch, and the sequences too late to draft for: they end before it pays."""
+        num_decoding = len(decoding)
+        seconds = self._step_seconds(num_decoding, num_decoding)
+        length = best_length(acceptances, seconds)
+        if not length:
+            return 0, set()
+        num_tokens = sum(expected_tokens(acceptance, length) for acceptance in acceptances)
+        saved_per_token = seconds[0] / num_decoding - seconds[length] / num_tokens
+        late = {s for s in decoding if self._catch_up_seconds(s) > saved_per_token * s.num_tokens_left}
+        if not late:
+            return length, late
+        acceptances = [0.0 if s in late else a for s, a in zip(decoding, acceptances, strict=True)]
+        return best_length(acceptances, self._step_seconds(num_decoding, num_decoding - len(late))), late
+
+    def _step_seconds(self, num_decoding: int, num_drafting: int) -> list[float]:
+        """Of a step, by the length of its drafts. A draft's first pass may have to begin with the token before last."""
+        first, later = self._draft_seconds(2 * num_drafting), self._draft_seconds(num_drafting)
+        passes = [0.0] + [first + k * later for k in range(MAX_DRAFT_TOKENS)]
+        return [drafts + self._target_seconds(num_decoding + num_drafting * k) for k, drafts in enumerate(passes)]
+
+    def _catch_up_seconds(self, sequence: Sequence) -> float:
+        """What it takes the draft to read what it has not read of a sequence, beyond what every step takes."""
+        num_missing = sequence.num_tokens - sequence.num_draft_computed
+        return self._draft_seconds(num_missing) - self._draft_seconds(2) if num_missing > 2 else 0.0
+
+    def _target_seconds(self, num_rows: int) -> float:
+        return self.target_costs.estimate(num_rows) or 0.0
+
+    def _draft_seconds(self, num_rows: int) -> float:
+        return self.draft_costs.estimate(num_rows) or 0.0
 
     @property
     def is_drafting(self) -> bool:
         """Whether any sequence may get draft tokens in this step."""
-        return self._length > 0 or self._num_probes > 0
+        return self._length > 0 or bool(self._probing)
 
     def __call__(self, sequence: Sequence) -> int:
         """Draft tokens that this sequence should get now."""
+        return PROBE_TOKENS if sequence in self._probing else self._worthwhile(sequence)
+
+    def _worthwhile(self, sequence: Sequence) -> int:
+        """Draft tokens that pay, of the batch's length as many as are worth their rows."""
+        if sequence in self._late:
+            return 0
         acceptance = self.acceptance(sequence)
         length, gain = 0, acceptance
         while length < self._length and gain >= self._row_price:
             length, gain = length + 1, gain * acceptance
-        if length == 0 and self._num_probes:
-            self._num_probes -= 1
-            self._num_steps = 0
-            self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
-            return PROBE_TOKENS
         return length
 
     def acceptance(self, sequence: Sequence) -> float:

@@ -81,6 +81,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def num_tokens_left(self) -> int:
+        """The most that it may still emit."""
+        return self.params.max_tokens - self.num_output
+
+    @property
     def num_drawn(self) -> int:
         """All its tokens, those included that the host has not read yet."""
         return len(self.tokens) + self.num_unread
