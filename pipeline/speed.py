@@ -2,9 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pipeline.result import SpeedPoint
 from pipeline.schema import Decoding, Speed
@@ -95,7 +98,7 @@ def engines_for_speed(model: str, verifier: str | None, config: Speed) -> "list[
     ]
 
 
-def measure_prefill(models: Sequence[str], prompt: Sequence[int], repeats: int = 5) -> list[float]:
+def measure_prefill(folders: Mapping[str, Path], prompt: Sequence[int], repeats: int = 5) -> dict[str, float]:
     """Prompt tokens a second of each model, in one pass each: medians of turns that alternate between them."""
     from serve.llm import LLM
     from serve.sampling_params import SamplingParams
@@ -103,14 +106,14 @@ def measure_prefill(models: Sequence[str], prompt: Sequence[int], repeats: int =
     size, once = len(prompt), SamplingParams(temperature=0.0, max_tokens=1)
     engines = [
         LLM(
-            model,
+            str(folder),
             max_model_len=size + 16,
             max_num_seqs=1,
             max_num_batched_tokens=size,
             num_pages=size // 16 + 4,
             enable_prefix_caching=False,
         )
-        for model in models
+        for folder in folders.values()
     ]
     seconds: list[list[float]] = [[] for _ in engines]
     for turn in range(repeats + 1):
@@ -119,56 +122,79 @@ def measure_prefill(models: Sequence[str], prompt: Sequence[int], repeats: int =
             engine.generate([list(prompt)], once)
             if turn:  # the first warms up
                 taken.append(time.perf_counter() - started)
-    return [size / statistics.median(taken) for taken in seconds]
+    return {name: size / statistics.median(taken) for name, taken in zip(folders, seconds, strict=True)}
 
 
-def measure_decoding(model: str, prompts: Sequence[list[int]], config: Decoding) -> tuple[SpeedPoint, ...]:
-    """Greedy decoding after long prompts, by the median time of the steps in which everybody decodes.
+def measure_decoding(
+    folders: Mapping[str, Path], prompts: Sequence[list[int]], config: Decoding
+) -> dict[str, dict[str, float]]:
+    """Tokens a second by model and batch size: greedy decoding after long prompts, by the median of steps.
 
-    Prompts shorter than the context are repeated up to it: what counts is how much lies in the cache.
+    On the CPU the models take steps in turn. A GPU may have room for one such cache and not for two, and is steadier:
+    there one model comes after the other. Prompts shorter than the context are repeated up to it: what counts is how
+    much lies in the cache.
     """
+    if not config.batch_sizes:
+        return {name: {} for name in folders}
+    asked = [repeated(prompt, config.context_tokens) for prompt in prompts]
+    if not torch.cuda.is_available():
+        return _decode_in_turns(folders, asked, config)
+    return {name: _decode_in_turns({name: folder}, asked, config)[name] for name, folder in folders.items()}
+
+
+def _decode_in_turns(
+    folders: Mapping[str, Path], prompts: Sequence[list[int]], config: Decoding
+) -> dict[str, dict[str, float]]:
     from serve.llm import LLM
 
-    if not config.batch_sizes:
-        return ()
     most = max(config.batch_sizes)
     budget = max(PREFILL_TOKENS, 2 * most)
     # The first to decode goes on while the others' prompts take what is left of the budget, half of it or more.
     longest = config.context_tokens + config.new_tokens + most * config.context_tokens // (budget // 2) + 2
-    engine = LLM(
-        model,
-        max_model_len=longest,
-        max_num_seqs=most,
-        max_num_batched_tokens=budget,
-        num_pages=most * (longest // 16 + 2) + 8,
-        enable_prefix_caching=False,
-    ).engine
-    asked = [repeated(prompt, config.context_tokens) for prompt in prompts]
-    return tuple(
-        SpeedPoint(size, size / _decoding_step_s(engine, asked[:size], longest - config.context_tokens, config))
-        for size in sorted(config.batch_sizes)
-    )
+    engines = [
+        LLM(
+            str(folder),
+            max_model_len=longest,
+            max_num_seqs=most,
+            max_num_batched_tokens=budget,
+            num_pages=most * (longest // 16 + 2) + 8,
+            enable_prefix_caching=False,
+        ).engine
+        for folder in folders.values()
+    ]
+    speeds: dict[str, dict[str, float]] = {name: {} for name in folders}
+    for size in sorted(config.batch_sizes):
+        steps = _decoding_steps_s(engines, prompts[:size], longest - config.context_tokens, config.new_tokens - 1)
+        for name, own in zip(folders, zip(*steps, strict=True), strict=True):
+            speeds[name][str(size)] = size / statistics.median(own)
+    return speeds
 
 
-def _decoding_step_s(engine: "Engine", prompts: Sequence[list[int]], most_tokens: int, config: Decoding) -> float:
-    """Seconds of a step in which each of `prompts`, read before, gets one more token, at most `most_tokens` in all."""
+def _decoding_steps_s(
+    engines: "Sequence[Engine]", prompts: Sequence[list[int]], most_tokens: int, num_steps: int
+) -> list[list[float]]:
+    """Seconds of `num_steps` steps, of each engine, in which each of `prompts`, read before, gets one more token."""
     from serve.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=most_tokens, ignore_eos=True)
     names = {str(number): prompt for number, prompt in enumerate(prompts)}
-    for name, prompt in names.items():
-        engine.add_request(name, prompt, params)
-    silent = set(names)
-    while silent:
-        silent -= {output.request_id for output in engine.step() if output.new_token_ids}
-    seconds = []
-    for _ in range(config.new_tokens - 1):
-        started = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - started)
-    for name in names:
-        engine.abort(name)
-    return statistics.median(seconds)
+    for engine in engines:
+        for name, prompt in names.items():
+            engine.add_request(name, prompt, params)
+        silent = set(names)
+        while silent:
+            silent -= {output.request_id for output in engine.step() if output.new_token_ids}
+    seconds = [[_step_s(engine) for engine in engines] for _ in range(num_steps)]
+    for engine in engines:
+        for name in names:
+            engine.abort(name)
+    return seconds
+
+
+def _step_s(engine: "Engine") -> float:
+    started = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - started
 
 
 def repeated(prompt: Sequence[int], size: int) -> list[int]:

@@ -8,7 +8,7 @@ stage that was interrupted goes on after the last of them.
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.quality import PUBLISHED_DTYPE
-from pipeline.result import Quality, Result, SpeedPoint, write_atomically
+from pipeline.result import Quality, Result, write_atomically
 from pipeline.schema import Gqa
 from pipeline.speed import measure_decoding, prompts_from
 from pipeline.stages.context import StageContext
@@ -300,7 +300,7 @@ def _capacity(parent: ModelConfig, config: Gqa) -> dict[str, Any]:
 
 
 def _with_decoding(context: StageContext, data: "PreparedData", result: Result) -> Result:
-    """Adds the decoding speeds of parent and result at long context, measured one after the other."""
+    """Adds the decoding speeds of parent and result at long context, measured side by side."""
     config: Gqa = context.stage.config
     settings = config.long_context
     prompts = prompts_from(
@@ -309,17 +309,9 @@ def _with_decoding(context: StageContext, data: "PreparedData", result: Result) 
         prompt_tokens=settings.context_tokens,
     )
     log.info("measuring decoding with %s tokens in the cache", f"{settings.context_tokens:,}")
-    speeds: dict[str, Sequence[SpeedPoint]] = {
-        name: measure_decoding(str(folder), prompts, settings)
-        for name, folder in (
-            (config.model, context.inputs[config.model].folder),
-            (config.out, context.folder / "model"),
-        )
-    }
+    folders = {config.model: context.inputs[config.model].folder, config.out: context.folder / "model"}
     decoding = {
         "context_tokens": settings.context_tokens,
-        "tokens_per_s": {
-            name: {str(point.batch_size): point.tokens_per_s for point in points} for name, points in speeds.items()
-        },
+        "tokens_per_s": measure_decoding(folders, prompts, settings),
     }
     return replace(result, details={**result.details, "decoding": decoding})

@@ -237,22 +237,17 @@ def _picture(context: StageContext, tokens: torch.Tensor, selected: torch.Tensor
 
 
 def _with_speeds(context: StageContext, data: "PreparedData", result: Result) -> Result:
-    """Adds what prefill and decoding of parent and result take, measured one after the other in this run."""
+    """Adds what prefill and decoding of parent and result take, measured side by side in this run."""
     config: Mod = context.stage.config
     settings, count = config.speed, max(config.speed.batch_sizes, default=1)
     prompts = prompts_from(held_out_text(context, data).batches, count=count, prompt_tokens=settings.context_tokens)
     folders = {config.model: context.inputs[config.model].folder, config.out: context.folder / "model"}
     log.info("timing a prompt of %s tokens, and decoding", f"{settings.prefill_tokens:,}")
-    names = [str(folder) for folder in folders.values()]
-    prefill = measure_prefill(names, repeated(prompts[0], settings.prefill_tokens))
-    decoding = [measure_decoding(name, prompts, settings) for name in names]
+    prefill = measure_prefill(folders, repeated(prompts[0], settings.prefill_tokens))
     speeds = {
         "prefill_tokens": settings.prefill_tokens,
         "context_tokens": settings.context_tokens,
-        "prefill": dict(zip(folders, prefill, strict=True)),
-        "decoding": {
-            name: {str(point.batch_size): point.tokens_per_s for point in points}
-            for name, points in zip(folders, decoding, strict=True)
-        },
+        "prefill": prefill,
+        "decoding": measure_decoding(folders, prompts, settings),
     }
     return replace(result, details={**result.details, "speeds": speeds})
