@@ -10,6 +10,7 @@ d head dim, P pages in the pool; in a group g sequences of n queries and at most
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels._few_queries_cpu import FewPlan, attend_few, plan_few, takes
 from kernels._flash_attention_cpu import attend_causally
 
 # Sequences with more queries than this (prompts) are attended one by one.
@@ -39,16 +41,6 @@ class _Group:
     """Which keys each query sees, bool [g, n, m]; None: all."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedPlan:
-    """What the CPU works out from lengths and block tables; the same for every layer of a step."""
-
-    groups: tuple[_Group, ...]
-    """Of sequences with few queries."""
-    prompts: tuple[_Group, ...]
-    """Sequences with many queries, one by one; their mask is causal."""
-
-
 class _Sequence(NamedTuple):
     row: int
     """In block_tables and kv_lengths."""
@@ -65,32 +57,50 @@ class _Sequence(NamedTuple):
         return self.length - self.first_key
 
 
-def plan_groups(
-    block_tables: Tensor,
-    cu_seqlens_q: Tensor,
-    kv_lengths: Tensor,
-    *,
-    page_size: int,
-    window: int | None,
-    batch_invariant: bool,
-) -> GroupedPlan:
-    """Return who is attended with whom; in a batch-invariant plan everyone alone."""
-    bounds, tables = cu_seqlens_q.tolist(), block_tables.numpy()
-    few: list[_Sequence] = []
-    many: list[_Sequence] = []
-    for row, length in enumerate(kv_lengths.tolist()):
-        queries = bounds[row + 1] - bounds[row]
-        first_key = 0 if window is None else max(0, length - queries - window + 1)
-        if queries:
-            grouped = queries <= min(length, _MOST_QUERIES_TO_GROUP)
-            (few if grouped else many).append(_Sequence(row, bounds[row], queries, first_key, length))
-    teams: Iterable[list[_Sequence]] = [[s] for s in few] if batch_invariant else _similar(few)
-    return GroupedPlan(
-        groups=tuple(_plan_group(members, tables, page_size, window) for members in teams),
-        prompts=tuple(
-            _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], tables, page_size), None) for s in many
-        ),
-    )
+class GroupedPlan:
+    """What the CPU works out from lengths and block tables; the same for every layer of a step."""
+
+    def __init__(
+        self,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        kv_lengths: Tensor,
+        *,
+        page_size: int,
+        window: int | None,
+        batch_invariant: bool,
+    ) -> None:
+        """In a batch-invariant plan everyone is attended alone."""
+        self.tables, self.page_size, self.window = block_tables.numpy(), page_size, window
+        self._batch_invariant = batch_invariant
+        bounds = cu_seqlens_q.tolist()
+        self._few: list[_Sequence] = []
+        self._many: list[_Sequence] = []
+        for row, length in enumerate(kv_lengths.tolist()):
+            queries = bounds[row + 1] - bounds[row]
+            first_key = 0 if window is None else max(0, length - queries - window + 1)
+            if queries:
+                sequences = self._few if queries <= min(length, _MOST_QUERIES_TO_GROUP) else self._many
+                sequences.append(_Sequence(row, bounds[row], queries, first_key, length))
+
+    @cached_property
+    def few(self) -> FewPlan | None:
+        """Sequences with few queries, for the kernel in C."""
+        return plan_few(np.array(self._few)) if self._few else None
+
+    @cached_property
+    def groups(self) -> tuple[_Group, ...]:
+        """Sequences with few queries, for torch."""
+        teams: Iterable[list[_Sequence]] = [[s] for s in self._few] if self._batch_invariant else _similar(self._few)
+        return tuple(_plan_group(members, self.tables, self.page_size, self.window) for members in teams)
+
+    @cached_property
+    def prompts(self) -> tuple[_Group, ...]:
+        """Sequences with many queries, one by one; their mask is causal."""
+        return tuple(
+            _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], self.tables, self.page_size), None)
+            for s in self._many
+        )
 
 
 def _similar(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
@@ -155,11 +165,16 @@ def attend_groups(
 ) -> Tensor:
     """Return the attention of all queries, [T, Hq, d] in and out."""
     k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
-    if len(plan.groups) == 1 and not plan.prompts:
-        return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for group in plan.groups:
-        _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
+    if plan.few is not None and takes(q, k_slots, v_slots):
+        attend_few(
+            q, k_slots, v_slots, plan.tables, plan.few, out, page_size=plan.page_size, window=window, scale=scale
+        )
+    elif len(plan.groups) == 1 and not plan.prompts:
+        return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
+    else:
+        for group in plan.groups:
+            _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
     for prompt in plan.prompts:
         k, v = _take(k_slots, prompt.keys), _take(v_slots, prompt.keys)
         _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=window, scale=scale))

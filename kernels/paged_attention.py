@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kernels._flash_attention_cpu import visible_keys
 from kernels._kv_quantization import dequantize_rows
-from kernels._paged_attention_cpu import GroupedPlan, attend_groups, plan_groups
+from kernels._paged_attention_cpu import GroupedPlan, attend_groups
 from kernels._paged_attention_plan import ListedPlan, Tiles, padded_head_dim
 from kernels._triton import check_rows, is_interpreted, num_processors, runs_triton
 from kernels.write_pages import check_page_dtypes
@@ -322,7 +322,7 @@ def plan_paged_attention(
     if runs_triton(block_tables):
         most_keys = block_tables.shape[1] * page_size
         return ListedPlan(cu_seqlens_q, kv_lengths, most_keys, window, batch_invariant, tiles)
-    return plan_groups(
+    return GroupedPlan(
         block_tables, cu_seqlens_q, kv_lengths, page_size=page_size, window=window, batch_invariant=batch_invariant
     )
 
