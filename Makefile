@@ -40,6 +40,7 @@ bench: $(INSTALLED)   ## beside transformers and peft, and its own kernels, on t
 	$(BIN)/python -m bench.serve
 	$(BIN)/python -m bench.distill
 	$(BIN)/python -m bench.quantized
+	$(BIN)/python -m bench.attention
 	$(BIN)/python -m bench.qlora
 
 bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU (goes on where it stopped), and a QLoRA step

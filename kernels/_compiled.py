@@ -24,7 +24,7 @@ def compiled(source: Path, needs: frozenset[str]) -> ctypes.CDLL | None:
         reason = f"`{error.cmd[0]}` failed: {(error.stderr or str(error)).strip()}"
     except (OSError, RuntimeError) as error:
         reason = str(error)
-    log.info("products that %s makes faster run in torch: %s", source.name, reason)
+    log.info("what %s makes faster runs in torch: %s", source.name, reason)
     return None
 
 

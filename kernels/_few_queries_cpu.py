@@ -47,9 +47,13 @@ class FewPlan(NamedTuple):
     numbers: np.ndarray
     """[tasks] int64: which chunk, counted from position 0."""
     num_parts: int
+    block_tables: np.ndarray
+    """[B, max_pages] int32."""
+    page_size: int
+    window: int | None
 
 
-def plan_few(sequences: np.ndarray) -> FewPlan:
+def plan_few(sequences: np.ndarray, block_tables: np.ndarray, page_size: int, window: int | None) -> FewPlan:
     """sequences [S, 5] int64: row of the tables, first query, queries, first key, length."""
     queries, first_key, length = sequences[:, 2:].T
     first_chunk = first_key // _CHUNK
@@ -57,7 +61,8 @@ def plan_few(sequences: np.ndarray) -> FewPlan:
     parts = np.cumsum(chunks * queries)
     owners = np.repeat(np.arange(len(sequences)), chunks)
     numbers = np.arange(len(owners)) + (first_chunk - np.cumsum(chunks) + chunks)[owners]
-    return FewPlan(np.column_stack((sequences, parts - chunks * queries)), owners, numbers, int(parts[-1]))
+    sequences = np.column_stack((sequences, parts - chunks * queries))
+    return FewPlan(sequences, owners, numbers, int(parts[-1]), block_tables, page_size, window)
 
 
 def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
@@ -70,25 +75,14 @@ def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
     )
 
 
-def attend_few(
-    q: Tensor,
-    k_slots: Tensor,
-    v_slots: Tensor,
-    block_tables: np.ndarray,
-    plan: FewPlan,
-    out: Tensor,
-    *,
-    page_size: int,
-    window: int | None,
-    scale: float,
-) -> None:
+def attend_few(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: FewPlan, out: Tensor, scale: float) -> None:
     """Write the attention of the planned queries into out [T, Hq, d]; `takes` must accept the tensors."""
-    (_, heads, d), kv_heads = q.shape, k_slots.shape[1]
+    (_, heads, d), tables = q.shape, plan.block_tables
     parts = torch.empty(plan.num_parts, heads, d + 2)
     batch = _Batch(
-        len(plan.sequences), len(plan.owners), heads, kv_heads, d, page_size, window or 0,
-        q.stride(0), k_slots.stride(0), v_slots.stride(0), block_tables.strides[0] // block_tables.itemsize,
-        q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), block_tables.ctypes.data, plan.sequences.ctypes.data,
+        len(plan.sequences), len(plan.owners), heads, k_slots.shape[1], d, plan.page_size, plan.window or 0,
+        q.stride(0), k_slots.stride(0), v_slots.stride(0), tables.strides[0] // tables.itemsize,
+        q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), tables.ctypes.data, plan.sequences.ctypes.data,
         plan.owners.ctypes.data, plan.numbers.ctypes.data, parts.data_ptr(), out.data_ptr(), scale / math.log(2),
     )  # fmt: skip
     _library().attend_few(batch, torch.get_num_threads())

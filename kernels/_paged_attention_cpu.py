@@ -1,8 +1,9 @@
 """Paged attention in PyTorch, for the CPU: kernels/paged_attention.py says what it computes.
 
-Sequences with few queries are grouped by similar length. One gather per group lines up their keys, and one call of
-torch's attention serves the group: the G query heads of a key/value head go in as G rows, so that keys are read once
-instead of G times. A sequence whose pages lie side by side is used in place when it is alone in its group.
+Sequences with few queries go to `_few_queries.c` where it takes them. Else they are grouped by similar length. One
+gather per group lines up their keys, and one call of torch's attention serves the group: the G query heads of a
+key/value head go in as G rows, so that keys are read once instead of G times. A sequence whose pages lie side by side
+is used in place when it is alone in its group.
 
 Legend: T queries of all sequences, B sequences, Hq query heads, Hkv key/value heads, G query heads per key/value head,
 d head dim, P pages in the pool; in a group g sequences of n queries and at most m keys.
@@ -86,7 +87,7 @@ class GroupedPlan:
     @cached_property
     def few(self) -> FewPlan | None:
         """Sequences with few queries, for the kernel in C."""
-        return plan_few(np.array(self._few)) if self._few else None
+        return plan_few(np.array(self._few), self.tables, self.page_size, self.window) if self._few else None
 
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
@@ -160,16 +161,12 @@ def _mask(members: list[_Sequence], window: int | None) -> Tensor | None:
     return torch.from_numpy(visible if window is None else visible & (key > last - window))
 
 
-def attend_groups(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: GroupedPlan, *, window: int | None, scale: float
-) -> Tensor:
+def attend_groups(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: GroupedPlan, scale: float) -> Tensor:
     """Return the attention of all queries, [T, Hq, d] in and out."""
     k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if plan.few is not None and takes(q, k_slots, v_slots):
-        attend_few(
-            q, k_slots, v_slots, plan.tables, plan.few, out, page_size=plan.page_size, window=window, scale=scale
-        )
+        attend_few(q, k_slots, v_slots, plan.few, out, scale)
     elif len(plan.groups) == 1 and not plan.prompts:
         return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
     else:
@@ -177,7 +174,7 @@ def attend_groups(
             _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
     for prompt in plan.prompts:
         k, v = _take(k_slots, prompt.keys), _take(v_slots, prompt.keys)
-        _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=window, scale=scale))
+        _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=plan.window, scale=scale))
     return out
 
 

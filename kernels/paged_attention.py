@@ -364,7 +364,7 @@ def paged_attention(
         pages = _Pages(k_pages, v_pages, k_scales, v_scales, visible_slots)
         return _launch(q, pages, block_tables, plan, scale=scale, tree_mask=tree_mask)
     if k_scales is None and visible_slots is None and tree_mask is None:
-        return attend_groups(q, k_pages, v_pages, plan, window=window, scale=scale)
+        return attend_groups(q, k_pages, v_pages, plan, scale)
     return paged_attention_reference(
         q.float(), k_pages, v_pages, block_tables, cu_seqlens_q, kv_lengths, window=window, scale=scale,
         k_scales=k_scales, v_scales=v_scales, visible_slots=visible_slots, tree_mask=tree_mask,

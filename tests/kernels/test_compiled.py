@@ -73,7 +73,7 @@ def test_no_compiler(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert compiled(source, needs=frozenset()) is None
-    assert caplog.messages == ["products that answer.c makes faster run in torch: there is no C compiler `cc`"]
+    assert caplog.messages == ["what answer.c makes faster runs in torch: there is no C compiler `cc`"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_compiler_that_fails(
     fake_compiler(tmp_path, monkeypatch, script)
     assert compiled(source, needs=frozenset()) is None
     (message,) = caplog.messages
-    assert message.startswith("products that answer.c makes faster run in torch: ") and message.endswith("no floppy")
+    assert message.startswith("what answer.c makes faster runs in torch: ") and message.endswith("no floppy")
 
 
 def test_a_compiler_that_makes_something_else(
@@ -99,9 +99,7 @@ def test_a_compiler_that_makes_something_else(
 
 def test_a_processor_without_the_instructions(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert compiled(source, needs=frozenset({"warp", "flux"})) is None
-    assert caplog.messages == [
-        "products that answer.c makes faster run in torch: the processor has no flux and no warp"
-    ]
+    assert caplog.messages == ["what answer.c makes faster runs in torch: the processor has no flux and no warp"]
 
 
 @needs_compiler
