@@ -1,6 +1,7 @@
 """C sources of this folder, compiled by the machine's own compiler when they are first needed.
 
-The library lies in the user's cache under a hash of everything it was made from: source, command, compiler, processor.
+The library lies in the user's cache under a hash of everything it was made from: source, headers, command, compiler,
+processor.
 """
 
 import ctypes
@@ -36,7 +37,8 @@ def _library(source: Path, needs: frozenset[str]) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
         raise RuntimeError("there is no C compiler `cc`")
-    made_from = (source.read_bytes(), _FLAGS, compiler, _run(compiler, "--version"), sorted(features))
+    sources = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    made_from = (sources, _FLAGS, compiler, _run(compiler, "--version"), sorted(features))
     name = f"{source.stem}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}.so"
     library = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill" / "compiled" / name
     if not library.exists():

@@ -11,12 +11,7 @@
    head, d head dim (a multiple of 64).
 */
 
-#include <immintrin.h>
-#include <stdint.h>
-
-#define INLINE static inline __attribute__((always_inline))
-/* Sums stay in registers only if every loop over them is unrolled. */
-#define UNROLLED _Pragma("GCC unroll 8") for
+#include "_lanes.h"
 
 enum { CHUNK = 256, HEADS = 4, KEYS = 4, COLUMNS = 64, AHEAD = 16 };
 
@@ -43,22 +38,8 @@ typedef struct {
     float scale;                /* by log2(e), so that probabilities are powers of two */
 } Batch;
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 INLINE float *part_of(const Batch *batch, int64_t part, int64_t head) {
     return batch->parts + (part * batch->heads + head) * (batch->d + 2);
-}
-
-/* The sums of the 16 lanes of four registers. */
-INLINE __m128 sums_of_lanes(const __m512 *wide) {
-    __m128 part[4];
-    UNROLLED(int i = 0; i < 4; i++) {
-        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(wide[i]), _mm512_extractf32x8_ps(wide[i], 1));
-        part[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    }
-    _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
-    return _mm_add_ps(_mm_add_ps(part[0], part[1]), _mm_add_ps(part[2], part[3]));
 }
 
 /* 2^x for x <= 0, to 2e-7; 0 below 2^-126. */
@@ -72,10 +53,6 @@ INLINE __m512 exp2_lanes(__m512 x) {
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1));
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126), _CMP_GE_OQ), y, whole);
-}
-
-INLINE __m512 widen(const uint16_t *bits) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)bits)), 16));
 }
 
 /* Scores of `heads` neighbouring query heads at keys [0, count) of these slots; each row is filled up to whole KEYS. */
@@ -130,7 +107,7 @@ INLINE void mix(const Batch *batch, int heads, const uint16_t *v, const int64_t 
         const uint16_t *value = v + slots[j] * batch->v_stride;
         _mm_prefetch((const char *)(v + slots[smaller(j + AHEAD, count - 1)] * batch->v_stride), _MM_HINT_T0);
         UNROLLED(int c = 0; c < COLUMNS / 16; c++) {
-            __m512 values = widen(value + 16 * c);
+            __m512 values = widen(_mm256_loadu_si256((const __m256i *)(value + 16 * c)));
             UNROLLED(int h = 0; h < heads; h++)
                 sums[h][c] = _mm512_fmadd_ps(_mm512_set1_ps(p[h][j]), values, sums[h][c]);
         }

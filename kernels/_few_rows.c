@@ -10,13 +10,9 @@
    Legend: N outputs, K inputs (a multiple of 32), G groups of a row of W; a tile: TOKENS rows of x, OUTPUTS rows of W.
 */
 
-#include <immintrin.h>
-#include <stdint.h>
+#include "_lanes.h"
 
 #define STEP 32 /* weights decoded at once */
-#define INLINE static inline __attribute__((always_inline))
-/* Sums stay in registers only if every loop over them is unrolled. */
-#define UNROLLED _Pragma("GCC unroll 8") for
 
 /* In the order of FORMATS in kernels/_few_rows_cpu.py. */
 enum { NF4, INT4, INT8, FP8 };
@@ -36,8 +32,6 @@ static const float NF4_VALUES[16] = {
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 };
 static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE int has_four_bits(int format) { return format == NF4 || format == INT4; }
 

@@ -8,12 +8,7 @@
    Legend: T rows, K inputs, N outputs, S adapters, R rank; Z is R rounded up to a multiple of 16.
 */
 
-#include <immintrin.h>
-#include <stdint.h>
-
-#define INLINE static inline __attribute__((always_inline))
-/* Sums stay in registers only if every loop over them is unrolled. */
-#define UNROLLED _Pragma("GCC unroll 8") for
+#include "_lanes.h"
 
 enum { RANKS = 4, MOST_ROWS = 32 };
 
@@ -28,22 +23,9 @@ typedef struct {
     uint16_t *out;              /* [T, N] */
 } Rows;
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE int32_t slot_of(const Rows *rows, int64_t t) { return rows->slots ? rows->slots[t] : 0; }
 
 INLINE int64_t padded_rank(const Rows *rows) { return (rows->rank + 15) / 16 * 16; }
-
-/* The sums of the 16 lanes of four registers. */
-INLINE __m128 sums_of_lanes(const __m512 *wide) {
-    __m128 part[4];
-    UNROLLED(int i = 0; i < 4; i++) {
-        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(wide[i]), _mm512_extractf32x8_ps(wide[i], 1));
-        part[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    }
-    _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
-    return _mm_add_ps(_mm_add_ps(part[0], part[1]), _mm_add_ps(part[2], part[3]));
-}
 
 /* z[t, r] for RANKS ranks from r on; those beyond R again the last one, and not stored. */
 INLINE void shrink(const Rows *rows, int64_t t, int64_t r) {
@@ -115,7 +97,7 @@ INLINE void expand(const Rows *rows, int64_t t, int64_t n) {
         __m256i bits = _mm256_maskz_loadu_epi16(mask, rows->y + row * rows->y_stride + n);
         int32_t slot = slot_of(rows, row);
         if (slot >= 0) {
-            __m512 y = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+            __m512 y = widen(bits);
             y = _mm512_fmadd_ps(_mm512_set1_ps(rows->scales[slot]), sums[row - t], y);
             bits = (__m256i)_mm512_cvtneps_pbh(y);
         }

@@ -55,6 +55,15 @@ def test_compiles_once_until_the_source_changes(source: Path, tmp_path: Path) ->
 
 
 @needs_compiler
+def test_a_header_is_part_of_the_source(source: Path, tmp_path: Path) -> None:
+    source.write_text('#include "number.h"\nint answer(void) { return NUMBER; }\n')
+    for number in (1, 2):
+        (tmp_path / "number.h").write_text(f"#define NUMBER {number}\n")
+        library = compiled(source, needs=frozenset())
+        assert library is not None and library.answer() == number
+
+
+@needs_compiler
 def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from kernels._compiled import compiled\n"
