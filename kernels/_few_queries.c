@@ -42,7 +42,7 @@ INLINE float *part_of(const Batch *batch, int64_t part, int64_t head) {
     return batch->parts + (part * batch->heads + head) * (batch->d + 2);
 }
 
-/* 2^x for x <= 0, to 2e-7; 0 below 2^-126. */
+/* 2^x for x <= 0, to 2e-7; 0 below 2^-126, and NaN of NaN. */
 INLINE __m512 exp2_lanes(__m512 x) {
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 f = _mm512_sub_ps(x, whole), y = _mm512_set1_ps(1.5403530e-4f);
@@ -52,7 +52,7 @@ INLINE __m512 exp2_lanes(__m512 x) {
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126), _CMP_GE_OQ), y, whole);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126), _CMP_NLT_UQ), y, whole);
 }
 
 /* Scores of `heads` neighbouring query heads at keys [0, count) of these slots; each row is filled up to whole KEYS. */

@@ -104,10 +104,11 @@ def test_scores_far_apart_and_large() -> None:
         check_close(loud.attend(), readable(loud).expected())
 
 
-def test_what_is_not_finite_stays_with_its_sequence() -> None:
+@pytest.mark.parametrize("spoiled", ["k_pages", "v_pages"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_with_its_sequence_and_shows(spoiled: str, value: float) -> None:
     case = make([(1, 300), (2, 300), (1, 20)])
-    page = case.block_tables[1, 0]
-    case.k_pages[page, 3], case.v_pages[page, 5] = torch.nan, torch.inf
+    getattr(case, spoiled)[case.block_tables[1, 0], 3] = value
     result = case.attend()
     assert result[[0, 3]].isfinite().all() and not result[1:3].isfinite().any()
 
