@@ -117,7 +117,8 @@ def test_it_learns_to_serve_nearly_as_fast_as_the_best_fixed_length(
     load = Load(acceptance, draft_s, row_s, num_decoding)
     fixed = [served(load, k) for k in range(MAX_DRAFT_TOKENS + 1)]
     learned = served(load, None)
-    assert learned > 0.93 * max(fixed)  # learning included
+    assert learned > 0.94 * max(fixed)
+    assert learned > 0.95 * fixed[0]  # learning included
 
 
 @pytest.mark.parametrize("num_decoding", [1, 8])
