@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.common import write_result
 from bench.quantized import CALLS, Product, time_products
-from kernels.paged_attention import paged_attention, plan_paged_attention
+from kernels.attention.paged import paged_attention, plan_paged_attention
 from tests.compare import check_close
 
 LAYERS = {"SmolLM2-135M": (9, 3, 64), "Llama-3-8B": (32, 8, 128), "Llama-2-7B": (32, 32, 128)}

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from bench.common import ROOT, run_alone, teacher_folder, write_result
-from compress.depth import prune_depth
-from model.checkpoint import load_model, save_model
-from model.tokenizer import Tokenizer
+from compress.prune.depth import prune_depth
+from model.files.checkpoint import load_model, save_model
+from model.text.tokenizer import Tokenizer
 from train.data import DataConfig, TokenizedDocuments, prepare
 
 SEQUENCE, SEQUENCES, STEPS, WARM_UP = 1024, 2, 8, 2

@@ -19,8 +19,8 @@ from bench.kernel_shapes import (
     attention_reference,
     paged_reference,
 )
-from kernels.flash_attention import flash_attention
-from kernels.paged_attention import paged_attention, plan_paged_attention
+from kernels.attention.flash import flash_attention
+from kernels.attention.paged import paged_attention, plan_paged_attention
 
 HIDDEN, TOKENS = 2048, 16_384
 HEADS, HEAD_DIM = 32, 128

@@ -12,9 +12,9 @@ from torch import Tensor
 from bench import kernel_sampling_peers as peers
 from bench.kernel_cases import Candidate, Case, Outputs, Run
 from bench.kernel_sampling import BATCHES, VOCABULARY, on_host, random_logits, random_stream
-from kernels.ngram import MAX_NGRAM, find_ngrams, find_ngrams_reference
-from kernels.random import Purpose, Stream, exponential, uniform
-from kernels.verification import Verdicts, verify, verify_reference
+from kernels.sampling.ngram import MAX_NGRAM, find_ngrams, find_ngrams_reference
+from kernels.sampling.random import Purpose, Stream, exponential, uniform
+from kernels.sampling.verification import Verdicts, verify, verify_reference
 
 CHAIN, TREE = 4, 8
 DRAFT_NOISE = 0.5

@@ -18,9 +18,9 @@ from bench.kernel_shapes import (
     rotated_reference,
     written_reference,
 )
+from kernels.attention.rotary import apply_rotary
+from kernels.attention.rotary_write import rotate_and_write
 from kernels.rms_norm import rms_norm
-from kernels.rotary import apply_rotary
-from kernels.rotary_write import rotate_and_write
 from kernels.swiglu import swiglu
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernel_cases import Candidate, Case, Outputs, Run, installed
-from kernels._divergence import DivergenceKind
-from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from kernels.linear_distillation import linear_distillation, linear_distillation_reference
+from kernels.losses._divergence import DivergenceKind
+from kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from kernels.losses.linear_distillation import linear_distillation, linear_distillation_reference
 
 BF16 = torch.bfloat16
 VOCABULARY = 131_072

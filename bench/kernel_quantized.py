@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench import kernel_quantized_peers as peers
 from bench.kernel_cases import Candidate, Case, Run, gradients
-from kernels.quantization import (
+from kernels.linear.quantization import (
     NESTED_BLOCK,
     NF4_BLOCK,
     NF4Weight,
@@ -27,7 +27,7 @@ from kernels.quantization import (
     quantize_int8,
     quantize_nf4,
 )
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 
 BF16 = torch.bfloat16
 GROUP = 128

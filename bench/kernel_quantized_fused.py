@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bench.kernel_cases import Candidate, Case, Outputs, Run
 from bench.kernel_quantized import BF16, MATRICES, LinearInputs, product_reference, weight_bytes
-from kernels.lora import LoraWeights, lora_add
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
-from kernels.quantized_swiglu import quantized_swiglu
+from kernels.linear.lora import LoraWeights, lora_add
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.swiglu import swiglu, swiglu_reference
 
 RANK, ADAPTED_ROWS = 16, 64

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernel_cases import NotItsTask, Run, installed
-from kernels.quantization import NF4_BLOCK, Int4Weight, dynamic_table, nf4_table
+from kernels.linear.quantization import NF4_BLOCK, Int4Weight, dynamic_table, nf4_table
 
 if TYPE_CHECKING:
     from bench.kernel_quantized import LinearInputs

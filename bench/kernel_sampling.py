@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bench import kernel_sampling_peers as peers
 from bench.kernel_cases import Candidate, Case, Outputs, Run
-from kernels.logit_adjustments import ALWAYS, IN_PROMPT, RequestState, adjust_scores
-from kernels.random import Purpose, Stream, exponential
-from kernels.sampling import Filters, adjusted_probabilities_reference, sample, sample_tokens
-from kernels.token_logprobs import Logprobs, token_logprobs, token_logprobs_reference
+from kernels.sampling.logit_adjustments import ALWAYS, IN_PROMPT, RequestState, adjust_scores
+from kernels.sampling.random import Purpose, Stream, exponential
+from kernels.sampling.sample import Filters, adjusted_probabilities_reference, sample, sample_tokens
+from kernels.sampling.token_logprobs import Logprobs, token_logprobs, token_logprobs_reference
 
 VOCABULARY = 128_256
 BATCHES = (1, 16, 64, 256)

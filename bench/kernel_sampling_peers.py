@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bench.kernel_cases import Run, installed
-from kernels.logit_adjustments import IN_PROMPT, RequestState
-from kernels.random import Purpose, exponential, uniform
-from kernels.verification import verify_with
+from kernels.sampling.logit_adjustments import IN_PROMPT, RequestState
+from kernels.sampling.random import Purpose, exponential, uniform
+from kernels.sampling.verification import verify_with
 
 if TYPE_CHECKING:
     from bench.kernel_drafts import NgramInputs, VerificationInputs

@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels._kv_quantization import dequantize_rows, quantize_rows_reference
-from kernels.flash_attention import flash_attention_reference
-from kernels.paged_attention import paged_attention_reference
+from kernels.attention._kv_quantization import dequantize_rows, quantize_rows_reference
+from kernels.attention.flash import flash_attention_reference
+from kernels.attention.paged import paged_attention_reference
+from kernels.attention.rotary import apply_rotary_reference, rope_frequencies, rotary_tables
 from kernels.rms_norm import rms_norm_reference
-from kernels.rotary import apply_rotary_reference, rope_frequencies, rotary_tables
 from kernels.swiglu import swiglu_reference
 
 BF16 = torch.bfloat16

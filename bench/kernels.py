@@ -245,7 +245,7 @@ def release_memory() -> None:
 
 
 def _interpreted_on(device: torch.device) -> AbstractContextManager[None]:
-    from kernels._triton import interpreted
+    from kernels.common.triton_support import interpreted
 
     return interpreted() if device.type == "cpu" else nullcontext()
 

@@ -35,10 +35,10 @@ from bench.common import ROOT, run_alone, teacher_folder, write_result
 from bench.distill import Recorder, documents_of
 from compress.lora import inject
 from compress.nf4 import quantize_folder
-from model.checkpoint import load_config, load_model, tensor_shapes, write_checkpoint
 from model.config import ModelConfig
+from model.files.checkpoint import load_config, load_model, tensor_shapes, write_checkpoint
 from model.quantized import nf4_layers
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from pipeline.schema import Adapter, Qlora
 from pipeline.stages.training import lora_config, training_config
 from tests import memory

@@ -1,11 +1,12 @@
 """Quantized linear layers beside bf16, and on the CPU adapters beside torch: medians, all by turns, in one run.
 
     python -m bench.quantized            # CPU: 2 minutes; writes bench/results/quantized-DEVICE.json
-    python -m bench.quantized --tune     # on a GPU: prints the tile tables of kernels/quantized_linear.py
+    python -m bench.quantized --tune     # on a GPU: prints the tile tables of kernels/linear/quantized.py
 
 Every call reads another copy of its weight, all copies together larger than the last-level cache. On the CPU the
-baseline is `kernels.linear` with a prepared bf16 weight; the plain F.linear stands beside it. An adapter's baseline is
-what torch needs for it: a matrix product, and another with an addition. (`bench.kernels` times adapters on a GPU.)
+baseline is `kernels.linear.dense` with a prepared bf16 weight; the plain F.linear stands beside it. An adapter's
+baseline is what torch needs for it: a matrix product, and another with an addition. (`bench.kernels` times adapters on
+a GPU.)
 Nothing is timed before its result has been checked against an fp32 product.
 """
 
@@ -21,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels.quantized_linear as module
+import kernels.linear.quantized as module
 from bench.common import write_result
 from bench.kernel_timing import GpuClock, HostClock, Program, side_stream
-from kernels.linear import linear, prepare_linear_weight
-from kernels.lora import LoraWeights, lora_add
-from kernels.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from kernels.quantized_linear import PreparedQuantizedWeight, Tiles, prepare_quantized_weight, quantized_linear
+from kernels.linear.dense import linear, prepare_linear_weight
+from kernels.linear.lora import LoraWeights, lora_add
+from kernels.linear.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantized import PreparedQuantizedWeight, Tiles, prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
 
 N = K = 4096

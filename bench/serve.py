@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.common import ROOT, teacher_folder, write_result
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from serve import LLM, SamplingParams
 
 STATIC_BATCH_SIZES = (8, 16, 32, 64)

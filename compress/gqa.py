@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.depth import PackedBatch
+from compress.prune.depth import PackedBatch
 from compress.residual_stream import ResidualStream, layers_of
 from model.config import ModelConfig
 from model.layers import Linear, SelfAttention

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.quantization import NF4Weight, quantize_nf4
-from model.adapter import Adapter
-from model.checkpoint import TensorFiles, tensor_shapes
+from kernels.linear.quantization import NF4Weight, quantize_nf4
+from model.files.adapter import Adapter
+from model.files.checkpoint import TensorFiles, tensor_shapes
 from model.lora import Lora, LoraConfig, LoraError, adapted_layers, attach_lora
 from model.quantized import nf4_layers, set_nf4
 from model.transformer import Transformer
@@ -83,7 +83,7 @@ def merge(model: Transformer, *, dtype: torch.dtype = torch.bfloat16) -> Transfo
 def merged_weights(model: Transformer) -> dict[str, Callable[[], Tensor]]:
     """What makes each weight of the merged model, by name, fp32 where it was adapted or quantized.
 
-    `model.checkpoint.write_checkpoint` takes this, and then holds one shard at a time. See `merge` for the errors.
+    `write_checkpoint` takes this, and then holds one shard at a time. See `merge` for the errors.
     """
     adapted = adapted_layers(model)
     if not adapted:

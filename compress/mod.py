@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compress.depth import PackedBatch, keep_layers
+from compress.prune.depth import PackedBatch, keep_layers
 from model.attention import PackedAttention
 from model.config import MixtureOfDepths, ModelConfig
 from model.layers import Routing

@@ -1,4 +1,4 @@
-"""NF4: the linear weights of a model in 4 bits a parameter, as `kernels/quantization.py` defines them.
+"""NF4: the linear weights of a model in 4 bits a parameter, as `kernels/linear/quantization.py` defines them.
 
 A folder is quantized tensor by tensor, so that memory holds the 4-bit model (of one shard) and one dense weight.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.quantization import NF4Weight, quantize_nf4
-from model.checkpoint import TensorFiles, is_quantized, load_config, tensor_shapes, write_checkpoint
+from kernels.linear.quantization import NF4Weight, quantize_nf4
+from model.files.checkpoint import TensorFiles, is_quantized, load_config, tensor_shapes, write_checkpoint
 from model.linear import Linear
 from model.lora import adapted_layers
 from model.quantized import nf4_layers, set_nf4

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compress.depth import PackedBatch
+from compress.prune.depth import PackedBatch
 from compress.residual_stream import ResidualStream, layers_of
 from model.layers import DecoderLayer
 from model.transformer import Transformer

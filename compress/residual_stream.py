@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.depth import PackedBatch
+from compress.prune.depth import PackedBatch
 from model.attention import PackedAttention
 from model.layers import DecoderLayer
 from model.transformer import Transformer

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.depth import PackedBatch
-from kernels._flash_attention_cpu import visible_keys
-from kernels.rotary_write import turn_heads
+from compress.prune.depth import PackedBatch
+from kernels.attention._flash_cpu import visible_keys
+from kernels.attention.rotary_write import turn_heads
 from model.attention import PackedAttention, Turn
 from model.config import ModelConfig, Route
 from model.layers import DecoderLayer

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._projection import slices
-from kernels._triton import runs_triton
-from kernels.quantization import dynamic_table
+from kernels.common.triton_support import runs_triton
+from kernels.linear.quantization import dynamic_table
+from kernels.losses._projection import slices
 
 BLOCK = 256
 # On the CPU: a chunk's few fp32 buffers stay in the cache.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._triton import check_rows, num_processors, runs_triton
+from kernels.common.triton_support import check_rows, num_processors, runs_triton
 
 # Up to this many rows a call costs more than its arithmetic.
 _FEW_ROWS = 16

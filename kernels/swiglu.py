@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._triton import check_rows, runs_triton
+from kernels.common.triton_support import check_rows, runs_triton
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._triton import check_rows, runs_triton
+from kernels.common.triton_support import check_rows, runs_triton
 
 _SELECT_BLOCK = 1024
 _ROW_BLOCK = 4096

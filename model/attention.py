@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.flash_attention import flash_attention
-from kernels.paged_attention import PagedPlan, paged_attention, plan_paged_attention
-from kernels.rotary_write import HeadNorms, rotate_and_write, turn_heads
-from kernels.visible_slots import SlotPlan, plan_visible_slots, visible_slots
+from kernels.attention.flash import flash_attention
+from kernels.attention.paged import PagedPlan, paged_attention, plan_paged_attention
+from kernels.attention.rotary_write import HeadNorms, rotate_and_write, turn_heads
+from kernels.attention.visible_slots import SlotPlan, plan_visible_slots, visible_slots
 from model.config import ModelConfig
 
 
@@ -26,7 +26,7 @@ class Turn(NamedTuple):
     norms: HeadNorms | None
     """The normalisation of each head."""
     rotary: tuple[Tensor, Tensor] | None
-    """Cosine and sine of each token's angles, by `kernels.rotary.rotary_tables`."""
+    """Cosine and sine of each token's angles, by `kernels.attention.rotary.rotary_tables`."""
 
 
 class AttentionOverBatch(Protocol):

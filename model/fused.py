@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.linear import PreparedWeight, linear, prepare_linear_weight
-from kernels.lora import LoraWeights, lora_add
-from kernels.quantization import stack_nf4
-from kernels.quantized_linear import PreparedQuantizedWeight, prepare_quantized_weight, quantized_linear
-from kernels.quantized_swiglu import quantized_swiglu
+from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
+from kernels.linear.lora import LoraWeights, lora_add
+from kernels.linear.quantization import stack_nf4
+from kernels.linear.quantized import PreparedQuantizedWeight, prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.swiglu import swiglu
 from model.fused_adapters import AdapterChoices, FusedAdapters, fuse_adapters
 from model.linear import AnyLinear, Linear

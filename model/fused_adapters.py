@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.lora import LoraWeights
+from kernels.linear.lora import LoraWeights
 from model.lora import Lora
 
 AdapterChoices = Sequence[Mapping[nn.Module, Lora]]

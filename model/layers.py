@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.attention.rotary_write import HeadNorms
 from kernels.rms_norm import rms_norm
-from kernels.rotary_write import HeadNorms
 from kernels.swiglu import swiglu
 from model.attention import AttentionOverBatch, Turn
 from model.config import ModelConfig
@@ -21,7 +21,7 @@ from model.linear import Linear
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last dimension, computed in fp32.
 
-    The norms of heads hold their weights here and are applied by `kernels/rotary_write.py`.
+    The norms of heads hold their weights here and are applied by `kernels/attention/rotary_write.py`.
     """
 
     def __init__(self, size: int, eps: float) -> None:

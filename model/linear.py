@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.linear import linear
+from kernels.linear.dense import linear
 from model.lora import EmbeddingLora, Lora
 from model.quantized import NF4Linear
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.lora import LoraWeights, lora_add
+from kernels.linear.lora import LoraWeights, lora_add
 
 _TINIEST = 1e-30
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.quantization import NF4Weight
-from kernels.quantized_linear import (
+from kernels.linear.quantization import NF4Weight
+from kernels.linear.quantized import (
     PreparedQuantizedWeight,
     nf4_codes,
     prepare_quantized_weight,
@@ -47,7 +47,7 @@ class NF4Linear(nn.Module):
 
     @property
     def prepared_weight(self) -> PreparedQuantizedWeight:
-        """The weight as `kernels.quantized_linear` reads it."""
+        """The weight as `kernels.linear.quantized` reads it."""
         if self._prepared is None:
             self._prepared = prepare_quantized_weight(self._weight)
             if self._weight.codes.is_cuda:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.linear import PreparedWeight, linear, prepare_linear_weight
-from kernels.quantization import NF4Weight
-from kernels.rotary import rope_frequencies, rotary_tables
+from kernels.attention.rotary import rope_frequencies, rotary_tables
+from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
+from kernels.linear.quantization import NF4Weight
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
 from model.fused_adapters import AdapterChoices
@@ -133,9 +133,9 @@ class Transformer(nn.Module):
     def fuse(self, choices: AdapterChoices = ()) -> "Transformer":
         """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after.
 
-        `choices`: adapters of the decoder's linear layers (`model.adapter.load_adapters`); each token of a batch names
-        its own. LoraError if the model carries one itself: that is everybody's.
-        Adapters of the decoder's layers stay unmerged, in the model's dtype; that of the head is merged.
+        `choices`: adapters of the decoder's linear layers (`load_adapters`); each token of a batch names its own.
+        LoraError if the model carries one itself: that is everybody's. Adapters of the decoder's layers stay
+        unmerged, in the model's dtype; that of the head is merged.
         """
         self.requires_grad_(False)
         carried = adapted_layers(self)

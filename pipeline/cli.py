@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
-from serve.options import add_serve_arguments, options_from_arguments
+from serve.http.options import add_serve_arguments, options_from_arguments
 
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
 
@@ -159,7 +159,7 @@ def _serve(options: argparse.Namespace) -> int:
     if served.name is not None and not hasattr(options, "served_model_name"):
         options.served_model_name = [served.name]
     server_options = options_from_arguments(options)
-    from serve.server import run_server
+    from serve.http.server import run_server
 
     return run_server(server_options)
 

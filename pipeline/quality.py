@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.attention import PackedAttention
-from model.checkpoint import load_model
+from model.files.checkpoint import load_model
 from model.layers import Routing
 from model.quantized import nf4_layers
 from model.transformer import Transformer

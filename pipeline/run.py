@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from model.artifact import ArtifactError, open_artifact
+from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import GateRefused, RunInterrupted
 from pipeline.processes import Processes
 from pipeline.recipe import to_plain

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.artifact import ArtifactError, open_artifact
+from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import RunLockedError, UserError
 from pipeline.recipe import load_recipe, recipe_to_yaml
 from pipeline.result import Result, read_result, write_atomically

@@ -13,7 +13,7 @@ from pipeline.result import SpeedPoint
 from pipeline.schema import Decoding, Speed
 
 if TYPE_CHECKING:
-    from serve.engine import Engine
+    from serve.engine.engine import Engine
     from serve.llm import LLM
     from serve.sampling_params import SamplingParams
     from train.packing import Batch
@@ -76,8 +76,8 @@ def engines_for_speed(model: str, verifier: str | None, config: Speed) -> "list[
     The weights are read once and used by all; each engine has KV pages of its own.
     """
     from serve.config import EngineConfig
+    from serve.engine.loading import check_same_vocabulary, load_models
     from serve.llm import LLM
-    from serve.loading import check_same_vocabulary, load_models
 
     length = config.prompt_tokens + config.new_tokens + 16
     options: dict[str, Any] = {

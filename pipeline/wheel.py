@@ -10,7 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from model.files import sha256_of
+from model.files.safe_io import sha256_of
 from pipeline.errors import UserError
 
 REQUIREMENT = re.compile(r"wheel:([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.+!_-]*)")

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from serve.options import add_serve_arguments, options_from_arguments
+from serve.http.options import add_serve_arguments, options_from_arguments
 
 
 def main() -> int:
@@ -11,7 +11,7 @@ def main() -> int:
     add_serve_arguments(parser)
     try:
         options = options_from_arguments(parser.parse_args())
-        from serve.server import run_server
+        from serve.http.server import run_server
 
         return run_server(options)
     except (ValueError, OSError) as error:

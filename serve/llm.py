@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from serve.config import EngineConfig
-from serve.engine import Engine
-from serve.loading import Models
+from serve.engine.engine import Engine
+from serve.engine.loading import Models
 from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -56,7 +56,7 @@ class LLM:
     def __init__(self, model: str, *, draft: str | None = None, models: Models | None = None, **options: Any) -> None:
         """`model` and `draft`: folders of artifacts or Hugging Face models; `options`: fields of EngineConfig.
 
-        `models`: what the folders hold, read before (`serve.loading.load_models`); several engines may share it.
+        `models`: what the folders hold, read before (`serve.engine.loading.load_models`); several engines may share it.
         """
         config = EngineConfig(model=str(model), draft=None if draft is None else str(draft), **options)
         self.engine = Engine(config, models)

@@ -17,29 +17,29 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import _streamed_projection
 from kernels.adamw_8bit import Moments, adamw_8bit
-from kernels.flash_attention import flash_attention
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.linear_distillation import DivergenceKind, linear_distillation
-from kernels.logit_adjustments import RequestState, adjust_scores
-from kernels.lora import LoraWeights, lora_add
-from kernels.ngram import find_ngrams
-from kernels.paged_attention import paged_attention
-from kernels.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
-from kernels.quantized_swiglu import quantized_swiglu
-from kernels.random import Stream, exponential, uniform
+from kernels.attention.flash import flash_attention
+from kernels.attention.paged import paged_attention
+from kernels.attention.rotary import apply_rotary, rope_frequencies, rotary_tables
+from kernels.attention.rotary_write import HeadNorms, rotate_and_write
+from kernels.attention.visible_slots import plan_visible_slots, visible_slots
+from kernels.attention.write_pages import write_pages
+from kernels.linear.lora import LoraWeights, lora_add
+from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized_swiglu import quantized_swiglu
+from kernels.losses import _streamed_projection
+from kernels.losses.linear_cross_entropy import linear_cross_entropy
+from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
 from kernels.rms_norm import rms_norm
-from kernels.rotary import apply_rotary, rope_frequencies, rotary_tables
-from kernels.rotary_write import HeadNorms, rotate_and_write
-from kernels.sampling import Filters, adjusted_probabilities, sample_tokens
+from kernels.sampling.logit_adjustments import RequestState, adjust_scores
+from kernels.sampling.ngram import find_ngrams
+from kernels.sampling.random import Stream, exponential, uniform
+from kernels.sampling.sample import Filters, adjusted_probabilities, sample_tokens
+from kernels.sampling.token_logprobs import token_logprobs
+from kernels.sampling.verification import verify
 from kernels.swiglu import swiglu
-from kernels.token_logprobs import token_logprobs
 from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens
-from kernels.verification import verify
-from kernels.visible_slots import plan_visible_slots, visible_slots
-from kernels.write_pages import write_pages
 
 TOKENS, PAGES, PAGE = 48, 8, 16
 # (query heads, key/value heads, head dim) of a Llama 8B, a SmolLM2 135M, and a head dim that is no power of two.

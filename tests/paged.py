@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels._kv_quantization import quantize_rows_reference
-from kernels._paged_attention_plan import Tiles
-from kernels.paged_attention import PagedPlan, paged_attention, paged_attention_reference, plan_paged_attention
+from kernels.attention._kv_quantization import quantize_rows_reference
+from kernels.attention._paged_plan import Tiles
+from kernels.attention.paged import PagedPlan, paged_attention, paged_attention_reference, plan_paged_attention
 
 
 @dataclass

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.files import read_json_object, sync_file, write_json
+from model.files.safe_io import read_json_object, sync_file, write_json
 from train.sealed_folder import check, seal
 
 log = logging.getLogger(__name__)

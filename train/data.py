@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from train.progress import Progress
 from train.sealed_folder import check, seal
 from train.sources import DataConfig, Document, Source, open_source

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.linear_distillation import linear_distillation
+from kernels.losses.linear_cross_entropy import linear_cross_entropy
+from kernels.losses.linear_distillation import linear_distillation
 from model.layers import Routing
 from model.transformer import Transformer
 from train.objectives import hidden_states, teacher_states

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from kernels import _projection, _streamed_projection
 from kernels.adamw_8bit import BLOCK
-from kernels.quantization import NESTED_BLOCK, NF4_BLOCK
+from kernels.linear.quantization import NESTED_BLOCK, NF4_BLOCK
+from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
 from model.layers import Linear
 from model.lora import LoraConfig, matching_layers

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.linear_distillation import DivergenceKind, linear_distillation
+from kernels.losses.linear_cross_entropy import linear_cross_entropy
+from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
 from model.attention import PackedAttention
 from model.layers import Routing
 from model.routed import ExpertChoice
@@ -55,7 +55,7 @@ class LanguageModelling:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Which divergence between teacher and student to minimize; formulas in `kernels.linear_distillation`."""
+    """Which divergence between teacher and student to minimize; formulas in `kernels.losses.linear_distillation`."""
 
     kind: DivergenceKind = "forward_kl"
     """forward_kl, reverse_kl, jsd, skewed_forward_kl or skewed_reverse_kl."""

@@ -22,7 +22,7 @@ from kernels.adamw_8bit import Moments, adamw_8bit
 from model.quantized import nf4_tensors
 from train.checkpoint import TrainingStateError
 from train.config import TrainingConfig
-from train.paging import CudaCopier, walk
+from train.offload import CudaCopier, walk
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _is_lora_up(name: str) -> bool:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW whose moments are in 8 bits, or in host memory, or both; see kernels/adamw_8bit.py and train/paging.py."""
+    """AdamW whose moments are in 8 bits, or in host memory, or both; see kernels/adamw_8bit.py and train/offload.py."""
 
     def __init__(
         self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eight_bit: bool, paged: bool

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.files import read_json_object, sha256_of, sync_file, sync_tree, write_json
+from model.files.safe_io import read_json_object, sha256_of, sync_file, sync_tree, write_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.files import sha256_of
+from model.files.safe_io import sha256_of
 
 PYTHON_STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".py")

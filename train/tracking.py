@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from model.files import write_json
+from model.files.safe_io import write_json
 
 log = logging.getLogger(__name__)
 

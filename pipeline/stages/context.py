@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.artifact import model_card, publish
+from model.files.artifact import model_card, publish
 from pipeline.environment import hardware, peak_memory_bytes, versions
 from pipeline.errors import UserError
 from pipeline.processes import Processes
@@ -16,7 +16,7 @@ from pipeline.result import Answer, Check, Cost, ModelReport, Parity, Result
 from pipeline.schema import DataSource, Pretrain, Recipe, Stage
 
 if TYPE_CHECKING:
-    from model.tokenizer import Tokenizer
+    from model.text.tokenizer import Tokenizer
     from train.data import PreparedData
 
 
@@ -133,7 +133,7 @@ class StageContext:
 
 def stage_tokenizer(config: Any, inputs: Mapping[str, Input]) -> "Tokenizer":
     """The tokenizer with which a stage reads its data: that of the model it starts from, or the one it asks for."""
-    from model.tokenizer import Tokenizer, TokenizerError
+    from model.text.tokenizer import Tokenizer, TokenizerError
 
     if not isinstance(config, Pretrain):
         return Tokenizer.load(inputs[getattr(config, "teacher", None) or config.model].folder)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from compress.depth import block_influence, keep_layers, perplexity_increase, prune_depth
-from model.checkpoint import load_config, load_model
-from model.files import sha256_of
-from model.tokenizer import Tokenizer
+from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
+from model.files.checkpoint import load_config, load_model
+from model.files.safe_io import sha256_of
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.quality import PUBLISHED_DTYPE

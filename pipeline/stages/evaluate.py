@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.checkpoint import load_model
-from model.tokenizer import Tokenizer
+from model.files.checkpoint import load_model
+from model.text.tokenizer import Tokenizer
 from pipeline.gate import check_gate, describe
 from pipeline.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
 from pipeline.result import ModelReport, Parity, Result

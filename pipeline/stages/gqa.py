@@ -30,11 +30,11 @@ from compress.gqa import (
 )
 from compress.lora import inject, merge
 from compress.refit import refit_outputs
-from model.checkpoint import load_config, load_model
 from model.config import ModelConfig
+from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
 from model.routed import routed_layers
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.quality import PUBLISHED_DTYPE

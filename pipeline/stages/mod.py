@@ -27,11 +27,11 @@ from compress.mod import (
     set_thresholds,
 )
 from compress.token_costs import fit_routers, skipping_costs
-from model.checkpoint import load_config, load_model
 from model.config import MixtureOfDepths, ModelConfig
+from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
 from model.routed import routed_layers
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.quality import PUBLISHED_DTYPE

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.mod import every_nth, measure_selections, training_flops_per_token
 from model.config import ARCHITECTURES, ConfigError, MixtureOfDepths, ModelConfig
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.result import Result

@@ -21,12 +21,12 @@ import torch
 from compress.lora import inject, merge, merge_requantized
 from compress.mod import calibrate
 from compress.nf4 import quantize_folder
-from model.adapter import BASE_NAME, save_adapter
-from model.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
-from model.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
+from model.files.adapter import BASE_NAME, save_adapter
+from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
+from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
 from model.lora import LoraConfig, LoraError, adapted_layers
 from model.quantized import nf4_layers
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.gate import check_bound

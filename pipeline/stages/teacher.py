@@ -7,12 +7,12 @@ only, whatever lay beside it at its origin.
 import logging
 from pathlib import Path
 
-from model.adapter import CONFIG_NAME as ADAPTER_NAME
-from model.checkpoint import load_config, load_model, save_model
 from model.config import ModelConfig
-from model.files import sha256_of
-from model.gguf import gguf_config, import_gguf
-from model.tokenizer import Tokenizer
+from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
+from model.files.checkpoint import load_config, load_model, save_model
+from model.files.safe_io import sha256_of
+from model.formats.gguf import gguf_config, import_gguf
+from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.quality import PUBLISHED_DTYPE
 from pipeline.result import ModelReport, Result

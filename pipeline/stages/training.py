@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.mod import calibrate, set_thresholds
-from model.adapter import CONFIG_NAME as ADAPTER_NAME
-from model.checkpoint import is_quantized, load_model, save_model
+from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
+from model.files.checkpoint import is_quantized, load_model, save_model
 from model.lora import LoraConfig
 from model.routed import routed_layers
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted, StageFailed, UserError
 from pipeline.gate import check_gate, describe

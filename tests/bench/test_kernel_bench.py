@@ -23,9 +23,9 @@ from bench.kernel_shapes import (
     paged_reference,
 )
 from bench.kernel_timing import GpuClock, HostClock, Lab, Limits, Program, run_case
-from kernels import rotary_write
-from kernels.flash_attention import flash_attention_reference
-from kernels.paged_attention import paged_attention_reference
+from kernels.attention import rotary_write
+from kernels.attention.flash import flash_attention_reference
+from kernels.attention.paged import paged_attention_reference
 from tests.compare import check_all_close, check_close
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,9 +19,9 @@ from bench.kernel_losses import KINDS, LossInputs, LossShape, plain_distillation
 from bench.kernel_quantized import FORMATS, LinearInputs, product_reference, weight_bytes
 from bench.kernel_sampling import PenaltyInputs, _are_kept, penalized_reference
 from bench.kernel_timing import HostClock, Lab, Limits, run_case
-from kernels.linear_distillation import linear_distillation_reference
-from kernels.logit_adjustments import adjust_scores_reference
-from kernels.quantization import NF4_TABLE
+from kernels.linear.quantization import NF4_TABLE
+from kernels.losses.linear_distillation import linear_distillation_reference
+from kernels.sampling.logit_adjustments import adjust_scores_reference
 from tests.compare import check_all_close, check_close
 
 CPU = torch.device("cpu")

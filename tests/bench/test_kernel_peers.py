@@ -25,8 +25,8 @@ from bench.kernel_shapes import (
     paged_reference,
     written_reference,
 )
-from kernels.flash_attention import flash_attention_reference
-from kernels.paged_attention import paged_attention_reference
+from kernels.attention.flash import flash_attention_reference
+from kernels.attention.paged import paged_attention_reference
 from kernels.rms_norm import rms_norm_reference
 from tests.compare import check_all_close, check_close
 

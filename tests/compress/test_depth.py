@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.depth import block_influence, keep_layers, perplexity_increase, prune_depth
+from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
 from model.attention import PackedAttention
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model

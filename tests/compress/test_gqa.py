@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 import torch
 
-from compress.depth import prune_depth
 from compress.gqa import (
     GroupingError,
     Method,
@@ -16,9 +15,10 @@ from compress.gqa import (
     head_moments,
     num_units,
 )
-from kernels.rotary import apply_rotary, rope_frequencies, rotary_tables
-from model.checkpoint import load_model, save_model
+from compress.prune.depth import prune_depth
+from kernels.attention.rotary import apply_rotary, rope_frequencies, rotary_tables
 from model.config import ARCHITECTURES
+from model.files.checkpoint import load_model, save_model
 from model.transformer import Transformer
 from tests.compress.conversions import Text, convert, difference, plans_for, texts
 from tests.tiny import tiny_model

@@ -7,9 +7,9 @@ import torch
 
 from compress.lora import inject, low_rank, merge, merge_requantized, merged_weights, start_loftq, unmerge
 from compress.nf4 import quantize_model
-from kernels.quantization import quantize_nf4
-from model.adapter import read_adapter, save_adapter
-from model.checkpoint import TensorFiles, load_model, save_model, write_checkpoint
+from kernels.linear.quantization import quantize_nf4
+from model.files.adapter import read_adapter, save_adapter
+from model.files.checkpoint import TensorFiles, load_model, save_model, write_checkpoint
 from model.lora import LoraConfig, LoraError, adapted_layers
 from model.quantized import nf4_layers
 from model.transformer import Transformer

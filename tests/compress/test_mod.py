@@ -16,7 +16,7 @@ from compress.mod import (
     set_thresholds,
 )
 from compress.token_costs import TokenCosts, fit_routers, skipping_costs
-from kernels.rotary_write import turn_heads
+from kernels.attention.rotary_write import turn_heads
 from model.attention import PackedAttention, Turn
 from model.config import MixtureOfDepths
 from model.transformer import Transformer

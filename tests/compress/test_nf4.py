@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from compress.lora import inject
 from compress.nf4 import QuantizationError, quantize_folder, quantize_model
-from model.checkpoint import load_model, save_model
+from model.files.checkpoint import load_model, save_model
 from model.lora import LoraConfig
 from model.quantized import nf4_layers
 from tests.tiny import full_logits, tiny_model

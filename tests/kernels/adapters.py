@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.lora import LoraWeights
-from kernels.quantized_linear import quantized_linear, quantized_linear_reference
-from kernels.quantized_swiglu import quantized_swiglu, quantized_swiglu_reference
+from kernels.linear.lora import LoraWeights
+from kernels.linear.quantized import quantized_linear, quantized_linear_reference
+from kernels.linear.quantized_swiglu import quantized_swiglu, quantized_swiglu_reference
 
 Device = torch.device | str
 Product = tuple[Callable[..., Tensor], Callable[..., Tensor]]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels._triton import interpreted
+from kernels.common.triton_support import interpreted
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-import kernels._streamed_projection as streamed
+import kernels.losses._streamed_projection as streamed
 
 LOGITS = {
     "kept": {"_KEPT_LOGITS": 2**27},

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import adamw_8bit as module
 from kernels.adamw_8bit import BLOCK, Moments, adamw_8bit, adamw_8bit_reference
-from kernels.quantization import dynamic_table
+from kernels.linear.quantization import dynamic_table
 from tests.compare import check_close
 
 CPU = torch.device("cpu")

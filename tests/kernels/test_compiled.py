@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels._compiled import compiled
+from kernels.common.compiled import compiled
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -66,7 +66,7 @@ def test_a_header_is_part_of_the_source(source: Path, tmp_path: Path) -> None:
 @needs_compiler
 def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from kernels._compiled import compiled\n"
+        "import sys; from pathlib import Path; from kernels.common.compiled import compiled\n"
         "print(compiled(Path(sys.argv[1]), needs=frozenset()).answer())"
     )
     processes = [

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels._few_queries_cpu as in_c
-import kernels._paged_attention_cpu as module
+import kernels.attention._decode_cpu as in_c
+import kernels.attention._paged_cpu as module
 from tests.compare import check_close
 from tests.paged import PagedCase, attend_one_by_one, make_case
 

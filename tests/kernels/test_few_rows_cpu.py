@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._few_rows_cpu import _library, expanded_rows, few_rows_product, prepare_for_few_rows
-from kernels.quantization import (
+from kernels.linear._skinny_cpu import _library, expanded_rows, few_rows_product, prepare_for_few_rows
+from kernels.linear.quantization import (
     Fp8Weight,
     Int8Weight,
     QuantizedWeight,
@@ -19,7 +19,7 @@ from kernels.quantization import (
     quantize_int8,
     quantize_nf4,
 )
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
 
 pytestmark = pytest.mark.skipif(

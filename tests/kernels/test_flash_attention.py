@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels.flash_attention as flash_attention_module
-from kernels._flash_attention_tiles import Tile, Tiles
-from kernels._ragged_tiles import most_tiles, plan_tiles
-from kernels._triton import interpreted
-from kernels.flash_attention import flash_attention, flash_attention_reference
+import kernels.attention.flash as flash_attention_module
+from kernels.attention._flash_tiles import Tile, Tiles
+from kernels.attention.flash import flash_attention, flash_attention_reference
+from kernels.common.ragged_tiles import most_tiles, plan_tiles
+from kernels.common.triton_support import interpreted
 from tests.compare import check_all_close, check_close
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

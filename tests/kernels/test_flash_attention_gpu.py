@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.flash_attention as flash_attention_module
-from kernels._flash_attention_tiles import Tile, Tiles, choose_tiles
-from kernels.flash_attention import flash_attention, flash_attention_reference
+import kernels.attention.flash as flash_attention_module
+from kernels.attention._flash_tiles import Tile, Tiles, choose_tiles
+from kernels.attention.flash import flash_attention, flash_attention_reference
 from tests.compare import check_all_close, check_close
 
 pytestmark = pytest.mark.gpu

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.linear import linear, linear_reference, prepare_linear_weight
+from kernels.linear.dense import linear, linear_reference, prepare_linear_weight
 from tests.compare import check_close
 
 SHAPES = pytest.mark.parametrize(

@@ -3,8 +3,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels._projection
-from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+import kernels.losses._projection
+from kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.compare import check_all_close, check_close, check_slopes
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -24,9 +24,9 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 @pytest.fixture(params=["one chunk", "chunks, blocks and tiles"])
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "one chunk":
-        monkeypatch.setattr(kernels._projection, "_LOGITS_PER_CHUNK", 7 * 101)
-        monkeypatch.setattr(kernels._projection, "_LOGITS_PER_BLOCK", 3 * 101)
-        monkeypatch.setattr(kernels._projection, "_VOCABULARY_PER_TILE", 40)
+        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_CHUNK", 7 * 101)
+        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_BLOCK", 3 * 101)
+        monkeypatch.setattr(kernels.losses._projection, "_VOCABULARY_PER_TILE", 40)
 
 
 @DTYPES
@@ -136,7 +136,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_all_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("_LOGITS_PER_CHUNK", "_LOGITS_PER_BLOCK"):
-        monkeypatch.setattr(kernels._projection, size, 20 * 101)
+        monkeypatch.setattr(kernels.losses._projection, size, 20 * 101)
     hidden, weight, labels = inputs(1000, 101)
     with LargestTensor() as largest:
         linear_cross_entropy(hidden, weight, labels).backward()

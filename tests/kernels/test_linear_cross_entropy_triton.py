@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.compare import check_all_close, check_close
 from tests.kernels.losses import LOGITS, choose_logits, use_small_tiles, wide
 

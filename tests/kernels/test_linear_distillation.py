@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-import kernels._projection
-from kernels.linear_distillation import DistillationSums, linear_distillation, linear_distillation_reference
+import kernels.losses._projection
+from kernels.losses.linear_distillation import DistillationSums, linear_distillation, linear_distillation_reference
 from tests.compare import check_all_close, check_close, check_slopes
 
 KINDS = pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"])
@@ -39,9 +39,9 @@ def logits_as_inputs(student: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
 @pytest.fixture(params=["one chunk", "chunks, blocks and tiles"])
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "one chunk":
-        monkeypatch.setattr(kernels._projection, "_LOGITS_PER_CHUNK", 7 * 61)
-        monkeypatch.setattr(kernels._projection, "_LOGITS_PER_BLOCK", 3 * 61)
-        monkeypatch.setattr(kernels._projection, "_VOCABULARY_PER_TILE", 25)
+        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_CHUNK", 7 * 61)
+        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_BLOCK", 3 * 61)
+        monkeypatch.setattr(kernels.losses._projection, "_VOCABULARY_PER_TILE", 25)
 
 
 @KINDS

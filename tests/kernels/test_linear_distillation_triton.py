@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear_distillation import DistillationSums, linear_distillation, linear_distillation_reference
+from kernels.losses.linear_distillation import DistillationSums, linear_distillation, linear_distillation_reference
 from tests.compare import check_all_close, check_close
 from tests.kernels.losses import LOGITS, choose_logits, use_small_tiles, wide
 

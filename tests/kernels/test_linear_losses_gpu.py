@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels._streamed_projection as streamed
-from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from kernels.linear_distillation import DistillationSums, linear_distillation, linear_distillation_reference
+import kernels.losses._streamed_projection as streamed
+from kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from kernels.losses.linear_distillation import DistillationSums, linear_distillation, linear_distillation_reference
 from tests.compare import check_all_close, check_close
 from tests.kernels.losses import choose_logits, wide
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import logit_adjustments
-from kernels.logit_adjustments import (
+from kernels.sampling import logit_adjustments
+from kernels.sampling.logit_adjustments import (
     ALWAYS,
     IN_PROMPT,
     RequestState,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.lora as module
-from kernels.lora import LoraWeights, lora_add, lora_reference
+import kernels.linear.lora as module
+from kernels.linear.lora import LoraWeights, lora_add, lora_reference
 from tests.compare import check_all_close, check_close
 from tests.kernels.adapters import DTYPES, double, make_slots, make_weights, rows
 

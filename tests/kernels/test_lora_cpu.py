@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels._lora_cpu as module
-from kernels.lora import LoraWeights, lora_add, lora_reference
+import kernels.linear._lora_cpu as module
+from kernels.linear.lora import LoraWeights, lora_add, lora_reference
 from tests.compare import check_close
 from tests.kernels.adapters import double, make_slots, make_weights, rows
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.lora import LoraWeights, lora_add
-from kernels.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
-from kernels.quantized_swiglu import quantized_swiglu
+from kernels.linear.lora import LoraWeights, lora_add
+from kernels.linear.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized_swiglu import quantized_swiglu
 from tests.compare import check_all_close, check_close
 from tests.kernels import adapters
 from tests.kernels.adapters import BOTH, DTYPES, Product, double

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quantization import NF4Weight, dynamic_table, nf4_table, quantize_nf4
+from kernels.linear.quantization import NF4Weight, dynamic_table, nf4_table, quantize_nf4
 
 CPU = torch.device("cpu")
 SHAPES = pytest.mark.parametrize("shape", [(1, 1), (3, 64), (5, 70), (7, 33), (300, 96), (512, 1024)], ids=str)

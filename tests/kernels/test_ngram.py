@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import ngram
-from kernels.ngram import find_ngrams, find_ngrams_reference
+from kernels.sampling import ngram
+from kernels.sampling.ngram import find_ngrams, find_ngrams_reference
 
 
 def texts(count: int, alphabet: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels._kv_quantization import LIMITS
-from kernels.flash_attention import flash_attention
-from kernels.paged_attention import paged_attention, paged_attention_reference, plan_paged_attention, write_pages
+from kernels.attention._kv_quantization import LIMITS
+from kernels.attention.flash import flash_attention
+from kernels.attention.paged import paged_attention, paged_attention_reference, plan_paged_attention, write_pages
 from tests.compare import check_close
 from tests.paged import attend_one_by_one, grow_trees, hide_slots, make_case
 

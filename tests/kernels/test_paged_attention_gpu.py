@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._kv_quantization import LIMITS
-from kernels._paged_attention_plan import ListedPlan
-from kernels.paged_attention import paged_attention, paged_attention_reference, plan_paged_attention
-from kernels.write_pages import write_pages, write_pages_reference
+from kernels.attention._kv_quantization import LIMITS
+from kernels.attention._paged_plan import ListedPlan
+from kernels.attention.paged import paged_attention, paged_attention_reference, plan_paged_attention
+from kernels.attention.write_pages import write_pages, write_pages_reference
 from tests.compare import check_close, relative_rms
 from tests.paged import PagedCase, grow_trees, hide_slots, make_case
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-from kernels._kv_quantization import LIMITS
-from kernels._paged_attention_plan import ListedPlan, Tiles, Work
-from kernels.paged_attention import paged_attention, plan_paged_attention
+from kernels.attention._kv_quantization import LIMITS
+from kernels.attention._paged_plan import ListedPlan, Tiles, Work
+from kernels.attention.paged import paged_attention, plan_paged_attention
 from tests.compare import check_close
 from tests.paged import PagedCase, grow_trees, hide_slots, make_case
 

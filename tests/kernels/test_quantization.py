@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.quantization import (
+from kernels.linear.quantization import (
     NF4_TABLE,
     Int4Weight,
     NF4Weight,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.quantized_linear as module
-from kernels.lora import LoraWeights
-from kernels.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
-from kernels.quantized_swiglu import quantized_swiglu
+import kernels.linear.quantized as module
+from kernels.linear.lora import LoraWeights
+from kernels.linear.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized_swiglu import quantized_swiglu
 from tests.compare import check_all_close, check_close
 from tests.kernels.adapters import BOTH, Product, double, make_slots, make_weights, rows
 from tests.kernels.test_quantized_linear import to

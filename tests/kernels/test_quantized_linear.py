@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.quantized_linear as module
-from kernels._quantized_linear_cpu import _expanded, prepare_for_cpu
-from kernels.quantization import (
+import kernels.linear.quantized as module
+from kernels.linear._quantized_cpu import _expanded, prepare_for_cpu
+from kernels.linear.quantization import (
     Fp8Weight,
     QuantizedWeight,
     quantize_fp8,
@@ -17,7 +17,7 @@ from kernels.quantization import (
     quantize_nf4,
     stack_nf4,
 )
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear, quantized_linear_reference
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, quantized_linear_reference
 from tests.compare import check_close
 
 QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
@@ -77,7 +77,7 @@ def test_cpu(quantize: Quantize, dtype: torch.dtype, shape: tuple[int, int], tok
 
 def test_cpu_expands_the_weight_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_BLOCK_ELEMENTS", "_BLOCK_ELEMENTS_IN_C"):
-        monkeypatch.setattr(f"kernels._quantized_linear_cpu.{name}", 1000)
+        monkeypatch.setattr(f"kernels.linear._quantized_cpu.{name}", 1000)
     cpu = torch.device("cpu")
     for name in ("nf4", "int4", "fp8"):
         for k in (130, 128):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels._quantized_linear_cpu as module
-from kernels.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear
+import kernels.linear._quantized_cpu as module
+from kernels.linear.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
 
 QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {

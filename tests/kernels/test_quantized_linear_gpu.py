@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.quantized_linear as module
-from kernels.quantization import (
+import kernels.linear.quantized as module
+from kernels.linear.quantization import (
     Int8Weight,
     QuantizedWeight,
     quantize_fp8,
@@ -15,7 +15,7 @@ from kernels.quantization import (
     quantize_int8,
     quantize_nf4,
 )
-from kernels.quantized_linear import prepare_quantized_weight, quantized_linear, quantized_linear_reference
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, quantized_linear_reference
 from tests.compare import check_close
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from scipy import stats
 
-from kernels import random
-from kernels.random import (
+from kernels.sampling import random
+from kernels.sampling.random import (
     Purpose,
     Stream,
     exponential,

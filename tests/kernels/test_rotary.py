@@ -3,7 +3,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kernels.rotary import apply_rotary, apply_rotary_reference, rope_frequencies, rotary_tables
+from kernels.attention.rotary import apply_rotary, apply_rotary_reference, rope_frequencies, rotary_tables
 from tests.compare import check_all_close, check_close
 
 SCALINGS = {

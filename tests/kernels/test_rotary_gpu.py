@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.rotary import apply_rotary, apply_rotary_reference, rope_frequencies, rotary_tables
+from kernels.attention.rotary import apply_rotary, apply_rotary_reference, rope_frequencies, rotary_tables
 from tests.compare import check_all_close, check_close
 
 pytestmark = pytest.mark.gpu

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._kv_quantization import dequantize_rows
-from kernels._triton import interpreted
-from kernels.rotary import rope_frequencies, rotary_tables
-from kernels.rotary_write import HeadNorms, rotate_and_write, rotate_and_write_reference, turn_heads
-from kernels.write_pages import write_pages
+from kernels.attention._kv_quantization import dequantize_rows
+from kernels.attention.rotary import rope_frequencies, rotary_tables
+from kernels.attention.rotary_write import HeadNorms, rotate_and_write, rotate_and_write_reference, turn_heads
+from kernels.attention.write_pages import write_pages
+from kernels.common.triton_support import interpreted
 from tests.compare import check_close
 
 PAGE = 16

@@ -7,8 +7,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kernels.random import Stream
-from kernels.sampling import (
+from kernels.sampling.random import Stream
+from kernels.sampling.sample import (
     Filters,
     adjusted_probabilities,
     adjusted_probabilities_reference,

@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.logit_adjustments import ALWAYS, RequestState, adjust_scores, adjust_scores_reference, count_tokens
-from kernels.random import Purpose, Stream, exponential
-from kernels.sampling import Filters, adjusted_probabilities, sample, sample_tokens
-from kernels.token_logprobs import token_logprobs, token_logprobs_reference
+from kernels.sampling.logit_adjustments import (
+    ALWAYS,
+    RequestState,
+    adjust_scores,
+    adjust_scores_reference,
+    count_tokens,
+)
+from kernels.sampling.random import Purpose, Stream, exponential
+from kernels.sampling.sample import Filters, adjusted_probabilities, sample, sample_tokens
+from kernels.sampling.token_logprobs import token_logprobs, token_logprobs_reference
 from tests.compare import check_close
 from tests.kernels.test_sampling import check_frequencies, random_parameters
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import _race, sampling
-from kernels.random import Purpose, Stream
-from kernels.sampling import (
+from kernels.sampling import sample as sampling
+from kernels.sampling.random import Purpose, Stream
+from kernels.sampling.sample import (
     Filters,
+    _race,
     adjusted_probabilities,
     adjusted_probabilities_reference,
     sample_tokens,
@@ -117,7 +118,7 @@ def test_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype) -
 def sample_tokens_on_cpu(logits: Tensor, settings: Filters, own: Stream, purpose: int = Purpose.TARGET) -> Tensor:
     """The CPU form, within a test that interprets Triton's kernels too."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("kernels.sampling", "kernels.random"):
+        for module in ("kernels.sampling.sample", "kernels.sampling.random"):
             patch.setattr(f"{module}.runs_triton", lambda x: False)
         return sample_tokens(logits, settings, own, purpose=purpose)
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels import token_logprobs as module
-from kernels.token_logprobs import Logprobs, token_logprobs, token_logprobs_reference
+from kernels.sampling import token_logprobs as module
+from kernels.sampling.token_logprobs import Logprobs, token_logprobs, token_logprobs_reference
 from tests.compare import check_close
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import _race, verification
-from kernels.random import Purpose, Stream, exponential, uniform
-from kernels.sampling import sample
-from kernels.verification import Verdicts, match_drafts, verify, verify_reference, verify_with
+from kernels.sampling import _race, verification
+from kernels.sampling.random import Purpose, Stream, exponential, uniform
+from kernels.sampling.sample import sample
+from kernels.sampling.verification import Verdicts, match_drafts, verify, verify_reference, verify_with
 from tests.kernels.test_sampling import check_frequencies
 
 NODES, VOCABULARY = 5, 11
@@ -119,7 +119,7 @@ def test_the_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch, has_d
     monkeypatch.setattr(_race, "block_size", lambda vocabulary: 4)
     cases = Cases(16, seed=9, has_draft=has_draft, is_tree=is_tree)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.random.runs_triton", lambda x: False)
+        patch.setattr("kernels.sampling.random.runs_triton", lambda x: False)
         cases.draw_from(stream(16))
     cases.check(cases.verify(device, stream(16, device)))
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels.ngram import find_ngrams
-from kernels.random import Stream
+from kernels.sampling.ngram import find_ngrams
+from kernels.sampling.random import Stream
+from kernels.sampling.verification import verify
 from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens
-from kernels.verification import verify
 from tests.kernels.test_sampling import check_frequencies
 from tests.kernels.test_verification import Cases, stream
 

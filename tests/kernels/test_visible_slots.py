@@ -5,7 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from kernels.visible_slots import plan_visible_slots, visible_slots, visible_slots_reference
+from kernels.attention.visible_slots import plan_visible_slots, visible_slots, visible_slots_reference
 
 PAGE_SIZE = 16
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._kv_quantization import LIMITS, dequantize_rows, quantize_rows_reference
-from kernels.paged_attention import paged_attention
-from kernels.rotary_write import rotate_and_write
-from kernels.write_pages import write_pages, write_pages_reference
+from kernels.attention._kv_quantization import LIMITS, dequantize_rows, quantize_rows_reference
+from kernels.attention.paged import paged_attention
+from kernels.attention.rotary_write import rotate_and_write
+from kernels.attention.write_pages import write_pages, write_pages_reference
 from tests.compare import relative_rms
 
 PAGE, PAGES = 4, 6
@@ -115,7 +115,7 @@ def test_fp8_pages_are_refused_where_the_gpu_cannot_convert_them(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all three kernels that touch pages; int8 pages stay."""
-    monkeypatch.setattr("kernels.write_pages.compute_capability", lambda device: (8, 6))
+    monkeypatch.setattr("kernels.attention.write_pages.compute_capability", lambda device: (8, 6))
     x = torch.zeros(1, 2, 16, device=device)
     slots, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
     cu_seqlens = torch.arange(2, dtype=torch.int32, device=device)

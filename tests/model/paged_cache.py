@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels._kv_quantization import dequantize_rows, quantize_rows_reference
-from kernels.rotary_write import turn_heads
+from kernels.attention._kv_quantization import dequantize_rows, quantize_rows_reference
+from kernels.attention.rotary_write import turn_heads
 from model.attention import PackedAttention, PagedAttention, PagedBatch, Turn
 from model.config import ModelConfig
 from model.transformer import Transformer

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from compress.lora import inject
 from compress.nf4 import quantize_model
-from model.adapter import AdapterError, check_base, load_adapter, read_adapter, save_adapter
-from model.artifact import open_artifact, publish
-from model.checkpoint import load_model, save_model
+from model.files.adapter import AdapterError, check_base, load_adapter, read_adapter, save_adapter
+from model.files.artifact import open_artifact, publish
+from model.files.checkpoint import load_model, save_model
 from model.lora import LoraConfig, LoraError, adapted_layers
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-import model.artifact
-import model.files
-from model.artifact import MANIFEST_NAME, ArtifactError, is_artifact, model_card, open_artifact, publish
-from model.checkpoint import save_model
+import model.files.artifact
+import model.files.safe_io
+from model.files.artifact import MANIFEST_NAME, ArtifactError, is_artifact, model_card, open_artifact, publish
+from model.files.checkpoint import save_model
 from tests.tiny import tiny_model
 
 CONTENTS = {"config.json": "{}", "model.safetensors": "weights" * 50, "adapters/one/weights.bin": "x" * 300}
@@ -29,7 +29,7 @@ def write_contents(folder: Path, contents: dict[str, str] = CONTENTS) -> None:
         (folder / name).write_text(text)
 
 
-def publish_contents(folder: Path, **changes: Any) -> model.artifact.Manifest:
+def publish_contents(folder: Path, **changes: Any) -> model.files.artifact.Manifest:
     fields = {"stage": "distill", "recipe": {"tokens": 20, "α": 0.1}, "parents": ["p1"], "gates": {"kl": 0.5}} | changes
     return publish(folder, fields.pop("write", write_contents), **fields)
 
@@ -57,7 +57,7 @@ def test_what_is_published_opens_with_its_lineage(tmp_path: Path) -> None:
 
 def test_the_digest_is_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = publish_contents(tmp_path / "a")
-    monkeypatch.setattr(model.artifact, "_versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(model.files.artifact, "_versions", lambda: {"torch": "9.9"})
     same = publish_contents(tmp_path / "b", gates={"kl": 0.4})
     assert same.digest == first.digest == open_artifact(tmp_path / "a").digest
     others = [
@@ -268,7 +268,7 @@ def test_an_error_while_writing_reaches_the_caller_and_leaves_nothing(tmp_path: 
 KILLED_PUBLISH = """
 import os, sys
 from pathlib import Path
-from model.artifact import publish
+from model.files.artifact import publish
 
 target, kills_at = Path(sys.argv[1]), int(sys.argv[2])
 calls = 0

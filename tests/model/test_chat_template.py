@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from model.chat_template import ChatTemplate, ChatTemplateError
-from model.tokenizer import Tokenizer
+from model.text.chat_template import ChatTemplate, ChatTemplateError
+from model.text.tokenizer import Tokenizer
 from tests.model.tiny_tokenizers import CONTROL, KINDS, NAMES, TEMPLATES, our_tokenizer, their_tokenizer, tokenizer_json
 
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {

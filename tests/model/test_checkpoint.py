@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint import CheckpointError, load_config, load_model, save_model
 from model.config import ConfigError, ModelConfig
+from model.files.checkpoint import CheckpointError, load_config, load_model, save_model
 from tests.tiny import full_logits, tiny_config, tiny_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -335,11 +335,11 @@ def test_mutated_headers_never_give_another_error(folder: Path) -> None:
 
 
 def test_a_failed_write_says_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import model.checkpoint
+    import model.files.checkpoint
 
     def full_disk(*_: Any, **__: Any) -> None:
-        raise model.checkpoint.SafetensorError("No space left on device")
+        raise model.files.checkpoint.SafetensorError("No space left on device")
 
-    monkeypatch.setattr(model.checkpoint, "save_file", full_disk)
+    monkeypatch.setattr(model.files.checkpoint, "save_file", full_disk)
     with pytest.raises(OSError, match=r"model.safetensors failed: No space left on device"):
         save_model(tiny_model("llama"), tmp_path)

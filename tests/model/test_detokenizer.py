@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.detokenizer import StreamDecoder
-from model.tokenizer import Tokenizer
+from model.text.detokenizer import StreamDecoder
+from model.text.tokenizer import Tokenizer
 from tests.model.tiny_tokenizers import ANY_TEXT, KINDS, TEXT, decoded, our_tokenizer, tokenizer_json
 
 REPLACEMENT = "\ufffd"

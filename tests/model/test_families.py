@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import load_config, load_model, save_model
+from model.files.checkpoint import load_config, load_model, save_model
 from tests.tiny import full_logits
 
 SIZES = {

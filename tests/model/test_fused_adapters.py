@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from compress.nf4 import quantize_model
-from kernels._triton import interpreted
-from model.adapter import AdapterError, load_adapter, load_adapters, save_adapter
+from kernels.common.triton_support import interpreted
 from model.attention import PackedAttention
+from model.files.adapter import AdapterError, load_adapter, load_adapters, save_adapter
 from model.lora import LoraConfig, LoraError, attach_lora, detach_lora
 from model.transformer import Transformer
 from tests.compare import relative_rms

@@ -11,11 +11,11 @@ import pytest
 import torch
 from gguf.constants import MODEL_ARCH
 
-from kernels.rotary import rope_frequencies
-from model.checkpoint import load_model
-from model.gguf import import_gguf
-from model.gguf_tokenizer import GGUFError, tokenizer_json
-from model.tokenizer import Tokenizer
+from kernels.attention.rotary import rope_frequencies
+from model.files.checkpoint import load_model
+from model.formats.gguf import import_gguf
+from model.text.gguf_tokenizer import GGUFError, tokenizer_json
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from tests.model import tiny_tokenizers
 from tests.tiny import full_logits, tiny_model

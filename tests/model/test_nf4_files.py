@@ -13,10 +13,10 @@ from torch import Tensor
 
 from compress.lora import inject
 from compress.nf4 import quantize_folder, quantize_model
-from kernels.quantization import quantize_nf4
-from model.checkpoint import CheckpointError, is_quantized, load_model, save_model
+from kernels.linear.quantization import quantize_nf4
+from model.files.checkpoint import CheckpointError, is_quantized, load_model, save_model
+from model.formats.bitsandbytes import from_files, to_files
 from model.lora import LoraConfig
-from model.nf4_files import from_files, to_files
 from model.quantized import NF4Linear, nf4_layers
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model

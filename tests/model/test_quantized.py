@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels._quantized_tiles import tile_weight
-from kernels.quantization import quantize_nf4
-from kernels.quantized_linear import nf4_codes
+from kernels.linear._quantized_tiles import tile_weight
+from kernels.linear.quantization import quantize_nf4
+from kernels.linear.quantized import nf4_codes
 from model.quantized import NF4Linear
 
 

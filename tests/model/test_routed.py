@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._triton import interpreted
+from kernels.common.triton_support import interpreted
 from model.attention import PackedAttention
-from model.checkpoint import load_config, load_model, save_model
 from model.config import ConfigError, MixtureOfDepths, ModelConfig
+from model.files.checkpoint import load_config, load_model, save_model
 from model.routed import ExpertChoice, RoutedLayer
 from model.transformer import Transformer
 from tests.compare import relative_rms

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.detokenizer import DecoderError
-from model.tokenizer import Tokenizer, TokenizerError
+from model.text.detokenizer import DecoderError
+from model.text.tokenizer import Tokenizer, TokenizerError
 from tests.model.tiny_tokenizers import (
     CONTROL,
     KINDS,

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._triton import interpreted
+from kernels.common.triton_support import interpreted
 from model.attention import PackedAttention
-from model.checkpoint import save_model
 from model.config import MixtureOfDepths
+from model.files.checkpoint import save_model
 from model.transformer import Transformer
 from pipeline.quality import check_parity
 from serve.config import EngineConfig
-from serve.engine import Engine
-from serve.loading import Models
+from serve.engine.engine import Engine
+from serve.engine.loading import Models
 from serve.sampling_params import SamplingParams
 from tests.compare import relative_rms
 from tests.model.paged_cache import PagedCache, RoundedAttention

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 
 TEXT = inspect.getsource(json) + inspect.getsource(functools) + "Grüße, 世界! Привет 👩‍💻 naïve café\n" * 3
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from model.artifact import open_artifact
-from model.checkpoint import load_model
+from model.files.artifact import open_artifact
+from model.files.checkpoint import load_model
 from model.lora import adapted_layers
 from pipeline.errors import UserError
 from pipeline.report import render

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.artifact import open_artifact
-from model.checkpoint import load_config, load_model
+from model.files.artifact import open_artifact
+from model.files.checkpoint import load_config, load_model
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.mod_report import mixture_of_depths, routing_lines, ways_to_route

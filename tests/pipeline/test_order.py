@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import is_quantized, load_config, load_model
+from model.files.checkpoint import is_quantized, load_config, load_model
 from model.lora import adapted_layers
 from model.routed import routed_layers
 from pipeline.result import Result

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.mod import training_flops_per_token
-from model.artifact import open_artifact
-from model.checkpoint import load_config, load_model
 from model.config import MixtureOfDepths
-from model.tokenizer import Tokenizer
+from model.files.artifact import open_artifact
+from model.files.checkpoint import load_config, load_model
+from model.text.tokenizer import Tokenizer
 from pipeline.compute_report import compute_chart, compute_lines
 from pipeline.errors import UserError
 from pipeline.recipe import RecipeError, load_recipe

@@ -8,8 +8,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from model.artifact import open_artifact
-from model.checkpoint import is_quantized, load_model
+from model.files.artifact import open_artifact
+from model.files.checkpoint import is_quantized, load_model
 from model.lora import adapted_layers, detach_lora
 from model.transformer import Transformer
 from pipeline.errors import GateRefused, UserError
@@ -80,7 +80,7 @@ def test_peft_reads_the_adapter_on_a_dense_base(finished: tuple[Path, Result], t
     folder = home / "run" / "01-qlora" / "model"
     ours = load_model(home / "run" / "00-teacher" / "model", dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(home / "run" / "00-teacher" / "model", dtype=torch.float32)
-    from model.adapter import load_adapter
+    from model.files.adapter import load_adapter
 
     load_adapter(ours, folder)
     adapted = PeftModel.from_pretrained(theirs, str(folder)).eval()
@@ -146,7 +146,7 @@ def test_a_server_that_loses_the_adapter_fails_the_parity_gate(tmp_path: Path, m
         detach_lora(model)
         return model
 
-    monkeypatch.setattr("serve.loading.load_model", losing)
+    monkeypatch.setattr("serve.engine.loading.load_model", losing)
     with pytest.raises(GateRefused):
         run(tmp_path)
     folder = RunFolder(tmp_path / "run")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import pipeline.stages.training
-from model.artifact import open_artifact
-from model.checkpoint import load_model
+from model.files.artifact import open_artifact
+from model.files.checkpoint import load_model
 from model.transformer import Transformer
 from pipeline.errors import GateRefused, StageFailed, UserError
 from pipeline.result import FILE_NAME, read_result
@@ -71,7 +71,7 @@ def test_the_figures_are_those_of_the_published_files(finished_run: TinyRun) -> 
 
     import torch
 
-    from model.tokenizer import Tokenizer
+    from model.text.tokenizer import Tokenizer
     from pipeline.recipe import load_recipe
     from pipeline.stages.context import prepare_data
     from tests.tiny import full_logits

@@ -7,9 +7,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from model.checkpoint import load_config, load_model
-from model.files import sha256_of
-from model.tokenizer import Tokenizer
+from model.files.checkpoint import load_config, load_model
+from model.files.safe_io import sha256_of
+from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.schema import ModelSource
 from pipeline.stages.teacher import HUB_FILES, import_model, read_config

@@ -13,8 +13,8 @@ from pathlib import Path
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from model.checkpoint import save_model
 from model.config import ModelConfig
+from model.files.checkpoint import save_model
 from model.transformer import Transformer
 from pipeline.processes import Processes
 from pipeline.recipe import load_recipe

@@ -17,7 +17,7 @@ import httpx
 import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from model.checkpoint import save_model
+from model.files.checkpoint import save_model
 from model.transformer import Transformer
 from tests.tiny import tiny_model
 

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from serve.config import EngineConfig
-from serve.engine_process import main
+from serve.engine.process import main
 from serve.messages import Ready
 from serve.outputs import EngineStats, RequestOutput
 from serve.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ class Queues:
 
 
 class ScriptedEngine:
-    """The part of `serve.engine.Engine` that the engine process uses."""
+    """The part of `serve.engine.engine.Engine` that the engine process uses."""
 
     def __init__(self, config: EngineConfig) -> None:
         if config.model.endswith("broken"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from serve.options import add_serve_arguments, options_from_arguments
-from serve.server import run_server
+from serve.http.options import add_serve_arguments, options_from_arguments
+from serve.http.server import run_server
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

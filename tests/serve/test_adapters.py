@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from compress.lora import merge
-from kernels._triton import interpreted
-from model.adapter import load_adapter, load_adapters, save_adapter
-from model.artifact import publish
-from model.checkpoint import load_model, save_model
+from kernels.common.triton_support import interpreted
+from model.files.adapter import load_adapter, load_adapters, save_adapter
+from model.files.artifact import publish
+from model.files.checkpoint import load_model, save_model
 from model.lora import LoraConfig, attach_lora
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from serve.config import EngineConfig
-from serve.engine import Engine
+from serve.engine.engine import Engine
+from serve.engine.loading import load_models
 from serve.llm import LLM
-from serve.loading import load_models
 from serve.outputs import RequestOutput
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
@@ -271,6 +271,6 @@ def test_a_served_base_cannot_carry_an_adapter_of_its_own(
         load_adapter(model, folders["a"])
         return model
 
-    monkeypatch.setattr("serve.loading.load_model", carrying)
+    monkeypatch.setattr("serve.engine.loading.load_model", carrying)
     with pytest.raises(ValueError, match="carries an adapter itself"):
         load_models(EngineConfig(str(base), adapters=folders, dtype="float32", device="cpu"))

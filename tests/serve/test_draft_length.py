@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from model.transformer import Transformer
-from serve.draft_length import MAX_DRAFT_TOKENS, AdaptiveLength, PassCosts, expected_tokens
-from serve.engine import Engine
+from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, PassCosts, expected_tokens
+from serve.engine.engine import Engine
+from serve.engine.sequence import Sequence
 from serve.sampling_params import SamplingParams
-from serve.sequence import Sequence
 from tests.serve.test_sampling import sequence as make_sequence
 from tests.serve.toys import drain, greedy, make_engine, random_prompts
 from tests.tiny import tiny_model

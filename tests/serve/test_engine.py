@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint import save_model
+from model.files.checkpoint import save_model
 from model.transformer import Transformer
 from serve import LLM
 from serve.config import EngineConfig
-from serve.engine import Engine
-from serve.loading import Models
+from serve.engine.engine import Engine
+from serve.engine.loading import Models
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import (
     EOS,

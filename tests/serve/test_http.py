@@ -14,8 +14,8 @@ import openai
 import pytest
 import torch
 
-from model.checkpoint import load_model
-from model.tokenizer import Tokenizer
+from model.files.checkpoint import load_model
+from model.text.tokenizer import Tokenizer
 from tests.serve.http_server import RunningServer, children_of, running_server, save_tiny_folder
 from tests.tiny import full_logits
 

@@ -20,11 +20,11 @@ import uvicorn
 from starlette.requests import ClientDisconnect
 from uvicorn.server import ServerState
 
-from serve import connection, generation
 from serve.config import EngineConfig
-from serve.engine_client import EngineClient
-from serve.errors import ApiError
-from serve.metrics import Metrics
+from serve.http import connection, generation
+from serve.http.engine_client import EngineClient
+from serve.http.errors import ApiError
+from serve.http.metrics import Metrics
 from serve.sampling_params import SamplingParams
 from tests.serve.http_server import ROOT, SCRIPTED, RunningServer, children_of, running_server, save_tiny_folder
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from serve.kv_cache import PAGE_SIZE, BlockTable, KVCache, PagePool, pages_for
+from serve.engine.kv_cache import PAGE_SIZE, BlockTable, KVCache, PagePool, pages_for
 
 NUM_PAGES = 12
 MAX_TOKENS = NUM_PAGES * PAGE_SIZE

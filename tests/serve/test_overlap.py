@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.decode_trace import find_gaps
-from kernels._triton import interpreted
+from kernels.common.triton_support import interpreted
 from model.transformer import Transformer
-from serve.engine import Engine
+from serve.engine.drafts.speculate import NgramDraft
+from serve.engine.engine import Engine
 from serve.sampling_params import SamplingParams
-from serve.speculate import NgramDraft
 from tests.serve.test_speculation import noisy_twin
 from tests.serve.toys import EOS, CountingModel, TableModel, drain, generate, greedy, make_engine, random_prompts
 from tests.tiny import tiny_model

@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from model.tokenizer import Tokenizer
-from serve.chat import conversation_ids, template_message
-from serve.errors import ApiError
-from serve.logprobs import LOWEST, LegacyLogprobsWriter, chat_logprobs
+from model.text.tokenizer import Tokenizer
+from serve.http.chat import conversation_ids, template_message
+from serve.http.errors import ApiError
+from serve.http.logprobs import LOWEST, LegacyLogprobsWriter, chat_logprobs
+from serve.http.metrics import Metrics
+from serve.http.options import ServerOptions, add_serve_arguments, options_from_arguments
+from serve.http.protocol import ChatRequest, CompletionRequest, Message, read, sampling_params
+from serve.http.strict_json import loads, loads_object
 from serve.messages import LENGTH, Abort, Add, Pong, ProtocolError, Report, decode_from_engine, decode_to_engine, frame
-from serve.metrics import Metrics
-from serve.options import ServerOptions, add_serve_arguments, options_from_arguments
 from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
-from serve.protocol import ChatRequest, CompletionRequest, Message, read, sampling_params
 from serve.sampling_params import SamplingParams
-from serve.strict_json import loads, loads_object
 from tests.serve.http_server import save_tiny_folder
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

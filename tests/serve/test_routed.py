@@ -7,8 +7,8 @@ import torch
 
 from model.config import MixtureOfDepths
 from model.transformer import Transformer
-from serve.kv_cache import PAGE_SIZE
-from serve.runner import Runner
+from serve.engine.kv_cache import PAGE_SIZE
+from serve.engine.runner import Runner
 from serve.sampling_params import SamplingParams
 from tests.serve.test_feature_pairs import essence, random_requests, scores
 from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts

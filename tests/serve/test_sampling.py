@@ -8,15 +8,15 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.token_logprobs import token_logprobs
+from kernels.sampling.token_logprobs import token_logprobs
 from model.transformer import Transformer
-from serve.kv_cache import BlockTable
+from serve.engine.batch_state import Places
+from serve.engine.kv_cache import BlockTable
+from serve.engine.sampling import Sampler, logprob_entries
+from serve.engine.sequence import Sequence
+from serve.engine.text import TextStream
 from serve.outputs import TokenLogprobs
-from serve.places import Places
-from serve.sampling import Sampler, logprob_entries
 from serve.sampling_params import SamplingParams
-from serve.sequence import Sequence
-from serve.text import TextStream
 from tests.serve.toys import drain, greedy, make_engine, random_prompts
 from tests.tiny import full_logits, tiny_model
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.kv_cache import BlockTable, KVCache, pages_for
+from serve.engine.kv_cache import BlockTable, KVCache, pages_for
+from serve.engine.scheduler import Schedule, Scheduler
+from serve.engine.sequence import Sequence
+from serve.engine.text import TextStream
 from serve.sampling_params import SamplingParams
-from serve.scheduler import Schedule, Scheduler
-from serve.sequence import Sequence
-from serve.text import TextStream
 from tests.serve.toys import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()

@@ -10,15 +10,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kernels import verification
-from kernels.verification import Verdicts
+from kernels.sampling import verification
+from kernels.sampling.verification import Verdicts
 from model.transformer import Transformer
-from serve import speculate
+from serve.engine.drafts import speculate
+from serve.engine.runner import LanguageModel
+from serve.engine.sampling import Rows, Sampler
+from serve.engine.sequence import Sequence
 from serve.outputs import RequestOutput
-from serve.runner import LanguageModel
-from serve.sampling import Rows, Sampler
 from serve.sampling_params import SamplingParams
-from serve.sequence import Sequence
 from tests.serve.toys import (
     CountingModel,
     TableModel,

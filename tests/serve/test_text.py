@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.detokenizer import StreamDecoder
-from serve.text import TextStream
+from model.text.detokenizer import StreamDecoder
+from serve.engine.text import TextStream
 from tests.serve.toys import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()

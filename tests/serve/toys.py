@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.detokenizer import BYTE_OF_CHARACTER
-from model.tokenizer import Tokenizer
+from model.text.detokenizer import BYTE_OF_CHARACTER
+from model.text.tokenizer import Tokenizer
 from serve.config import EngineConfig
-from serve.engine import Engine
-from serve.loading import Models
+from serve.engine.engine import Engine
+from serve.engine.loading import Models
+from serve.engine.runner import LanguageModel
 from serve.outputs import RequestOutput
-from serve.runner import LanguageModel
 from serve.sampling_params import SamplingParams
 from tests.tiny import full_logits, tiny_config
 

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from tests.model.tiny_tokenizers import our_tokenizer
 from train.data import DamagedCacheError, DataConfig, PreparedData, TokenizedDocuments, load_cache, prepare
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from train.paging import State, Visit, walk
+from train.offload import State, Visit, walk
 
 
 class LazyCopier:

@@ -1,0 +1,1 @@
+"""Pruning: fewer layers."""

@@ -1,0 +1,97 @@
+"""Attention of a few bf16 queries a sequence on the CPU, by `_decode.c` where that compiles.
+
+Legend: T queries of all sequences, Hq query heads, Hkv key/value heads, d head dim, B sequences.
+"""
+
+import ctypes
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.common.compiled import compiled
+
+_CHUNK = 256
+"""Keys that one task attends to, as in the C source."""
+_COLUMNS = 64
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("num_sequences", "num_tasks", "heads", "kv_heads", "d", "page", "window"),
+                *("q_stride", "k_stride", "v_stride", "table_stride"),
+            )
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "k", "v", "tables", "sequences", "owners", "numbers", "parts", "out")
+        ),
+        ("scale", ctypes.c_float),
+    )
+
+
+class FewPlan(NamedTuple):
+    """The same for every layer of a step."""
+
+    sequences: np.ndarray
+    """[S, 6] int64: row of the tables, first query, queries, first key, length, first part."""
+    owners: np.ndarray
+    """[tasks] int64: whose chunk of keys it is."""
+    numbers: np.ndarray
+    """[tasks] int64: which chunk, counted from position 0."""
+    num_parts: int
+    block_tables: np.ndarray
+    """[B, max_pages] int32."""
+    page_size: int
+    window: int | None
+
+
+def plan_few(sequences: np.ndarray, block_tables: np.ndarray, page_size: int, window: int | None) -> FewPlan:
+    """sequences [S, 5] int64: row of the tables, first query, queries, first key, length."""
+    queries, first_key, length = sequences[:, 2:].T
+    first_chunk = first_key // _CHUNK
+    chunks = -(-length // _CHUNK) - first_chunk
+    parts = np.cumsum(chunks * queries)
+    owners = np.repeat(np.arange(len(sequences)), chunks)
+    numbers = np.arange(len(owners)) + (first_chunk - np.cumsum(chunks) + chunks)[owners]
+    sequences = np.column_stack((sequences, parts - chunks * queries))
+    return FewPlan(sequences, owners, numbers, int(parts[-1]), block_tables, page_size, window)
+
+
+def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
+    """Whether `attend_few` does q [T, Hq, d] over keys and values [slots, Hkv, d]."""
+    return (
+        q.dtype == torch.bfloat16
+        and q.shape[2] % _COLUMNS == 0
+        and all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k_slots, v_slots))
+        and _library() is not None
+    )
+
+
+def attend_few(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: FewPlan, out: Tensor, scale: float) -> None:
+    """Write the attention of the planned queries into out [T, Hq, d]; `takes` must accept the tensors."""
+    (_, heads, d), tables = q.shape, plan.block_tables
+    parts = torch.empty(plan.num_parts, heads, d + 2)
+    batch = _Batch(
+        len(plan.sequences), len(plan.owners), heads, k_slots.shape[1], d, plan.page_size, plan.window or 0,
+        q.stride(0), k_slots.stride(0), v_slots.stride(0), tables.strides[0] // tables.itemsize,
+        q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), tables.ctypes.data, plan.sequences.ctypes.data,
+        plan.owners.ctypes.data, plan.numbers.ctypes.data, parts.data_ptr(), out.data_ptr(), scale / math.log(2),
+    )  # fmt: skip
+    _library().attend_few(batch, torch.get_num_threads())
+
+
+@cache
+def _library() -> Any:
+    library = compiled(Path(__file__).with_name("_decode.c"), needs=frozenset({"avx512_bf16"}))
+    if library is not None:
+        library.attend_few.argtypes = (ctypes.POINTER(_Batch), ctypes.c_int)
+        library.attend_few.restype = None
+    return library

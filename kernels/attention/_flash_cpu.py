@@ -1,0 +1,210 @@
+"""Attention over a flat ragged batch of documents without Triton: torch's own attention, or bands of queries.
+
+On the CPU, bf16 runs in bands of queries: the scores of one band are a few oneDNN products and one softmax, small
+enough for the cache. torch's own CPU attention takes 2.2 to 3 times as long for forward and backward, and gives less
+exact key and value gradients; the scores are rounded to bf16 here, so the output has about twice its rounding error.
+
+Legend: as in kernels/attention/flash.py; n queries of a band and m keys that they see.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_QUERIES_PER_BAND = 128
+
+
+def visible_keys(s_q: int, s_k: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys each query of one document sees, bool [s_q, s_k]."""
+    last = torch.arange(s_k - s_q, s_k, device=device)[:, None]
+    key = torch.arange(s_k, device=device)
+    visible = key <= last if causal else torch.ones(s_q, s_k, dtype=torch.bool, device=device)
+    return visible if window is None else visible & (key > last - window)
+
+
+def documents(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, num_queries: int, num_keys: int
+) -> Iterator[tuple[slice, slice]]:
+    """Yield where each document's queries and keys lie; queries past the last document see no key."""
+    bounds_q = cu_seqlens_q.tolist()
+    bounds_k = bounds_q if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for b in range(len(bounds_q) - 1):
+        yield slice(bounds_q[b], bounds_q[b + 1]), slice(bounds_k[b], bounds_k[b + 1])
+    if bounds_q[-1] < num_queries:
+        yield slice(bounds_q[-1], num_queries), slice(num_keys, num_keys)
+
+
+def attend_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: list[tuple[slice, slice]],
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attend within each document, whose queries and keys lie at `rows`; differentiable. Returns [T, Hq, d]."""
+    if _bands_pay(q):
+        return _BandedAttention.apply(q, k, v, rows, (causal, window, scale))
+    outputs = [_attend_document(q[queries], k[keys], v[keys], causal, window, scale) for queries, keys in rows]
+    return outputs[0] if len(outputs) == 1 else torch.cat([q[:0], *outputs])
+
+
+def _bands_pay(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+    """Attend, without gradients, within one document: q [s_q, Hq, d], k and v [s_k, Hkv, d] → [s_q, Hq, d]."""
+    if not _bands_pay(q):
+        return _attend_document(q, k, v, True, window, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _attend_in_bands(q, k, v, causal=True, window=window, scale=scale, out=out)
+    return out
+
+
+def _attend_document(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float) -> Tensor:
+    """Attend within one document through torch's own attention; no copies."""
+    s_q, s_k = q.shape[0], k.shape[0]
+    # Under a causal mask the first s_q − s_k queries see no key.
+    blind = min(s_q, max(0, s_q - s_k)) if causal else s_q * (s_k == 0)
+    if blind:
+        return torch.cat((torch.zeros_like(q[:blind]), _attend_document(q[blind:], k, v, causal, window, scale)))
+    if s_q == 0:
+        return q
+    square = causal and window is None and s_q == s_k
+    mask = visible_keys(s_q, s_k, causal, window, q.device) if causal and not square else None
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+class _Band(NamedTuple):
+    """A few consecutive queries of a document and the range of keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor
+    """[n, 1, c]: 0 or −inf, added to the scores of the last c keys; all other keys are visible."""
+
+
+def _bands(s_q: int, s_k: int, causal: bool, window: int | None, dtype: torch.dtype) -> Iterator[_Band]:
+    """Cut the visible part of one document's scores into bands; queries that see no key are in none."""
+    offset = s_k - s_q
+    for start in range(max(0, -offset) if causal else 0, s_q if s_k else 0, _QUERIES_PER_BAND):
+        stop = min(start + _QUERIES_PER_BAND, s_q)
+        low = 0 if window is None else max(0, start + offset - window + 1)
+        high = stop + offset if causal else s_k
+        seen_by_all = (start + offset if window is None else low) if causal else high
+        visible = visible_keys(stop - start, high - seen_by_all, causal, window, torch.device("cpu"))
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -math.inf)
+        yield _Band(slice(start, stop), slice(low, high), mask[:, None])
+
+
+def _attend_in_bands(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float, out: Tensor
+) -> None:
+    """Write the attention of one document, q [s_q, Hq, d] over k and v [s_k, Hkv, d], into out [s_q, Hq, d]."""
+    s_q, (s_k, num_kv_heads, _) = q.shape[0], k.shape
+    k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    workspace = _workspace(2, q, k)
+    out.zero_()
+    for queries, keys, mask in _bands(s_q, s_k, causal, window, q.dtype):
+        rows = _rows(q[queries], num_kv_heads)
+        probabilities = _probabilities(rows, k[:, keys], mask, scale, workspace)
+        attended = torch.bmm(probabilities, v[:, keys])
+        out[queries].unflatten(1, (num_kv_heads, -1)).copy_(_heads(attended, mask.shape[0]))
+
+
+def _workspace(count: int, q: Tensor, k_heads: Tensor) -> Tensor:
+    """Return buffers for the scores of the largest band, [count, elements], reused from band to band."""
+    elements = min(q.shape[0], _QUERIES_PER_BAND) * q.shape[1] * k_heads.shape[1]
+    return torch.empty(count, elements, dtype=q.dtype)
+
+
+def _rows(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Line up the query heads that share keys: [n, Hq, d] → [Hkv, n·G, d]."""
+    return x.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).reshape(num_kv_heads, -1, x.shape[-1])
+
+
+def _heads(rows: Tensor, n: int) -> Tensor:
+    """Undo `_rows` up to a view: [Hkv, n·G, d] → [n, Hkv, G, d]."""
+    return rows.unflatten(1, (n, -1)).transpose(0, 1)
+
+
+def _probabilities(rows: Tensor, k_heads: Tensor, mask: Tensor, scale: float, workspace: Tensor) -> Tensor:
+    """Return softmax(scale · rows k_headsᵀ + mask), [Hkv, n·G, m], in the second buffer of the workspace."""
+    shape = (rows.shape[0], rows.shape[1], k_heads.shape[1])
+    scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in workspace[:2])
+    torch.baddbmm(scores, rows, k_heads.transpose(1, 2), beta=0, alpha=scale, out=scores)
+    scores.unflatten(1, (mask.shape[0], -1))[..., shape[2] - mask.shape[2] :].add_(mask)
+    return torch.softmax(scores, dim=-1, out=probabilities)
+
+
+class _BandedAttention(torch.autograd.Function):
+    """Attention of all documents in bands of queries; the backward pass computes the probabilities anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: list[tuple[slice, slice]],
+        settings: tuple[bool, int | None, float],
+    ) -> Tensor:
+        causal, window, scale = settings
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for queries, keys in documents:
+            _attend_in_bands(q[queries], k[keys], v[keys], causal=causal, window=window, scale=scale, out=out[queries])
+        ctx.save_for_backward(q, k, v)
+        ctx.documents, ctx.settings = documents, settings
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for queries, keys in ctx.documents:
+            document = q[queries], k[keys], v[keys], grad_out[queries]
+            _backward_in_bands(*document, ctx.settings, grads[0][queries], grads[1][keys], grads[2][keys])
+        return *grads, None, None
+
+
+def _backward_in_bands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    settings: tuple[bool, int | None, float],
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+) -> None:
+    """Write one document's gradients: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − rowsum(P ∘ dO Vᵀ)), dQ = dS K, dK = dSᵀ Q."""
+    causal, window, scale = settings
+    s_q, (s_k, num_kv_heads, _) = q.shape[0], k.shape
+    k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    sum_k, sum_v = torch.zeros(k.shape), torch.zeros(v.shape)
+    workspace = _workspace(3, q, k)
+    for queries, keys, mask in _bands(s_q, s_k, causal, window, q.dtype):
+        rows, grad_rows = _rows(q[queries], num_kv_heads), _rows(grad_out[queries], num_kv_heads)
+        probabilities = _probabilities(rows, k[:, keys], mask, scale, workspace)
+        scores, _, grad_probabilities = (
+            buffer[: probabilities.numel()].view(probabilities.shape) for buffer in workspace
+        )
+        sum_v[:, keys] += torch.bmm(probabilities.transpose(1, 2), grad_rows)
+        torch.bmm(grad_rows, v[:, keys].transpose(1, 2), out=grad_probabilities)
+        grad_scores = torch.ops.aten._softmax_backward_data.out(
+            grad_probabilities, probabilities, -1, q.dtype, grad_input=scores
+        )
+        sum_k[:, keys] += torch.bmm(grad_scores.transpose(1, 2), rows)
+        grad_queries = torch.bmm(grad_scores, k[:, keys]).mul_(scale)
+        grad_q[queries].unflatten(1, (num_kv_heads, -1)).copy_(_heads(grad_queries, mask.shape[0]))
+    grad_k.copy_(sum_k.mul_(scale).transpose(0, 1))
+    grad_v.copy_(sum_v.transpose(0, 1))

@@ -1,0 +1,206 @@
+"""Paged attention in PyTorch, for the CPU: kernels/attention/paged.py says what it computes.
+
+Sequences with few queries go to `_decode.c` where it takes them. Else they are grouped by similar length. One
+gather per group lines up their keys, and one call of torch's attention serves the group: the G query heads of a
+key/value head go in as G rows, so that keys are read once instead of G times. A sequence whose pages lie side by side
+is used in place when it is alone in its group.
+
+Legend: T queries of all sequences, B sequences, Hq query heads, Hkv key/value heads, G query heads per key/value head,
+d head dim, P pages in the pool; in a group g sequences of n queries and at most m keys.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention._decode_cpu import FewPlan, attend_few, plan_few, takes
+from kernels.attention._flash_cpu import attend_causally
+
+# Sequences with more queries than this (prompts) are attended one by one.
+_MOST_QUERIES_TO_GROUP = 16
+# The gathered keys of a group should stay in the cache, and not be padding for the most part.
+_KEYS_PER_GROUP = 4096
+_SHORTEST_TO_LONGEST = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """g sequences of n queries each that are attended together."""
+
+    size: int
+    queries: slice | Tensor
+    """Where their queries are among all T: one range, or row numbers [g·n] int64."""
+    keys: slice | Tensor
+    """Where their keys are in the pool: one range of slots, or slot numbers [g·m] int64."""
+    mask: Tensor | None
+    """Which keys each query sees, bool [g, n, m]; None: all."""
+
+
+class _Sequence(NamedTuple):
+    row: int
+    """In block_tables and kv_lengths."""
+    start: int
+    """Of its queries among all T."""
+    queries: int
+    first_key: int
+    """Position of the first key that any of its queries sees; not 0 under a window."""
+    length: int
+    """Keys in the cache."""
+
+    @property
+    def keys(self) -> int:
+        return self.length - self.first_key
+
+
+class GroupedPlan:
+    """What the CPU works out from lengths and block tables; the same for every layer of a step."""
+
+    def __init__(
+        self,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        kv_lengths: Tensor,
+        *,
+        page_size: int,
+        window: int | None,
+        batch_invariant: bool,
+    ) -> None:
+        """In a batch-invariant plan everyone is attended alone."""
+        self.tables, self.page_size, self.window = block_tables.numpy(), page_size, window
+        self._batch_invariant = batch_invariant
+        bounds = cu_seqlens_q.tolist()
+        self._few: list[_Sequence] = []
+        self._many: list[_Sequence] = []
+        for row, length in enumerate(kv_lengths.tolist()):
+            queries = bounds[row + 1] - bounds[row]
+            first_key = 0 if window is None else max(0, length - queries - window + 1)
+            if queries:
+                sequences = self._few if queries <= min(length, _MOST_QUERIES_TO_GROUP) else self._many
+                sequences.append(_Sequence(row, bounds[row], queries, first_key, length))
+
+    @cached_property
+    def few(self) -> FewPlan | None:
+        """Sequences with few queries, for the kernel in C."""
+        return plan_few(np.array(self._few), self.tables, self.page_size, self.window) if self._few else None
+
+    @cached_property
+    def groups(self) -> tuple[_Group, ...]:
+        """Sequences with few queries, for torch."""
+        teams: Iterable[list[_Sequence]] = [[s] for s in self._few] if self._batch_invariant else _similar(self._few)
+        return tuple(_plan_group(members, self.tables, self.page_size, self.window) for members in teams)
+
+    @cached_property
+    def prompts(self) -> tuple[_Group, ...]:
+        """Sequences with many queries, one by one; their mask is causal."""
+        return tuple(
+            _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], self.tables, self.page_size), None)
+            for s in self._many
+        )
+
+
+def _similar(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
+    """Split into groups of equal query counts and similar numbers of keys, each in the order of the batch."""
+    group: list[_Sequence] = []
+    for sequence in sorted(sequences, key=lambda s: (s.queries, s.keys), reverse=True):
+        if group and not (
+            sequence.queries == group[0].queries
+            and sequence.keys >= _SHORTEST_TO_LONGEST * group[0].keys
+            and (len(group) + 1) * group[0].keys <= _KEYS_PER_GROUP
+        ):
+            yield sorted(group)
+            group = []
+        group.append(sequence)
+    if group:
+        yield sorted(group)
+
+
+# Plans are worked out in NumPy, whose calls cost a fraction of torch's on arrays this small. Routed layers (mixture of
+# depths) make one each in every step.
+
+
+def _plan_group(members: list[_Sequence], tables: np.ndarray, page_size: int, window: int | None) -> _Group:
+    queries = members[0].queries
+    starts = np.array([s.start for s in members])
+    rows = (starts[:, None] + np.arange(queries)).ravel()
+    consecutive = starts[-1] - starts[0] == (len(members) - 1) * queries
+    return _Group(
+        size=len(members),
+        queries=slice(rows[0], rows[-1] + 1) if consecutive else torch.from_numpy(rows),
+        keys=_find_keys(members, tables, page_size),
+        mask=_mask(members, window),
+    )
+
+
+def _find_keys(members: list[_Sequence], tables: np.ndarray, page_size: int) -> slice | Tensor:
+    """Return the slots of the members' keys; those of shorter members are padded with their first."""
+    row, first_key, length = np.array([(s.row, s.first_key, s.length) for s in members]).T[:, :, None]
+    positions = first_key + np.arange(max(s.keys for s in members))
+    np.copyto(positions, first_key, where=positions >= length)
+    page, place = np.divmod(positions, page_size) if page_size > 1 else (positions, 0)
+    slots = (tables[row, page].astype(np.int64) * page_size + place).ravel()
+    if len(members) == 1 and len(slots) and (slots[1:] - slots[:-1] == 1).all():
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return torch.from_numpy(slots)
+
+
+def _mask(members: list[_Sequence], window: int | None) -> Tensor | None:
+    """Return which keys the queries of a group see, bool [g, n, m]; None where all."""
+    queries = members[0].queries
+    keys = np.array([s.keys for s in members])[:, None, None]
+    if queries == 1 and (keys == keys[0]).all():
+        return None
+    key = np.arange(keys.max())
+    last = keys - queries + np.arange(queries)[:, None]
+    visible = key <= last
+    return torch.from_numpy(visible if window is None else visible & (key > last - window))
+
+
+def attend_groups(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: GroupedPlan, scale: float) -> Tensor:
+    """Return the attention of all queries, [T, Hq, d] in and out."""
+    k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if plan.few is not None and takes(q, k_slots, v_slots):
+        attend_few(q, k_slots, v_slots, plan.few, out, scale)
+    elif len(plan.groups) == 1 and not plan.prompts:
+        return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
+    else:
+        for group in plan.groups:
+            _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
+    for prompt in plan.prompts:
+        k, v = _take(k_slots, prompt.keys), _take(v_slots, prompt.keys)
+        _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=plan.window, scale=scale))
+    return out
+
+
+def _attend_group(q: Tensor, k_slots: Tensor, v_slots: Tensor, group: _Group, scale: float) -> Tensor:
+    """Return the attention of a group's queries, [g·n, Hq, d] in and out."""
+    g, (num_kv_heads, d) = group.size, k_slots.shape[1:]
+    k, v = (_take(slots, group.keys).view(g, -1, num_kv_heads, d).transpose(1, 2) for slots in (k_slots, v_slots))
+    mask = group.mask
+    if q.shape[0] == g:  # decode: a view where the rows below are copies
+        rows = q.reshape(g, num_kv_heads, -1, d)
+        mask = None if mask is None else mask[:, None]
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+    rows = q.reshape(g, -1, num_kv_heads, q.shape[1] // num_kv_heads, d).transpose(1, 2)
+    if mask is not None:
+        mask = mask.repeat_interleave(rows.shape[3], dim=1)[:, None]
+    out = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=mask, scale=scale)
+    return out.view(rows.shape).transpose(1, 2).reshape(q.shape)
+
+
+def _take(rows: Tensor, where: slice | Tensor) -> Tensor:
+    # Unlike indexing, index_select copies whole rows.
+    return rows[where] if isinstance(where, slice) else rows.index_select(0, where)
+
+
+def _put(rows: Tensor, where: slice | Tensor, values: Tensor) -> None:
+    if isinstance(where, slice):
+        rows[where] = values
+    else:
+        rows.index_copy_(0, where, values)

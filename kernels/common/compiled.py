@@ -1,0 +1,69 @@
+"""C sources, compiled by the machine's own compiler when they are first needed.
+
+The library lies in the user's cache under a hash of everything it was made from: source, headers, command, compiler,
+processor.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+log = logging.getLogger(__name__)
+
+
+def compiled(source: Path, needs: frozenset[str]) -> ctypes.CDLL | None:
+    """The library of a C source that needs these features of a processor, as Linux names them; else None, and a log."""
+    try:
+        return ctypes.CDLL(str(_library(source, needs)))
+    except subprocess.CalledProcessError as error:
+        reason = f"`{error.cmd[0]}` failed: {(error.stderr or str(error)).strip()}"
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    log.info("what %s makes faster runs in torch: %s", source.name, reason)
+    return None
+
+
+def _library(source: Path, needs: frozenset[str]) -> Path:
+    """The compiled library. Raises RuntimeError where something is missing, and what the system and compiler raise."""
+    features = _processor_features()
+    if missing := sorted(needs - features):
+        raise RuntimeError(f"the processor has no {' and no '.join(missing)}")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise RuntimeError("there is no C compiler `cc`")
+    headers = {*Path(__file__).parent.glob("*.h"), *source.parent.glob("*.h")}
+    sources = [path.read_bytes() for path in (source, *sorted(headers))]
+    made_from = (sources, _FLAGS, compiler, _run(compiler, "--version"), sorted(features))
+    name = f"{source.stem}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}.so"
+    library = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill" / "compiled" / name
+    if not library.exists():
+        _compile(source, compiler, library)
+    return library
+
+
+def _processor_features() -> frozenset[str]:
+    """Empty where the system does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _compile(source: Path, compiler: str, library: Path) -> None:
+    """Into a file of this process first: nobody ever loads half a library."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        _run(compiler, *_FLAGS, str(source), "-o", str(made))
+        made.replace(library)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout

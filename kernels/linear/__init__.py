@@ -1,0 +1,1 @@
+"""Matrix products: dense, over quantized weights, with adapters."""

@@ -1,0 +1,153 @@
+"""`quantized_linear` on the CPU.
+
+Few rows in bf16 go through `_skinny_cpu`, or, where that cannot be compiled, through torch's packed products. Else a
+block of outputs at a time becomes a matrix of the dtype of x: there is never more than a block of the weight in it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.linear._skinny_cpu import expanded_rows, few_rows_product, prepare_for_few_rows
+from kernels.linear.quantization import (
+    NF4_BLOCK,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    NF4Weight,
+    QuantizedWeight,
+    nf4_table,
+)
+
+# Measured with `python -m bench.quantized`: with more rows a product of blocks costs less.
+_MOST_FEW_ROWS = 32
+# torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
+# several calls they cost less than expanding the weight up to the second number.
+_PACKED_ROWS_AT_ONCE, _MOST_PACKED_ROWS = 16, 64
+# Where torch expands a block, it is in memory more than once.
+_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_IN_C = 1 << 20, 1 << 21
+_PACKED_GROUPS = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuWeight:
+    """A quantized matrix as `prepare_for_cpu` returns it."""
+
+    held: QuantizedWeight
+    in_c: bool = False
+    """Whether `_skinny_cpu` takes it."""
+    packed: Tensor | None = None
+    """As torch's packed product wants it; None if there is no such product, or no need."""
+    packed_scales: Tensor | None = None
+    """bf16 [N], or [G, N, 2] with what 0 is worth."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.held.shape
+
+
+def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
+    if isinstance(weight, NF4Weight):
+        # Reading a doubly quantized absmax takes a quarter of the time of reading a block; in fp32 it costs 0.05 byte.
+        weight = replace(weight, absmax=weight.block_scales(), nested_absmax=None, offset=None)
+    taken = prepare_for_few_rows(weight)
+    return _packed_by_torch(weight) if taken is None else CpuWeight(taken, in_c=True)
+
+
+def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
+    n, k = weight.shape
+    # torch checks neither, and reads beyond the end of its tensors.
+    if isinstance(weight, Int8Weight) and not n % 16 and not k % 32:
+        return CpuWeight(weight, packed=weight.codes, packed_scales=weight.scales.bfloat16())
+    if isinstance(weight, Int4Weight) and weight.group in _PACKED_GROUPS and not n % 64 and not k % weight.group:
+        codes = weight.elements().to(torch.int32)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        # torch computes (code − 8) · scale + shift.
+        shifts = torch.zeros_like(weight.scales) if weight.zeros is None else (8.0 - weight.zeros) * weight.scales
+        packed_scales = torch.stack((weight.scales.t(), shifts.t()), dim=-1).bfloat16().contiguous()
+        return CpuWeight(weight, packed=packed, packed_scales=packed_scales)
+    return CpuWeight(weight)
+
+
+def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
+    if weight.in_c and x.dtype == torch.bfloat16 and len(x) <= _MOST_FEW_ROWS:
+        product = few_rows_product(x, weight.held)
+        return product if bias is None else product.add_(bias)
+    out = x.new_empty(len(x), weight.shape[0])
+    if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:
+        x = x.contiguous()
+        for rows in _slices(len(x), _PACKED_ROWS_AT_ONCE):
+            out[rows] = _packed_product(x[rows], weight)
+        return out if bias is None else out.add_(bias)
+    for rows in _blocks(weight):
+        part = None if bias is None else bias[rows].to(x.dtype)
+        out[:, rows] = F.linear(x, _expanded(weight, x.dtype, rows), part)
+    return out
+
+
+def _packed_product(x: Tensor, weight: CpuWeight) -> Tensor:
+    if isinstance(weight.held, Int4Weight):
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight.packed, weight.held.group, weight.packed_scales)
+    return torch.ops.aten._weight_int8pack_mm(x, weight.packed, weight.packed_scales)
+
+
+def grad_input_on_cpu(grad: Tensor, weight: CpuWeight) -> Tensor:
+    """dy W, [T, K]: a block of outputs after another, summed in fp32 at least."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    out = torch.zeros(len(grad), weight.shape[1], dtype=wide)
+    for rows in _blocks(weight):
+        out += grad[:, rows] @ _expanded(weight, grad.dtype, rows)
+    return out.to(grad.dtype)
+
+
+def _blocks(weight: CpuWeight) -> Iterator[slice]:
+    """Blocks of outputs of about so many weights."""
+    n, k = weight.shape
+    elements = _BLOCK_ELEMENTS_IN_C if weight.in_c else _BLOCK_ELEMENTS
+    return _slices(n, max(1, elements // k))
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _expanded(weight: CpuWeight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """`weight.held.dequantize(dtype, rows)`, faster."""
+    held = weight.held
+    if weight.in_c and dtype in (torch.bfloat16, torch.float32):
+        return expanded_rows(held, dtype, rows)
+    if isinstance(held, NF4Weight) and not held.shape[1] % NF4_BLOCK:
+        return _expanded_nf4(held, dtype, rows)
+    if isinstance(held, Fp8Weight):
+        return _expanded_fp8(held, dtype, rows)
+    return held.dequantize(dtype, rows)
+
+
+def _expanded_fp8(weight: Fp8Weight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """Through fp16, which torch casts many at a time."""
+    bits = weight.codes[rows].view(torch.uint8).to(torch.int16)
+    # The bits of e4m3 placed into fp16 are the value / 256, below the smallest normal number too.
+    values = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).view(torch.float16).float()
+    return (values * 256 * weight.scales[rows, None]).to(dtype)
+
+
+def _expanded_nf4(weight: NF4Weight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """By four codes at a time."""
+    k = weight.shape[1]
+    codes = weight.codes.view(-1, k // 2)[rows].view(torch.int16).flatten()
+    values = torch.take(_nf4_quads(), codes.long()).view(torch.float32).view(-1, NF4_BLOCK)
+    values *= weight.block_scales(rows.start * k // NF4_BLOCK, rows.stop * k // NF4_BLOCK)[:, None]
+    return values.view(-1, k).to(dtype)
+
+
+@cache
+def _nf4_quads() -> Tensor:
+    """What each 16 bits of codes stand for: four fp32 in one complex128, looked up at once. A negative index wraps."""
+    bits = torch.arange(1 << 16)
+    first, second = bits & 255, bits >> 8  # the lower byte comes first
+    codes = torch.stack((first >> 4, first & 15, second >> 4, second & 15), dim=-1)
+    return nf4_table(torch.device("cpu"))[codes].view(torch.complex128).flatten()

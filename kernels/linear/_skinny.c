@@ -1,0 +1,204 @@
+/* Products of a few rows with a quantized weight, and its rows expanded, for x86 processors with AVX-512 BF16 and VBMI.
+
+   y[t, n] = sum over k of x[t, k] * W[n, k], where W is `dequantize(torch.bfloat16)` to the bit: products of code and
+   scale in fp32, rounded once (to 0 below 1.2e-38). Sums are fp32, in an order that depends on K alone: a row of y has
+   the same bits whatever rows are beside it and however many threads there are.
+
+   Weights are read as they are stored (kernels/linear/quantization.py), once from memory for all rows of x. In registers 32
+   neighbours of a row become bf16 at a time; their products are one vdpbf16ps, and a sum has 16 lanes until its end.
+
+   Legend: N outputs, K inputs (a multiple of 32), G groups of a row of W; a tile: TOKENS rows of x, OUTPUTS rows of W.
+*/
+
+#include "../common/lanes.h"
+
+#define STEP 32 /* weights decoded at once */
+
+/* In the order of FORMATS in kernels/linear/_skinny_cpu.py. */
+enum { NF4, INT4, INT8, FP8 };
+
+typedef struct {
+    int64_t format, n, k;
+    int64_t group;        /* codes that share a scale: 64 in NF4, K in INT8 and FP8 */
+    const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits */
+    const float *scales;  /* [N, G] */
+    const uint8_t *zeros; /* [N, G] of asymmetric INT4, else null */
+} Weight;
+
+static const float NF4_VALUES[16] = {
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+};
+static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+INLINE int has_four_bits(int format) { return format == NF4 || format == INT4; }
+
+INLINE int64_t bytes_of(int format, int64_t codes) { return has_four_bits(format) ? codes / 2 : codes; }
+
+/* What the codes of a group stand for, fp32: in four bits 16 values, in eight the scale in every lane. */
+INLINE __m512 group_values(int format, const Weight *w, int64_t index) {
+    __m512 scale = _mm512_set1_ps(w->scales[index]);
+    if (format == INT8) return scale;
+    if (format == FP8) return _mm512_mul_ps(scale, _mm512_set1_ps(256)); /* it is read as fp16 of 1/256 of its value */
+    __m512 values = _mm512_loadu_ps(format == NF4 ? NF4_VALUES : INTEGERS);
+    if (format == INT4) values = _mm512_sub_ps(values, _mm512_set1_ps(w->zeros ? w->zeros[index] : 8));
+    return _mm512_mul_ps(values, scale);
+}
+
+/* The same as `decode` needs it: 16 values become bf16, twice, for a look-up of 32 codes. */
+INLINE __m512i group_key(int format, __m512 values) {
+    if (!has_four_bits(format)) return _mm512_castps_si512(values);
+    __m256i rounded = (__m256i)_mm512_cvtneps_pbh(values);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(rounded), rounded, 1);
+}
+
+/* 32 codes of four bits, each the lowest bits of 16; other codes are above. A look-up takes the lowest 4 bits, or 5 in
+   a table of 32 values, whose halves are equal. */
+INLINE __m512i code_starts(int format, const uint8_t *codes) {
+    /* Two bytes come into each 64 bits, which are shifted four ways. */
+    __m512i pairs = _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i *)codes));
+    int64_t high_nibble_first = 0x0008000c00000004, low_nibble_first = 0x000c000800040000;
+    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(format == NF4 ? high_nibble_first : low_nibble_first), pairs);
+}
+
+/* 32 codes of eight bits times their scale, fp32. */
+INLINE void scale_8bit(int format, const uint8_t *codes, __m512 scale, __m512 *low, __m512 *high) {
+    if (format == INT8) {
+        *low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+        *high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes + 1)));
+    } else {
+        /* Sign, exponent and mantissa at their places in fp16, subnormal numbers too. */
+        __m512i shifted = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes)), 7);
+        __m512i halves = _mm512_and_si512(shifted, _mm512_set1_epi16((short)0xbf80));
+        *low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+        *high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+    }
+    *low = _mm512_mul_ps(*low, scale);
+    *high = _mm512_mul_ps(*high, scale);
+}
+
+/* 32 neighbours of a row of W, bf16. */
+INLINE __m512i decode(int format, const uint8_t *codes, __m512i key) {
+    if (has_four_bits(format)) return _mm512_permutexvar_epi16(code_starts(format, codes), key);
+    __m512 low, high;
+    scale_8bit(format, codes, _mm512_castsi512_ps(key), &low, &high);
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* 32 neighbours of a row of W, fp32. */
+INLINE void decode_wide(int format, const uint8_t *codes, __m512 values, float *out) {
+    __m512 low, high;
+    if (has_four_bits(format)) {
+        __m512i starts = code_starts(format, codes);
+        low = _mm512_permutexvar_ps(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(starts)), values);
+        high = _mm512_permutexvar_ps(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(starts, 1)), values);
+    } else {
+        scale_8bit(format, codes, values, &low, &high);
+    }
+    _mm512_storeu_ps(out, low);
+    _mm512_storeu_ps(out + 16, high);
+}
+
+/* OUTPUTS columns of y from n on, of TOKENS rows of x, [K / 32, TOKENS, 32]; the first `rows` of them are stored. */
+INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows, const int TOKENS,
+                 const int OUTPUTS) {
+    int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(format, w->k);
+    int64_t output[4];
+    const uint8_t *codes[4];
+    __m512 sums[8][4];
+    UNROLLED(int i = 0; i < OUTPUTS; i++) {
+        output[i] = smaller(n + i, w->n - 1); /* beyond the end the last one again */
+        codes[i] = w->codes + output[i] * bytes;
+        UNROLLED(int t = 0; t < TOKENS; t++) sums[t][i] = _mm512_setzero_ps();
+    }
+    int64_t k = 0;
+    for (int64_t group = 0; group < groups; group++) {
+        __m512i key[4];
+        UNROLLED(int i = 0; i < OUTPUTS; i++) {
+            int64_t index = output[i] * groups + group;
+            _mm_prefetch((const char *)(w->scales + index + OUTPUTS * groups), _MM_HINT_T0);
+            key[i] = group_key(format, group_values(format, w, index));
+        }
+        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP) {
+            __m512i weights[4];
+            UNROLLED(int i = 0; i < OUTPUTS; i++) {
+                const uint8_t *here = codes[i] + bytes_of(format, k);
+                /* The same place of the next tile: the processor's own prefetch ends with a page, a row or two. */
+                _mm_prefetch(here + OUTPUTS * bytes, _MM_HINT_T0);
+                weights[i] = decode(format, here, key[i]);
+            }
+            UNROLLED(int t = 0; t < TOKENS; t++) {
+                __m512bh inputs = (__m512bh)_mm512_loadu_si512(x + k * TOKENS + t * STEP);
+                UNROLLED(int i = 0; i < OUTPUTS; i++)
+                    sums[t][i] = _mm512_dpbf16_ps(sums[t][i], inputs, (__m512bh)weights[i]);
+            }
+        }
+    }
+    UNROLLED(int t = 0; t < TOKENS; t++) {
+        if (t >= rows) break;
+        UNROLLED(int i = 0; i < OUTPUTS; i++) {
+            __m128bh rounded = _mm_cvtneps_pbh(_mm_set_ss(_mm512_reduce_add_ps(sums[t][i])));
+            y[t * w->n + output[i]] = (uint16_t)_mm_extract_epi16((__m128i)rounded, 0);
+        }
+    }
+}
+
+/* How many outputs a tile has: 24 sums, and what a step needs beside them, fill the 32 registers. */
+INLINE int outputs_of(int64_t tokens) { return tokens == 8 ? 3 : 4; }
+
+INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows,
+                    int64_t tokens) {
+    switch (tokens) {
+    case 1: tile(format, w, n, x, y, rows, 1, outputs_of(1)); break;
+    case 4: tile(format, w, n, x, y, rows, 4, outputs_of(4)); break;
+    case 8: tile(format, w, n, x, y, rows, 8, outputs_of(8)); break;
+    }
+}
+
+/* y [rows, N] of x [⌈rows / tokens⌉, K / 32, tokens, 32], both bf16; `tokens` is 1, 4 or 8. */
+void few_rows_product(const Weight *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t tokens, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < w->n; n += outputs_of(tokens))
+        for (int64_t t = 0; t < rows; t += tokens) {
+            const uint16_t *from = x + t * w->k;
+            uint16_t *to = y + t * w->n;
+            switch (w->format) {
+            case NF4: tile_of(NF4, w, n, from, to, rows - t, tokens); break;
+            case INT4: tile_of(INT4, w, n, from, to, rows - t, tokens); break;
+            case INT8: tile_of(INT8, w, n, from, to, rows - t, tokens); break;
+            case FP8: tile_of(FP8, w, n, from, to, rows - t, tokens); break;
+            }
+        }
+}
+
+INLINE void expand_row(int format, const Weight *w, int64_t n, void *out, int wide) {
+    int64_t groups = (w->k + w->group - 1) / w->group, k = 0;
+    const uint8_t *codes = w->codes + n * bytes_of(format, w->k);
+    for (int64_t group = 0; group < groups; group++) {
+        __m512 values = group_values(format, w, n * groups + group);
+        __m512i key = group_key(format, values);
+        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP) {
+            const uint8_t *here = codes + bytes_of(format, k);
+            if (wide)
+                decode_wide(format, here, values, (float *)out + k);
+            else
+                _mm512_storeu_si512((uint16_t *)out + k, decode(format, here, key));
+        }
+    }
+}
+
+/* The rows of W from `start` to `stop`, [stop - start, K], fp32 if `wide`, else bf16. */
+void expand_rows(const Weight *w, int64_t start, int64_t stop, void *out, int wide, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = start; n < stop; n++) {
+        void *row = (char *)out + (n - start) * w->k * (wide ? 4 : 2);
+        switch (w->format) {
+        case NF4: expand_row(NF4, w, n, row, wide); break;
+        case INT4: expand_row(INT4, w, n, row, wide); break;
+        case INT8: expand_row(INT8, w, n, row, wide); break;
+        case FP8: expand_row(FP8, w, n, row, wide); break;
+        }
+    }
+}

@@ -1,0 +1,94 @@
+"""Products of a few bf16 rows with a quantized weight, and its rows expanded, by `_skinny.c` where that compiles.
+
+The weight is read as it is stored, so preparing it copies nothing, and W is `dequantize(torch.bfloat16)` to the bit.
+
+Legend: T tokens, K input features, N output features.
+"""
+
+import ctypes
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.common.compiled import compiled
+from kernels.linear.quantization import NF4_BLOCK, Fp8Weight, Int4Weight, Int8Weight, NF4Weight, QuantizedWeight
+
+_FORMATS = (NF4Weight, Int4Weight, Int8Weight, Fp8Weight)
+_STEP = 32
+"""So many weights become bf16 at once."""
+_TILES = (1, 4, 8)
+"""Rows of x that a tile has."""
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("format", "n", "k", "group")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
+    )
+
+
+def prepare_for_few_rows(weight: QuantizedWeight) -> QuantizedWeight | None:
+    """The weight as the functions below take it, in its own memory; None where its shape or the machine does not fit.
+
+    NF4 must not be doubly quantized.
+    """
+    k = weight.shape[1]
+    step = NF4_BLOCK if isinstance(weight, NF4Weight) else _STEP
+    if k % step or (isinstance(weight, Int4Weight) and weight.group % _STEP) or _library() is None:
+        return None
+    if _scales(weight).dtype != torch.float32:
+        return None
+    fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
+    whole: dict[str, Any] = {name: field.contiguous() for name, field in fields.items() if isinstance(field, Tensor)}
+    return replace(weight, **whole)
+
+
+def few_rows_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """x Wᵀ, [T, N], of x [T, K], both bf16."""
+    rows, k = x.shape
+    tile = next((tile for tile in _TILES if tile >= rows), _TILES[-1])
+    # The same 32 elements of a tile's rows become neighbours: rows 8 KiB apart would fight for lines of the cache.
+    whole = F.pad(x, (0, 0, 0, -rows % tile)) if rows % tile else x.contiguous()
+    tiles = whole.view(-1, tile, k // _STEP, _STEP).transpose(1, 2).contiguous()
+    out = x.new_empty(rows, weight.shape[0])
+    _library().few_rows_product(
+        _pointers(weight), tiles.data_ptr(), out.data_ptr(), rows, tile, torch.get_num_threads()
+    )
+    return out
+
+
+def expanded_rows(weight: QuantizedWeight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """`weight.dequantize(dtype, rows)` in bf16 or fp32, faster."""
+    out = torch.empty(rows.stop - rows.start, weight.shape[1], dtype=dtype)
+    wide = dtype == torch.float32
+    _library().expand_rows(_pointers(weight), rows.start, rows.stop, out.data_ptr(), wide, torch.get_num_threads())
+    return out
+
+
+@cache
+def _library() -> Any:
+    library = compiled(Path(__file__).with_name("_skinny.c"), needs=frozenset({"avx512_bf16", "avx512vbmi"}))
+    if library is not None:
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        library.few_rows_product.argtypes = (ctypes.POINTER(_Weight), pointer, pointer, number, number, ctypes.c_int)
+        library.expand_rows.argtypes = (ctypes.POINTER(_Weight), number, number, pointer, ctypes.c_int, ctypes.c_int)
+        library.few_rows_product.restype = library.expand_rows.restype = None
+    return library
+
+
+def _scales(weight: QuantizedWeight) -> Tensor:
+    return weight.absmax if isinstance(weight, NF4Weight) else weight.scales
+
+
+def _pointers(weight: QuantizedWeight) -> _Weight:
+    n, k = weight.shape
+    group, zeros = NF4_BLOCK if isinstance(weight, NF4Weight) else k, None
+    if isinstance(weight, Int4Weight):
+        group, zeros = weight.group, weight.zeros
+    at = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, _scales(weight), zeros))
+    return _Weight(_FORMATS.index(type(weight)), n, k, group, *at)

@@ -1,0 +1,1 @@
+"""Losses on an output projection whose logits never exist as a whole."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, truncation, random draws, verification of drafts."""

@@ -1,0 +1,106 @@
+"""Drafts from the text itself: what followed the latest earlier occurrence of the last few tokens.
+
+For the largest size ≤ `max_ngram` whose last tokens occur before, the k tokens behind the latest such place are
+proposed, fewer where the text ends. On the device, so that the next step's tokens need not be known to the host.
+
+Source: https://github.com/apoorvumang/prompt-lookup-decoding. Legend: B sequences, S most tokens, k drafted tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common.triton_support import runs_triton
+
+MAX_NGRAM = 3
+SEARCHED_TOKENS = 8192
+_BLOCK = 1024
+
+
+def find_ngrams_reference(
+    tokens: list[int], k: int, *, max_ngram: int = MAX_NGRAM, searched: int = SEARCHED_TOKENS
+) -> list[int]:
+    """The draft of one sequence, a list of up to k tokens."""
+    tokens = tokens[-searched:]
+    for size in range(min(max_ngram, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == tokens[-size:]:
+                return tokens[start + size : start + size + k]
+    return []
+
+
+@triton.jit
+def _matches(p_row, columns, length, lowest, age, mask):
+    """Whether the token `age` places before each column is the token `age` places before the last."""
+    last = tl.load(p_row + tl.maximum(length - 1 - age, 0))
+    m_column = mask & (columns - age >= lowest)
+    return m_column & (tl.load(p_row + columns - age, mask=m_column, other=0) == last)
+
+
+@triton.jit
+def _ngram_kernel(
+    p_tokens, p_lengths, p_drafts, p_counts, row_stride,
+    MAX_NGRAM: tl.constexpr, SEARCHED: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sequence. The best place has the largest (tokens that match, place of the last of them)."""
+    row = tl.program_id(0).to(tl.int64)
+    p_row = p_tokens + row * row_stride
+    length = tl.load(p_lengths + row).to(tl.int32)
+    lowest = tl.maximum(length - SEARCHED, 0)
+    b_best = tl.full([BLOCK], -1, tl.int64)
+    for first in range(lowest, length - 1, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < length - 1
+        m_same = _matches(p_row, columns, length, lowest, 0, mask)
+        b_size = m_same.to(tl.int64)
+        for age in tl.static_range(1, MAX_NGRAM):
+            m_same = _matches(p_row, columns, length, lowest, age, m_same)
+            b_size += m_same.to(tl.int64)
+        b_best = tl.maximum(b_best, tl.where(b_size > 0, (b_size << 32) + columns, -1))
+    best = tl.max(b_best, axis=0)
+    start = (best & 0xFFFFFFFF).to(tl.int32) + 1
+    count = tl.where(best >= 0, tl.minimum(length - start, K), 0)
+    o_draft = tl.arange(0, LANES)
+    b_draft = tl.load(p_row + start + o_draft, mask=o_draft < count, other=-1)
+    tl.store(p_drafts + row * K + o_draft, b_draft.to(tl.int64), mask=o_draft < K)
+    tl.store(p_counts + row, count)
+
+
+def find_ngrams(
+    tokens: Tensor, lengths: Tensor, k: int, *, max_ngram: int = MAX_NGRAM, searched: int = SEARCHED_TOKENS
+) -> tuple[Tensor, Tensor]:
+    """Return drafts [B, k] int64, −1 behind their counts, and the counts [B] int32.
+
+    tokens [B, S] integers, contiguous in the last dimension; lengths [B] integers; only the last `searched` tokens are
+    looked at. On CUDA the host reads nothing.
+    """
+    if k < 1 or max_ngram < 1 or tokens.dim() != 2 or lengths.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"find_ngrams takes tokens [B, S], lengths [B] and k ≥ 1: {tokens.shape}, {lengths.shape}, {k}"
+        )
+    drafts = torch.full((len(tokens), k), -1, device=tokens.device)
+    if runs_triton(tokens):
+        counts = torch.empty(len(tokens), dtype=torch.int32, device=tokens.device)
+        if len(tokens):
+            tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+            _ngram_kernel[(len(tokens),)](
+                tokens, lengths.contiguous(), drafts, counts, tokens.stride(0), MAX_NGRAM=max_ngram,
+                SEARCHED=searched, K=k, LANES=triton.next_power_of_2(k), BLOCK=_BLOCK, num_warps=4,
+            )  # fmt: skip
+        return drafts, counts
+    sizes = []
+    for row, text, length in zip(drafts, tokens, lengths.tolist(), strict=True):
+        found = _find(text[max(length - searched, 0) : length], k, max_ngram)
+        row[: len(found)] = found
+        sizes.append(len(found))
+    return drafts, torch.tensor(sizes, dtype=torch.int32)
+
+
+def _find(history: Tensor, k: int, max_ngram: int) -> Tensor:
+    for size in range(min(max_ngram, len(history) - 1), 0, -1):
+        places = (history.unfold(0, size, 1)[:-1] == history[-size:]).all(dim=1).nonzero()
+        if len(places):
+            after = int(places[-1]) + size
+            return history[after : after + k]
+    return history[:0]

@@ -1,0 +1,1 @@
+"""Model folders on disk: checkpoints, artifacts, adapters."""

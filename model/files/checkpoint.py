@@ -1,0 +1,359 @@
+"""Model folders as Hugging Face writes them: config.json, safetensors in one file or in shards, generation_config.json.
+
+Reading is strict: the folder must hold exactly the tensors that the configuration calls for, each of the right shape.
+Linear weights may be in NF4 (model/formats/bitsandbytes.py). A folder may also hold an adapter and,
+below it, the base that it belongs to (model/files/adapter.py): it opens as the base with the adapter attached.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kernels.linear.quantization import NF4Weight
+from model.config import ModelConfig
+from model.files.adapter import base_folder, check_base, load_adapter
+from model.files.safe_io import CheckpointError, read_json_object, sync_file, write_json
+from model.formats.bitsandbytes import (
+    NESTED_TABLE,
+    STATE,
+    from_files,
+    is_nf4,
+    pieces,
+    quantization_config,
+    stored_bytes,
+    to_files,
+)
+from model.linear import Linear
+from model.lora import adapted_layers
+from model.quantized import move_nf4, nf4_layers, set_nf4
+from model.transformer import Transformer
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# A header names tensors only: 16 MiB is a hundred times what the largest known model needs.
+MAX_HEADER_BYTES = 16 << 20
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_config(folder: str | Path) -> ModelConfig:
+    """The configuration in a model folder; the end-of-text tokens of `generation_config.json` go before its own."""
+    folder = base_folder(folder)
+    raw = read_json_object(folder / "config.json", CheckpointError)
+    is_nf4(folder, raw)
+    config = ModelConfig.from_hf(raw)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = read_json_object(generation, CheckpointError).get("eos_token_id")
+        if eos is not None:
+            config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+    return config
+
+
+def is_quantized(folder: str | Path) -> bool:
+    """Whether a model folder holds NF4 weights; CheckpointError for other quantizations."""
+    folder = base_folder(folder)
+    return is_nf4(folder, read_json_object(folder / "config.json", CheckpointError))
+
+
+class TensorFiles:
+    """The tensors of a model folder, to be read one at a time."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises CheckpointError where there are none, or the index and the files disagree."""
+        self.places = _tensor_files(Path(folder))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is in its file, on the CPU; CheckpointError if there is none of that name."""
+        if name not in self.places:
+            raise CheckpointError(f"The model's files lack the tensor {name}.")
+        with _open_safetensors(self.places[name]) as file:
+            return file.get_tensor(name)
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Transformer:
+    """Opens an artifact or any Hugging Face folder of a known family.
+
+    Tensors go one by one from the file to the device, so memory holds the model once. `dtype="auto"` keeps the dtype of
+    the file (of its embeddings); NF4 weights stay as they are. Raises ConfigError or CheckpointError naming the field,
+    file or tensor that is wrong, AdapterError for an adapter that does not belong to the base beside it.
+    """
+    base = base_folder(folder)
+    model = _load_base(base, dtype, device)
+    if base != Path(folder):
+        check_base(folder, base)
+        load_adapter(model, folder)
+    return model
+
+
+def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device) -> Transformer:
+    config = load_config(folder)
+    files = TensorFiles(folder)
+    with torch.device("meta"):
+        model = Transformer(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    nf4 = _nf4_names(model, files) if is_quantized(folder) else []
+    known = {piece for name in nf4 for piece in pieces(name) if piece in files.places}
+    _check_names(folder, config, shapes.keys() | known, files.places)
+    wanted = _resolve_dtype(dtype, files)
+    for name in nf4:
+        weight = from_files(name, shapes.pop(name), files.read)
+        set_nf4(model, name.removesuffix(".weight"), move_nf4(weight, torch.device(device)))
+    for name, shape in shapes.items():
+        tensor = files.read(name)
+        _check_tensor(f"{files.places[name]} holds {name}", tensor, shape)
+        _set_parameter(model, name, torch.empty(shape, dtype=wanted, device=device).copy_(tensor))
+    if config.tie_word_embeddings and HEAD in files.places:
+        _check_tied_head(files)
+    return model
+
+
+def save_model(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a folder that transformers, vLLM and `load_model` open; everything is on the disk on return.
+
+    `dtype` None keeps the model's; NF4 weights stay as they are. Raises CheckpointError for a fused model, one with an
+    adapter, weights that are not finite, or a folder that already holds weights.
+    """
+    if adapted := adapted_layers(model):
+        raise CheckpointError(
+            f"The model has an unmerged adapter, on {next(iter(adapted))} among others; merge it, or save it by itself "
+            "with save_adapter."
+        )
+    weights: dict[str, Tensor | NF4Weight] = {name: weight.detach() for name, weight in model.named_parameters()}
+    quantized = {f"{name}.weight": layer.weight for name, layer in nf4_layers(model).items()}
+    weights |= quantized
+    shapes = tensor_shapes(model.config)
+    if weights.keys() != shapes.keys():
+        raise CheckpointError("Only a model in its training form can be saved, not one that fuse() has changed.")
+    write_checkpoint(
+        folder,
+        model.config,
+        {name: partial(weights.__getitem__, name) for name in shapes},
+        dtype=dtype or model.dtype,
+        max_shard_bytes=max_shard_bytes,
+        nf4=quantized,
+    )
+
+
+def write_checkpoint(
+    folder: str | Path,
+    config: ModelConfig,
+    sources: Mapping[str, Callable[[], Tensor | NF4Weight]],
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5_000_000_000,
+    nf4: Collection[str] = (),
+) -> None:
+    """Writes config.json, weights and generation_config.json; `sources[name]()` makes one tensor when its turn comes.
+
+    Those named in `nf4` make NF4 weights. At most one shard is in memory at a time. See `save_model` for the errors.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("model*.safetensors*")):
+        raise CheckpointError(f"{folder} already holds weights; save into an empty folder.")
+    shapes = tensor_shapes(config)
+    sizes = {
+        name: stored_bytes(shape) if name in nf4 else shape.numel() * dtype.itemsize for name, shape in shapes.items()
+    }
+    shards = _plan_shards(sizes, max_shard_bytes)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE_NAME]
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file_name, shard in zip(names, shards, strict=True):
+        tensors: dict[str, Tensor] = {}
+        for name in shard:
+            tensors |= _prepare(name, sources[name](), shapes[name], dtype)
+        _save_shard(folder / file_name, tensors)
+        weight_map |= dict.fromkeys(tensors, file_name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_configs(folder, config, dtype, quantization=_quantization(config, weight_map, dtype) if nf4 else {})
+    sync_file(folder)
+
+
+def replace_config(folder: str | Path, config: ModelConfig) -> None:
+    """Another configuration for the weights in `folder`; what its config.json says of how they are stored remains."""
+    path = Path(folder) / "config.json"
+    write_json(path, read_json_object(path, CheckpointError) | config.to_hf())
+
+
+def _write_configs(folder: Path, config: ModelConfig, dtype: torch.dtype, quantization: dict[str, Any]) -> None:
+    dtype_name = str(dtype).removeprefix("torch.")
+    # transformers 5 reads `dtype`, earlier releases and most servers `torch_dtype`.
+    fields = {"dtype": dtype_name, "torch_dtype": dtype_name} | quantization
+    write_json(folder / "config.json", config.to_hf() | fields)
+    write_json(folder / "generation_config.json", _generation_config(config))
+
+
+def _quantization(config: ModelConfig, names: Collection[str], dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json adds for an NF4 model that holds tensors of these names."""
+    with torch.device("meta"):
+        linear = [name for name, module in Transformer(config).named_modules() if isinstance(module, Linear)]
+    dense = {name for name in [*linear, "lm_head"] if f"{name}.weight{STATE}" not in names}
+    double = any(name.endswith(NESTED_TABLE) for name in names)
+    return {"quantization_config": quantization_config(dtype, double=double, dense=dense)}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Name and shape of every tensor in a checkpoint of this configuration, in the order of the model's layers."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
+
+
+def _resolve_dtype(dtype: torch.dtype | Literal["auto"], files: TensorFiles) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        raise CheckpointError(f'dtype must be a torch.dtype or "auto", not {dtype!r}.')
+    return files.read(EMBEDDING).dtype
+
+
+def _nf4_names(model: Transformer, files: TensorFiles) -> list[str]:
+    """The weights of linear layers that the files hold in NF4."""
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+    return [name for name in names if f"{name}{STATE}" in files.places]
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Maps each tensor's name to the file that holds it."""
+    if (folder / SINGLE_NAME).exists():
+        return dict.fromkeys(_names_in(folder / SINGLE_NAME), folder / SINGLE_NAME)
+    if not (folder / INDEX_NAME).exists():
+        raise CheckpointError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
+    weight_map = read_json_object(folder / INDEX_NAME, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map.")
+    files: dict[str, Path] = {}
+    for shard in sorted({str(shard) for shard in weight_map.values()}):
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{folder / INDEX_NAME} points outside its folder: {shard!r}.")
+        for name in _names_in(folder / shard):
+            if weight_map.get(name) != shard:
+                raise CheckpointError(f"{folder / shard} holds {name}, which {INDEX_NAME} does not place there.")
+            files[name] = folder / shard
+    if missing := sorted(weight_map.keys() - files.keys()):
+        raise CheckpointError(f"{folder / weight_map[missing[0]]} lacks {missing[0]}, which {INDEX_NAME} places there.")
+    return files
+
+
+def _names_in(path: Path) -> list[str]:
+    with _open_safetensors(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
+    try:
+        with open(path, "rb") as raw:
+            header_bytes = int.from_bytes(raw.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} claims a header of {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}.")
+        opened = safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except SafetensorError as reason:
+        raise CheckpointError(f"{path} is not a valid safetensors file: {reason}.") from None
+    with opened as file:
+        yield file
+
+
+def _check_names(folder: Path, config: ModelConfig, names: Set[str], files: Mapping[str, Path]) -> None:
+    missing = sorted(names - files.keys())
+    if missing:
+        raise CheckpointError(f"{folder} lacks the tensor {missing[0]}{_and_more(missing)}.")
+    known = {*names, HEAD} if config.tie_word_embeddings else names
+    # Early Llama checkpoints store the rotary frequencies, which config.json already defines.
+    extra = [name for name in files if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+    if extra:
+        raise CheckpointError(
+            f"{files[extra[0]]} holds the tensor {extra[0]}{_and_more(extra)}, which a {config.family} model of "
+            "this configuration does not have."
+        )
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _check_tensor(what: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(f"{what} with shape {list(tensor.shape)}; config.json calls for {list(shape)}.")
+    if tensor.dtype not in FLOATING:
+        raise CheckpointError(f"{what} in {tensor.dtype}; only plain floating-point weights can be read.")
+
+
+def _check_tied_head(files: TensorFiles) -> None:
+    """A file may repeat the tied head, but never with other values: one of the two would be silently lost."""
+    if not torch.equal(files.read(HEAD), files.read(EMBEDDING)):
+        raise CheckpointError(
+            f"{files.places[HEAD]} holds {HEAD} with other values than {EMBEDDING}, though config.json says that "
+            "they are tied (tie_word_embeddings)."
+        )
+
+
+def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+
+
+def _plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Splits the names in order; a shard is over the limit only when it holds a single tensor."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _prepare(name: str, weight: Tensor | NF4Weight, shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors to be stored for a parameter, by name."""
+    if isinstance(weight, NF4Weight):
+        return to_files(name, weight, dtype)
+    _check_tensor(f"The model to save has {name}", weight, shape)
+    prepared = weight.to(device="cpu", dtype=dtype).contiguous()
+    if not torch.isfinite(prepared).all():
+        raise CheckpointError(f"{name} holds values that are not finite in {dtype}; nothing is saved.")
+    return {name: prepared}
+
+
+def _save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as the umask wants it; safetensors would keep others from reading the file
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as reason:
+        raise OSError(f"Writing {path} failed: {reason}") from None
+    path.chmod(mode)
+    sync_file(path)
+
+
+def _generation_config(config: ModelConfig) -> dict[str, Any]:
+    raw = config.to_hf()
+    return {name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[name] is not None}

@@ -1,0 +1,195 @@
+"""Import of GGUF files of the Llama family: dequantized weights, configuration and tokenizer as a Hugging Face folder.
+
+GGUF is llama.cpp's single-file format: key-value metadata, then tensors in ggml's block formats. Names and layouts
+follow llama.cpp's converter from Hugging Face, which this module inverts.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention.rotary import rope_frequencies
+from model.config import ARCHITECTURES, ModelConfig
+from model.files.checkpoint import tensor_shapes, write_checkpoint
+from model.files.safe_io import write_json, write_text
+from model.text.gguf_tokenizer import GGUFError, chat_template, special_token_ids, tokenizer_config, tokenizer_json
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+# Families whose q and k rows llama.cpp stores for rotation of neighbouring pairs, not of the two halves of a head.
+INTERLEAVED_FAMILIES = ("llama", "smollm3")
+SUPPORTED_FAMILIES = (*INTERLEAVED_FAMILIES, "qwen2", "qwen3")
+GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Divisors of the rotary frequencies; they become `rope_scaling` in the configuration.
+ROPE_DIVISORS = "rope_freqs.weight"
+
+
+def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes config.json, weights in `dtype`, tokenizer files and the chat template of a GGUF file into `folder`.
+
+    Raises GGUFError naming the metadata field or tensor that is missing, unknown or not supported.
+    """
+    folder = Path(folder)
+    metadata, tensors = _contents(Path(path))
+    config = _config(metadata, tensors)
+    renamed = {_hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
+    expected = tensor_shapes(config)
+    if missing := [name for name in expected if name not in renamed]:
+        raise GGUFError(f"{path} lacks the tensor that becomes {missing[0]}.")
+    if extra := renamed.keys() - expected.keys():
+        name = min(extra)
+        raise GGUFError(f"{path} holds {renamed[name].name}, which a {config.family} model does not have.")
+    tokenizer = tokenizer_json(metadata)
+    sources = {name: partial(_weight, tensor, name, config) for name, tensor in renamed.items()}
+    write_checkpoint(folder, config, sources, dtype=dtype)
+    write_json(folder / "tokenizer.json", tokenizer)
+    write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config.max_position_embeddings))
+    if template := chat_template(metadata):
+        write_text(folder / "chat_template.jinja", template)
+
+
+def gguf_config(path: str | Path) -> ModelConfig:
+    """The configuration of the model in a GGUF file; its weights are not read. Raises GGUFError as `import_gguf`."""
+    return _config(*_contents(Path(path)))
+
+
+def _contents(path: Path) -> "tuple[dict[str, Any], dict[str, ReaderTensor]]":
+    """Metadata by field, and tensors by name, which stay on disk."""
+    reader = _open(path)
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _open(path: Path) -> "GGUFReader":
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise GGUFError("Reading GGUF files needs the package gguf: pip install gguf.") from None
+    try:
+        return GGUFReader(path)
+    except FileNotFoundError:
+        raise GGUFError(f"{path} does not exist.") from None
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as reason:
+        raise GGUFError(f"{path} is not a valid GGUF file: {reason}.") from None
+
+
+def _config(metadata: dict[str, Any], tensors: "dict[str, ReaderTensor]") -> ModelConfig:
+    family = metadata.get("general.architecture")
+    if family not in SUPPORTED_FAMILIES:
+        raise GGUFError(f"general.architecture is {family!r}; supported are {', '.join(SUPPORTED_FAMILIES)}.")
+    if metadata.get(f"{family}.expert_count"):
+        raise GGUFError(f"{family}.expert_count is set: mixtures of experts are not supported.")
+
+    def field(name: str, default: Any = None) -> Any:
+        value = metadata.get(f"{family}.{name}", default)
+        if value is None:
+            raise GGUFError(f"The GGUF metadata has no {family}.{name}.")
+        return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 again, not 9.9999997e-06
+
+    if "token_embd.weight" not in tensors:
+        raise GGUFError("The GGUF file has no tensor token_embd.weight.")
+    heads, hidden_size = field("attention.head_count"), field("embedding_length")
+    head_dim = field("attention.key_length", hidden_size // heads)
+    if field("rope.dimension_count", head_dim) != head_dim:
+        raise GGUFError(f"{family}.rope.dimension_count differs from the head size {head_dim}: not supported.")
+    vocab_size = int(tensors["token_embd.weight"].shape[1])
+    if (num_tokens := len(metadata.get("tokenizer.ggml.tokens", ()))) > vocab_size:
+        raise GGUFError(f"tokenizer.ggml.tokens lists {num_tokens} tokens for {vocab_size} rows of token_embd.weight.")
+    bos, eos, pad = special_token_ids(metadata)
+    raw = {
+        "architectures": [ARCHITECTURES[family]],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": field("feed_forward_length"),
+        "num_hidden_layers": field("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
+        "rope_theta": field("rope.freq_base", 10_000.0),
+        "max_position_embeddings": field("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    raw["rope_scaling"] = _rope_scaling(metadata, family, raw, tensors.get(ROPE_DIVISORS))
+    return ModelConfig.from_hf(raw)
+
+
+def _rope_scaling(
+    metadata: dict[str, Any], family: str, raw: dict[str, Any], divisors: "ReaderTensor | None"
+) -> dict[str, Any] | None:
+    kind = metadata.get(f"{family}.rope.scaling.type", "none")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": metadata[f"{family}.rope.scaling.factor"]}
+    if kind != "none":
+        raise GGUFError(f"{family}.rope.scaling.type is {kind!r}; supported are none and linear.")
+    if divisors is None:
+        return None
+    # All releases of Llama 3 share the other three numbers; GGUF keeps only the divisors that follow from them.
+    given = torch.from_numpy(np.array(divisors.data, dtype=np.float32))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(given.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain = rope_frequencies(raw["head_dim"], raw["rope_theta"], None)
+    expected = plain / rope_frequencies(raw["head_dim"], raw["rope_theta"], scaling)
+    if given.shape != expected.shape or not torch.allclose(given, expected, rtol=1e-4):
+        raise GGUFError(f"{ROPE_DIVISORS} does not follow Llama 3's rope scaling: not supported.")
+    return scaling
+
+
+def _hugging_face_name(name: str) -> str:
+    """`blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match:
+        layer, part, kind = match.groups()
+        if layer is None and part in GLOBAL_TENSORS:
+            return f"{GLOBAL_TENSORS[part]}.{kind}"
+        if layer is not None and part in LAYER_TENSORS:
+            return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
+    raise GGUFError(f"The GGUF file holds the unknown tensor {name}.")
+
+
+def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig) -> Tensor:
+    """One tensor in fp32, its rows in Hugging Face's order."""
+    from gguf import dequantize
+
+    try:
+        weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+    except NotImplementedError:
+        raise GGUFError(f"{tensor.name} is stored as {tensor.tensor_type.name}, which cannot be dequantized.") from None
+    if config.family in INTERLEAVED_FAMILIES and (".q_proj." in name or ".k_proj." in name):
+        return _halves_from_pairs(weight, config.head_dim)
+    return weight
+
+
+def _halves_from_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of each head from (0, d/2, 1, d/2 + 1, ...) back to (0, 1, 2, ...). `[heads * d, ...]`."""
+    pairs = weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

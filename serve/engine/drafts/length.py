@@ -1,0 +1,231 @@
+"""How many tokens to draft: the k that maximises expected tokens per second, from what was measured.
+
+With acceptance rate a, drafting k tokens yields (1 - a^(k+1)) / (1 - a) tokens a step, and costs k passes of the draft
+and one pass of the target over k + 1 rows a sequence instead of one. Source: https://arxiv.org/abs/2211.17192.
+Before its first tokens for a sequence the draft must read all of it, which a short answer does not earn back.
+"""
+
+import bisect
+import heapq
+from collections import deque
+
+from serve.engine.sequence import Sequence
+
+MAX_DRAFT_TOKENS = 8
+"""The longest draft that is tried; beyond it the gain is small at any acceptance rate worth drafting for."""
+MIN_GAIN = 1.03
+"""Drafting must promise this much over not drafting: the estimates are noisy, and a wrong yes costs more."""
+INITIAL_ACCEPTANCE = 0.7
+INITIAL_WEIGHT = 5.0
+"""Tested draft tokens' worth of trust in the initial acceptance."""
+PRIOR_WEIGHT = 2.0
+"""The same, for a sequence that has no record yet, in the engine-wide acceptance."""
+SEQUENCE_MEMORY = 0.95
+"""What one verification leaves of a sequence's earlier counts: a memory of 20 verifications."""
+ENGINE_MEMORY = 0.97
+PROBE_TOKENS = 2
+"""Length of a draft that is made to learn: its first pass may have to catch up, the second shows the usual cost."""
+PROBE_SEQUENCES = 2
+"""Sequences that probe in one step; those of which the draft has the least to read."""
+PROBE_SHARE = 0.04
+"""The most of all time that probes may take, were all their tokens in vain."""
+PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
+"""Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
+SAMPLES = 9
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Tokens that a step emits for a sequence with `num_drafts` draft tokens, each accepted with this probability."""
+    return sum(acceptance**i for i in range(num_drafts + 1))
+
+
+def best_length(acceptances: list[float], seconds: list[float]) -> int:
+    """The draft length of most expected tokens per second; `seconds[k]` is the time of a step with length k."""
+    best, best_rate = 0, MIN_GAIN * len(acceptances) / seconds[0]
+    tokens, powers = float(len(acceptances)), [1.0] * len(acceptances)
+    for length in range(1, len(seconds)):
+        powers = [power * acceptance for power, acceptance in zip(powers, acceptances, strict=True)]
+        tokens += sum(powers)
+        if tokens / seconds[length] > best_rate:
+            best, best_rate = length, tokens / seconds[length]
+    return best
+
+
+class PassCosts:
+    """Seconds of a forward pass by its number of rows, linear in between; robust against a busy machine.
+
+    Disturbances only ever add time. So a low quantile of the latest passes counts, and no pass is taken to cost more
+    than one of more rows.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._rows: list[int] = []
+        self._seconds: list[float] = []
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        rows = _bucket(num_rows)
+        self._samples.setdefault(rows, deque(maxlen=SAMPLES)).append(seconds)
+        self._rows = sorted(self._samples)
+        self._seconds = [sorted(samples)[(len(samples) - 1) // 3] for _, samples in sorted(self._samples.items())]
+        for at in range(len(self._seconds) - 2, -1, -1):
+            self._seconds[at] = min(self._seconds[at], self._seconds[at + 1])
+
+    def estimate(self, num_rows: int) -> float | None:
+        """Seconds of a pass of `num_rows` rows; None before anything was measured.
+
+        Outside of what was measured it hopes for the best, so that it gets tried and measured: more rows cost no more,
+        fewer rows cost in proportion less.
+        """
+        if not self._rows:
+            return None
+        at = bisect.bisect_left(self._rows, num_rows)
+        if at == len(self._rows):
+            return self._seconds[-1]
+        if at == 0:
+            return self._seconds[0] * num_rows / self._rows[0]
+        weight = (num_rows - self._rows[at - 1]) / (self._rows[at] - self._rows[at - 1])
+        return (1 - weight) * self._seconds[at - 1] + weight * self._seconds[at]
+
+
+def _bucket(num_rows: int) -> int:
+    """Row counts above 16 share a bucket with those that agree in their five highest bits."""
+    shift = max(0, num_rows.bit_length() - 5)
+    return num_rows >> shift << shift
+
+
+class AdaptiveLength:
+    """Follows acceptance, per sequence and engine-wide, and the costs of both models.
+
+    One step's draft passes serve all sequences, so a length is chosen for the batch; a sequence whose drafts are not
+    worth their rows in the target's pass gets less.
+    """
+
+    def __init__(self) -> None:
+        self.target_costs, self.draft_costs = PassCosts(), PassCosts()
+        self._accepted = INITIAL_WEIGHT * INITIAL_ACCEPTANCE
+        self._rejected = INITIAL_WEIGHT * (1 - INITIAL_ACCEPTANCE)
+        self._length = 0
+        """The batch's draft length in this step."""
+        self._late: set[Sequence] = set()
+        """Sequences that drafting would pay for, were it not so late: they get none."""
+        self._row_price = 0.0
+        """Tokens that could be had elsewhere for the time that one more row of the target's pass takes."""
+        self._can_pay = False
+        """Whether drafting pays, or would have paid at the last probe, had every draft token been accepted."""
+        self._num_steps = 0
+        """Steps since the last probe."""
+        self._interval = PROBE_INTERVAL
+        self._probing: set[Sequence] = set()
+        """Those that probe in this step."""
+
+    def begin_step(self, decoding: list[Sequence]) -> None:
+        """Choose the length for a step in which these sequences decode."""
+        num_decoding = len(decoding)
+        if self.target_costs.estimate(num_decoding) is None:  # nothing was measured yet
+            self._probing = set(decoding[:PROBE_SEQUENCES])
+            return
+        self._length, self._late = self._choose(decoding, [self.acceptance(sequence) for sequence in decoding])
+        if self._length:
+            num_drafting = num_decoding - len(self._late)
+            without, with_drafts = (self._target_seconds(num_decoding + num_drafting * k) for k in (0, self._length))
+            self._row_price = (with_drafts / without - 1) * num_decoding / (num_drafting * self._length)
+            self._interval, self._can_pay = PROBE_INTERVAL, True
+        self._num_steps += 1
+        self._probing = self._choose_probes(decoding) if self._num_steps >= self._interval else set()
+        if self._probing:
+            self._num_steps = 0
+            self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
+            self._can_pay = self._choose(decoding, [1.0] * num_decoding)[0] > 0
+
+    def _choose_probes(self, decoding: list[Sequence]) -> set[Sequence]:
+        """Sequences that get no draft tokens by what is known, if to learn more is affordable now."""
+        idle = [s for s in decoding if s not in self._late and not self._worthwhile(s)]
+        probing = heapq.nsmallest(PROBE_SEQUENCES, idle, key=self._catch_up_seconds)
+        seconds = self._step_seconds(len(decoding), len(probing))
+        extra = seconds[PROBE_TOKENS] - seconds[0] + sum(self._catch_up_seconds(sequence) for sequence in probing)
+        return set(probing) if extra <= PROBE_SHARE * self._num_steps * seconds[0] else set()
+
+    def _choose(self, decoding: list[Sequence], acceptances: list[float]) -> tuple[int, set[Sequence]]:
+        """The length for the batch, and the sequences too late to draft for: they end before it pays."""
+        num_decoding = len(decoding)
+        seconds = self._step_seconds(num_decoding, num_decoding)
+        length = best_length(acceptances, seconds)
+        if not length:
+            return 0, set()
+        num_tokens = sum(expected_tokens(acceptance, length) for acceptance in acceptances)
+        saved_per_token = seconds[0] / num_decoding - seconds[length] / num_tokens
+        late = {s for s in decoding if self._catch_up_seconds(s) > saved_per_token * s.num_tokens_left}
+        if not late:
+            return length, late
+        acceptances = [0.0 if s in late else a for s, a in zip(decoding, acceptances, strict=True)]
+        return best_length(acceptances, self._step_seconds(num_decoding, num_decoding - len(late))), late
+
+    def _step_seconds(self, num_decoding: int, num_drafting: int) -> list[float]:
+        """Of a step, by the length of its drafts. A draft's first pass may have to begin with the token before last."""
+        first, later = self._draft_seconds(2 * num_drafting), self._draft_seconds(num_drafting)
+        passes = [0.0] + [first + k * later for k in range(MAX_DRAFT_TOKENS)]
+        return [drafts + self._target_seconds(num_decoding + num_drafting * k) for k, drafts in enumerate(passes)]
+
+    def _catch_up_seconds(self, sequence: Sequence) -> float:
+        """What it takes the draft to read what it has not read of a sequence, beyond what every step takes."""
+        num_missing = sequence.num_tokens - sequence.num_draft_computed
+        return self._draft_seconds(num_missing) - self._draft_seconds(2) if num_missing > 2 else 0.0
+
+    def _target_seconds(self, num_rows: int) -> float:
+        return self.target_costs.estimate(num_rows) or 0.0
+
+    def _draft_seconds(self, num_rows: int) -> float:
+        return self.draft_costs.estimate(num_rows) or 0.0
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether any sequence may get draft tokens in this step."""
+        return self._length > 0 or bool(self._probing)
+
+    def __call__(self, sequence: Sequence) -> int:
+        """Draft tokens that this sequence should get now."""
+        return PROBE_TOKENS if sequence in self._probing else self._worthwhile(sequence)
+
+    def _worthwhile(self, sequence: Sequence) -> int:
+        """Draft tokens that pay, of the batch's length as many as are worth their rows."""
+        if sequence in self._late:
+            return 0
+        acceptance = self.acceptance(sequence)
+        length, gain = 0, acceptance
+        while length < self._length and gain >= self._row_price:
+            length, gain = length + 1, gain * acceptance
+        return length
+
+    def acceptance(self, sequence: Sequence) -> float:
+        """Estimated probability that this sequence's next draft token is accepted.
+
+        Accepted / (accepted + rejections): tokens after a rejection were never tested and count for nothing.
+        """
+        engine_wide = self._accepted / (self._accepted + self._rejected)
+        tested = sequence.recent_accepted + sequence.recent_rejected
+        return (sequence.recent_accepted + PRIOR_WEIGHT * engine_wide) / (tested + PRIOR_WEIGHT)
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Learn from one verification."""
+        rejected = int(num_accepted < num_drafted)
+        sequence.recent_accepted = SEQUENCE_MEMORY * sequence.recent_accepted + num_accepted
+        sequence.recent_rejected = SEQUENCE_MEMORY * sequence.recent_rejected + rejected
+        self._accepted = ENGINE_MEMORY * self._accepted + num_accepted
+        self._rejected = ENGINE_MEMORY * self._rejected + rejected
+        if not rejected and self._can_pay:  # a probe that went well is followed by another soon
+            self._interval = min(self._interval, PROBE_INTERVAL // 8)
+
+
+class FixedLength(AdaptiveLength):
+    """Always the same number of draft tokens; measures all the same."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def begin_step(self, decoding: list[Sequence]) -> None:
+        pass
+
+    def __call__(self, sequence: Sequence) -> int:
+        return self._length

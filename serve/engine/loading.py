@@ -1,0 +1,170 @@
+"""From options to models on a device, and to the number of KV pages that fit beside them."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer as RawTokenizer
+
+from model.config import ModelConfig
+from model.files.adapter import check_base, load_adapters
+from model.files.artifact import MANIFEST_NAME, open_artifact
+from model.files.checkpoint import load_model
+from model.lora import adapted_layers
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from serve.config import NGRAM, EngineConfig
+from serve.engine.drafts.length import MAX_DRAFT_TOKENS
+from serve.engine.kv_cache import PAGE_SIZE, pages_for
+from serve.engine.runner import LanguageModel
+
+CPU_KV_CACHE_BYTES = 2 * 2**30
+"""Most that KV pages take of a CPU's memory when nothing else is said."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Models:
+    """What an engine runs."""
+
+    target: LanguageModel
+    tokenizer: Tokenizer
+    draft: LanguageModel | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, target and draft together."""
+        configs = [self.target.config] + ([self.draft.config] if self.draft else [])
+        return PAGE_SIZE * sum(config.kv_bytes_per_token(self.dtype.itemsize) for config in configs)
+
+
+def load_models(config: EngineConfig) -> Models:
+    """Read target, draft and tokenizer. ValueError (or a subclass) with one sentence when they do not fit together."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    draft = config.draft if config.draft != NGRAM else None
+    for folder in (config.model, draft, *config.adapters.values()):
+        if folder is not None and (Path(folder) / MANIFEST_NAME).exists():
+            open_artifact(folder, verify=config.verify_artifact)
+    if draft is not None:
+        check_same_vocabulary(config.model, draft)
+    return Models(
+        target=_load_target(config, dtype, device),
+        tokenizer=Tokenizer.load(config.model),
+        draft=load_model(draft, dtype=dtype, device=device).fuse() if draft is not None else None,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
+    folders = list(config.adapters.values())
+    for folder in folders:
+        check_base(folder, config.model)
+    model = load_model(config.model, dtype=dtype, device=device)
+    if folders and adapted_layers(model):
+        raise ValueError(f"{config.model} carries an adapter itself; serve its base, and name this adapter too")
+    return model.fuse(load_adapters(model, folders))
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f'device must be "auto", "cpu" or "cuda", not {name!r}') from None
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bfloat16() else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
+    return DTYPES[name]
+
+
+def check_same_vocabulary(model: str, draft: str) -> None:
+    """Raise ValueError unless every token means the same to both; how far embeddings are padded does not matter."""
+    ours, theirs = _vocabulary(model), _vocabulary(draft)
+    if ours == theirs:
+        return
+    different = min(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    raise ValueError(
+        f"{draft} cannot draft for {model}, because their vocabularies differ: token {different} is "
+        f"{ours.get(different)!r} in the target and {theirs.get(different)!r} in the draft"
+    )
+
+
+def count_pages(config: EngineConfig, models: Models) -> int:
+    """KV pages that the options and the memory allow. ValueError when not even one fits."""
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+    elif models.page_bytes == 0:
+        num_pages = _useful_pages(config, models.target.config)
+    elif config.kv_cache_bytes is not None:
+        num_pages = config.kv_cache_bytes // models.page_bytes
+    elif models.device.type == "cuda":
+        num_pages = _free_gpu_bytes(config, models) // models.page_bytes
+    else:
+        affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4) // models.page_bytes
+        num_pages = min(affordable, _useful_pages(config, models.target.config))
+    if num_pages < 1:
+        raise ValueError(f"there is no memory for KV pages: one of {PAGE_SIZE} tokens takes {models.page_bytes} bytes")
+    return num_pages
+
+
+def most_draft_tokens(config: EngineConfig, models: Models) -> int:
+    """The longest draft that a step may verify; 0 without a draft."""
+    if config.draft is None and models.draft is None:
+        return 0
+    return config.num_speculative_tokens or MAX_DRAFT_TOKENS
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
+    """Most tokens of one sequence: it must fit the pages all alone, so that somebody can always go on."""
+    trained, held = model.max_position_embeddings, num_pages * PAGE_SIZE
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(trained, held)
+    if not 2 <= wanted <= trained:
+        raise ValueError(f"max_model_len must be between 2 and the {trained} positions of the model, not {wanted}")
+    if wanted > held:
+        raise ValueError(f"max_model_len {wanted} does not fit the {num_pages} KV pages, which hold {held} tokens")
+    return wanted
+
+
+def _useful_pages(config: EngineConfig, model: ModelConfig) -> int:
+    """Pages that every sequence could fill at once."""
+    return config.max_num_seqs * pages_for(config.max_model_len or model.max_position_embeddings)
+
+
+def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
+    """Bytes of the granted share of the GPU that weights and a step's largest temporaries leave."""
+    free, total = torch.cuda.mem_get_info(models.device)
+    model = models.target.config
+    widths = 4 * model.hidden_size + 3 * model.intermediate_size
+    temporaries = config.max_num_batched_tokens * widths * models.dtype.itemsize
+    # Scores, distributions and counts, and with a draft the distributions of both models for every draft token.
+    rows = config.max_num_seqs * (5 + 2 * most_draft_tokens(config, models))
+    temporaries += rows * model.vocab_size * torch.float32.itemsize
+    return int(total * config.gpu_memory_utilization) - (total - free) - temporaries
+
+
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has bf16 instructions; without them bf16 is slower than fp32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _vocabulary(folder: str) -> dict[int, str]:
+    path = Path(folder) / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{folder} has no tokenizer.json, so its vocabulary cannot be compared")
+    return {id: token for token, id in RawTokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).items()}

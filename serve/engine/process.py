@@ -1,0 +1,219 @@
+"""The process that owns the device: `python -m serve.engine_process --socket PATH --parent PID --options JSON`.
+
+One thread, one loop: take what the HTTP process has sent, run one step, send what it brought. A ping is answered by
+this loop and nothing else, so an answer proves that steps still end. Any unexpected exception ends the process: the
+HTTP process starts a fresh one, which is safer than going on with half a step applied.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from serve.config import EngineConfig
+from serve.http.logs import configure_logging
+from serve.messages import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Ping,
+    Pong,
+    ProtocolError,
+    Ready,
+    Rejected,
+    Report,
+    Shutdown,
+    ToEngine,
+    decode_to_engine,
+    frame,
+)
+from serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from serve.engine.engine import Engine
+
+PR_SET_PDEATHSIG = 1
+log = logging.getLogger("potstill.engine")
+
+
+class Connection:
+    """Messages over a connected Unix socket, in blocking style."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.sendall(frame(message))
+
+    def receive(self, *, wait: bool) -> Iterator[ToEngine]:
+        """Messages that have arrived; with `wait`, at least one. EOFError when the HTTP process is gone."""
+        timeout_s = None if wait else 0.0
+        while select.select([self._socket], [], [], timeout_s)[0]:
+            (size,) = LENGTH.unpack(self._read(LENGTH.size))
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {size} bytes is larger than {MAX_FRAME_BYTES}")
+            yield decode_to_engine(self._read(size))
+            timeout_s = 0.0
+
+    def _read(self, size: int) -> bytes:
+        data = self._socket.recv(size, socket.MSG_WAITALL)
+        if len(data) < size:
+            raise EOFError("the HTTP process has closed the socket")
+        return data
+
+
+class EngineLoop:
+    """Drives an engine for the HTTP process until told to stop."""
+
+    def __init__(self, engine: "Engine", connection: Connection, *, queue_wait_s: float) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._queue_wait_s = queue_wait_s
+        self._queued: set[str] = set()
+        self._stopping = False
+
+    def run(self) -> None:
+        """Returns on Shutdown; raises EOFError when the other side is gone."""
+        while True:
+            for message in self._connection.receive(wait=not self._engine.has_work()):
+                self._handle(message)
+            if self._stopping:
+                return
+            if self._engine.has_work():
+                self._step()
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        still_queued = {sequence.request_id for sequence in self._engine.scheduler.waiting}
+        started = list(self._queued - still_queued)
+        self._queued &= still_queued
+        if outputs or started:
+            self._connection.send(Report(outputs, self._engine.stats(), started))
+        if self._queued:
+            self._refuse_what_waited_too_long()
+
+    def _refuse_what_waited_too_long(self) -> None:
+        latest_arrival = time.monotonic() - self._queue_wait_s
+        for sequence in list(self._engine.scheduler.waiting):
+            if sequence.arrival < latest_arrival and sequence.request_id in self._queued:
+                self._abort(sequence.request_id)
+                reason = f"the request waited {self._queue_wait_s:g} s for a place in the batch"
+                self._connection.send(Rejected(sequence.request_id, reason, overload=True))
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort(request_ids):
+                for request_id in request_ids:
+                    self._abort(request_id)
+            case Ping(number):
+                self._connection.send(Pong(number, self._engine.stats()))
+            case Shutdown():
+                self._stopping = True
+
+    def _add(self, message: Add) -> None:
+        try:
+            self._engine.add_request(
+                message.request_id,
+                message.prompt_token_ids,
+                message.params,
+                arrival=message.arrival,
+                priority=message.priority,
+                deadline=message.deadline,
+                cache_salt=message.cache_salt,
+                adapter=message.adapter,
+            )
+        except ValueError as error:
+            self._connection.send(Rejected(message.request_id, str(error)))
+        else:
+            self._queued.add(message.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+        self._queued.discard(request_id)
+
+
+def die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, even in the middle of a step; else EOF tells it later."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit("the HTTP process ended while its engine was starting")
+
+
+def load(config: EngineConfig) -> tuple["Engine", Ready]:
+    """A warm engine and its description. ValueError or OSError when the options or the files are wrong."""
+    from serve.engine.engine import Engine
+    from serve.engine.kv_cache import PAGE_SIZE
+
+    began = time.monotonic()
+    engine = Engine(config)
+    warm_up(engine)
+    return engine, Ready(
+        model=config.model,
+        draft=config.draft,
+        dtype=str(engine.dtype).removeprefix("torch."),
+        device=str(engine.device),
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        num_pages=engine.num_pages,
+        page_size=PAGE_SIZE,
+        load_s=time.monotonic() - began,
+        stats=engine.stats(),
+    )
+
+
+def warm_up(engine: "Engine") -> None:
+    """Serve one short request: what is allocated or compiled at first use is so before the first client waits."""
+    length = min(8, engine.max_model_len // 2)
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    engine.add_request("warm-up", [0] * length, params)
+    while engine.has_work():
+        for output in engine.step():
+            if output.error is not None:
+                raise ValueError(f"{engine.config.model} cannot be served: {output.error}")
+
+
+def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
+    parser = argparse.ArgumentParser(prog="serve.engine.process")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--options", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--queue-wait-s", type=float, required=True)
+    parser.add_argument("--log-level", default="info")
+    arguments = parser.parse_args()
+    die_with(arguments.parent)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process drains first and then says when to leave
+        signal.signal(number, signal.SIG_IGN)
+    configure_logging(arguments.log_level)
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.connect(arguments.socket)
+    connection = Connection(connected)
+    try:
+        engine, ready = load(msgspec.json.decode(arguments.options, type=EngineConfig))
+    except (ValueError, OSError) as error:
+        connection.send(Failed(str(error)))
+        return 1
+    connection.send(ready)
+    try:
+        EngineLoop(engine, connection, queue_wait_s=arguments.queue_wait_s).run()
+    except (EOFError, ConnectionError):
+        log.warning("the HTTP process is gone; the engine leaves")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

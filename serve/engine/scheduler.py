@@ -1,0 +1,202 @@
+"""What the next step computes. No phases: every sequence has tokens computed and tokens known.
+
+Each step spends one budget of tokens: first one token for every decoding sequence, with draft tokens behind it where
+they fit, then the rest of half-computed prompts, then waiting requests. So decodes never stall behind prompts.
+
+A waiting sequence is admitted when the pages for all its tokens are free, not only those of its first chunk: two
+half-computed prompts can never wait for each other's pages. When a decoding sequence finds no free page, the last of
+the running ones (lowest priority, latest arrival) is preempted: its pages are freed and it waits again, with its tokens
+and its random streams, to be recomputed. The first of the running ones is never preempted, so there is progress.
+
+A step can be planned before the host has read what the one before it draws: a sequence then has a token that is not
+known yet (`Sequence.num_unread`), which is planned with like any other. One that must end by its length gets nothing
+more; one that ends otherwise is found out a step later, and what was computed for it is thrown away.
+Sources: Sarathi-Serve (https://arxiv.org/abs/2403.02310); vLLM, v1/core/sched/scheduler.py.
+"""
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve.engine.kv_cache import KVCache
+from serve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + num_tokens) of one sequence, and room for `num_drafts` draft tokens behind them."""
+
+    sequence_id: int
+    start: int
+    num_tokens: int
+    num_drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step, as plain data."""
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...]
+    """(source, destination) pages to copy before the step."""
+    preempted: tuple[int, ...]
+    """Ids of sequences that lost their pages."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step if every draft token is proposed; at most the budget."""
+        return sum(chunk.num_tokens + chunk.num_drafts for chunk in self.chunks)
+
+
+def _no_drafts(sequence: Sequence) -> int:
+    return 0
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences, both in order of `Sequence.order`."""
+
+    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs}), "
+                "so that every running sequence can decode in every step"
+            )
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._free_places = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def fork(self, parent: Sequence) -> list[Sequence]:
+        """Start the siblings of a sequence whose prompt is computed: they share its pages and join the running ones."""
+        siblings, parent.siblings = parent.siblings, []
+        for child in siblings:
+            self.cache.fork(parent.table, child.table, parent.num_computed)
+            child.num_computed = parent.num_computed
+            child.num_draft_computed = parent.num_draft_computed
+            child.num_cached = parent.num_cached
+            child.is_running = True
+            bisect.insort(self.running, child, key=_order)
+        return siblings
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is, and free its pages; one that still waits to be forked is nowhere."""
+        if sequence.is_running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.is_running = False
+        self._leave_place(sequence)
+        self.cache.free(sequence.table)
+
+    def schedule(self, draft_length: Callable[[Sequence], int] = _no_drafts) -> Schedule:
+        """Plan one step and reserve its pages; `draft_length` says how many draft tokens a sequence would like."""
+        step = _Step(self.max_num_batched_tokens)
+        self._schedule_running(step, draft_length)
+        if not step.preempted:
+            self._admit_waiting(step)
+        self.num_preemptions += len(step.preempted)
+        return Schedule(tuple(step.chunks), tuple(step.copies), tuple(step.preempted))
+
+    def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int]) -> None:
+        decoding = [s for s in self.running if s.num_pending == 1 and not self._is_complete(s)]
+        prefilling = [sequence for sequence in self.running if sequence.num_pending > 1]
+        for position, sequence in enumerate(decoding):
+            if sequence.is_running:  # not preempted by one before it
+                spare = step.budget - (len(decoding) - position)  # one token stays for each decode after this one
+                room = self.max_model_len - sequence.num_drawn
+                self._schedule_decode(step, sequence, max(0, min(draft_length(sequence), spare, room)))
+        for sequence in prefilling:
+            if sequence.is_running and step.budget > 0:
+                step.add(sequence, min(sequence.num_pending, step.budget))
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        """Whether the last token that it may have has been drawn, if not read."""
+        num_output = sequence.num_drawn - sequence.num_prompt_tokens
+        return num_output >= sequence.params.max_tokens or sequence.num_drawn >= self.max_model_len
+
+    def _schedule_decode(self, step: "_Step", sequence: Sequence, num_drafts: int) -> None:
+        start = sequence.num_computed
+        copies = self.cache.reserve(sequence.table, start, start + 1 + num_drafts)
+        if copies is None and num_drafts:  # nobody is preempted for the sake of a guess
+            num_drafts = 0
+            copies = self.cache.reserve(sequence.table, start, start + 1)
+        while copies is None:
+            victim = self.running[-1]
+            self.preempt(victim)
+            step.preempted.append(victim.id)
+            if victim is sequence:
+                return
+            copies = self.cache.reserve(sequence.table, start, start + 1)
+        step.copies += copies
+        step.add(sequence, 1, num_drafts)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages; it waits again, to be recomputed with its tokens and random streams."""
+        self.running.remove(sequence)
+        self.cache.free(sequence.table)
+        for choice in (sequence, *sequence.siblings):
+            self._leave_place(choice)
+        sequence.is_running = False
+        sequence.num_computed = sequence.num_draft_computed = 0
+        self.add(sequence)
+
+    def _admit_waiting(self, step: "_Step") -> None:
+        num_places = sum(sequence.num_places for sequence in self.running)
+        while self.waiting and step.budget > 0:
+            sequence = self.waiting[0]
+            if num_places + sequence.num_places > self.max_num_seqs:
+                break
+            if sequence.num_unread:  # preempted a moment ago: what it will say last is still on its way
+                break
+            # Each running sequence keeps a page to grow into, else the newcomer would soon be preempted again. Cached
+            # pages have no logits, so a prompt whose log-probabilities are wanted is computed in full.
+            found = self.cache.admit(
+                sequence.table, sequence.tokens, headroom=num_places, may_share=sequence.prompt_logprobs is None
+            )
+            if found is None:
+                break
+            self._start(sequence, found)
+            num_places += sequence.num_places
+            step.add(sequence, min(sequence.num_pending, step.budget))
+
+    def _start(self, sequence: Sequence, num_found: int) -> None:
+        self.waiting.pop(0)
+        bisect.insort(self.running, sequence, key=_order)
+        for choice in (sequence, *sequence.siblings):
+            choice.place = self._free_places.pop()
+        sequence.is_running = True
+        sequence.num_computed = num_found
+        sequence.num_draft_computed = self.cache.num_drafted_tokens(sequence.table)
+        if sequence.num_output == 0:
+            sequence.num_cached = num_found
+
+    def _leave_place(self, sequence: Sequence) -> None:
+        if sequence.place >= 0:
+            self._free_places.append(sequence.place)
+            sequence.place = -1
+
+
+class _Step:
+    """The step being planned."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        """Tokens left."""
+        self.chunks: list[Chunk] = []
+        self.copies: list[tuple[int, int]] = []
+        self.preempted: list[int] = []
+
+    def add(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> None:
+        self.chunks.append(Chunk(sequence.id, sequence.num_computed, num_tokens, num_drafts))
+        self.budget -= num_tokens + num_drafts
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.order

@@ -1,0 +1,1 @@
+"""The HTTP side: parses, checks, tokenizes, streams. No torch here."""

@@ -1,0 +1,168 @@
+"""POST /v1/chat/completions: a conversation through the model's template, one object of log-probabilities a token."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET
+
+from serve.http.errors import invalid
+from serve.http.generation import Reply, Service
+from serve.http.logprobs import chat_logprobs
+from serve.http.protocol import ChatRequest, ChatTemplateArguments, Message, Tool, sampling_params
+from serve.http.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Delta,
+    Usage,
+)
+from serve.http.strict_json import loads_object
+from serve.outputs import RequestOutput
+from serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from model.text.tokenizer import Tokenizer
+
+
+class ChatReply(Reply[ChatRequest]):
+    """One request to /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+
+    def __init__(self, request: ChatRequest, service: Service) -> None:
+        super().__init__(request, service)
+        self._outputs: dict[int, list[RequestOutput]] = {}
+
+    @property
+    def max_tokens(self) -> int | None:
+        newer = self.request.max_completion_tokens
+        return self.request.max_tokens if newer is None else newer
+
+    def tokenize(self) -> list[list[int]]:
+        request = self.request
+        ids = conversation_ids(
+            self.tokenizer,
+            request.messages,
+            tools=None if request.tool_choice == "none" else request.tools,
+            arguments=request.chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+        )
+        return [ids]
+
+    def params(self, room: int) -> SamplingParams:
+        if self.max_tokens == 0:
+            raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
+        logprobs = (self.request.top_logprobs or 0) if self.request.logprobs else None
+        return sampling_params(self.request, max_tokens=self.max_tokens or room, logprobs=logprobs)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.request.logprobs)
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
+        """The role once, then text, then an empty delta with the finish reason."""
+        if output.index not in self._outputs:
+            self._outputs[output.index] = []
+            yield self._chunk(output.index, Delta(role="assistant", content=""))
+        logprobs = self._logprobs([output])
+        if output.new_text or (logprobs is not None and logprobs.content):
+            yield self._chunk(output.index, Delta(content=output.new_text), logprobs=logprobs)
+        if output.finish_reason is not None:
+            yield self._chunk(output.index, Delta(), ended=output)
+
+    def _chunk(
+        self, index: int, delta: Delta, *, logprobs: ChatLogprobs | None = None, ended: RequestOutput | None = None
+    ) -> ChatChunk:
+        choice = ChatChunkChoice(
+            index=index,
+            delta=delta,
+            logprobs=logprobs,
+            finish_reason=None if ended is None else ended.finish_reason,
+            stop_reason=UNSET if ended is None else ended.stop_reason,
+        )
+        return ChatChunk(self.id, self.created, self.model, [choice], self.chunk_usage())
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return ChatChunk(self.id, self.created, self.model, [], usage)
+
+    def collect(self, prompt_index: int, output: RequestOutput) -> None:
+        self._outputs.setdefault(output.index, []).append(output)
+
+    def whole(self, usage: Usage) -> ChatCompletion:
+        choices = [self._choice(self._outputs[index]) for index in sorted(self._outputs)]
+        return ChatCompletion(self.id, self.created, self.model, choices, usage)
+
+    def _choice(self, outputs: list[RequestOutput]) -> ChatChoice:
+        last = outputs[-1]
+        return ChatChoice(
+            index=last.index,
+            message=AssistantMessage("".join(output.new_text for output in outputs)),
+            logprobs=self._logprobs(outputs),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
+
+    def _logprobs(self, outputs: Sequence[RequestOutput]) -> ChatLogprobs | None:
+        if not self.request.logprobs:
+            return None
+        positions = [position for output in outputs for position in output.logprobs or ()]
+        drafted = [mark for output in outputs for mark in output.drafted_mask] if self.speculates else None
+        return chat_logprobs(self.tokenizer, positions, drafted)
+
+
+def conversation_ids(
+    tokenizer: "Tokenizer",
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Tool] | None,
+    arguments: ChatTemplateArguments | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+) -> list[int]:
+    """Token ids of a conversation. ApiError 400 with the template's own reason when it refuses the messages."""
+    plain = [template_message(message) for message in messages]
+    variables: dict[str, Any] = {} if arguments is None else msgspec.to_builtins(arguments)
+    variables["tools"] = None if not tools else [_without_nulls(msgspec.to_builtins(tool)) for tool in tools]
+    try:
+        if continue_final_message:
+            return _open_ended_ids(tokenizer, plain, variables)
+        prompt = add_generation_prompt is not False
+        return tokenizer.chat_token_ids(plain, add_generation_prompt=prompt, **variables)
+    except ValueError as error:
+        raise invalid(str(error), "messages") from None
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: text parts joined, arguments of tool calls as objects, nothing that is null."""
+    plain = _without_nulls(msgspec.to_builtins(message))
+    plain.pop("type", None)
+    if isinstance(message.content, list):
+        plain["content"] = "\n".join(part.text for part in message.content)
+    plain.setdefault("content", "")
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = loads_object(call["function"]["arguments"].encode())
+    return plain
+
+
+def _open_ended_ids(tokenizer: "Tokenizer", messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+    """Ids of a conversation whose last message is still open.
+
+    What the template puts behind the last message is what stays the same when the message ends in another way.
+    """
+    content = messages[-1]["content"].rstrip()
+    other = [*messages[:-1], messages[-1] | {"content": content + ("y" if content.endswith("x") else "x")}]
+    ids = tokenizer.chat_token_ids(messages, add_generation_prompt=False, **variables)
+    other_ids = tokenizer.chat_token_ids(other, add_generation_prompt=False, **variables)
+    ending = 0
+    while ending < min(len(ids), len(other_ids)) and ids[-1 - ending] == other_ids[-1 - ending]:
+        ending += 1
+    return ids[: len(ids) - ending]
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if item is not None}

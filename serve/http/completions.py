@@ -1,0 +1,153 @@
+"""POST /v1/completions: prompts in any of OpenAI's four forms, echo, log-probabilities in parallel lists."""
+
+from collections.abc import Iterator
+
+from msgspec import UnsetType
+
+from serve.http.errors import invalid
+from serve.http.generation import Reply, Service
+from serve.http.logprobs import LegacyLogprobsWriter, join
+from serve.http.protocol import CompletionRequest, sampling_params
+from serve.http.responses import Completion, CompletionChoice, LegacyLogprobs, Usage
+from serve.outputs import RequestOutput, TokenLogprobs
+from serve.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionReply(Reply[CompletionRequest]):
+    """One request to /v1/completions. Choice `index` of prompt i is choice `i * n + index` of the response.
+
+    An output becomes a part of a choice; a stream sends parts, a whole response joins them.
+    """
+
+    id_prefix = "cmpl"
+
+    def __init__(self, request: CompletionRequest, service: Service) -> None:
+        super().__init__(request, service)
+        self._prompt_ids: list[list[int]] = []
+        self._writers: dict[int, LegacyLogprobsWriter] = {}
+        self._outputs: list[tuple[int, RequestOutput]] = []
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+
+    @property
+    def _prompts(self) -> list[str | list[int]]:
+        prompt = self.request.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return prompt  # type: ignore[return-value]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.request.max_tokens
+
+    @property
+    def _echo_only(self) -> bool:
+        """max_tokens 0: the engine must compute the prompt and cannot but sample one token, which is dropped."""
+        return self.request.max_tokens == 0
+
+    def tokenize(self) -> list[list[int]]:
+        special = self.request.add_special_tokens is not False
+        self._prompt_ids = [
+            self.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            for prompt in self._prompts
+        ]
+        return self._prompt_ids
+
+    def params(self, room: int) -> SamplingParams:
+        if self._echo_only and not self.request.echo:
+            raise invalid("max_tokens must be at least 1 without echo", "max_tokens")
+        logprobs = self.request.logprobs
+        return sampling_params(
+            self.request,
+            max_tokens=min(DEFAULT_MAX_TOKENS, room) if self.max_tokens is None else max(self.max_tokens, 1),
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if self.request.echo else None,
+        )
+
+    def received(self, output: RequestOutput) -> RequestOutput:
+        if not self._echo_only:
+            return output
+        return RequestOutput(
+            output.request_id,
+            output.index,
+            finish_reason="length" if output.finished else None,
+            prompt_logprobs=output.prompt_logprobs,
+            logprobs=None if output.logprobs is None else [],
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.request.logprobs is not None
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Completion]:
+        part = self._part(prompt_index, output)
+        if part.text or part.finish_reason or (part.logprobs is not None and part.logprobs.tokens):
+            yield self._completion([part], self.chunk_usage())
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
+
+    def collect(self, prompt_index: int, output: RequestOutput) -> None:
+        self._outputs.append((prompt_index, output))
+
+    def whole(self, usage: Usage) -> Completion:
+        parts: dict[int, list[CompletionChoice]] = {}
+        for prompt_index, output in self._outputs:
+            part = self._part(prompt_index, output)
+            parts.setdefault(part.index, []).append(part)
+        return self._completion([_joined(parts[index]) for index in sorted(parts)], usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(self.id, self.created, self.model, choices, usage)
+
+    def _part(self, prompt_index: int, output: RequestOutput) -> CompletionChoice:
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
+        index = prompt_index * self.num_choices + output.index
+        text, pieces = output.new_text, []
+        if index not in self._writers:
+            self._writers[index] = LegacyLogprobsWriter(self.tokenizer, continues=not self.request.echo)
+            if self.request.echo:
+                text = self._prompt_text(prompt_index) + text
+                pieces = self._prompt_piece(self._writers[index], prompt_index)
+        if output.logprobs is not None:
+            drafted = output.drafted_mask if self.speculates else None
+            pieces.append(self._writers[index].write(output.new_token_ids, output.logprobs, drafted))
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=join(pieces) if pieces else None,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+
+    def _prompt_text(self, prompt_index: int) -> str:
+        prompt = self._prompts[prompt_index]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    def _prompt_piece(self, writer: LegacyLogprobsWriter, prompt_index: int) -> list[LegacyLogprobs]:
+        if self.request.logprobs is None:
+            return []
+        ids = self._prompt_ids[prompt_index]
+        drafted = [False] * len(ids) if self.speculates else None
+        return [writer.write(ids, self._prompt_logprobs[prompt_index], drafted)]
+
+
+def _joined(parts: list[CompletionChoice]) -> CompletionChoice:
+    """The whole choice that consecutive parts make up."""
+    pieces = [part.logprobs for part in parts if part.logprobs is not None]
+    last = parts[-1]
+    return CompletionChoice(
+        index=last.index,
+        text="".join(part.text for part in parts),
+        logprobs=join(pieces) if pieces else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )

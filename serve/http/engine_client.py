@@ -1,0 +1,274 @@
+"""The asyncio side of the engine: starts it, watches it, restarts it when it dies, and hands its outputs to requests.
+
+    with engine.open_call(num_choices) as call:     # a place in the queue, or 429/503 at once
+        call.submit(prompts, params)
+        async for prompt_index, output in call:     # until every choice has finished
+            ...
+                                                    # leaving early aborts what still runs
+
+Everything runs on one event loop; nothing here blocks it or waits for the engine but the `async` methods.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from serve.config import EngineConfig
+from serve.http.call import Call
+from serve.http.errors import ApiError, invalid, overloaded, unavailable
+from serve.http.metrics import Metrics
+from serve.messages import (
+    LENGTH,
+    Failed,
+    FromEngine,
+    Ping,
+    Pong,
+    ProtocolError,
+    Ready,
+    Rejected,
+    Report,
+    Shutdown,
+    ToEngine,
+    decode_from_engine,
+    frame,
+)
+
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine.process")
+ROOT = str(Path(__file__).resolve().parent.parent)
+"""Where the engine process finds its modules; `-P` keeps the working directory from getting in front."""
+MAX_RESTARTS_PER_MINUTE = 5
+STOP_S = 1.0
+"""How long an engine that was told to leave may take."""
+EXIT_S = 1.0
+"""How long an engine that has closed its socket may take to exit."""
+log = logging.getLogger("potstill.server")
+
+
+class EngineClient:
+    """One engine process after another, as seen by the HTTP side."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        metrics: Metrics,
+        *,
+        max_queue: int = 64,
+        queue_wait_s: float = 30.0,
+        log_level: str = "info",
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        """`command` runs the engine process; its arguments are put behind it."""
+        self.config = config
+        self.metrics = metrics
+        self.max_sequences = config.max_num_seqs + max_queue
+        """Choices admitted at once: a full batch and a full queue behind it."""
+        self.num_sequences = 0
+        self.num_calls = 0
+        self.info: Ready | None = None
+        """What the newest engine said of itself; None until the first is warm."""
+        self.draining = False
+        self.failure: str | None = None
+        """Why there will be no further engine."""
+        self.ended = asyncio.Event()
+        """Set when the engine is gone for good: stopped, or failed."""
+        self._arguments = [
+            *command,
+            *("--parent", str(os.getpid()), "--queue-wait-s", str(queue_wait_s), "--log-level", log_level),
+            *("--options", msgspec.json.encode(config).decode()),
+        ]
+        self._folder = Path(tempfile.mkdtemp(prefix="potstill-"))  # mode 0700: no other user can connect
+        self._requests: dict[str, tuple[Call, int]] = {}
+        self._pings: dict[int, asyncio.Future[bool]] = {}
+        self._num_pings = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._ready = asyncio.Event()
+        self._stopping = False
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True while a warm engine is connected."""
+        return self._writer is not None
+
+    def start(self) -> None:
+        """Begin to run engines, in the background."""
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def wait_ready(self) -> bool:
+        """Wait for the first warm engine; False when there will be none (`failure` says why)."""
+        ready, ended = asyncio.create_task(self._ready.wait()), asyncio.create_task(self.ended.wait())
+        await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        ended.cancel()
+        return self._ready.is_set()
+
+    async def stop(self) -> None:
+        """End the engine, in any state, and remove its socket."""
+        self._stopping = True
+        if self._supervisor is not None:
+            self.send(Shutdown())
+            done, _ = await asyncio.wait({self._supervisor}, timeout=STOP_S if self.is_ready else 0.0)
+            if not done:
+                self._supervisor.cancel()
+                await asyncio.wait({self._supervisor})
+        self.ended.set()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def ping(self, timeout_s: float) -> bool:
+        """True when the engine's loop answers in time."""
+        if not self.is_ready:
+            return False
+        self._num_pings += 1
+        number = self._num_pings
+        answer = self._pings[number] = asyncio.get_running_loop().create_future()
+        self.send(Ping(number))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            return False
+        finally:
+            del self._pings[number]
+
+    def open_call(self, num_sequences: int) -> "Call":
+        """Reserve places for this many choices. ApiError: 503 when there is no engine, 429 when the queue is full."""
+        if self.draining:
+            raise unavailable("the server is shutting down", "draining")
+        if not self.is_ready:
+            raise self.absence()
+        if num_sequences > self.max_sequences:
+            raise invalid(f"the request asks for {num_sequences} choices at once; at most {self.max_sequences} fit")
+        if self.num_sequences + num_sequences > self.max_sequences:
+            self.metrics.admission_rejections.labels(reason="queue_full").inc()
+            raise overloaded(f"the queue is full: {self.num_sequences} choices are running or waiting")
+        return Call(self, num_sequences)
+
+    def register(self, request_id: str, call: Call, prompt_index: int) -> None:
+        """Outputs of this request go to `call`."""
+        self._requests[request_id] = call, prompt_index
+
+    def forget(self, request_id: str) -> None:
+        """Outputs of this request, should more arrive, go nowhere."""
+        self._requests.pop(request_id, None)
+
+    def send(self, message: ToEngine) -> None:
+        """Put a message on its way; without an engine it is dropped, since its requests have been failed."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    async def _supervise(self) -> None:
+        began: deque[float] = deque(maxlen=MAX_RESTARTS_PER_MINUTE + 1)
+        try:
+            while not self._stopping and self.failure is None:
+                began.append(time.monotonic())
+                await self._run_engine()
+                if self._stopping or self.failure is not None:
+                    break
+                if not self._ready.is_set():
+                    self.failure = "the engine process ended while it was loading; its output says why"
+                elif len(began) == began.maxlen and time.monotonic() - began[0] < 60.0:
+                    self.failure = f"the engine died {len(began)} times within a minute"
+                else:
+                    self.metrics.engine_restarts.inc()
+        except Exception as error:
+            log.exception("no engine process can be run")
+            self.failure = f"no engine process can be run: {error}"
+        finally:
+            self.ended.set()
+
+    async def _run_engine(self) -> None:
+        """One engine process, from its start to its end."""
+        path = self._folder / "engine.sock"
+        path.unlink(missing_ok=True)
+        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+        connected = asyncio.get_running_loop().create_future()
+        listener = await asyncio.start_unix_server(lambda *streams: connected.set_result(streams), path)
+        python_path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+        process = await asyncio.create_subprocess_exec(
+            *self._arguments, "--socket", str(path), env=os.environ | {"PYTHONPATH": python_path}
+        )
+        exited = asyncio.create_task(process.wait())
+        first: set[asyncio.Future[Any]] = {connected, exited}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if connected.done():
+                await self._serve_connection(*connected.result())
+            await asyncio.wait({exited}, timeout=EXIT_S)
+        finally:
+            listener.close()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await exited
+            if not self._stopping and self.failure is None:
+                log.error("the engine process ended with code %s", process.returncode)
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read messages until the engine closes the connection; then what still waits for it is failed."""
+        try:
+            while True:
+                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                message = decode_from_engine(await reader.readexactly(size))
+                if isinstance(message, Ready):
+                    self._writer, self.info = writer, message
+                    self.metrics.engine_started(message)
+                    self._ready.set()
+                else:
+                    self._receive(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except ProtocolError:
+            log.exception("the engine sent something that is not a message")
+        finally:
+            self._writer = None
+            writer.close()
+            self._fail_all()
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Report(outputs, stats, started):
+                self.metrics.record_stats(stats)
+                for request_id in started:
+                    if request_id in self._requests:
+                        self._requests[request_id][0].record_start(request_id)
+                for output in outputs:
+                    if output.request_id in self._requests:
+                        call, prompt_index = self._requests[output.request_id]
+                        call.put(prompt_index, output)
+            case Rejected(request_id, reason, overload):
+                if request_id in self._requests:
+                    if overload:
+                        self.metrics.admission_rejections.labels(reason="queue_wait").inc()
+                    self._requests[request_id][0].fail(overloaded(reason) if overload else invalid(reason))
+            case Pong(number, stats):
+                self.metrics.record_stats(stats)
+                if number in self._pings and not self._pings[number].done():
+                    self._pings[number].set_result(True)
+            case Failed(reason):
+                self.failure = reason
+
+    def absence(self) -> ApiError:
+        """Why there is no engine at the moment."""
+        if self._stopping or self.ended.is_set():
+            return unavailable("the server is shutting down", "engine_stopped")
+        if self.info is None:
+            return unavailable("the engine is starting", "engine_starting")
+        return unavailable("the engine died; a fresh one is starting", "engine_died")
+
+    def _fail_all(self) -> None:
+        for call, _ in list(self._requests.values()):
+            call.fail(self.absence())
+        for answer in self._pings.values():
+            if not answer.done():
+                answer.set_result(False)

@@ -1,0 +1,327 @@
+"""What both generation routes share: from a checked request to a whole response or a stream of events.
+
+    reserve places -> tokenize (in a thread) -> check lengths -> submit -> outputs -> one response, or events
+
+A client that leaves, at any point of this, aborts its request. A client that does not read is given up.
+"""
+
+import asyncio
+import functools
+import hashlib
+import logging
+import secrets
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from serve.http.call import Call
+from serve.http.engine_client import EngineClient
+from serve.http.errors import ApiError, invalid
+from serve.http.metrics import Metrics
+from serve.http.options import ServerOptions
+from serve.http.protocol import GenerationRequest
+from serve.http.responses import DONE, CompletionTokensDetails, PromptTokensDetails, Usage, encoder
+from serve.messages import Ready
+from serve.outputs import RequestOutput
+from serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from model.text.tokenizer import Tokenizer
+
+SEND_S = 30.0
+"""How long a client may take to make room for the next event."""
+log = logging.getLogger("potstill.server")
+
+
+@dataclass
+class Service:
+    """Everything that the routes of one server share."""
+
+    options: ServerOptions
+    engine: EngineClient
+    tokenizer: "Tokenizer"
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 unless the request means the model that is served, or one of its adapters."""
+        if name is not None and name not in self.options.model_names and name not in self.options.adapters:
+            raise ApiError(404, "the requested model is not served here", code="model_not_found", param="model")
+
+    def cache_salt(self, tenant: bytes, wish: str | None) -> str | None:
+        """The salt of a request's cached prefixes, of fixed size and not to be guessed: by key and by client's wish."""
+        if not tenant and wish is None:
+            return None
+        return hashlib.sha256(self.salt_secret + tenant + b"\0" + (wish or "").encode()).hexdigest()
+
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+
+class Reply(ABC, Generic[Request]):
+    """How one route turns a request into prompts, and outputs into a response. One object per request."""
+
+    id_prefix: str
+
+    def __init__(self, request: Request, service: Service) -> None:
+        self.request = request
+        self.service = service
+        self.tokenizer = service.tokenizer
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.adapter = request.model if request.model in service.options.adapters else None
+        self.model = self.adapter or service.options.model_names[0]
+        self.num_choices = request.n or 1
+        self.usage = UsageCounter()
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def speculates(self) -> bool:
+        return self.service.engine.config.draft is not None
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int | None:
+        """The most output tokens that the request asks for, if it says."""
+
+    @abstractmethod
+    def tokenize(self) -> list[list[int]]:
+        """The prompts as token ids; runs in a worker thread."""
+
+    @abstractmethod
+    def params(self, room: int) -> SamplingParams:
+        """The engine's parameters; `room` is how many tokens the longest prompt leaves."""
+
+    @property
+    @abstractmethod
+    def wants_logprobs(self) -> bool:
+        """Whether responses hold numbers for every token: too many to write while others wait."""
+
+    @abstractmethod
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[msgspec.Struct]:
+        """The events that an output becomes in a stream."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
+        """The last event of a stream that was asked for usage."""
+
+    @abstractmethod
+    def collect(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in an output for the whole response."""
+
+    @abstractmethod
+    def whole(self, usage: Usage) -> msgspec.Struct:
+        """The response, once every output has been collected."""
+
+    def received(self, output: RequestOutput) -> RequestOutput:
+        """An output as this route wants to see it."""
+        return output
+
+    def chunk_usage(self) -> Usage | msgspec.UnsetType | None:
+        """What a chunk says of usage: nothing; null, as OpenAI has it, when a usage chunk will follow; or so far."""
+        if self.request.continuous_usage:
+            return self.usage.total(self.speculates)
+        return None if self.request.include_usage else msgspec.UNSET
+
+
+class UsageCounter:
+    """Counts tokens from the running totals that outputs carry."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, RequestOutput] = {}
+        self._choices: dict[tuple[int, int], RequestOutput] = {}
+
+    def record(self, prompt_index: int, output: RequestOutput) -> None:
+        self._prompts.setdefault(prompt_index, output)
+        self._choices[prompt_index, output.index] = output
+
+    def total(self, speculates: bool) -> Usage:
+        """Usage so far."""
+        prompt = sum(output.num_prompt_tokens for output in self._prompts.values())
+        cached = sum(output.num_cached_tokens for output in self._prompts.values())
+        completion = sum(output.num_output_tokens for output in self._choices.values())
+        accepted = sum(output.num_accepted for output in self._choices.values())
+        rejected = sum(output.num_drafted for output in self._choices.values()) - accepted
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached),
+            completion_tokens_details=CompletionTokensDetails(accepted, rejected) if speculates else msgspec.UNSET,
+        )
+
+
+class GenerationResponse:
+    """The ASGI response of both routes."""
+
+    def __init__(self, reply: Reply[Any], tenant: bytes) -> None:
+        self._reply = reply
+        self._tenant = tenant
+        self._service = reply.service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.engine.open_call(self._reply.num_prompts * self._reply.num_choices) as call:
+            await while_connected(receive, self._answer(call, scope, send))
+
+    async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
+        await self._submit(call)
+        if self._reply.request.stream:
+            await self._stream(call, scope, send)
+        else:
+            await send_json(send, await self._whole(call))
+
+    async def _submit(self, call: Call) -> None:
+        reply, request, engine = self._reply, self._reply.request, self._service.engine
+        prompts = await asyncio.to_thread(reply.tokenize)
+        if engine.info is None:
+            raise engine.absence()
+        params = reply.params(check_prompts(prompts, reply.max_tokens or 1, engine.info))
+        try:
+            params.validate(engine.info.vocab_size)
+        except ValueError as error:
+            raise invalid(str(error), str(error).split()[0]) from None
+        salt = self._service.cache_salt(self._tenant, request.cache_salt)
+        priority = request.priority or 0
+        call.submit(
+            prompts,
+            params,
+            priority=priority,
+            deadline_s=request.deadline_s,
+            cache_salt=salt,
+            adapter=reply.adapter,
+        )
+
+    async def _outputs(self, call: Call) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """The call's outputs, counted; ApiError for those that are no answer."""
+        async for prompt_index, output in call:
+            if output.finish_reason == "deadline":
+                raise ApiError(504, "the request was not finished within deadline_s", code="deadline_exceeded")
+            if output.finish_reason in ("error", "abort"):
+                raise ApiError(500, output.error or "the engine gave up this request", code="engine_error")
+            received = self._reply.received(output)
+            self._reply.usage.record(prompt_index, received)
+            yield prompt_index, received
+
+    async def _whole(self, call: Call) -> bytes:
+        async for prompt_index, output in self._outputs(call):
+            self._reply.collect(prompt_index, output)
+
+        def write() -> bytes:
+            return encoder.encode(self._reply.whole(self._usage()))
+
+        return await self._write(write, much=self._reply.wants_logprobs)
+
+    async def _events(self, call: Call) -> AsyncIterator[bytes]:
+        reply = self._reply
+        async for prompt_index, output in self._outputs(call):
+            write = functools.partial(events_of, reply, prompt_index, output)
+            data = await self._write(write, much=output.prompt_logprobs is not None)
+            if data:
+                yield data
+        if reply.request.include_usage:
+            yield event(reply.usage_chunk(self._usage()))
+        yield DONE
+
+    def _usage(self) -> Usage:
+        return self._reply.usage.total(self._reply.speculates)
+
+    async def _write(self, write: Callable[[], bytes], *, much: bool) -> bytes:
+        """The bytes of a response or an event; where they may be many, from a worker thread."""
+        return await asyncio.to_thread(write) if much else write()
+
+    async def _stream(self, call: Call, scope: Scope, send: Send) -> None:
+        """Nothing is sent before the first event is there: errors up to then have a status code of their own."""
+        events = self._events(call)
+        data = await anext(events)
+        started = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+        await send_in_time(scope, send, started)
+        try:
+            while data != DONE:
+                await send_in_time(scope, send, {"type": "http.response.body", "body": data, "more_body": True})
+                data = await anext(events)
+        except ApiError as error:
+            log.warning("a stream ended with %s: %s", error.code, error.message)
+            data = b"data: " + error.body() + b"\n\n" + DONE
+        await send_in_time(scope, send, {"type": "http.response.body", "body": data, "more_body": False})
+
+
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+def events_of(reply: Reply[Any], prompt_index: int, output: RequestOutput) -> bytes:
+    """The events, none or several, that an output becomes."""
+    return b"".join(event(chunk) for chunk in reply.chunks(prompt_index, output))
+
+
+def event(data: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encoder.encode(data) + b"\n\n"
+
+
+def check_prompts(prompts: list[list[int]], num_output: int, info: Ready) -> int:
+    """How many tokens the longest prompt leaves for output. ApiError 400 for prompts that cannot be served."""
+    for prompt in prompts:
+        if not prompt:
+            raise invalid("the prompt has no tokens", "prompt")
+        if max(prompt) >= info.vocab_size:
+            raise invalid(f"token {max(prompt)} is outside the vocabulary of {info.vocab_size} tokens", "prompt")
+    longest = max(map(len, prompts))
+    if longest + num_output > info.max_model_len:
+        raise ApiError(
+            400,
+            f"this model's maximum context length is {info.max_model_len} tokens, but the prompt has {longest} tokens "
+            f"and {num_output} output tokens are asked for; shorten the prompt or lower max_tokens",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+    return info.max_model_len - longest
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, or cancel it and raise ClientDisconnect when the client leaves. The body must have been read."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_in_time(scope: Scope, send: Send, message: dict[str, Any]) -> None:
+    """Send, or drop the connection of a client that does not read and raise ClientDisconnect."""
+    try:
+        async with asyncio.timeout(SEND_S):
+            await send(message)
+    except TimeoutError:
+        log.warning("a client did not read for %g s; its connection is dropped", SEND_S)
+        if (drop := scope["state"].get("drop_connection")) is not None:
+            drop()
+        raise ClientDisconnect from None
+
+
+async def send_json(send: Send, body: bytes, status: int = 200) -> None:
+    """A whole JSON response."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

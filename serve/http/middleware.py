@@ -1,0 +1,117 @@
+"""The outermost layer of the server: request id, keys, errors, one log line and one count for every request.
+
+Every path needs a key, if there are keys, but the probes: a route added later is closed until somebody opens it.
+"""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.http.errors import ApiError
+from serve.http.metrics import Metrics
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+log = logging.getLogger("potstill.server")
+
+
+class Gate:
+    """Wraps the application. `routes` are the paths that may appear in logs and labels; others are "other"."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], metrics: Metrics, routes: Iterable[str]) -> None:
+        self._app = app
+        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._metrics = metrics
+        self._routes = frozenset(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is served, not {scope['type']}")
+        exchange = _Exchange(scope, send)
+        scope["app"] = self  # with it, starlette's router raises HTTPException instead of answering by itself
+        try:
+            scope["state"]["tenant"] = self._authenticate(scope)
+            await self._app(scope, receive, exchange.send)
+        except ClientDisconnect:
+            exchange.status = exchange.status or 499  # nobody will see it; nginx counts such requests so
+        except HTTPException as error:
+            await exchange.send_error(_no_route(error.status_code))
+        except ApiError as error:
+            await exchange.send_error(error)
+        except Exception as error:
+            # The text of an unexpected error may quote a prompt: only where it happened is logged.
+            log.error("request %s failed: %s at %s", exchange.request_id, type(error).__name__, _place(error))
+            await exchange.send_error(ApiError(500, "an internal error occurred", code="internal_error"))
+        finally:
+            self._record(scope, exchange)
+
+    def _authenticate(self, scope: Scope) -> bytes:
+        """The digest of the request's key; empty when none is needed. ApiError 401 without a right one."""
+        if not self._key_digests or scope["path"] in OPEN_PATHS:
+            return b""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        digest = hashlib.sha256(key).digest()
+        # Every key is compared, and in constant time, so that timing tells nothing about any of them.
+        matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        return digest
+
+    def _record(self, scope: Scope, exchange: "_Exchange") -> None:
+        route = scope["path"] if scope["path"] in self._routes else "other"
+        self._metrics.http_requests.labels(route=route, status=str(exchange.status or 500)).inc()
+        level = logging.DEBUG if route in OPEN_PATHS else logging.INFO
+        milliseconds = 1000 * (time.monotonic() - exchange.began)
+        method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+        log.log(level, "%s %s %s %.0f ms %s", method, route, exchange.status, milliseconds, exchange.request_id)
+
+
+class _Exchange:
+    """One request's id and what has been sent back so far."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        usable = len(given) == 1 and REQUEST_ID.fullmatch(given[0])
+        self.request_id = given[0].decode() if usable else uuid.uuid4().hex
+        self.began = time.monotonic()
+        self.status: int | None = None
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    async def send_error(self, error: ApiError) -> None:
+        """Answer with an error; once a response has begun, nothing can be said any more."""
+        if self.status is not None:
+            return
+        body = error.body()
+        headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def _no_route(status: int) -> ApiError:
+    if status == 405:
+        return ApiError(405, "this path does not take this method", code="method_not_allowed")
+    return ApiError(404, "there is nothing at this path", code="not_found")
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the innermost frame."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "an unknown place" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

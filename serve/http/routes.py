@@ -1,0 +1,176 @@
+"""The HTTP routes of one server, each a few lines: read the body, check it, hand over."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from kernels import __version__
+from serve.http.chat import ChatReply, conversation_ids
+from serve.http.completions import CompletionReply
+from serve.http.errors import ApiError, invalid, unavailable
+from serve.http.generation import GenerationResponse, Service
+from serve.http.logprobs import token_text
+from serve.http.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
+from serve.http.strict_json import loads_object
+from serve.messages import Ready
+
+MAX_BODY_BYTES = 2**20
+INLINE_BYTES = 64 * 1024
+"""Larger bodies are parsed in a thread."""
+BODY_S = 30.0
+"""How long a client may take to send its body."""
+FRESH_STATS_S = 0.5
+"""How long a scrape waits for the engine's newest numbers before it takes those at hand."""
+
+
+class Routes:
+    """The endpoints, bound to what they share."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.router = Router(
+            [
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/ping", self.health, methods=["GET", "POST"]),
+                Route("/metrics", self.metrics),
+                Route("/version", self.version),
+                Route("/load", self.load),
+            ],
+            redirect_slashes=False,
+        )
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths without parameters: what logs and labels may show."""
+        return [route.path for route in self.router.routes if isinstance(route, Route) and "{" not in route.path]
+
+    async def _read(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
+        """A route's request. A large body is parsed in a thread, so that it holds nobody up."""
+        body = await read_body(request)
+        large = len(body) > INLINE_BYTES
+        wanted = await asyncio.to_thread(parse, body, kind) if large else parse(body, kind)
+        self._service.check_model(wanted.model)
+        return wanted
+
+    async def completions(self, request: Request) -> GenerationResponse:
+        wanted = await self._read(request, CompletionRequest)
+        return GenerationResponse(CompletionReply(wanted, self._service), request.state.tenant)
+
+    async def chat_completions(self, request: Request) -> GenerationResponse:
+        wanted = await self._read(request, ChatRequest)
+        return GenerationResponse(ChatReply(wanted, self._service), request.state.tenant)
+
+    async def models(self, request: Request) -> Response:
+        options = self._service.options
+        return json_response(ModelList([self._card(name) for name in (*options.model_names, *options.adapters)]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._service.check_model(name)
+        return json_response(self._card(name))
+
+    def _card(self, name: str) -> ModelCard:
+        service, base = self._service, self._service.options.model_names[0]
+        folder = service.options.adapters.get(name)
+        root, parent = (base, None) if folder is None else (folder, base)
+        return ModelCard(name, service.created, self._info().max_model_len, root, parent)
+
+    def _info(self) -> Ready:
+        """What the engine said of itself; ApiError 503 before the first is there."""
+        if self._service.engine.info is None:
+            raise self._service.engine.absence()
+        return self._service.engine.info
+
+    async def tokenize(self, request: Request) -> Response:
+        wanted = await self._read(request, TokenizeRequest)
+        tokens = await asyncio.to_thread(self._tokens, wanted)
+        texts = [token_text(self._service.tokenizer, token) for token in tokens] if wanted.return_token_strs else None
+        return json_response(Tokenized(len(tokens), self._info().max_model_len, tokens, texts))
+
+    def _tokens(self, wanted: TokenizeRequest) -> list[int]:
+        if (wanted.prompt is None) == (wanted.messages is None):
+            raise invalid("give either prompt or messages", "prompt")
+        if wanted.messages is None:
+            special = wanted.add_special_tokens is not False
+            return self._service.tokenizer.encode(wanted.prompt or "", add_special_tokens=special)
+        return conversation_ids(
+            self._service.tokenizer,
+            wanted.messages,
+            tools=wanted.tools,
+            arguments=wanted.chat_template_kwargs,
+            add_generation_prompt=wanted.add_generation_prompt,
+            continue_final_message=bool(wanted.continue_final_message),
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        wanted = await self._read(request, DetokenizeRequest)
+        size = self._info().vocab_size
+        if any(token >= size for token in wanted.tokens):
+            raise invalid(f"a token is outside the vocabulary of {size} tokens", "tokens")
+        return json_response(Detokenized(self._service.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
+
+    async def health(self, request: Request) -> Response:
+        """200 when a request sent now would be worked on: the engine's loop has just answered a ping."""
+        engine = self._service.engine
+        if engine.draining:
+            raise unavailable("the server is shutting down", "draining")
+        if not engine.is_ready:
+            raise engine.absence()
+        if not await engine.ping(self._service.options.health_timeout_s):
+            raise unavailable("the engine does not answer", "engine_stalled")
+        return json_response({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        await self._service.engine.ping(FRESH_STATS_S)
+        return Response(self._service.metrics.expose(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        return json_response({"server_load": self._service.engine.num_calls})
+
+
+def json_response(content: msgspec.Struct | dict[str, Any]) -> Response:
+    return Response(encoder.encode(content), media_type="application/json")
+
+
+def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+    """A body as a checked request, or ApiError 400."""
+    return read(loads_object(body), kind)
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a JSON request. ApiError 400 for another content type, 413 as soon as the limit is passed."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise invalid("the Content-Type must be application/json", "Content-Type")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise _body_too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for portion in request.stream():
+                body += portion
+                if len(body) > MAX_BODY_BYTES:
+                    raise _body_too_large()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_S:g} s", code="body_timeout") from None
+    return bytes(body)
+
+
+def _body_too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")

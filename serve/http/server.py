@@ -1,0 +1,185 @@
+"""The HTTP process: `run_server(options)` listens, runs the engine, and drains when it is told to stop.
+
+It listens at once; until the engine is warm, /health and every request get 503. After SIGTERM or SIGINT new requests
+get 503 and running ones have drain_s to finish; then the process ends with code 0. A second signal ends it at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kernels import __version__
+from serve.http.connection import MAX_HEAD_BYTES, Connection
+from serve.http.engine_client import ENGINE_COMMAND, EngineClient
+from serve.http.generation import Service
+from serve.http.logs import configure_logging
+from serve.http.metrics import Metrics
+from serve.http.middleware import Gate
+from serve.http.options import ServerOptions
+from serve.http.routes import Routes
+from serve.messages import Ready
+
+if TYPE_CHECKING:
+    from model.text.tokenizer import Tokenizer
+
+__all__ = ["ServerOptions", "build_app", "run_server"]
+
+CLOSE_S = 2.0
+"""How long connections may take to close at the end."""
+BACKLOG = 1024
+UNREAD_MS = 30_000
+log = logging.getLogger("potstill.server")
+
+
+def run_server(options: ServerOptions, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serve until told to stop. Returns the exit code: 0 after a drain, 1 when the engine is beyond help.
+
+    `engine_command` is what runs as the engine process; tests put a scripted one there.
+    ValueError or OSError with one sentence when the options do not fit the files, or the port is taken.
+    """
+    configure_logging(options.log_level)
+    tokenizer = load_tokenizer(options)
+    with listen(options.host, options.port) as listener:
+        return asyncio.run(_serve(options, tokenizer, listener, engine_command))
+
+
+def load_tokenizer(options: ServerOptions) -> "Tokenizer":
+    """The target's tokenizer, with the chat template that the options name."""
+    from model.text.chat_template import ChatTemplate
+    from model.text.tokenizer import Tokenizer
+
+    if not Path(options.target).is_dir():
+        raise ValueError(f"there is no model folder {options.target}")
+    tokenizer = Tokenizer.load(options.target)
+    if options.chat_template is not None:
+        source = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.templates = {"default": ChatTemplate(source, tokenizer.special_tokens)}
+    return tokenizer
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Its connections are dropped when the other side takes no bytes for UNREAD_MS."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+    listener.listen(BACKLOG)
+    return listener
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI application of one server."""
+    routes = Routes(service)
+    return Gate(
+        routes.router, api_keys=service.options.api_keys, metrics=service.metrics, routes=routes.paths
+    )  # fmt: skip
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handling: ours drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(
+    options: ServerOptions, tokenizer: "Tokenizer", listener: socket.socket, engine_command: Sequence[str]
+) -> int:
+    metrics = Metrics(options.model_names[0], *options.adapters)
+    engine = EngineClient(
+        options.engine_config(),
+        metrics,
+        max_queue=options.max_queue,
+        queue_wait_s=options.queue_wait_s,
+        log_level=options.log_level,
+        command=engine_command,
+    )
+    app = build_app(Service(options, engine, tokenizer, metrics))
+    web = _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_graceful_shutdown=int(CLOSE_S),
+        )
+    )
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    serving = asyncio.create_task(web.serve([listener]))
+    serving.add_done_callback(lambda _: stop.set())
+    engine.start()
+    try:
+        announce_address(options, listener)
+        if await _first(engine.wait_ready(), stop.wait()) and engine.info is not None:
+            announce_engine(options, engine.info)
+        await _first(stop.wait(), engine.ended.wait())
+        await _drain(engine, options.drain_s, hurry)
+    finally:
+        await engine.stop()
+        web.should_exit = True
+        await serving
+    if engine.failure is not None:
+        print(f"potstill: {engine.failure}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+async def _first(*waits) -> bool:  # type: ignore[no-untyped-def]
+    """Wait for the first of several; its result."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    return bool(next(iter(done)).result())
+
+
+async def _drain(engine: EngineClient, drain_s: float, hurry: asyncio.Event) -> None:
+    """Refuse what is new, let what runs finish. Calls that are left are failed when the engine stops."""
+    engine.draining = True
+    log.info("stopping: %d requests may take up to %g s to finish", engine.num_calls, drain_s)
+    deadline = asyncio.get_running_loop().time() + drain_s
+    while engine.num_calls and not hurry.is_set() and not engine.ended.is_set():
+        if asyncio.get_running_loop().time() > deadline:
+            log.warning("%d requests did not finish in time and are given up", engine.num_calls)
+            return
+        await asyncio.sleep(0.05)
+
+
+def announce_address(options: ServerOptions, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"potstill {__version__} listens on http://{shown}:{port} and loads {options.target}", flush=True)
+
+
+def announce_engine(options: ServerOptions, info: Ready) -> None:
+    draft = f"verified: tokens are drafted by {info.draft}" if info.draft else "not verified: there is no draft"
+    adapters = f"; adapters: {', '.join(options.adapters)}" if options.adapters else ""
+    print(
+        f"ready after {info.load_s:.1f} s: {options.model_names[0]}, {info.dtype} on {info.device}, "
+        f"{info.num_pages} KV pages = {info.num_pages * info.page_size} tokens, "
+        f"context {info.max_model_len} tokens, {draft}{adapters}",
+        flush=True,
+    )
