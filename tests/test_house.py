@@ -98,7 +98,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_the_engine_needs_only_torch_and_tokenizers() -> None:
-    modules = modules_after("import kernels, model.transformer, model.checkpoint, serve.engine, serve.llm")
+    modules = modules_after("import kernels, model.transformer, model.files.checkpoint, serve.engine.engine, serve.llm")
     assert not modules & {"datasets", "wandb", "omegaconf", "starlette", "uvicorn", "accelerate", "msgspec", "rich"}
     assert not modules & (ORACLES | {"gguf", "huggingface_hub", "prometheus_client"})
 

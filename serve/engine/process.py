@@ -1,4 +1,4 @@
-"""The process that owns the device: `python -m serve.engine_process --socket PATH --parent PID --options JSON`.
+"""The process that owns the device: `python -m serve.engine.process --socket PATH --parent PID --options JSON`.
 
 One thread, one loop: take what the HTTP process has sent, run one step, send what it brought. A ping is answered by
 this loop and nothing else, so an answer proves that steps still end. Any unexpected exception ends the process: the

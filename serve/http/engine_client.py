@@ -45,7 +45,7 @@ from serve.messages import (
 )
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine.process")
-ROOT = str(Path(__file__).resolve().parent.parent)
+ROOT = str(Path(__file__).resolve().parents[2])
 """Where the engine process finds its modules; `-P` keeps the working directory from getting in front."""
 MAX_RESTARTS_PER_MINUTE = 5
 STOP_S = 1.0

@@ -315,7 +315,7 @@ def test_strange_paths_make_no_new_metric(server: RunningServer) -> None:
 
 
 def test_the_http_process_needs_no_torch(folder: Path) -> None:
-    code = "import sys, serve.server, model.tokenizer; print(*sorted(sys.modules))"
+    code = "import sys, serve.http.server, model.text.tokenizer; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & {"torch", "transformers", "numpy"}
 
