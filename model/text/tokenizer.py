@@ -301,6 +301,24 @@ class Tokenizer:
         return None if spelling is None else self._control.token_to_id(spelling)
 
 
+def different_token(one: str | Path, other: str | Path) -> tuple[int, str | None, str | None] | None:
+    """The first id that is not the same token to the tokenizers of two model folders, with its spelling in each.
+
+    None where they are equal: rows that only pad an embedding are no tokens. Merges, templates and settings may differ.
+    """
+    ours, theirs = _spellings_of(Path(one)), _spellings_of(Path(other))
+    different = [index for index in ours.keys() | theirs.keys() if ours.get(index) != theirs.get(index)]
+    return (min(different), ours.get(min(different)), theirs.get(min(different))) if different else None
+
+
+def _spellings_of(folder: Path) -> dict[int, str]:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise TokenizerError(f"{folder} has no tokenizer.json, so its vocabulary cannot be compared")
+    vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    return {index: token for token, index in vocabulary.items()}
+
+
 def _spelling(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
-from model.files.checkpoint import load_config, load_model
-from model.files.safe_io import sha256_of
-from model.text.tokenizer import Tokenizer
+from model.files.checkpoint import load_model
+from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.quality import PUBLISHED_DTYPE
@@ -79,11 +78,14 @@ def run(context: StageContext) -> Result | None:
 
 
 def _check_vocabularies(context: StageContext, config: Distill) -> None:
-    """A divergence compares the chances of the same tokens, so both must number them alike."""
-    teacher, student = (context.inputs[name].folder for name in (config.teacher, config.student.origin))
-    same_size = load_config(teacher).vocab_size == load_config(student).vocab_size
-    if not same_size or sha256_of(teacher / "tokenizer.json") != sha256_of(student / "tokenizer.json"):
-        raise UserError(f"{config.student.origin} and {config.teacher} have different tokenizers; they must be equal.")
+    """A divergence compares the chances of the same tokens, so both must number them alike, however padded."""
+    teacher, student = config.teacher, config.student.origin
+    if (difference := different_token(context.inputs[teacher].folder, context.inputs[student].folder)) is not None:
+        token, taught, learnt = difference
+        raise UserError(
+            f"{student} and {teacher} have different tokenizers: token {token} is {learnt!r} in {student} and "
+            f"{taught!r} in {teacher}; they must be equal."
+        )
 
 
 def _measure_start(context: StageContext, data: "PreparedData", teacher: Transformer) -> None:

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer as RawTokenizer
 
 from model.config import ModelConfig
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
 from model.lora import adapted_layers
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from serve.config import NGRAM, EngineConfig
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS
@@ -89,14 +88,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_same_vocabulary(model: str, draft: str) -> None:
     """Raise ValueError unless every token means the same to both; how far embeddings are padded does not matter."""
-    ours, theirs = _vocabulary(model), _vocabulary(draft)
-    if ours == theirs:
-        return
-    different = min(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    raise ValueError(
-        f"{draft} cannot draft for {model}, because their vocabularies differ: token {different} is "
-        f"{ours.get(different)!r} in the target and {theirs.get(different)!r} in the draft"
-    )
+    if (difference := different_token(model, draft)) is not None:
+        token, ours, theirs = difference
+        raise ValueError(
+            f"{draft} cannot draft for {model}, because their vocabularies differ: token {token} is {ours!r} in the "
+            f"target and {theirs!r} in the draft"
+        )
 
 
 def count_pages(config: EngineConfig, models: Models) -> int:
@@ -161,10 +158,3 @@ def _available_bytes() -> int:
 def _cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has bf16 instructions; without them bf16 is slower than fp32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def _vocabulary(folder: str) -> dict[int, str]:
-    path = Path(folder) / "tokenizer.json"
-    if not path.exists():
-        raise ValueError(f"{folder} has no tokenizer.json, so its vocabulary cannot be compared")
-    return {id: token for token, id in RawTokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).items()}

@@ -47,7 +47,6 @@ class ChatReply(Reply[ChatRequest]):
         ids = conversation_ids(
             self.tokenizer,
             request.messages,
-            tools=None if request.tool_choice == "none" else request.tools,
             arguments=request.chat_template_kwargs,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
@@ -119,7 +118,7 @@ def conversation_ids(
     tokenizer: "Tokenizer",
     messages: Sequence[Message],
     *,
-    tools: Sequence[Tool] | None,
+    tools: Sequence[Tool] | None = None,
     arguments: ChatTemplateArguments | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool,
@@ -140,10 +139,11 @@ def conversation_ids(
 def template_message(message: Message) -> dict[str, Any]:
     """A message as templates expect it: text parts joined, arguments of tool calls as objects, nothing that is null."""
     plain = _without_nulls(msgspec.to_builtins(message))
-    plain.pop("type", None)
+    for name in ("type", "refusal", "annotations"):
+        plain.pop(name, None)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)
-    plain.setdefault("content", "")
+    plain.setdefault("content", message.refusal or "")
     for call in plain.get("tool_calls", ()):
         call["function"]["arguments"] = loads_object(call["function"]["arguments"].encode())
     return plain

@@ -115,13 +115,19 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation, as the chat template will see it."""
+    """One message of a conversation. What a server answers comes back with the next question, its nulls included."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: ShortText | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: ShortText | None = None
+    refusal: str | None = None
+    """OpenAI: what an assistant said in place of content."""
+    annotations: list[dict[str, Any]] | None = None
+    """OpenAI: sources of an assistant's words; no template reads them."""
+    audio: None = None
+    function_call: None = None
     type: Literal["text"] | None = None
     """lm-eval marks its messages so; it says nothing new."""
 
@@ -165,6 +171,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    """Taken where it asks for nothing: empty, or with tool_choice "none"."""
     tool_choice: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
@@ -196,8 +203,9 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 UNSUPPORTED = {
     "best_of": "best_of is not supported: use n, and choose among the choices yourself",
     "suffix": "suffix is not supported: potstill does not fill in the middle",
-    "functions": "functions is not supported: use tools",
-    "function_call": "function_call is not supported: use tools",
+    "functions": "functions is not supported: potstill cannot call tools yet",
+    "function_call": "function_call is not supported: potstill cannot call tools yet",
+    "parallel_tool_calls": "parallel_tool_calls is not supported: potstill cannot call tools yet",
     "reasoning_effort": "reasoning_effort is not supported: use chat_template_kwargs.enable_thinking",
     "prompt_logprobs": "prompt_logprobs is not supported: use echo and logprobs of /v1/completions",
     "guided_json": "guided_json is not supported: potstill does not constrain output yet",
@@ -214,7 +222,7 @@ def read(value: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
     """`value` as a request of this kind, or ApiError 400 naming the field at fault."""
     for name in UNSUPPORTED.keys() & value.keys():
         if value[name] is not None:
-            raise ApiError(400, UNSUPPORTED[name], code="unsupported_parameter", param=name)
+            raise _unsupported(UNSUPPORTED[name], name)
     known = {name: field for name, field in value.items() if name not in UNSUPPORTED}
     try:
         request = msgspec.convert(known, kind)
@@ -227,6 +235,11 @@ def read(value: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
     if isinstance(request, CompletionRequest):
         _check_completion(request)
     return request
+
+
+def _unsupported(message: str, param: str) -> ApiError:
+    """400: something of OpenAI's that potstill does not do."""
+    return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
 def _named(message: str) -> ApiError:
@@ -269,14 +282,14 @@ def _check_chat(request: ChatRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if request.response_format is not None and request.response_format.type != "text":
-        raise ApiError(
-            400,
-            f"response_format {request.response_format.type} is not supported: potstill does not constrain output yet",
-            code="unsupported_parameter",
-            param="response_format",
-        )
+        kind = request.response_format.type
+        text = f"response_format {kind} is not supported: potstill does not constrain output yet"
+        raise _unsupported(text, "response_format")
     if request.tool_choice not in (None, "auto", "none"):
-        raise invalid('tool_choice must be "auto" or "none": potstill cannot force a call', "tool_choice")
+        raise _unsupported('tool_choice must be "auto" or "none": potstill cannot call tools yet', "tool_choice")
+    if request.tools and request.tool_choice != "none":
+        text = 'tools is not supported: potstill cannot call tools yet; leave it out, or give tool_choice "none"'
+        raise _unsupported(text, "tools")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")

@@ -70,13 +70,16 @@ def run_stages(
     return run_recipe(recipe, RunFolder(home / folder), cache=home / "cache", processes=Processes())
 
 
-def write_teacher(folder: Path, *, seed: int = 0, layers: int = 3) -> Path:
-    """A model folder in Hugging Face's layout: 32 wide, 320 tokens, random weights that make clear choices."""
+def write_teacher(folder: Path, *, seed: int = 0, layers: int = 3, tokens: int = 320, rows: int = 320) -> Path:
+    """A model folder in Hugging Face's layout: 32 wide, random weights that make clear choices.
+
+    `tokens` of its tokenizer, `rows` of its embedding.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
+        vocab_size=tokens,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -84,7 +87,7 @@ def write_teacher(folder: Path, *, seed: int = 0, layers: int = 3) -> Path:
     tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
     config = ModelConfig(
         family="llama",
-        vocab_size=320,
+        vocab_size=rows,
         hidden_size=32,
         intermediate_size=64,
         num_layers=layers,

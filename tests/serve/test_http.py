@@ -184,6 +184,18 @@ def test_chat(client: openai.OpenAI, tokenizer: Tokenizer, logprobs_of: Any) -> 
     assert choice.message.content == tokenizer.decode(sequence[len(ids) :])
 
 
+@pytest.mark.parametrize("form", ["object", "dump", "text"])
+def test_an_answer_is_part_of_the_next_question(client: openai.OpenAI, tokenizer: Tokenizer, form: str) -> None:
+    """As the official client's users write it: the message of one answer, appended, with whatever it holds."""
+    first = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6).choices[0].message
+    plain = {"role": "assistant", "content": first.content}
+    asked = {"object": first, "dump": first.model_dump(), "text": plain}[form]
+    further = {"role": "user", "content": "Go on."}
+    answer = client.chat.completions.create(model="tiny", messages=[*MESSAGES, asked, further], max_tokens=2)
+    ids = tokenizer.chat_token_ids([*MESSAGES, plain, further], add_generation_prompt=True)
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(ids)
+
+
 def test_a_verified_pair_says_what_the_draft_did(server: RunningServer, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=60, temperature=0, logprobs=True, extra_body={"ignore_eos": True}
@@ -316,12 +328,13 @@ def test_template_extras(server: RunningServer, client: openai.OpenAI, tokenizer
     assert "[no thinking]" in rendered(chat_template_kwargs={"enable_thinking": False})
     plain = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1)
     tools: Any = [function]
-    with_tools = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, tools=tools)
     without = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=1, tools=tools, tool_choice="none"
     )
-    assert plain.usage and with_tools.usage and without.usage
-    assert with_tools.usage.prompt_tokens > plain.usage.prompt_tokens == without.usage.prompt_tokens
+    assert plain.usage and without.usage and plain.usage.prompt_tokens == without.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="tools is not supported") as caught:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, tools=tools)
+    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
     partial = [*MESSAGES, {"role": "assistant", "content": PROMPT}]
     extra = {"continue_final_message": True, "add_generation_prompt": False}
     continued = client.chat.completions.create(

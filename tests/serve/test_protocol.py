@@ -24,6 +24,8 @@ from tests.serve.http_server import save_tiny_folder
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NULLS = {"refusal": None, "audio": None, "function_call": None}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,10 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatRequest, CHAT | {"response_format": {"type": "xml"}}, "response_format.type"),
     (ChatRequest, CHAT | {"tool_choice": "required"}, "tool_choice"),
     (ChatRequest, CHAT | {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (ChatRequest, CHAT | {"tools": [TOOL]}, "tools"),
+    (ChatRequest, CHAT | {"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+    (ChatRequest, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_cho"),
+    (ChatRequest, CHAT | {"parallel_tool_calls": True}, "parallel_tool_calls"),
     (ChatRequest, CHAT | {"functions": []}, "functions"),
     (ChatRequest, CHAT | {"reasoning_effort": "high"}, "reasoning_effort"),
     (ChatRequest, CHAT | {"chat_template": "{{ x }}"}, "chat_template"),
@@ -196,6 +202,20 @@ def test_every_bound_itself_is_taken() -> None:
     assert params == SamplingParams(max_tokens=3)
 
 
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"tools": None, "tool_choice": None, "parallel_tool_calls": None},
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "none"},
+    ],
+)
+def test_tools_that_ask_for_no_call_are_taken(harmless: dict[str, Any]) -> None:
+    read(CHAT | harmless, ChatRequest)
+
+
 def test_all_fields_reach_the_engine() -> None:
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
@@ -244,6 +264,8 @@ def test_content_parts_and_tool_calls_reach_the_template_in_its_own_form(tokeniz
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "type": "text"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "2", "tool_call_id": "1"},
+            {"role": "assistant", "content": "c", "annotations": [], "tool_calls": None, "name": None} | NULLS,
+            {"role": "assistant", "content": None} | NULLS | {"refusal": "no"},
         ]
     }
     messages = [template_message(message) for message in read(value, ChatRequest).messages]
@@ -251,6 +273,8 @@ def test_content_parts_and_tool_calls_reach_the_template_in_its_own_form(tokeniz
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "", "tool_calls": [call | {"function": {"name": "f", "arguments": {"x": 1}}}]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": "no"},
     ]
 
 
