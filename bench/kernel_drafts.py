@@ -14,7 +14,7 @@ from bench.kernel_cases import Candidate, Case, Outputs, Run
 from bench.kernel_sampling import BATCHES, VOCABULARY, on_host, random_logits, random_stream
 from kernels.sampling.ngram import MAX_NGRAM, find_ngrams, find_ngrams_reference
 from kernels.sampling.random import Purpose, Stream, exponential, uniform
-from kernels.sampling.verification import Verdicts, verify, verify_reference
+from kernels.sampling.verification import VerifyOutput, verify, verify_reference
 
 CHAIN, TREE = 4, 8
 DRAFT_NOISE = 0.5
@@ -93,7 +93,7 @@ def verified_reference(inputs: VerificationInputs) -> Outputs:
 
 def _verification_case(batch: int, nodes: int, vocabulary: int, *, tree: bool) -> Case:
     if tree:
-        others = [Candidate("torch", peers.torch_tree, compare=_verdicts, reads_on_host=True)]
+        others = [Candidate("torch", peers.torch_tree, compare=_compare_output, reads_on_host=True)]
     else:
         others = [
             Candidate("flashinfer", peers.flashinfer_chain, compare=_is_possible),
@@ -106,18 +106,18 @@ def _verification_case(batch: int, nodes: int, vocabulary: int, *, tree: bool) -
         num_bytes=8 * batch * vocabulary,  # p and q of one node
         make_inputs=partial(VerificationInputs.random, batch, nodes, vocabulary, tree=tree),
         reference=verified_reference,
-        candidates=[Candidate("potstill", _our_verdicts, role="ours", compare=_verdicts), *others],
+        candidates=[Candidate("potstill", _our_output, role="ours", compare=_compare_output), *others],
         dtype=torch.float32,
     )
 
 
-def _our_verdicts(inputs: VerificationInputs) -> Run:
+def _our_output(inputs: VerificationInputs) -> Run:
     given = {"counts": inputs.counts, "lengths": inputs.lengths, "parents": inputs.parents}
     return lambda: tuple(verify(inputs.target_p, inputs.draft_p, inputs.tokens, stream=inputs.stream, **given))
 
 
-def _verdicts(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
-    return outputs, expected[: len(Verdicts._fields)]
+def _compare_output(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
+    return outputs, expected[: len(VerifyOutput._fields)]
 
 
 def _is_possible(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from compress.prune.depth import PackedBatch
 from kernels.attention._flash_cpu import visible_keys
-from kernels.attention.rotary_write import turn_heads
+from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention, Turn
 from model.config import ModelConfig, Route
 from model.layers import DecoderLayer
@@ -82,7 +82,7 @@ class _Parts(PackedAttention):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
         if self.route == "mlp":
             return super().__call__(layer, q, k, v, turn)
-        q, k = turn_heads(q, k, rotary=turn.rotary, norms=turn.norms)
+        q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
         given, seen = self._variable(layer, q), self._variable(layer, q) - 1  # 1 and ln 1
         group, mixed = q.shape[1] // k.shape[1], []
         for start, stop in pairwise(self.cu_seqlens.tolist()):

@@ -121,7 +121,7 @@ def select_tokens(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return index[:capacity], mask.sum().clamp(max=capacity).int()
 
 
-def selected_places(mask: Tensor) -> Tensor:
+def selected_rows(mask: Tensor) -> Tensor:
     """Return the places of the tokens that mask [T] bool selects, [C] int64, as `select_tokens` does.
 
     There are as many places as selected tokens on the CPU, and for many tokens, whose saved work is worth a wait for

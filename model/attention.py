@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.attention.flash import flash_attention
 from kernels.attention.paged import PagedPlan, paged_attention, plan_paged_attention
-from kernels.attention.rotary_write import HeadNorms, rotate_and_write, turn_heads
+from kernels.attention.rotary_write import HeadNorms, qk_norm_rope, rotate_and_write
 from kernels.attention.visible_slots import SlotPlan, plan_visible_slots, visible_slots
 from model.config import ModelConfig
 
@@ -52,7 +52,7 @@ class PackedAttention:
         self.cu_seqlens = cu_seqlens
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
-        q, k = turn_heads(q, k, rotary=turn.rotary, norms=turn.norms)
+        q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
         return flash_attention(q, k, v, self.cu_seqlens, window=self.windows[layer])
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PackedAttention":

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.token_routing import gather_rows, scatter_add_rows, selected_places
+from kernels.token_routing import gather_rows, scatter_add_rows, selected_rows
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
 from model.layers import DecoderLayer, Routing
@@ -75,7 +75,7 @@ class RoutedLayer(DecoderLayer):
         in_place = residual is not None and not torch.is_grad_enabled()
         scores = self.router(x)
         selected = self._select(x, scores, routing)
-        index = selected_places(selected)
+        index = selected_rows(selected)
         chosen = None if slots is None else slots.index_select(0, index)
         if self.route != "mlp":
             attention = attention.routed(self.layer, selected, index)

@@ -2,7 +2,7 @@
 
     q' = rotate(norm(q)),   k' = rotate(norm(k)),   pages[slot of t] = k'[t], v[t]
 
-Layers may lack norm or rotation. Training keeps these steps apart (`turn_heads`), since each has a gradient. Serving
+Layers may lack norm or rotation. Training keeps these steps apart (`qk_norm_rope`), since each has a gradient. Serving
 takes them in one kernel, which reads q, k and v once and writes q' and the pages once: a decoded token would spend
 more time on launching four kernels than in them. Every step rounds where the kernel of its own does, so the results
 are the same bits.
@@ -35,7 +35,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-def turn_heads(
+def qk_norm_rope(
     q: Tensor, k: Tensor, *, rotary: tuple[Tensor, Tensor] | None, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor]:
     """Normalise, then rotate queries [T, Hq, d] and keys [T, Hkv, d]; None leaves a step out. Differentiable."""
@@ -175,7 +175,7 @@ def rotate_and_write(
     """
     if runs_triton(q):
         return _launch(q, k, v, k_pages, v_pages, slots, rotary=rotary, norms=norms, scales=scales)
-    q, k = turn_heads(q, k, rotary=rotary, norms=norms)
+    q, k = qk_norm_rope(q, k, rotary=rotary, norms=norms)
     if scales is None:
         write_pages(k, v, k_pages, v_pages, slots)
     else:

@@ -43,7 +43,7 @@ from kernels.sampling.random import (
 _ACCEPT, _RESIDUAL = tl.constexpr(int(Purpose.ACCEPT)), tl.constexpr(int(Purpose.RESIDUAL))
 
 
-class Verdicts(NamedTuple):
+class VerifyOutput(NamedTuple):
     """What a round commits, one row a sequence."""
 
     num_accepted: Tensor
@@ -212,7 +212,7 @@ def verify(
     lengths: Tensor,
     stream: Stream,
     parents: Tensor | None = None,
-) -> Verdicts:
+) -> VerifyOutput:
     """Verify the drafted tokens of each sequence; exact whatever the drafts.
 
     target_p [B, n + 1, V] fp32: the target's distribution after each node; draft_p [B, n or n + 1, V] fp32: what the
@@ -230,7 +230,7 @@ def verify(
     return verify_with(target_p, draft_p, tokens, counts, lengths, parents=parents, noise=(u, noise))
 
 
-def match_drafts(own_tokens: Tensor, tokens: Tensor, *, counts: Tensor, lengths: Tensor) -> Verdicts:
+def match_drafts(own_tokens: Tensor, tokens: Tensor, *, counts: Tensor, lengths: Tensor) -> VerifyOutput:
     """Accept drafted tokens while they are the target's own draws: for greedy requests and for those with a seed.
 
     own_tokens [B, n + 1] int64: the target's token after each node of a chain, drawn as without drafts; the rest as in
@@ -243,7 +243,7 @@ def match_drafts(own_tokens: Tensor, tokens: Tensor, *, counts: Tensor, lengths:
     committed = torch.where(places <= accepted, own_tokens, -1)
     path = torch.where(places < accepted, places + 1, -1).int()
     next_tokens = own_tokens.gather(1, accepted)[:, 0]
-    return Verdicts(accepted[:, 0].int(), next_tokens, committed, path, (lengths + accepted[:, 0] + 1).int())
+    return VerifyOutput(accepted[:, 0].int(), next_tokens, committed, path, (lengths + accepted[:, 0] + 1).int())
 
 
 def _check(
@@ -272,16 +272,16 @@ def _launch(
     *,
     stream: Stream,
     parents: Tensor | None,
-) -> Verdicts:
+) -> VerifyOutput:
     (batch, n), vocabulary, device = tokens.shape, target_p.shape[2], target_p.device
-    verdicts = Verdicts(
+    output = VerifyOutput(
         *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
             (batch, torch.int32), (batch, torch.int64), ((batch, n + 1), torch.int64),
             ((batch, n + 1), torch.int32), (batch, torch.int32),
         ))
     )  # fmt: skip
     if batch == 0:
-        return verdicts
+        return output
     nodes, arrived = torch.empty(2, batch, dtype=torch.int32, device=device)
     shifts = torch.empty(batch, dtype=torch.float32, device=device)
     asked = (
@@ -291,16 +291,16 @@ def _launch(
     strides = (*target_p.stride()[:2], *((0, 0) if draft_p is None else draft_p.stride()[:2]))
     splits, block = _race.num_splits(batch, vocabulary, device), _race.block_size(vocabulary)
     _walk_kernel[(batch,)](
-        *asked, lengths.contiguous(), verdicts.num_accepted, verdicts.tokens, verdicts.path, verdicts.lengths,
+        *asked, lengths.contiguous(), output.num_accepted, output.tokens, output.path, output.lengths,
         nodes, shifts, arrived, *strides, vocabulary,
         NODES=n, LANES=triton.next_power_of_2(n + 1), BLOCK=block, num_warps=_race.WARPS,
     )  # fmt: skip
     _next_token_kernel[(batch, splits)](
-        *asked, verdicts.num_accepted, nodes, shifts, *_race.partial_results(batch, splits, device), arrived,
-        verdicts.tokens, verdicts.next_tokens, *strides, vocabulary,
+        *asked, output.num_accepted, nodes, shifts, *_race.partial_results(batch, splits, device), arrived,
+        output.tokens, output.next_tokens, *strides, vocabulary,
         NODES=n, SPLITS=splits, LANES=triton.next_power_of_2(splits), BLOCK=block, num_warps=_race.WARPS,
     )  # fmt: skip
-    return verdicts
+    return output
 
 
 def verify_with(
@@ -312,7 +312,7 @@ def verify_with(
     *,
     parents: Tensor | None,
     noise: tuple[Tensor, Tensor],
-) -> Verdicts:
+) -> VerifyOutput:
     """`verify` with given draws, u [B, n] and exponential [B, V]: all sequences at once, node after node."""
     (batch, n), u = tokens.shape, noise[0]
     draft_p = draft_p if n else None
@@ -335,7 +335,7 @@ def verify_with(
         left.enter(accepted, target_p[:, number], None if draft_p is None else draft_p[:, min(number, n - 1)])
     next_tokens = _race_for_next(p, left.weights(), noise[1])
     committed[rows, depth] = next_tokens
-    return Verdicts(depth.int(), next_tokens, committed, path, (lengths + depth + 1).int())
+    return VerifyOutput(depth.int(), next_tokens, committed, path, (lengths + depth + 1).int())
 
 
 class _Left:

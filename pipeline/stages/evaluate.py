@@ -87,7 +87,7 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
 
 
 def _worst(found: list[Parity]) -> Parity:
-    """One verdict over several models."""
+    """One result for several models."""
     return replace(
         max(found, key=lambda one: one.max_difference),
         tokens=sum(one.tokens for one in found),

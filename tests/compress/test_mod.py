@@ -16,7 +16,7 @@ from compress.mod import (
     set_thresholds,
 )
 from compress.token_costs import TokenCosts, fit_routers, skipping_costs
-from kernels.attention.rotary_write import turn_heads
+from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention, Turn
 from model.config import MixtureOfDepths
 from model.transformer import Transformer
@@ -111,7 +111,7 @@ def turned_down(
         def __call__(self, number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn) -> torch.Tensor:
             if number != layer or route == "mlp":
                 return super().__call__(number, q, k, v, turn)
-            q, k = turn_heads(q, k, rotary=turn.rotary, norms=turn.norms)
+            q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             weights = torch.einsum("nhd,mhd->hnm", q, k).div(q.shape[2] ** 0.5).exp().tril()
             weights[:, :, token] *= part

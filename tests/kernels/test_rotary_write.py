@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.attention._kv_quantization import dequantize_rows
 from kernels.attention.rotary import rope_frequencies, rotary_tables
-from kernels.attention.rotary_write import HeadNorms, rotate_and_write, rotate_and_write_reference, turn_heads
+from kernels.attention.rotary_write import HeadNorms, qk_norm_rope, rotate_and_write, rotate_and_write_reference
 from kernels.attention.write_pages import write_pages
 from kernels.common.triton_support import interpreted
 from tests.compare import check_close
@@ -86,7 +86,7 @@ def test_one_kernel_equals_its_steps_to_the_bit(
 ) -> None:  # fmt: skip
     case = make_case(device, heads, dtype, rotates=rotates, normalizes=normalizes, pages=pages)
     steps = case.copy()
-    q, k = turn_heads(steps.q, steps.k, rotary=steps.rotary, norms=steps.norms)
+    q, k = qk_norm_rope(steps.q, steps.k, rotary=steps.rotary, norms=steps.norms)
     k_scales, v_scales = steps.scales or (None, None)
     write_pages(k, steps.v, steps.k_pages, steps.v_pages, steps.slots, k_scales=k_scales, v_scales=v_scales)
     result = rotate_and_write(**vars(case))
@@ -158,5 +158,5 @@ def test_turning_heads_has_gradients() -> None:
     weights = tuple(torch.randn(8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     cos, sin = (table.double() for table in rotary_tables(torch.arange(3), rope_frequencies(8, 1e4)))
     assert torch.autograd.gradcheck(
-        lambda q, k, a, b: turn_heads(q, k, rotary=(cos, sin), norms=HeadNorms(a, b, 1e-3)), (q, k, *weights)
+        lambda q, k, a, b: qk_norm_rope(q, k, rotary=(cos, sin), norms=HeadNorms(a, b, 1e-3)), (q, k, *weights)
     )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.attention._kv_quantization import dequantize_rows
 from kernels.attention.rotary import rope_frequencies, rotary_tables
-from kernels.attention.rotary_write import HeadNorms, rotate_and_write, rotate_and_write_reference, turn_heads
+from kernels.attention.rotary_write import HeadNorms, qk_norm_rope, rotate_and_write, rotate_and_write_reference
 from kernels.attention.write_pages import write_pages
 from tests.compare import check_close
 
@@ -59,9 +59,9 @@ def test_equals_the_reference(
     assert torch.equal(pages[1].double(), wide[1])
     if not normalizes:
         steps = pool(50, heads, dtype)
-        turned_q, turned_k = turn_heads(q, k, rotary=rotary, norms=norms)
-        write_pages(turned_k, v, *steps, slots)
-        assert torch.equal(result, turned_q) and torch.equal(pages[0], steps[0])
+        roped_q, roped_k = qk_norm_rope(q, k, rotary=rotary, norms=norms)
+        write_pages(roped_k, v, *steps, slots)
+        assert torch.equal(result, roped_q) and torch.equal(pages[0], steps[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -72,7 +72,7 @@ def test_eight_bits_equal_the_separate_write(dtype: torch.dtype) -> None:
     (k_pages, v_pages), (k_steps, v_steps) = pool(40, heads, dtype), pool(40, heads, dtype)
     scales, step_scales = torch.zeros(2, 2, 40, PAGE, 8, device="cuda")
     rotate_and_write(q, k, v, k_pages, v_pages, slots, rotary=rotary, scales=(scales[0], scales[1]))
-    _, turned = turn_heads(q, k, rotary=rotary, norms=None)
+    _, turned = qk_norm_rope(q, k, rotary=rotary, norms=None)
     write_pages(turned, v, k_steps, v_steps, slots, k_scales=step_scales[0], v_scales=step_scales[1])
     assert torch.equal(scales, step_scales)
     for one, other in ((k_pages, k_steps), (v_pages, v_steps)):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels import token_routing
-from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens, select_tokens_reference, selected_places
+from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens, select_tokens_reference, selected_rows
 from tests.compare import check_all_close, check_close, check_slopes
 
 
@@ -47,13 +47,13 @@ def test_places_for_the_selected_tokens(
     mask = mask_of(pattern, 70)
     places = mask.nonzero()[:, 0].tolist()
     empty = [70] * (70 - len(places)) if most_uncounted == 256 else []
-    assert selected_places(mask.to(device)).tolist() == places + empty
+    assert selected_rows(mask.to(device)).tolist() == places + empty
 
 
 def test_places_without_triton() -> None:
     for pattern in ("some", "all", "none"):
         mask = mask_of(pattern, 50)
-        assert selected_places(mask).tolist() == mask.nonzero()[:, 0].tolist()
+        assert selected_rows(mask).tolist() == mask.nonzero()[:, 0].tolist()
 
 
 def routed(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

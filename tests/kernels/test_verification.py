@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.sampling import _race, verification
 from kernels.sampling.random import Purpose, Stream, exponential, uniform
 from kernels.sampling.sample import sample
-from kernels.sampling.verification import Verdicts, match_drafts, verify, verify_reference, verify_with
+from kernels.sampling.verification import VerifyOutput, match_drafts, verify, verify_reference, verify_with
 from tests.kernels.test_sampling import check_frequencies
 
 NODES, VOCABULARY = 5, 11
@@ -58,7 +58,7 @@ class Cases:
         self.u[torch.rand(batch, NODES, generator=generator) < 0.2] = 0
         self.exponential = torch.empty(batch, VOCABULARY).exponential_(generator=generator).clamp_min(1e-6)
 
-    def check(self, verdicts: Verdicts) -> None:
+    def check(self, output: VerifyOutput) -> None:
         """Against the reference, sequence by sequence."""
         for row in range(len(self.tokens)):
             count = int(self.counts[row])
@@ -72,21 +72,21 @@ class Cases:
                 exponential=self.exponential[row].numpy(),
             )
             committed = [*self.tokens[row, [node - 1 for node in path]].tolist(), token]
-            assert verdicts.tokens[row].tolist() == committed + [-1] * (NODES + 1 - len(committed)), row
-            assert verdicts.path[row].tolist() == path + [-1] * (NODES + 1 - len(path))
-            assert int(verdicts.num_accepted[row]) == len(path)
-            assert int(verdicts.next_tokens[row]) == token
-            assert int(verdicts.lengths[row]) == row + len(path) + 1
+            assert output.tokens[row].tolist() == committed + [-1] * (NODES + 1 - len(committed)), row
+            assert output.path[row].tolist() == path + [-1] * (NODES + 1 - len(path))
+            assert int(output.num_accepted[row]) == len(path)
+            assert int(output.next_tokens[row]) == token
+            assert int(output.lengths[row]) == row + len(path) + 1
 
     def draw_from(self, own: Stream) -> None:
         self.u = uniform(own, NODES, Purpose.ACCEPT)
         self.exponential = exponential(own, VOCABULARY, Purpose.RESIDUAL)
 
-    def verify(self, device: torch.device, own: Stream) -> Verdicts:
+    def verify(self, device: torch.device, own: Stream) -> VerifyOutput:
         def move(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(device)
 
-        verdicts = verify(
+        output = verify(
             self.target_p.to(device),
             move(self.draft_p),
             self.tokens.to(device),
@@ -95,7 +95,7 @@ class Cases:
             stream=own,
             parents=move(self.parents),
         )
-        return Verdicts(*(x.cpu() for x in verdicts))
+        return VerifyOutput(*(x.cpu() for x in output))
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
@@ -105,11 +105,11 @@ def test_ten_thousand_cases(has_draft: bool, is_tree: bool) -> None:
     cases = Cases(2500, seed=2 * has_draft + is_tree, has_draft=has_draft, is_tree=is_tree)
     noise = cases.u, cases.exponential
     parents = cases.parents
-    verdicts = verify_with(
+    output = verify_with(
         cases.target_p, cases.draft_p, cases.tokens, cases.counts, cases.lengths, parents=parents, noise=noise
     )
-    cases.check(verdicts)
-    assert len(set(verdicts.num_accepted.tolist())) >= 4
+    cases.check(output)
+    assert len(set(output.num_accepted.tolist())) >= 4
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
@@ -142,8 +142,8 @@ def test_an_impossible_token_is_rejected_even_if_u_is_zero(device: torch.device,
     draft = None if is_certain else torch.tensor([[[1.0, 0.0]]], device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    verdicts = verify(target, draft, token, counts=one, lengths=one, stream=own)
-    assert verdicts.tokens.tolist() == [[1, -1]] and verdicts.lengths.tolist() == [2]
+    output = verify(target, draft, token, counts=one, lengths=one, stream=own)
+    assert output.tokens.tolist() == [[1, -1]] and output.lengths.tolist() == [2]
     possible = torch.tensor([[[1e-30, 1.0], [0.0, 1.0]]], device=device)
     assert verify(possible, draft, token, counts=one, lengths=one, stream=own).tokens.tolist() == [[0, 1]]
 
@@ -193,7 +193,7 @@ def first_tokens(rows: int, siblings: int, *, has_draft: bool) -> tuple[Tensor, 
     else:
         tokens = q.topk(siblings).indices.expand(rows, -1)
     counts = torch.full((rows,), siblings)
-    verdicts = verify(
+    output = verify(
         target,
         q.expand(rows, siblings + 1, 8) if has_draft else None,
         tokens,
@@ -202,7 +202,7 @@ def first_tokens(rows: int, siblings: int, *, has_draft: bool) -> tuple[Tensor, 
         stream=stream(rows, first_seed=1000),
         parents=torch.zeros_like(tokens),
     )
-    return verdicts.tokens[:, 0], p
+    return output.tokens[:, 0], p
 
 
 def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
@@ -274,12 +274,12 @@ def test_matching(device: torch.device) -> None:
     own = torch.tensor([[4, 5, 6], [4, 5, 6], [4, 5, 6], [4, 5, 6]], device=device)
     drafted = torch.tensor([[4, 5], [4, 5], [4, 9], [9, 5]], device=device)
     counts = torch.tensor([2, 1, 2, 2], device=device)
-    verdicts = match_drafts(own, drafted, counts=counts, lengths=torch.full_like(counts, 10))
-    assert verdicts.num_accepted.tolist() == [2, 1, 1, 0]
-    assert verdicts.next_tokens.tolist() == [6, 5, 5, 4]
-    assert verdicts.tokens.tolist() == [[4, 5, 6], [4, 5, -1], [4, 5, -1], [4, -1, -1]]
-    assert verdicts.path.tolist() == [[1, 2, -1], [1, -1, -1], [1, -1, -1], [-1, -1, -1]]
-    assert verdicts.lengths.tolist() == [13, 12, 12, 11]
+    output = match_drafts(own, drafted, counts=counts, lengths=torch.full_like(counts, 10))
+    assert output.num_accepted.tolist() == [2, 1, 1, 0]
+    assert output.next_tokens.tolist() == [6, 5, 5, 4]
+    assert output.tokens.tolist() == [[4, 5, 6], [4, 5, -1], [4, 5, -1], [4, -1, -1]]
+    assert output.path.tolist() == [[1, 2, -1], [1, -1, -1], [1, -1, -1], [-1, -1, -1]]
+    assert output.lengths.tolist() == [13, 12, 12, 11]
 
 
 @pytest.mark.parametrize("batch", [0, 2])
@@ -289,15 +289,15 @@ def test_no_drafts_or_no_sequences(device: torch.device, batch: int) -> None:
     counts = torch.zeros(batch, dtype=torch.int32, device=device)
     tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)
     for draft in (None, target[:, :0]):
-        verdicts = verify(target, draft, tokens, counts=counts, lengths=counts, stream=stream(batch, device))
-        assert verdicts.tokens.tolist() == [[3]] * batch
+        output = verify(target, draft, tokens, counts=counts, lengths=counts, stream=stream(batch, device))
+        assert output.tokens.tolist() == [[3]] * batch
 
 
 def test_a_target_that_is_not_a_number_gives_no_token(device: torch.device) -> None:
     target = torch.full((1, 2, 6), torch.nan, device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
-    verdicts = verify(target, None, one[:, None].long(), counts=one, lengths=one, stream=stream(1, device))
-    assert verdicts.next_tokens.tolist() == [-1] and verdicts.num_accepted.tolist() == [0]
+    output = verify(target, None, one[:, None].long(), counts=one, lengths=one, stream=stream(1, device))
+    assert output.next_tokens.tolist() == [-1] and output.num_accepted.tolist() == [0]
 
 
 def test_bad_input_is_refused() -> None:

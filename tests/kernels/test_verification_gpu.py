@@ -57,10 +57,8 @@ def test_frequencies_of_a_million_rounds(siblings: int) -> None:
     counts = torch.full((rows,), siblings, device="cuda")
     target, draft = (x.expand(rows, siblings + 1, -1) for x in (p, q))
     own = stream(rows, "cuda")
-    verdicts = verify(
-        target, draft, tokens, counts=counts, lengths=counts, stream=own, parents=torch.zeros_like(tokens)
-    )
-    check_frequencies(verdicts.tokens[:, 0].bincount(minlength=20).cpu().float(), p.cpu())
+    output = verify(target, draft, tokens, counts=counts, lengths=counts, stream=own, parents=torch.zeros_like(tokens))
+    check_frequencies(output.tokens[:, 0].bincount(minlength=20).cpu().float(), p.cpu())
 
 
 def test_a_round_in_a_cuda_graph_without_the_host() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention._kv_quantization import dequantize_rows, quantize_rows_reference
-from kernels.attention.rotary_write import turn_heads
+from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention, PagedAttention, PagedBatch, Turn
 from model.config import ModelConfig
 from model.transformer import Transformer
@@ -76,6 +76,6 @@ class RoundedAttention(PackedAttention):
         self.dtype = dtype
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
-        q, k = turn_heads(q, k, rotary=turn.rotary, norms=turn.norms)
+        q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
         k, v = (dequantize_rows(*quantize_rows_reference(x, self.dtype), x.dtype) for x in (k, v))
         return super().__call__(layer, q, k, v, Turn(norms=None, rotary=None))

@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from kernels.sampling import verification
-from kernels.sampling.verification import Verdicts
+from kernels.sampling.verification import VerifyOutput
 from model.transformer import Transformer
 from serve.engine.drafts import speculate
 from serve.engine.runner import LanguageModel
@@ -277,7 +277,7 @@ def test_the_test_notices_the_classic_mistake(monkeypatch: pytest.MonkeyPatch) -
 def test_the_test_notices_a_draft_that_misreports_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     right = speculate.verify
 
-    def wrong(target_p: Tensor, draft_p: Tensor, *rest: Any, **more: Any) -> Verdicts:
+    def wrong(target_p: Tensor, draft_p: Tensor, *rest: Any, **more: Any) -> VerifyOutput:
         return right(target_p, torch.full_like(draft_p, 1 / V), *rest, **more)
 
     monkeypatch.setattr(speculate, "verify", wrong)

@@ -17,7 +17,7 @@ acceptance it lacks d_k and is fed two tokens next time. That is one case of a g
 is fed all tokens that it lacks, be it two, a prompt, or what was decoded while drafting did not pay.
 
 All of it happens on the device: draft tokens lie in the feed (batch_state.py), from where the next pass takes them, and
-the host reads nothing before a step's verdicts.
+the host reads nothing of a step before its tokens.
 
 k draft tokens, g sequences of a ruling, R rows, V vocabulary.
 """
@@ -248,8 +248,8 @@ def _rule_by_matching(
     if k == 0:
         return Ruling(numbers, row_numbers, own, counts, counts)
     drafted = sampler.places.drafts(rows.places[:: k + 1], k)
-    verdicts = match_drafts(own, drafted, counts=counts, lengths=counts)
-    return Ruling(numbers, row_numbers, verdicts.tokens, verdicts.num_accepted, counts)
+    output = match_drafts(own, drafted, counts=counts, lengths=counts)
+    return Ruling(numbers, row_numbers, output.tokens, output.num_accepted, counts)
 
 
 def _rule_by_rejection(
@@ -262,8 +262,8 @@ def _rule_by_rejection(
     counts, places = _counts(sampler, asked, k), rows.places[:: k + 1]
     stream: Stream = sampler.places.stream(places, rows.positions[:: k + 1])
     drafted = sampler.places.drafts(places, k)
-    verdicts = verify(target_p, draft_p, drafted, counts=counts, lengths=counts, stream=stream)
-    return Ruling(numbers, row_numbers, verdicts.tokens, verdicts.num_accepted, counts)
+    output = verify(target_p, draft_p, drafted, counts=counts, lengths=counts, stream=stream)
+    return Ruling(numbers, row_numbers, output.tokens, output.num_accepted, counts)
 
 
 def _rows(sampler: Sampler, asked: list[Question], k: int) -> tuple[list[int], Rows]:
