@@ -30,7 +30,7 @@ from serve.engine.scheduler import Chunk, Schedule, Scheduler
 from serve.engine.sequence import Sequence
 from serve.engine.target import Answer, Flight, Outcome, Target, Work
 from serve.engine.text import TextStream
-from serve.engine.transfer import PassTimer
+from serve.engine.transfer import PassTimer, synchronize
 from serve.outputs import EngineStats, FinishReason, RequestOutput, TokenLogprobs
 from serve.sampling_params import MAX_SEED, SamplingParams
 
@@ -62,7 +62,8 @@ class Engine:
         self.config = config
         self.tokenizer = models.tokenizer
         self.dtype, self.device = models.dtype, models.device
-        self.vocab_size: int = models.target.config.vocab_size
+        self.vocab_size = models.num_known_tokens
+        """Token ids that requests may name are below this."""
         self.num_pages = count_pages(config, models)
         self.max_model_len = choose_max_model_len(config, models.target.config, self.num_pages)
         self.eos_token_ids = tuple({*models.target.config.eos_token_ids, *models.tokenizer.eos_token_ids})
@@ -77,7 +78,7 @@ class Engine:
         self.draft_length = AdaptiveLength() if fixed is None else FixedLength(fixed)
         self.places = Places(
             config.max_num_seqs,
-            self.vocab_size,
+            models.target.config.vocab_size,
             max_drafts=most_draft_tokens(config, models),
             device=self.device,
             num_kept_tokens=self.max_model_len if config.draft == NGRAM else 0,
@@ -107,7 +108,7 @@ class Engine:
                 Runner(models.draft, self.num_pages, dtype=self.dtype, feed=self.places.feed),
                 sampler,
                 self.cache,
-                vocab_size=self.vocab_size,
+                vocab_size=models.target.config.vocab_size,
                 max_tokens=self.config.max_num_batched_tokens,
                 timer=PassTimer(self.draft_length.draft_costs, self.device),
             )
@@ -247,13 +248,15 @@ class Engine:
     def _compute(self, chunks: tuple[Chunk, ...], outputs: list[RequestOutput]) -> None:
         """Launch a step over the chunks. Where that raises, compute each alone, and end those that fail again.
 
-        Nothing is changed before a launch has succeeded, so it may be repeated.
+        Nothing is changed before a launch has succeeded, so it may be repeated. But a device that has failed fails for
+        good: then the wait for it raises, and the process must be started afresh.
         """
         try:
             self._launch(self._propose(chunks))
             return
         except Exception:
             log.exception("a step of %d sequences failed; they are computed one by one", len(chunks))
+        synchronize(self.device)
         self._land(outputs)
         self.places.forget()
         for chunk in chunks:
@@ -264,6 +267,7 @@ class Engine:
                 self._launch([Work(chunk, sequence)])
             except Exception as error:
                 outputs += self._fail([sequence, *sequence.siblings], error)
+            synchronize(self.device)
             self._land(outputs)
 
     def _propose(self, chunks: tuple[Chunk, ...]) -> list[Work]:

@@ -34,6 +34,11 @@ class Models:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
+    def num_known_tokens(self) -> int:
+        """Token ids below this have a row in every embedding; what lies beyond is padding, but not in all models."""
+        return min(model.config.vocab_size for model in (self.target, self.draft) if model is not None)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page, target and draft together."""
         configs = [self.target.config] + ([self.draft.config] if self.draft else [])

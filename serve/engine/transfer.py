@@ -40,6 +40,12 @@ class Download:
         return self._copies
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything that it was asked for. Raises RuntimeError when it has failed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class PassTimer:
     """Measures passes in the device's time and records what they cost as soon as that is known."""
 

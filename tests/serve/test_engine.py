@@ -303,6 +303,24 @@ def test_a_poisoned_request_fails_alone(model: Transformer, expected: list[list[
     assert [joined[(str(number), 0)].new_token_ids for number in range(len(PROMPTS))] == expected
 
 
+def test_a_failed_device_ends_the_process_and_not_one_request_after_the_other(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA error stays: what comes after raises too. Leaving `step` it ends the process; a fresh one starts."""
+
+    def raise_sticky(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    engine = make_engine(CountingModel(model, poison=511))
+    engine.device = torch.device("cuda")  # a stand-in: on it nothing runs, and whoever waits for it hears of the error
+    monkeypatch.setattr(torch.cuda, "synchronize", raise_sticky)
+    engine.add_request("fine", [5, 6], greedy(4))
+    engine.step()
+    engine.add_request("kills the device", [5, 511, 6], greedy(4))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        engine.step()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_scores_that_are_not_numbers_fail_one_request(temperature: float) -> None:
     table = torch.full((8, 8), 1 / 8)

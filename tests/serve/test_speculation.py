@@ -309,3 +309,28 @@ def test_one_request_that_cannot_be_verified_fails_alone(
 def test_a_failing_draft_costs_speed_only(model: Transformer, expected: list[list[int]]) -> None:
     engine = make_engine(model, CountingModel(noisy_twin(model), poison=expected[0][3]), num_speculative_tokens=2)
     assert generate(engine, PROMPTS, greedy(NUM_TOKENS)) == expected
+
+
+class HighestToken(CountingModel):
+    """A model that notes the highest id it was asked about, and which answers all the same."""
+
+    highest = -1
+
+    def __call__(self, tokens: Tensor, *rest: Any, **more: Any) -> Tensor:
+        self.highest = max(self.highest, int(tokens.max()))
+        return super().__call__(tokens.clamp(max=self.config.vocab_size - 1), *rest, **more)
+
+
+def test_ids_beyond_the_drafts_embedding_never_reach_it() -> None:
+    """Of equal vocabularies one may be padded further: what requests name is bounded, what the target says is not."""
+    table = torch.full((8, 8), 0.01)
+    for token in range(8):
+        table[token, (token + 1) % 8] = 1.0  # so it says 6 and 7, of which the draft has no row
+    draft = HighestToken(TableModel(table[:6, :6]))
+    engine = make_engine(TableModel(table), draft, num_speculative_tokens=2)
+    for prompt, params in (([6], greedy(1)), ([5], greedy(1, logit_bias={6: 1.0}))):
+        with pytest.raises(ValueError, match="5"):
+            engine.add_request("refused", prompt, params)
+    prompts = [[number] * 3 for number in range(6)]
+    assert generate(engine, prompts, greedy(20)) == generate(make_engine(TableModel(table)), prompts, greedy(20))
+    assert draft.highest == 5 and draft.num_passes > 20 and engine.stats().num_accepted_tokens > 0

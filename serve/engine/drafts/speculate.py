@@ -114,6 +114,7 @@ class ModelDraft:
         self.cache = cache
         self.vocab_size = vocab_size
         self.max_tokens = max_tokens
+        self.last_token = runner.model.config.vocab_size - 1
         self.timer = timer
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, Proposal]:
@@ -149,7 +150,8 @@ class ModelDraft:
             start = self.cache.skip_drafted(
                 sequence.table, sequence.num_draft_computed, sequence.num_tokens - 1, filled
             )
-            tokens = sequence.tokens[start : start + room]
+            # What the target says of its embedding's padding is no token of the draft: any other serves as well.
+            tokens = [min(token, self.last_token) for token in sequence.tokens[start : start + room]]
             stop = start + len(tokens)
             if not tokens:
                 continue
