@@ -37,7 +37,7 @@ import torch
 from bench import kernel_goals
 from bench.common import RESULTS, ROOT, machine
 from bench.kernel_plot import draw
-from pipeline.result import write_atomically
+from pipeline.results import write_atomically
 
 PART_S = 200.0
 NO_GPU = (

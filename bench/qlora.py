@@ -39,8 +39,8 @@ from model.config import ModelConfig
 from model.files.checkpoint import load_config, load_model, tensor_shapes, write_checkpoint
 from model.quantized import nf4_layers
 from model.text.tokenizer import Tokenizer
-from pipeline.schema import Adapter, Qlora
-from pipeline.stages.training import lora_config, training_config
+from pipeline.stages.qlora.config import Adapter, Qlora
+from pipeline.stages.shared.training import lora_config, training_config
 from tests import memory
 from tests.tiny import tiny_config
 from train.data import DataConfig, TokenizedDocuments, prepare

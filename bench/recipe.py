@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from bench.common import ROOT, write_result
-from pipeline.compute_report import compute_chart
-from pipeline.report import logged_curves
-from pipeline.result import Result, write_atomically
+from pipeline.report.page import logged_curves
+from pipeline.report.table import collect_rows
+from pipeline.results import Result, write_atomically
 from pipeline.run_folder import RunFolder
-from pipeline.table import collect_rows
+from pipeline.stages.pretrain.report import compute_chart
 
 
 def summarize(results: list[Result]) -> dict[str, Any]:

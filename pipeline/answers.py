@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.result import Answer, Piece
+from pipeline.results import Answer, Piece
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -177,7 +177,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from pipeline.report import write_report
+    from pipeline.report.page import write_report
     from pipeline.run_folder import RunFolder
 
     print(write_report(RunFolder(options.run)))
@@ -197,7 +197,7 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from pipeline.plan import budgets_of, note, plan_lines, plan_recipe
-    from pipeline.table import plain_table
+    from pipeline.report.table import plain_table
 
     budgets = budgets_of(options.gpu_memory)
     plans = plan_recipe(recipe, options.cache or default_cache())
@@ -248,12 +248,12 @@ def _print_results(results: Sequence[object], report: Path) -> None:
     from rich.console import Console
 
     from pipeline.answers import print_conversation
-    from pipeline.compute_report import compute_lines
-    from pipeline.gqa_report import comparison_lines
-    from pipeline.mod_report import routing_lines, ways_to_route
-    from pipeline.qlora_report import merge_lines
-    from pipeline.result import Result
-    from pipeline.table import collect_rows, plain_table, rich_table
+    from pipeline.report.table import collect_rows, plain_table, rich_table
+    from pipeline.results import Result
+    from pipeline.stages.gqa.report import comparison_lines
+    from pipeline.stages.mod.report import routing_lines, ways_to_route
+    from pipeline.stages.pretrain.report import compute_lines
+    from pipeline.stages.qlora.report import merge_lines
 
     found = [result for result in results if isinstance(result, Result)]
     console = Console(width=None if sys.stdout.isatty() else 160)

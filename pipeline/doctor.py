@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pipeline.environment import memory_bytes, processor_name
-from pipeline.table import size
+from pipeline.report.table import size
 
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline")
 OPTIONAL = {

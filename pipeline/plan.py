@@ -14,11 +14,17 @@ import torch
 from model.config import ModelConfig
 from model.lora import LoraConfig
 from pipeline.errors import UserError
-from pipeline.schema import Distill, Gqa, Mod, Pretrain, Qlora, Recipe, Training
-from pipeline.stages.mod import named_layers
-from pipeline.stages.pretrain import model_config
-from pipeline.stages.teacher import read_config
-from pipeline.stages.training import lora_config, training_config
+from pipeline.schema import Recipe
+from pipeline.stages.distill.config import Distill
+from pipeline.stages.gqa.config import Gqa
+from pipeline.stages.import_model.run import read_config
+from pipeline.stages.mod.config import Mod
+from pipeline.stages.mod.run import named_layers
+from pipeline.stages.pretrain.config import Pretrain
+from pipeline.stages.pretrain.run import model_config
+from pipeline.stages.qlora.config import Qlora
+from pipeline.stages.shared.config import Training
+from pipeline.stages.shared.training import lora_config, training_config
 from train.memory import Memory, Setup, largest_micro_batch
 
 GIB = 2**30

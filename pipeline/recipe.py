@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -18,7 +18,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from pipeline.errors import UserError
-from pipeline.schema import STAGES, DataSource, ModelSource, Recipe, Serve, Tracking, Training
+from pipeline.schema import DataSource, Recipe, Serve, Tracking
+from pipeline.settings import spelling, to_plain
+from pipeline.stages.conversation.config import Conversation
+from pipeline.stages.distill.config import Distill
+from pipeline.stages.evaluate.config import Evaluate
+from pipeline.stages.gqa.config import Gqa
+from pipeline.stages.import_model.config import ModelSource
+from pipeline.stages.mod.config import Mod
+from pipeline.stages.pretrain.config import Pretrain
+from pipeline.stages.qlora.config import Qlora
+from pipeline.stages.shared.config import Training
 
 T = TypeVar("T")
 
@@ -27,6 +37,16 @@ MAX_DEPTH = 12
 MAX_NODES = 10_000
 """YAML aliases can write a billion nodes in a few lines; no honest recipe comes near this many."""
 
+STAGES: dict[str, type] = {
+    "pretrain": Pretrain,
+    "gqa": Gqa,
+    "mod": Mod,
+    "distill": Distill,
+    "qlora": Qlora,
+    "evaluate": Evaluate,
+    "conversation": Conversation,
+}
+"""Key of an entry in `stages:` → what it may hold."""
 SECTIONS = ("name", "models", "data", "stages", "serve", "tracking")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKMGBT]?)")
@@ -221,7 +241,7 @@ def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
     """Refuses unknown keys, spells keys as Python does, reads counts."""
     if not isinstance(raw, dict):
         raise RecipeError(f"{path} must be a map, not {raw!r}.")
-    known = {_spelling(setting): setting for setting in fields(schema)}
+    known = {spelling(setting): setting for setting in fields(schema)}
     _check_keys(raw, known, path)
     hints = get_type_hints(schema)
     plain = {}
@@ -252,7 +272,7 @@ def _check_list(value: Any, kind: type, path: str) -> None:
 def _check_values(built: Any, path: str) -> None:
     """Bounds and choices, after the types are right."""
     for setting in fields(built):
-        value, here = getattr(built, setting.name), _join(path, _spelling(setting))
+        value, here = getattr(built, setting.name), _join(path, spelling(setting))
         choices, bounds = setting.metadata.get("choices"), setting.metadata.get("range")
         if is_dataclass(value):
             _check_values(value, here)
@@ -324,7 +344,7 @@ def _check_gates(recipe: Recipe) -> None:
 
 def _check_names(config: Any, path: str, *, models: list[str], data: list[str], later: list[str]) -> None:
     for setting in fields(config):
-        value, here = getattr(config, setting.name), _join(path, _spelling(setting))
+        value, here = getattr(config, setting.name), _join(path, spelling(setting))
         if is_dataclass(value):
             _check_names(value, here, models=models, data=data, later=later)
             continue
@@ -364,10 +384,6 @@ def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _spelling(setting: Field[Any]) -> str:
-    return setting.metadata.get("key", setting.name)
-
-
 def _in_yaml(path: str, full_key: str | None) -> str:
     """OmegaConf's path of a value, in the recipe's spelling."""
     parts = [path, *(full_key or "").split(".")]
@@ -375,19 +391,6 @@ def _in_yaml(path: str, full_key: str | None) -> str:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def to_plain(config: Any) -> dict[str, Any]:
-    """A dataclass of the schema as plain data in the recipe's spelling, defaults included."""
-    return {
-        _spelling(setting): to_plain(value)
-        if is_dataclass(value)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-        for setting in fields(config)
-        for value in [getattr(config, setting.name)]
-    }
 
 
 def recipe_to_plain(recipe: Recipe) -> dict[str, Any]:

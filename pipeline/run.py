@@ -18,12 +18,13 @@ from typing import Any
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import GateRefused, RunInterrupted
 from pipeline.processes import Processes
-from pipeline.recipe import to_plain
-from pipeline.result import FORMAT_VERSION, Result, read_result, write_atomically, write_result
+from pipeline.results import FORMAT_VERSION, Result, read_result, write_atomically, write_result
 from pipeline.run_folder import RunFolder
-from pipeline.schema import ModelSource, Recipe, Stage
-from pipeline.stages import runner
-from pipeline.stages.context import Input, StageContext, prepare_data, stage_tokenizer
+from pipeline.schema import Recipe, Stage
+from pipeline.settings import to_plain
+from pipeline.stages.base import runner
+from pipeline.stages.import_model.config import ModelSource
+from pipeline.stages.shared.context import Input, StageContext, prepare_data, stage_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def model_names(stage: Stage) -> list[str]:
 
 def run_recipe(recipe: Recipe, folder: RunFolder, *, cache: Path, processes: Processes) -> list[Result]:
     """`Run.execute`, and a report of whatever is there at the end, also of a run that stopped half-way."""
-    from pipeline.report import write_report
+    from pipeline.report.page import write_report
 
     try:
         results = Run(recipe, folder, cache=cache, processes=processes).execute()

@@ -23,7 +23,7 @@ from pathlib import Path
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import RunLockedError, UserError
 from pipeline.recipe import load_recipe, recipe_to_yaml
-from pipeline.result import Result, read_result, write_atomically
+from pipeline.results import Result, read_result, write_atomically
 from pipeline.schema import Recipe, Stage
 
 RECIPE_NAME = "recipe.yaml"

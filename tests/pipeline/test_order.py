@@ -9,7 +9,7 @@ import torch
 from model.files.checkpoint import is_quantized, load_config, load_model
 from model.lora import adapted_layers
 from model.routed import routed_layers
-from pipeline.result import Result
+from pipeline.results import Result
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from tests.pipeline.tiny_run import run_stages

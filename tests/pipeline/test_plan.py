@@ -11,7 +11,8 @@ from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.plan import GIB, budgets_of, plan_recipe
 from pipeline.recipe import load_recipe
-from pipeline.schema import Mod, Qlora
+from pipeline.stages.mod.config import Mod
+from pipeline.stages.qlora.config import Qlora
 from tests.pipeline.tiny_run import write_teacher
 
 

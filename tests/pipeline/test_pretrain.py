@@ -15,14 +15,14 @@ from model.config import MixtureOfDepths
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_config, load_model
 from model.text.tokenizer import Tokenizer
-from pipeline.compute_report import compute_chart, compute_lines
 from pipeline.errors import UserError
 from pipeline.recipe import RecipeError, load_recipe
-from pipeline.report import logged_curves
-from pipeline.result import Result
+from pipeline.report.page import logged_curves
+from pipeline.results import Result
 from pipeline.run_folder import RunFolder
-from pipeline.schema import Architecture
-from pipeline.stages.pretrain import model_config
+from pipeline.stages.pretrain.config import Architecture
+from pipeline.stages.pretrain.report import compute_chart, compute_lines
+from pipeline.stages.pretrain.run import model_config
 from tests.compare import check_close
 from tests.pipeline.tiny_run import RECIPE, run_stages
 from tests.tiny import full_logits, tiny_config

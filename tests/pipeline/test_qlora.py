@@ -13,13 +13,13 @@ from model.files.checkpoint import is_quantized, load_model
 from model.lora import adapted_layers, detach_lora
 from model.transformer import Transformer
 from pipeline.errors import GateRefused, UserError
-from pipeline.qlora_report import merge_lines
-from pipeline.report import render
-from pipeline.result import Result
+from pipeline.report.page import render
+from pipeline.results import Result
 from pipeline.run_folder import RunFolder, Served, resolve_served
-from pipeline.schema import Qlora
-from pipeline.stages.context import StageContext
-from pipeline.stages.training import train
+from pipeline.stages.qlora.config import Qlora
+from pipeline.stages.qlora.report import merge_lines
+from pipeline.stages.shared.context import StageContext
+from pipeline.stages.shared.training import train
 from tests.compare import check_close, relative_rms
 from tests.pipeline.tiny_run import run_stages
 from tests.serve.http_server import running_server
@@ -110,7 +110,7 @@ def test_the_server_says_over_http_what_the_trainer_knows(tmp_path: Path, monkey
         models.append(model)
         return train(context, data, model, *rest, **named)
 
-    monkeypatch.setattr("pipeline.stages.qlora.train", keeping)
+    monkeypatch.setattr("pipeline.stages.qlora.run.train", keeping)
     run(tmp_path)
     (trained,), folder = models, tmp_path / "run" / "01-qlora" / "model"
     tokens, written = list(range(3, 75)), 8

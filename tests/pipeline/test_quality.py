@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.quality import HeldOut
+from pipeline.measure.quality import HeldOut
 from tests.tiny import tiny_model
 from train.evaluate import compare, evaluate_quality
 from train.packing import Batch

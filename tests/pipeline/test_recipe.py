@@ -8,8 +8,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import schema
 from pipeline.recipe import RecipeError, load_recipe, parse_recipe, read_count, recipe_to_plain, recipe_to_yaml
+from pipeline.schema import DataSource
+from pipeline.stages.shared.config import Loss, Training
 from train.config import TrainingConfig
 from train.data import DataConfig
 from train.objectives import DistillationConfig
@@ -255,7 +256,7 @@ def test_generated_recipes_never_fail_in_another_way(raw: dict[str, object]) -> 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(schema.DataSource, DataConfig), (schema.Training, TrainingConfig), (schema.Loss, DistillationConfig)],
+    [(DataSource, DataConfig), (Training, TrainingConfig), (Loss, DistillationConfig)],
 )
 def test_the_schema_says_what_the_loop_takes(ours: type, theirs: type) -> None:
     """The recipe has every setting of train/, with the same default, but how many checkpoints are kept and LoRA+'s.

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeline.answers import pieces_of
-from pipeline.charts import MAX_POINTS, Bar, Series, bar_chart, line_chart, short, ticks
 from pipeline.recipe import parse_recipe
-from pipeline.report import read_metrics, render
-from pipeline.result import Answer, Cost, Estimate, ModelReport, Piece, Quality, Result, SpeedPoint
-from pipeline.table import collect_rows, columns, count, duration, rich_table, size
+from pipeline.report.charts import MAX_POINTS, Bar, Series, bar_chart, line_chart, short, ticks
+from pipeline.report.page import read_metrics, render
+from pipeline.report.table import collect_rows, columns, count, duration, rich_table, size
+from pipeline.results import Answer, Cost, Estimate, ModelReport, Piece, Quality, Result, SpeedPoint
 from tests.pipeline.tiny_run import TinyRun
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}

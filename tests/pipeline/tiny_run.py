@@ -18,7 +18,7 @@ from model.files.checkpoint import save_model
 from model.transformer import Transformer
 from pipeline.processes import Processes
 from pipeline.recipe import load_recipe
-from pipeline.result import Result
+from pipeline.results import Result
 from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
 

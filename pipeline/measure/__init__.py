@@ -1,0 +1,1 @@
+"""What stages measure of models: quality, speed, gates, parity of trainer and server."""

@@ -1,0 +1,60 @@
+"""Gates: what a stage must prove before its result is published.
+
+A bound holds when the whole 95 % confidence interval of the measurement keeps it, so noise cannot publish a bad model.
+"""
+
+import math
+from collections.abc import Sequence
+
+from pipeline.results import Check, Estimate, Quality
+from pipeline.stages.shared.config import Gate
+
+Z_95 = 1.96
+
+
+def estimate(means: Sequence[float], weights: Sequence[float]) -> Estimate:
+    """Weighted mean of per-batch means and its 95 % margin; batches are the independent draws, tokens are not."""
+    total = math.fsum(weights)
+    mean = math.fsum(mean * weight for mean, weight in zip(means, weights, strict=True)) / total
+    count = len(means)
+    if count < 2:
+        return Estimate(mean, None)
+    spread = math.fsum((weight * (value - mean)) ** 2 for value, weight in zip(means, weights, strict=True))
+    return Estimate(mean, Z_95 * math.sqrt(spread * count / (count - 1)) / total)
+
+
+def check_gate(gate: Gate, quality: Quality, before: Quality | None = None) -> tuple[Check, ...]:
+    """Compares every bound that the recipe sets. A value that was not measured, or is not finite, fails its bound."""
+    kl_ratio = None
+    if quality.kl and before and before.kl and before.kl.value > 0:
+        margin = None if quality.kl.margin is None else quality.kl.margin / before.kl.value
+        kl_ratio = Estimate(quality.kl.value / before.kl.value, margin)
+    upper = {
+        "max_kl": quality.kl,
+        "max_kl_ratio": kl_ratio,
+        "max_bits_per_byte": quality.bits_per_byte,
+    }
+    lower = {"min_acceptance": quality.acceptance, "min_agreement": quality.agreement}
+    bounds = [(name, measured, True) for name, measured in upper.items()]
+    bounds += [(name, measured, False) for name, measured in lower.items()]
+    return tuple(
+        check_bound(name, measured, getattr(gate, name), is_upper=is_upper)
+        for name, measured, is_upper in bounds
+        if getattr(gate, name) is not None
+    )
+
+
+def check_bound(name: str, measured: Estimate | None, bound: float, *, is_upper: bool = True) -> Check:
+    """Compares the worst end of the measurement's confidence interval with the bound."""
+    if measured is None:
+        raise ValueError(f"The gate sets {name}, but there is nothing to measure it against in this stage.")
+    worst = measured.high if is_upper else measured.low
+    passed = worst <= bound if is_upper else worst >= bound  # false for NaN
+    return Check(name=name, value=measured.value, worst=worst, bound=bound, passed=passed)
+
+
+def describe(check: Check) -> str:
+    """One line: what was asked, what was measured."""
+    sign = "≤" if check.name.startswith("max_") else "≥"
+    verdict = "holds" if check.passed else "FAILS"
+    return f"{check.name} {verdict}: {check.value:.4g} (worst case {check.worst:.4g}), wanted {sign} {check.bound:g}"

@@ -1,0 +1,215 @@
+"""Tokens a second of the serving engine, alone or with a draft: what `potstill serve` gives, minus HTTP."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.results import SpeedPoint
+from pipeline.stages.shared.config import Decoding, Speed
+
+if TYPE_CHECKING:
+    from serve.engine.engine import Engine
+    from serve.llm import LLM
+    from serve.sampling_params import SamplingParams
+    from train.packing import Batch
+
+PREFILL_TOKENS = 2_048
+"""Of one step, when several long prompts are to be read before decoding is timed."""
+
+WARM_UP_TOKENS = 64
+"""Enough steps for the adaptive draft length to have measured acceptance and step costs."""
+
+TURNS = 3
+"""Timings of each engine at each batch size."""
+
+
+def measure_speed(
+    engines: "Sequence[LLM]", prompts: Sequence[list[int]], config: Speed
+) -> list[tuple[SpeedPoint, ...]]:
+    """Greedy generation of each engine at each batch size, prompts included, after a warm-up with the same prompts.
+
+    Medians of turns that alternate between the engines, so that what slows the machine for a while slows all of them.
+    """
+    from serve.sampling_params import SamplingParams
+
+    timed = SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
+    points: list[list[SpeedPoint]] = [[] for _ in engines]
+    for batch_size in sorted(config.batch_sizes):
+        asked = list(prompts[:batch_size])
+        for engine in engines:
+            engine.generate(asked, SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
+        turns = [[_timed(engine, asked, timed) for engine in engines] for _ in range(TURNS)]
+        for found, own in zip(points, zip(*turns, strict=True), strict=True):
+            speed = statistics.median(turn.tokens_per_s for turn in own)
+            drafted = sum(turn.num_drafted for turn in own)
+            accepted = sum(turn.num_accepted for turn in own)
+            found.append(SpeedPoint(batch_size, speed, accepted / drafted if drafted else None))
+    return [tuple(found) for found in points]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    tokens_per_s: float
+    num_drafted: int
+    num_accepted: int
+
+
+def _timed(engine: "LLM", prompts: list[list[int]], params: "SamplingParams") -> _Turn:
+    started = time.perf_counter()
+    answers = [answer.choices[0] for answer in engine.generate(prompts, params)]
+    seconds = time.perf_counter() - started
+    return _Turn(
+        tokens_per_s=sum(len(answer.token_ids) for answer in answers) / seconds,
+        num_drafted=sum(answer.num_drafted for answer in answers),
+        num_accepted=sum(answer.num_accepted for answer in answers),
+    )
+
+
+def engines_for_speed(model: str, verifier: str | None, config: Speed) -> "list[LLM]":
+    """Engines of the verifier, of the model, and of the model verified; without a verifier only that of the model.
+
+    The weights are read once and used by all; each engine has KV pages of its own.
+    """
+    from serve.config import EngineConfig
+    from serve.engine.loading import check_same_vocabulary, load_models
+    from serve.llm import LLM
+
+    length = config.prompt_tokens + config.new_tokens + 16
+    options: dict[str, Any] = {
+        "max_model_len": length,
+        "num_pages": max(config.batch_sizes) * (length // 16 + 2) + 8,
+        "enable_prefix_caching": False,
+    }
+    alone = load_models(EngineConfig(model=model))
+    if verifier is None:
+        return [LLM(model, models=alone, **options)]
+    check_same_vocabulary(verifier, model)
+    target = load_models(EngineConfig(model=verifier))
+    pair = replace(target, draft=alone.target)
+    return [
+        LLM(verifier, models=target, **options),
+        LLM(model, models=alone, **options),
+        LLM(verifier, draft=model, models=pair, **options),
+    ]
+
+
+def measure_prefill(folders: Mapping[str, Path], prompt: Sequence[int], repeats: int = 5) -> dict[str, float]:
+    """Prompt tokens a second of each model, in one pass each: medians of turns that alternate between them."""
+    from serve.llm import LLM
+    from serve.sampling_params import SamplingParams
+
+    size, once = len(prompt), SamplingParams(temperature=0.0, max_tokens=1)
+    engines = [
+        LLM(
+            str(folder),
+            max_model_len=size + 16,
+            max_num_seqs=1,
+            max_num_batched_tokens=size,
+            num_pages=size // 16 + 4,
+            enable_prefix_caching=False,
+        )
+        for folder in folders.values()
+    ]
+    seconds: list[list[float]] = [[] for _ in engines]
+    for turn in range(repeats + 1):
+        for engine, taken in zip(engines, seconds, strict=True):
+            started = time.perf_counter()
+            engine.generate([list(prompt)], once)
+            if turn:  # the first warms up
+                taken.append(time.perf_counter() - started)
+    return {name: size / statistics.median(taken) for name, taken in zip(folders, seconds, strict=True)}
+
+
+def measure_decoding(
+    folders: Mapping[str, Path], prompts: Sequence[list[int]], config: Decoding
+) -> dict[str, dict[str, float]]:
+    """Tokens a second by model and batch size: greedy decoding after long prompts, by the median of steps.
+
+    On the CPU the models take steps in turn. A GPU may have room for one such cache and not for two, and is steadier:
+    there one model comes after the other. Prompts shorter than the context are repeated up to it: what counts is how
+    much lies in the cache.
+    """
+    if not config.batch_sizes:
+        return {name: {} for name in folders}
+    asked = [repeated(prompt, config.context_tokens) for prompt in prompts]
+    if not torch.cuda.is_available():
+        return _decode_in_turns(folders, asked, config)
+    return {name: _decode_in_turns({name: folder}, asked, config)[name] for name, folder in folders.items()}
+
+
+def _decode_in_turns(
+    folders: Mapping[str, Path], prompts: Sequence[list[int]], config: Decoding
+) -> dict[str, dict[str, float]]:
+    from serve.llm import LLM
+
+    most = max(config.batch_sizes)
+    budget = max(PREFILL_TOKENS, 2 * most)
+    # The first to decode goes on while the others' prompts take what is left of the budget, half of it or more.
+    longest = config.context_tokens + config.new_tokens + most * config.context_tokens // (budget // 2) + 2
+    engines = [
+        LLM(
+            str(folder),
+            max_model_len=longest,
+            max_num_seqs=most,
+            max_num_batched_tokens=budget,
+            num_pages=most * (longest // 16 + 2) + 8,
+            enable_prefix_caching=False,
+        ).engine
+        for folder in folders.values()
+    ]
+    speeds: dict[str, dict[str, float]] = {name: {} for name in folders}
+    for size in sorted(config.batch_sizes):
+        steps = _decoding_steps_s(engines, prompts[:size], longest - config.context_tokens, config.new_tokens - 1)
+        for name, own in zip(folders, zip(*steps, strict=True), strict=True):
+            speeds[name][str(size)] = size / statistics.median(own)
+    return speeds
+
+
+def _decoding_steps_s(
+    engines: "Sequence[Engine]", prompts: Sequence[list[int]], most_tokens: int, num_steps: int
+) -> list[list[float]]:
+    """Seconds of `num_steps` steps, of each engine, in which each of `prompts`, read before, gets one more token."""
+    from serve.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=most_tokens, ignore_eos=True)
+    names = {str(number): prompt for number, prompt in enumerate(prompts)}
+    for engine in engines:
+        for name, prompt in names.items():
+            engine.add_request(name, prompt, params)
+        silent = set(names)
+        while silent:
+            silent -= {output.request_id for output in engine.step() if output.new_token_ids}
+    seconds = [[_step_s(engine) for engine in engines] for _ in range(num_steps)]
+    for engine in engines:
+        for name in names:
+            engine.abort(name)
+    return seconds
+
+
+def _step_s(engine: "Engine") -> float:
+    started = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - started
+
+
+def repeated(prompt: Sequence[int], size: int) -> list[int]:
+    """The prompt again and again, `size` tokens of it."""
+    return (list(prompt) * -(-size // len(prompt)))[:size]
+
+
+def prompts_from(batches: "Sequence[Batch]", *, count: int, prompt_tokens: int) -> list[list[int]]:
+    """`count` prompts of `prompt_tokens` each, from the beginnings of held-out sequences; short ones are left out.
+
+    With too few sequences the same ones are asked again.
+    """
+    found: list[list[int]] = []
+    for batch in batches:
+        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            if end - start >= prompt_tokens or not found:
+                found.append(batch.tokens[start : min(end, start + prompt_tokens)].tolist())
+    return [found[index % len(found)] for index in range(count)]

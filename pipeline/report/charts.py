@@ -1,0 +1,211 @@
+"""Charts as inline SVG: no script, no network, readable in light and dark through the page's CSS variables.
+
+Numbers appear on hover as the browser's own titles. Coordinates are in CSS pixels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from pipeline.report.style import CSS
+
+WIDTH, HEIGHT = 560, 280
+BAR_WIDTH, BAR_ROW = 340, 46
+LEFT, RIGHT, TOP, BOTTOM = 70, 16, 18, 44
+MAX_POINTS = 240
+"""Points of one line; more are averaged in buckets, which a screen could not tell apart anyway."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: its name in the legend and its (x, y) points in order of x. `marked` draws every point."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: what it stands for, its height, and what is written on it. `color` numbers the page's palette."""
+
+    name: str
+    value: float
+    text: str
+    color: int = 1
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    alone: bool = False,
+) -> str:
+    """Lines over a common axis with ticks, grid, legend and hover titles. Points that are not finite are left out.
+
+    `alone`: as an SVG document of its own instead of a part of the page.
+    """
+    lines = [Series(line.name, _thin(_finite(line.points)), line.marked) for line in series]
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(0.0 if from_zero else min(ys), max(ys))
+    frame = _Frame((min(xs), max(max(xs), min(xs) + 1e-9)), (y_ticks[0], y_ticks[-1]))
+    parts = [_axes(frame, x_ticks, y_ticks, x_label, y_label)]
+    parts += [_line(frame, line, color, x_label) for color, line in enumerate(lines, start=1)]
+    return (document if alone else figure)(title, parts, [line.name for line in lines] if len(lines) > 1 else [])
+
+
+def bar_chart(title: str, bars: Sequence[Bar]) -> str:
+    """Horizontal bars from zero, each under its name and its value."""
+    bars = [bar for bar in bars if math.isfinite(bar.value)]
+    if not bars:
+        return ""
+    longest = max(bar.value for bar in bars) or 1.0
+    parts = []
+    for index, bar in enumerate(bars):
+        y = 14 + index * BAR_ROW
+        parts.append(
+            f"<g><title>{escape(bar.name)}: {escape(bar.text)}</title>"
+            f'<text class="name" x="0" y="{y}">{escape(bar.name)}</text>'
+            f'<text class="value" x="{BAR_WIDTH}" y="{y}" text-anchor="end">{escape(bar.text)}</text>'
+            f'<rect class="rail" x="0" y="{y + 7}" width="{BAR_WIDTH}" height="12" rx="3"/>'
+            f'<rect class="bar c{bar.color}" x="0" y="{y + 7}" width="{max(BAR_WIDTH * bar.value / longest, 2.0):.1f}" '
+            f'height="12" rx="3"/></g>'
+        )
+    return figure(title, parts, box=(BAR_WIDTH, len(bars) * BAR_ROW - 12))
+
+
+def grid_chart(title: str, rows: Sequence[Sequence[int]], *, row_name: str, column_name: str) -> str:
+    """A square for each number of a table, coloured by it: equal numbers in a row belong together."""
+    if not rows:
+        return ""
+    columns = max(len(row) for row in rows)
+    cell = min(22.0, (BAR_WIDTH - LEFT - RIGHT) / columns)
+    height = len(rows) * 9 + TOP + BOTTOM
+    parts = []
+    for y, row in enumerate(rows):
+        for x, number in enumerate(row):
+            place = f'x="{LEFT + x * cell:.1f}" y="{TOP + y * 9}" width="{cell - 2:.1f}" height="7" rx="1.5"'
+            shade = f'style="fill: hsl({number * 137.5 % 360:.0f} 55% 55%)"'
+            title_of = f"<title>{escape(row_name)} {y}, {escape(column_name)} {x}: group {number}</title>"
+            parts.append(f"<g>{title_of}<rect {place} {shade}/></g>")
+    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{TOP + 8}" text-anchor="end">{escape(row_name)} 0</text>')
+    last = TOP + len(rows) * 9 - 2
+    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{last}" text-anchor="end">{len(rows) - 1}</text>')
+    parts.append(f'<text class="label" x="{LEFT}" y="{last + 24}">{escape(column_name)} 0 … {columns - 1}</text>')
+    return figure(title, parts, box=(BAR_WIDTH, height))
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers that enclose [low, high]."""
+    if not high > low:
+        low, high = low - (abs(low) * 0.1 or 0.5), low + (abs(low) * 0.1 or 0.5)
+    raw = (high - low) / count
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= raw * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """A number for an axis: 150k, 0.25, 1e-05."""
+    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= factor:
+            return f"{value / factor:g}{unit}"
+    return f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Maps data to pixels."""
+
+    xs: tuple[float, float]
+    ys: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (HEIGHT - TOP - BOTTOM)
+
+
+def _axes(frame: _Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> str:
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    parts = []
+    for value in y_ticks:
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+    for value in x_ticks:
+        if frame.xs[0] <= value <= frame.xs[1]:
+            x = frame.x(value)
+            parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{short(value)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    middle_x, middle_y = (LEFT + right) / 2, (TOP + bottom) / 2
+    parts.append(f'<text class="label" x="{middle_x}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(
+        f'<text class="label" x="14" y="{middle_y}" text-anchor="middle" '
+        f'transform="rotate(-90 14 {middle_y})">{escape(y_label)}</text>'
+    )
+    return "".join(parts)
+
+
+def _line(frame: _Frame, line: Series, color: int, x_label: str) -> str:
+    path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in line.points)
+    radius = 3.5 if line.marked or len(line.points) == 1 else 0
+    dots = []
+    for x, y in line.points:
+        place = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
+        title = f"<title>{escape(line.name)}: {y:.5g} at {x:,.6g} {escape(x_label)}</title>"
+        shown = f'<circle class="dot c{color}" {place} r="{radius}"/>' if radius else ""
+        dots.append(f'<g class="point">{title}<circle class="hit" {place} r="8"/>{shown}'
+                    f'<circle class="hover c{color}" {place} r="4"/></g>')  # fmt: skip
+    return f'<polyline class="line c{color}" points="{path}"/>{"".join(dots)}'
+
+
+def figure(title: str, parts: Sequence[str], legend: Sequence[str] = (), box: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
+    """SVG elements under a title, in a box of that width and height."""
+    keys = "".join(f'<span class="key"><i class="c{n}"></i>{escape(name)}</span>' for n, name in enumerate(legend, 1))
+    return (
+        f'<figure><figcaption>{escape(title)}<span class="legend">{keys}</span></figcaption>'
+        f'<svg viewBox="0 0 {box[0]} {box[1]}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def document(title: str, parts: Sequence[str], legend: Sequence[str] = ()) -> str:
+    """The same as an SVG document, which brings the page's style along."""
+    head = 30 + 18 * len(legend)
+    keys = "".join(
+        f'<line class="line c{n}" x1="{LEFT}" x2="{LEFT + 16}" y1="{18 * n - head + 10}" y2="{18 * n - head + 10}"/>'
+        f'<text x="{LEFT + 24}" y="{18 * n - head + 14}">{escape(name)}</text>'
+        for n, name in enumerate(legend, 1)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-head} {WIDTH} {HEIGHT + head}"><style>{CSS}</style>'
+        f'<rect x="0" y="{-head}" width="{WIDTH}" height="{HEIGHT + head}" style="fill: var(--card)"/>'
+        f'<text class="value" x="{LEFT}" y="{16 - head}">{escape(title)}</text>{keys}{"".join(parts)}</svg>\n'
+    )
+
+
+def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+
+
+def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most MAX_POINTS points; the first and the last stay, the others are means of neighbours."""
+    if len(points) <= MAX_POINTS:
+        return points
+    inner, buckets = points[1:-1], MAX_POINTS - 2
+    edges = [round(index * len(inner) / buckets) for index in range(buckets + 1)]
+    groups = [inner[start:end] for start, end in pairwise(edges)]
+    means = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+    return [points[0], *means, points[-1]]

@@ -1,0 +1,1 @@
+"""A student trained towards its teacher."""

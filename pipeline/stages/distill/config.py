@@ -1,0 +1,29 @@
+"""Settings of the stage `distill`."""
+
+from dataclasses import dataclass, field
+
+from pipeline.settings import COUNTS, setting
+from pipeline.stages.shared.config import Recovery
+
+
+@dataclass(frozen=True)
+class Student:
+    """What the student starts from."""
+
+    origin: str = setting(key="from", refers="model")
+    """Name of the model whose weights the student starts with."""
+    layers: int | None = setting(None, range=(1, 10_000))
+    """Keep this many of its layers, the most important ones; nothing keeps them all."""
+    importance: str = setting("block_influence", choices=("block_influence", "perplexity"))
+    """How a layer's importance is measured: by how much it turns its input (one pass over the text), or by how much
+    the loss rises without it (one pass a layer)."""
+    importance_tokens: int = setting(8_192, count=True, range=COUNTS)
+    """Training tokens to measure the importance on."""
+
+
+@dataclass(frozen=True)
+class Distill(Recovery):
+    """Stage: train a student towards a teacher's distribution, measure both, publish the student."""
+
+    teacher: str = setting(refers="model")
+    student: Student = field(default_factory=Student)

@@ -1,0 +1,1 @@
+"""Quality, memory and speed."""

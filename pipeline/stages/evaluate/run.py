@@ -1,0 +1,95 @@
+"""Stage `evaluate`: quality, memory and speed of a model, of its reference, and of the two serving together."""
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from model.files.checkpoint import load_model
+from model.text.tokenizer import Tokenizer
+from pipeline.measure.gates import check_gate, describe
+from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
+from pipeline.measure.speed import engines_for_speed, measure_speed, prompts_from
+from pipeline.results import ModelReport, Parity, Result
+from pipeline.stages.evaluate.config import Evaluate
+from pipeline.stages.shared.context import StageContext
+
+if TYPE_CHECKING:
+    from train.evaluate import TeacherStates
+
+log = logging.getLogger(__name__)
+
+
+def run(context: StageContext) -> Result | None:
+    """Measures everything in the main process. Publishes nothing."""
+    config: Evaluate = context.stage.config
+    tokenizer = Tokenizer.load(context.inputs[config.model].folder)
+    data = context.data(config.data, tokenizer)
+    if not context.processes.is_main:
+        return None
+    sequence_length = context.recipe.data[config.data].sequence_length
+    held_out = HeldOut.of(data, sequence_length=sequence_length, max_tokens=config.held_out_tokens)
+    reports, parity = [], []
+    reference: TeacherStates | None = None
+    for name in [config.against, config.model] if config.against else [config.model]:
+        log.info("measuring the quality of %s", name)
+        report, states = _quality(context, name, held_out, reference)
+        reference = reference or states
+        reports.append(report)
+        parity.append(check_parity(context.inputs[name].folder, held_out.batches, _device()))
+    if config.against:
+        reports.append(_pair(config, *reports))
+    checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
+    for check in checks:
+        log.info("%s", describe(check))
+    if config.speed.batch_sizes:
+        reports = _with_speeds(context, reports, held_out)
+    return context.result(models=reports, gate=checks, parity=_worst(parity))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _quality(
+    context: StageContext, name: str, held_out: HeldOut, reference: "TeacherStates | None"
+) -> tuple[ModelReport, "TeacherStates | None"]:
+    """The row of one model, and its states if it is the reference of the others."""
+    model = load_model(context.inputs[name].folder, dtype=PUBLISHED_DTYPE, device=_device())
+    states = held_out.states(model) if name == context.stage.config.against else None
+    return describe_model(name, model, held_out.quality(model, reference)), states
+
+
+def _pair(config: Evaluate, verifier: ModelReport, draft: ModelReport) -> ModelReport:
+    """Both models serving together: the cost of two, the distribution of the verifier."""
+    return ModelReport(
+        label=f"{draft.label} verified by {verifier.label}",
+        parameters=verifier.parameters + draft.parameters,
+        weight_bytes=verifier.weight_bytes + draft.weight_bytes,
+        kv_bytes_per_token=verifier.kv_bytes_per_token + draft.kv_bytes_per_token,
+        quality=verifier.quality,
+        exact=True,
+    )
+
+
+def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: HeldOut) -> list[ModelReport]:
+    """The same rows (the reference, the model, the verified pair) with the speeds of each."""
+    config: Evaluate = context.stage.config
+    log.info("measuring the speed of %s, in turns", ", ".join(report.label for report in reports))
+    prompts = prompts_from(
+        held_out.batches, count=max(config.speed.batch_sizes), prompt_tokens=config.speed.prompt_tokens
+    )
+    verifier = str(context.inputs[config.against].folder) if config.against else None
+    engines = engines_for_speed(str(context.inputs[config.model].folder), verifier, config.speed)
+    speeds = measure_speed(engines, prompts, config.speed)
+    return [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
+
+
+def _worst(found: list[Parity]) -> Parity:
+    """One result for several models."""
+    return replace(
+        max(found, key=lambda one: one.max_difference),
+        tokens=sum(one.tokens for one in found),
+        same_top=min(one.same_top for one in found),
+    )

@@ -1,0 +1,44 @@
+"""Settings of the stage `gqa`."""
+
+from dataclasses import dataclass, field
+
+from pipeline.settings import COUNTS, setting
+from pipeline.stages.shared.config import Decoding, Recovery
+
+GROUPINGS = ("mean", "first", "aligned", "subspace")
+METHODS = (*GROUPINGS, *(f"{grouping}+refit" for grouping in GROUPINGS))
+
+
+@dataclass(frozen=True)
+class LongContext(Decoding):
+    """The same where the bytes of keys and values decide."""
+
+    cache_gib: float = setting(8.0, range=(1e-3, 1e6))
+    """Memory for which the largest number of sequences of that length is reported."""
+
+
+@dataclass(frozen=True)
+class Gqa(Recovery):
+    """Stage: fewer KV heads, converted on calibration text, recovered by training towards the unconverted parent."""
+
+    model: str = setting(refers="model")
+    kv_heads: tuple[int, ...] = setting(required=True, single=True, range=(1, 10_000))
+    """KV heads afterwards, divisors of the query heads: one number for every layer, or a list with one for each. Where
+    layers differ, only potstill reads the result: Llama's config.json has one number."""
+    method: str = setting("subspace", choices=METHODS)
+    """How heads become one, as in compress/gqa.py; with `+refit` the output projections are fitted again after it, as
+    in compress/refit.py: for models that are hardly trained afterwards."""
+    compare: tuple[str, ...] = setting((), choices=METHODS)
+    """Methods to show beside each other, right after conversion and after `compare_tokens` of the same training."""
+    train: str = setting("full", choices=("adapters", "full"))
+    """What is trained after conversion: adapters that are merged in the end, or everything."""
+    adapter_rank: int = setting(64, range=(1, 10_000))
+    """Of those adapters, which are on all projections."""
+    compare_tokens: int = setting(8_192, count=True, range=COUNTS)
+    calibration_tokens: int = setting(16_384, count=True, range=COUNTS)
+    """Training tokens on which heads are compared and projections are fitted."""
+    long_context: LongContext = field(default_factory=LongContext)
+
+    def layer_kv_heads(self, num_layers: int) -> tuple[int, ...]:
+        """KV heads for each layer; one number stands for all of them."""
+        return self.kv_heads * num_layers if len(self.kv_heads) == 1 else self.kv_heads

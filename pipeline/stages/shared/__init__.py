@@ -1,0 +1,1 @@
+"""What several kinds of stages have in common."""

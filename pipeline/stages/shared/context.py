@@ -1,0 +1,165 @@
+"""What a stage is given: its settings, its folder, the finished models before it, and how to publish its own."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model.files.artifact import model_card, publish
+from pipeline.environment import hardware, peak_memory_bytes, versions
+from pipeline.errors import UserError
+from pipeline.processes import Processes
+from pipeline.results import Answer, Check, Cost, ModelReport, Parity, Result
+from pipeline.schema import DataSource, Recipe, Stage
+from pipeline.settings import to_plain
+from pipeline.stages.pretrain.config import Pretrain
+
+if TYPE_CHECKING:
+    from model.text.tokenizer import Tokenizer
+    from train.data import PreparedData
+
+
+@dataclass(frozen=True)
+class Input:
+    """A finished model: verified against its manifest in this run."""
+
+    folder: Path
+    digest: str
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Everything a stage may use. Complete when made; the stage changes only its own folder."""
+
+    stage: Stage
+    recipe: Recipe
+    folder: Path
+    cache: Path
+    inputs: Mapping[str, Input]
+    """By the names that the recipe uses."""
+    key: str
+    processes: Processes
+    started: float = field(default_factory=time.monotonic)
+
+    def data(self, name: str, tokenizer: "Tokenizer") -> "PreparedData":
+        """The data set `name`, tokenized; the main process does the work, the others open its cache after it."""
+        if not self.processes.is_main:
+            self.processes.wait()
+        prepared = prepare_data(self.recipe.data[name], tokenizer, self.cache, progress=self.processes.is_main)
+        if self.processes.is_main:
+            self.processes.wait()
+        return prepared
+
+    def publish(
+        self,
+        write: Callable[[Path], None],
+        *,
+        reports: Sequence[ModelReport] = (),
+        gates: Mapping[str, Any] | None = None,
+        license_id: str | None = None,
+        elsewhere: bool = True,
+    ) -> str:
+        """Publishes a model into the stage's folder; `write` fills it, the model card comes from `reports`.
+
+        `elsewhere`: transformers and vLLM read it too. Returns the artifact's digest.
+        """
+        recipe = to_plain(self.stage.config)
+        parents = {name: entry.digest for name, entry in self.inputs.items()}
+        metrics = {
+            f"{name} ({report.label})": value for report in reports for name, value in _card_metrics(report).items()
+        }
+
+        def write_all(folder: Path) -> None:
+            write(folder)
+            card = model_card(
+                name=f"{self.recipe.name} {self.stage.out}",
+                stage=self.stage.kind,
+                recipe=recipe,
+                parents=parents or {self.stage.label: str(recipe.get("from"))},
+                metrics=metrics,
+                license_id=license_id,
+                elsewhere=elsewhere,
+            )
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
+        manifest = publish(
+            self.folder / "model",
+            write_all,
+            stage=self.stage.kind,
+            recipe=recipe,
+            parents=tuple(parents.values()),
+            gates=gates or {},
+        )
+        return manifest.digest
+
+    def result(
+        self,
+        *,
+        output: str | None = None,
+        models: Sequence[ModelReport] = (),
+        gate: Sequence[Check] = (),
+        parity: Parity | None = None,
+        answers: Sequence[Answer] = (),
+        training: tuple[int, float] = (0, 0.0),
+        details: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """The stage's result; `training` is tokens and seconds."""
+        tokens, seconds = training
+        return Result(
+            stage=self.stage.name,
+            kind=self.stage.kind,
+            key=self.key,
+            parents={name: entry.digest for name, entry in self.inputs.items()},
+            output=output,
+            models=tuple(models),
+            cost=Cost(
+                seconds=time.monotonic() - self.started,
+                peak_memory_bytes=peak_memory_bytes(),
+                trained_tokens=tokens,
+                training_seconds=seconds,
+                trained_tokens_per_s=tokens / seconds if seconds else 0.0,
+                processes=self.processes.count,
+            ),
+            gate=tuple(gate),
+            versions=versions(),
+            hardware=hardware(),
+            finished_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            parity=parity,
+            answers=tuple(answers),
+            details=dict(details or {}),
+        )
+
+
+def stage_tokenizer(config: Any, inputs: Mapping[str, Input]) -> "Tokenizer":
+    """The tokenizer with which a stage reads its data: that of the model it starts from, or the one it asks for."""
+    from model.text.tokenizer import Tokenizer, TokenizerError
+
+    if not isinstance(config, Pretrain):
+        return Tokenizer.load(inputs[getattr(config, "teacher", None) or config.model].folder)
+    tokenizer, size = Tokenizer.load(inputs[config.tokenizer].folder), config.architecture.vocab_size
+    try:
+        return tokenizer if size is None else tokenizer.shortened(size)
+    except TokenizerError as error:
+        raise UserError(f"pretrain: {error}") from None
+
+
+def prepare_data(source: DataSource, tokenizer: "Tokenizer", cache: Path, *, progress: bool) -> "PreparedData":
+    """Tokenizes a recipe's data set, or opens it from the cache."""
+    from dataclasses import asdict
+
+    from train.data import DataConfig, prepare
+
+    return prepare(DataConfig(**asdict(source)), tokenizer, cache / "data", progress=progress)
+
+
+def _card_metrics(report: ModelReport) -> dict[str, float]:
+    if report.quality is None:
+        return {}
+    found = {"perplexity": report.quality.perplexity, "bits a byte": report.quality.bits_per_byte.value}
+    for name in ("kl", "agreement", "acceptance"):
+        estimate = getattr(report.quality, name)
+        if estimate is not None:
+            found[name] = estimate.value
+    return found
