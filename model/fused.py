@@ -6,8 +6,9 @@ unmerged, and each token goes through its own (model/fused_adapters.py).
 Legend: T tokens, K input features, N output features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,34 +46,75 @@ class Product:
         return y if lora is None else lora_add(y, x, lora, slots)
 
 
-class FusedLinear(nn.Module):
-    """Several linear layers that read the same input, for inference."""
+class FusedTensor(NamedTuple):
+    """Where a fused layer's weight or bias lies."""
 
-    def __init__(self, parts: Sequence[AnyLinear], choices: AdapterChoices, dtype: torch.dtype) -> None:
+    whole: PreparedWeight | Tensor
+    rows: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        whole = self.whole.weight if isinstance(self.whole, PreparedWeight) else self.whole
+        return self.rows.stop - self.rows.start, *whole.shape[1:]
+
+    def write(self, values: Tensor) -> None:
+        """Replaces it."""
+        if isinstance(self.whole, PreparedWeight):
+            self.whole.write(self.rows, values)
+        else:
+            self.whole[self.rows].copy_(values)
+
+
+class Fused(nn.Module):
+    """Several linear layers that read the same input, for inference. It takes their weights: they are empty then."""
+
+    def __init__(self, parts: Mapping[str, AnyLinear], choices: AdapterChoices, dtype: torch.dtype) -> None:
+        """`parts`: by the names that they have in their parent, and in checkpoints."""
         super().__init__()
-        self.sizes = [part.out_features for part in parts]
-        self.products = _products(parts, choices, dtype)
+        self.sizes = {name: part.out_features for name, part in parts.items()}
+        self.products = _products(list(parts.values()), choices, dtype)
+        for part in parts.values():
+            # Adapters to choose from name their layers, so layers may outlive this; their weights must not.
+            part.weight = part.bias = None  # type: ignore[assignment]
+
+    def outputs(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, ...]:
+        """Of each layer, `[T, N]` of `x [T, K]`; `slots` as in `FusedLinear`."""
+        outputs = tuple(product(x, slots) for product in self.products)
+        return outputs[0].split(list(self.sizes.values()), dim=-1) if len(outputs) == 1 else outputs
+
+    def tensors(self) -> dict[str, FusedTensor | None]:
+        """Where weights and biases of the layers lie, by names such as `q_proj.weight`; None for quantized weights."""
+        found: dict[str, FusedTensor | None] = {}
+        start = 0
+        for number, (name, size) in enumerate(self.sizes.items()):
+            product = self.products[number if len(self.products) > 1 else 0]
+            rows = slice(start, start + size) if len(self.products) == 1 else slice(0, size)
+            weight = product.weight
+            found[f"{name}.weight"] = FusedTensor(weight, rows) if isinstance(weight, PreparedWeight) else None
+            if product.bias is not None:
+                found[f"{name}.bias"] = FusedTensor(product.bias, rows)
+            start += size
+        return found
+
+
+class FusedLinear(Fused):
+    """The outputs of the layers."""
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
         """`x [T, K]` -> one output a layer; slots int32 [T]: each token's adapter, −1 for none; None: none has one."""
-        outputs = tuple(product(x, slots) for product in self.products)
-        return outputs[0].split(self.sizes, dim=-1) if len(outputs) == 1 else outputs
+        return self.outputs(x, slots)
 
 
-class FusedGate(nn.Module):
-    """`silu(gate(x)) * up(x)` of the layers gate and up, for inference."""
-
-    def __init__(self, gate: AnyLinear, up: AnyLinear, choices: AdapterChoices, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.both = FusedLinear([gate, up], choices, dtype)
+class FusedGate(Fused):
+    """`silu(gate(x)) * up(x)` of the layers gate and up."""
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """`x [T, K] -> [T, N]`; `slots` as in `FusedLinear`."""
-        first, *others = self.both.products
+        first, *others = self.products
         adapters = None if slots is None else first.adapters
         is_dora = adapters is not None and adapters.factors is not None
         if others or is_dora or isinstance(first.weight, PreparedWeight):
-            return swiglu(*self.both(x, slots))
+            return swiglu(*self.outputs(x, slots))
         if adapters is None:
             return quantized_swiglu(x, first.weight, first.bias)
         return quantized_swiglu(x, first.weight, first.bias, adapters.weights, slots)

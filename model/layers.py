@@ -84,8 +84,8 @@ class SelfAttention(nn.Module):
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
-        self.qkv = FusedLinear([self.q_proj, self.k_proj, self.v_proj], choices, dtype)
-        self.output = FusedLinear([self.o_proj], choices, dtype)
+        self.qkv = FusedLinear({"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}, choices, dtype)
+        self.output = FusedLinear({"o_proj": self.o_proj}, choices, dtype)
         del self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
 
@@ -107,8 +107,8 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
-        self.gate_up = FusedGate(self.gate_proj, self.up_proj, choices, dtype)
-        self.down = FusedLinear([self.down_proj], choices, dtype)
+        self.gate_up = FusedGate({"gate_proj": self.gate_proj, "up_proj": self.up_proj}, choices, dtype)
+        self.down = FusedLinear({"down_proj": self.down_proj}, choices, dtype)
         del self.gate_proj, self.up_proj, self.down_proj
 
 

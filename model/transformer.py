@@ -3,6 +3,9 @@
 A batch is flat and ragged: T tokens of all sequences one after another. Parameters carry Hugging Face's names.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -12,11 +15,15 @@ from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
 from kernels.linear.quantization import NF4Weight
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
+from model.fused import Fused, FusedTensor
 from model.fused_adapters import AdapterChoices
 from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
 from model.linear import AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
+from model.quantized import NF4Linear
 from model.routed import RoutedLayer
+
+_HEADS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 class Body(nn.Module):
@@ -144,8 +151,48 @@ class Transformer(nn.Module):
         self.num_choices, self._carries_adapter = len(choices), bool(carried)
         if carried:
             choices = [{layer: layer.lora for layer in carried.values()}]
-        for part in list(self.modules()):
+        for part in self.modules():  # not a list of them: it would keep every unfused weight until the end
             if isinstance(part, SelfAttention | MLP):
                 part.fuse(choices, self.dtype)
         self._prepared_head = prepare_linear_weight(self.head_weight)
         return self.eval()
+
+    @torch.no_grad()
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replaces some or all weights, named and shaped as in a checkpoint, before or after `fuse`.
+
+        They are written into the memory of the old ones, so that captured graphs stay valid (on a CPU that packs
+        weights, into new memory). Raises ValueError, with nothing written, for a name, shape or dtype that does not
+        fit, a quantized weight, or a model with adapters.
+        """
+        if self.num_choices or self._carries_adapter or adapted_layers(self):
+            raise ValueError("The model has adapters, which were made for the weights that it has; load a new one.")
+        places = self._places()
+        for name, values in weights.items():
+            if name not in places:
+                raise ValueError(f"The model has no tensor {name}.")
+            _check_update(name, values, places[name])
+        for name, values in weights.items():
+            place: Any = places[name]
+            place.write(values) if isinstance(place, FusedTensor) else place.copy_(values)
+        if self._prepared_head is not None and not weights.keys().isdisjoint(_HEADS):
+            self._prepared_head = prepare_linear_weight(self.head_weight)
+
+    def _places(self) -> dict[str, Tensor | FusedTensor | None]:
+        """Where each tensor of a checkpoint lies; None for quantized weights."""
+        places: dict[str, Tensor | FusedTensor | None] = dict(self.named_parameters())
+        for path, module in self.named_modules():
+            if isinstance(module, Fused):
+                parent = path.rpartition(".")[0]
+                places |= {f"{parent}.{name}": tensor for name, tensor in module.tensors().items()}
+            elif isinstance(module, NF4Linear):
+                places[f"{path}.weight"] = None
+        return places
+
+
+def _check_update(name: str, values: Tensor, place: Tensor | FusedTensor | None) -> None:
+    if place is None:
+        raise ValueError(f"{name} is quantized and cannot be replaced; quantize the new model, and load that.")
+    if tuple(values.shape) != place.shape or not values.is_floating_point():
+        found = f"{values.dtype} {list(values.shape)}"
+        raise ValueError(f"{name} cannot become {found}; it holds floating-point numbers {list(place.shape)}.")

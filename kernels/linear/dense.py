@@ -17,13 +17,23 @@ from torch import Tensor
 _SMALLEST_FP32_WEIGHT_TO_PACK = 512 * 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedWeight:
-    """A constant weight as `prepare_linear_weight` returns it; only `linear` looks inside."""
+    """A weight as `prepare_linear_weight` returns it; only `linear` looks inside."""
 
     weight: Tensor
     """[N, K], opaque to everyone but oneDNN where `packed`."""
     packed: bool
+
+    @torch.no_grad()
+    def write(self, rows: slice, values: Tensor) -> None:
+        """Gives the outputs `rows` the weights `values`: in the same memory, unless oneDNN has them in its blocks."""
+        if not self.packed:
+            self.weight[rows].copy_(values)
+            return
+        whole = self.weight.to_dense()
+        whole[rows].copy_(values)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(whole)
 
 
 def prepare_linear_weight(weight: Tensor) -> PreparedWeight:

@@ -146,6 +146,7 @@ def _useful_pages(config: EngineConfig, model: ModelConfig) -> int:
 
 def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
     """Bytes of the granted share of the GPU that weights and a step's largest temporaries leave."""
+    torch.cuda.empty_cache()  # what torch keeps of unfused weights is free, though the driver does not know it
     free, total = torch.cuda.mem_get_info(models.device)
     model = models.target.config
     widths = 4 * model.hidden_size + 3 * model.intermediate_size
