@@ -38,14 +38,14 @@ fast: $(INSTALLED)
 
 bench: $(INSTALLED)   ## beside transformers and peft, and its own kernels, on this machine; writes bench/results/
 	$(BIN)/python -m bench.serve
-	$(BIN)/python -m bench.distill
+	$(BIN)/python -m bench.train.distill
 	$(BIN)/python -m bench.quantized
 	$(BIN)/python -m bench.attention
-	$(BIN)/python -m bench.qlora
+	$(BIN)/python -m bench.train.qlora
 
 bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU (goes on where it stopped), and a QLoRA step
 	$(BIN)/python -m bench.kernels
-	$(BIN)/python -m bench.qlora
+	$(BIN)/python -m bench.train.qlora
 
 clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

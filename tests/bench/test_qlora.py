@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from bench import qlora
-from bench.distill import Recorder
+from bench.train import qlora
+from bench.train.distill import Recorder
 
 
 @pytest.fixture(scope="module")

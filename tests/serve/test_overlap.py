@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.decode_trace import find_gaps
+from bench.serve.decode_trace import find_gaps
 from kernels.common.triton_support import interpreted
 from model.transformer import Transformer
 from serve.engine.drafts.speculate import NgramDraft

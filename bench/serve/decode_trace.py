@@ -1,6 +1,6 @@
 """Where a decode step leaves the GPU idle: a profiler trace of the engine, and the gaps between its kernels.
 
-    python -m bench.decode_trace FOLDER [--draft FOLDER|ngram] [--batch 8] [--steps 50] [--trace trace.json]
+    python -m bench.serve.decode_trace FOLDER [--draft FOLDER|ngram] [--batch 8] [--steps 50] [--trace trace.json]
 
 A step that never waits for the host launches its kernels faster than they run: the gaps are those of the hardware, a
 few microseconds, and none has the length of a step. Beside the gaps it prints every call by which the host waited for

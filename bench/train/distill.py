@@ -1,6 +1,6 @@
 """Distillation step beside a plain transformers loop of the same losses: same models, same tokens, one run.
 
-    python -m bench.distill          # about 8 minutes on 2 cores
+    python -m bench.train.distill          # about 8 minutes on 2 cores
 
 A 12-layer student learns from SmolLM2-135M with forward KL, micro-batches of 2 x 1,024 tokens, bf16 autocast over fp32
 weights, AdamW. The plain loop computes both models' logits and the divergence with PyTorch's own functions. Each
@@ -170,7 +170,7 @@ def main() -> None:
         prepare_inputs(teacher, scratch)
         for _ in range(options.rounds):
             for side in SIDES:
-                runs[side].append(run_alone("bench.distill", "--side", side, str(teacher), str(scratch)))
+                runs[side].append(run_alone("bench.train.distill", "--side", side, str(teacher), str(scratch)))
                 speed = statistics.median(runs[side][-1]["tokens_per_s"])
                 peak = runs[side][-1]["peak_bytes_above_models"] / 2**20
                 print(f"  {side}: {speed:.0f} tokens/s, peak {peak:.0f} MiB above the models", flush=True)
@@ -185,7 +185,7 @@ def main() -> None:
         "ratio_peak_memory": ours["peak_bytes_above_models"] / theirs["peak_bytes_above_models"],
     }
     print(f"  speed {result['ratio_speed']:.2f}x, peak memory {result['ratio_peak_memory']:.2f}x")
-    path = write_result("distill-cpu", "python -m bench.distill", result)
+    path = write_result("distill-cpu", "python -m bench.train.distill", result)
     print(f"written to {path.relative_to(ROOT)}")
 
 

@@ -1,7 +1,7 @@
 """A QLoRA training step beside transformers + peft + bitsandbytes: same base, tokens and settings, in one run.
 
-    python -m bench.qlora            # on the CPU SmolLM2-135M, 3 minutes; on a GPU random weights shaped as Llama-3-8B
-    python -m bench.qlora --tiny     # a tiny model, to see whether it still runs; writes no result
+    python -m bench.train.qlora    # CPU: SmolLM2-135M, 3 minutes; GPU: random weights shaped as Llama-3-8B
+    python -m bench.train.qlora --tiny    # a tiny model, to see whether it still runs; writes no result
 
 The base is frozen in NF4 with double quantization, rank-16 adapters sit on all linear layers, products are in bf16,
 layers are computed again in the backward pass, gradients are clipped, AdamW updates. Our side is the training loop of
@@ -32,7 +32,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from bench.common import ROOT, run_alone, teacher_folder, write_result
-from bench.distill import Recorder, documents_of
+from bench.train.distill import Recorder, documents_of
 from compress.lora import inject
 from compress.nf4 import quantize_folder
 from model.config import ModelConfig
@@ -229,7 +229,7 @@ PARTS = {"check": check_side, "time": time_side}
 
 
 def run_part(part: str, side: str, case: Case) -> dict[str, Any]:
-    return run_alone("bench.qlora", "--part", part, side, json.dumps(asdict(case)))
+    return run_alone("bench.train.qlora", "--part", part, side, json.dumps(asdict(case)))
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = compare(prepare_inputs(Path(folder), tiny=options.tiny), options.rounds)
     if not options.tiny:
-        path = write_result(f"qlora-{DEVICE}", "python -m bench.qlora", result)
+        path = write_result(f"qlora-{DEVICE}", "python -m bench.train.qlora", result)
         print(f"written to {path.relative_to(ROOT)}")
 
 

@@ -1,0 +1,1 @@
+"""Serving beside transformers, and where a decode step leaves a GPU idle."""

@@ -1,0 +1,1 @@
+"""Training steps beside transformers and peft: distillation and QLoRA."""
