@@ -3,11 +3,11 @@
     lock → recipe.yaml → for each stage: key → finished? skip : run → result.json → report.html
 
 A stage's key is a digest of its settings, of the models and the data that go in, and of the format. A finished stage is
-one whose result.json carries that key and whose published model still matches its own hashes. The part of the key
-without the gate decides whether an unfinished stage's state may be resumed: another bound needs no new training.
+one whose result.json carries that key and whose published model still matches its own hashes. What decides the weights
+has a key of its own: while that stays, training goes on from its last checkpoint. Whatever other settings made is moved
+to previous/ and stays there.
 """
 
-import hashlib
 import json
 import logging
 import shutil
@@ -17,11 +17,11 @@ from typing import Any
 
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import GateRefused, RunInterrupted
+from pipeline.keys import StageKeys, digest, stage_keys
 from pipeline.processes import Processes
-from pipeline.results import FORMAT_VERSION, Result, read_result, write_atomically, write_result
+from pipeline.results import Result, read_result, write_atomically, write_result
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe, Stage
-from pipeline.settings import to_plain
 from pipeline.stages.base import runner
 from pipeline.stages.import_model.config import ModelSource
 from pipeline.stages.shared.context import Input, StageContext, prepare_data, stage_tokenizer
@@ -29,6 +29,8 @@ from pipeline.stages.shared.context import Input, StageContext, prepare_data, st
 log = logging.getLogger(__name__)
 
 INPUTS_NAME = "inputs.json"
+FIGURES = ("start.json", "compared")
+"""What stages measure before training and keep, so that a resumed one need not measure it again."""
 SKIP, RUN, FAILED = 0, 1, 2
 
 
@@ -54,23 +56,23 @@ class Run:
         return [result for result in results if result is not None]
 
     def _stage(self, stage: Stage) -> Result | None:
-        key, work_key = self._keys(stage)
-        result = self._finished_result(stage, key) if self.processes.is_main else None
+        keys = self._keys(stage)
+        result = self._finished_result(stage, keys.result) if self.processes.is_main else None
         if self.processes.agree(SKIP if result else RUN) == SKIP:
             log.info("%s is finished, nothing has changed", stage.name)
         else:
-            result = self._run(stage, key, work_key)
+            result = self._run(stage, keys)
         self._check_gate(stage, result)
         if stage.out:
             folder = self.folder.model(stage)
             self.finished[stage.out] = Input(folder, open_artifact(folder, verify=False).digest)
         return result
 
-    def _run(self, stage: Stage, key: str, work_key: str) -> Result | None:
+    def _run(self, stage: Stage, keys: StageKeys) -> Result | None:
         """Runs a stage in its folder, on top of what an interrupted attempt at the same work left there."""
         folder = self.folder.stage(stage)
         if self.processes.is_main:
-            self._open_stage(stage, work_key)
+            self._open_stage(stage, keys)
         self.processes.wait()
         log.info("%s begins", stage.name)
         context = StageContext(
@@ -79,7 +81,7 @@ class Run:
             folder=folder,
             cache=self.cache,
             inputs={name: self.finished[name] for name in model_names(stage)},
-            key=key,
+            key=keys.result,
             processes=self.processes,
         )
         result = runner(stage.kind)(context)
@@ -88,23 +90,37 @@ class Run:
         self.processes.wait()
         return result
 
-    def _open_stage(self, stage: Stage, work_key: str) -> None:
+    def _open_stage(self, stage: Stage, keys: StageKeys) -> None:
         """Makes the stage's folder ready: as it was left for the same work, empty for other work."""
         folder = self.folder.stage(stage)
-        recorded = folder / INPUTS_NAME
-        same = recorded.is_file() and json.loads(recorded.read_text(encoding="utf-8")).get("key") == work_key
-        finished = read_result(folder) is not None
-        if not same and finished:
-            log.info("%s has other inputs now; its old result moves to %s", stage.name, self.folder.previous(stage))
-            shutil.rmtree(self.folder.previous(stage), ignore_errors=True)
-            self.folder.previous(stage).parent.mkdir(exist_ok=True)
-            folder.rename(self.folder.previous(stage))
-        elif not same:
-            shutil.rmtree(folder, ignore_errors=True)
+        recorded = _read_inputs(folder)
+        if folder.exists() and not keys.may_continue(recorded):
+            if any(path.name != INPUTS_NAME for path in folder.iterdir()):
+                aside = self.folder.move_aside(stage)
+                log.info("%s has other settings or inputs now; what it had made moves to %s", stage.name, aside)
+            else:
+                shutil.rmtree(folder)
+        elif folder.exists():
+            self._go_on(stage, keys, recorded)
         folder.mkdir(exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
         shutil.rmtree(folder / "model", ignore_errors=True)
-        write_atomically(recorded, json.dumps({"key": work_key}).encode())
+        write_atomically(folder / INPUTS_NAME, json.dumps(keys.record()).encode())
+
+    def _go_on(self, stage: Stage, keys: StageKeys, recorded: dict[str, Any]) -> None:
+        """Readies what an earlier attempt left: a result of other settings moves aside, outdated figures go."""
+        folder = self.folder.stage(stage)
+        if recorded.get("full", recorded.get("key")) != keys.full and read_result(folder) is not None:
+            aside = self.folder.move_aside(stage, result_only=True)
+            log.info("%s is measured or trained further; its earlier result moves to %s", stage.name, aside)
+        if not keys.keeps_figures(recorded):
+            for name in FIGURES:
+                shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
+        for name, value in keys.grows.items():
+            before = recorded.get("grows", {}).get(name, value)
+            if before < value:
+                what = f"{name} grew from {before:,} to {value:,}"
+                log.info("%s: %s; training goes on, from here under the longer schedule", stage.name, what)
 
     def _finished_result(self, stage: Stage, key: str) -> Result | None:
         """The stage's result if it has this key, passed, and what it published is whole."""
@@ -126,23 +142,14 @@ class Run:
         if self.processes.agree(FAILED if failed else RUN) == FAILED:
             raise GateRefused(f"{stage.name} is below its gate: nothing was published, and the run stops here")
 
-    def _keys(self, stage: Stage) -> tuple[str, str]:
-        """(key of the result, key of the work), both hexadecimal; the second leaves out what only judges.
-
-        How often a checkpoint is written changes nothing, so it is in neither."""
-        settings = to_plain(stage.config)
-        gate = settings.pop("gate", None)
-        settings.pop("checkpoint_every_s", None)
-        work = {
-            "format": FORMAT_VERSION,
-            "kind": stage.kind,
-            "settings": settings,
-            "models": {name: self.finished[name].digest for name in model_names(stage)},
-            "data": self._data_digest(stage),
-            "source": _stamp(stage.config) if isinstance(stage.config, ModelSource) else None,
-        }
-        work_key = _digest(work)
-        return _digest({"work": work_key, "gate": gate}), work_key
+    def _keys(self, stage: Stage) -> StageKeys:
+        return stage_keys(
+            stage.kind,
+            stage.config,
+            models={name: self.finished[name].digest for name in model_names(stage)},
+            data=self._data_digest(stage),
+            source=_stamp(stage.config) if isinstance(stage.config, ModelSource) else None,
+        )
 
     def _data_digest(self, stage: Stage) -> str | None:
         """Digest of the tokenized data set that a stage names, split included. Known in every process."""
@@ -157,7 +164,7 @@ class Run:
             prepared = prepare_data(self.recipe.data[name], tokenizer, self.cache, progress=show)
             if self.processes.is_main:
                 self.processes.wait()
-            both = _digest([prepared.train.digest, prepared.held_out.digest])
+            both = digest([prepared.train.digest, prepared.held_out.digest])
             self._data_digests[name, tokenizer.digest] = both
         return self._data_digests[name, tokenizer.digest]
 
@@ -198,5 +205,7 @@ def _stamp(source: ModelSource) -> Any:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def _read_inputs(folder: Path) -> dict[str, Any]:
+    """What the stage in this folder was begun with; nothing if it does not say."""
+    path = folder / INPUTS_NAME
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -3,17 +3,18 @@
 runs/NAME/
   recipe.yaml             the resolved recipe, the source of truth
   00-teacher/ 01-distill/ one folder a stage
-    inputs.json           digest of what decides the work; equal on resume, else the stage starts afresh
+    inputs.json           digests of what decides the work; equal on resume, else the stage starts afresh
     checkpoints/          resumable training state
     candidate/            a model that is measured but not published, or was refused by its gate
     model/                the artifact it published
     metrics.jsonl         every logged step
     result.json           quality, memory, speed, cost, gate
-  previous/               finished stages that a changed recipe replaced, one generation
+  previous/               what a changed recipe replaced, as 01-distill.1 and so on; nothing here is ever removed
   report.html  log.txt  lock
 """
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,9 +52,25 @@ class RunFolder:
         """Where the stage publishes its model."""
         return self.stage(stage) / "model"
 
-    def previous(self, stage: Stage) -> Path:
-        """Where a finished stage goes that a changed recipe replaces."""
-        return self.path / "previous" / stage.name
+    def move_aside(self, stage: Stage, *, result_only: bool = False) -> Path:
+        """Moves what a stage has made to previous/, under the next free number, and returns where that is.
+
+        `result_only`: the model, its result and a copy of the log; training state stays, to be gone on from.
+        """
+        folder, previous = self.stage(stage), self.path / "previous"
+        previous.mkdir(exist_ok=True)
+        numbers = [path.suffix[1:] for path in previous.glob(f"{stage.name}.*")]
+        target = previous / f"{stage.name}.{1 + max((int(one) for one in numbers if one.isdecimal()), default=0)}"
+        if not result_only:
+            folder.rename(target)
+            return target
+        target.mkdir()
+        for name in ("model", "result.json"):
+            if (folder / name).exists():
+                (folder / name).rename(target / name)
+        if (folder / "metrics.jsonl").exists():
+            shutil.copy2(folder / "metrics.jsonl", target)
+        return target
 
     def recipe(self) -> Recipe:
         """The recipe that the run was last started with."""

@@ -2,7 +2,8 @@
 
 A field's metadata: `key` is its spelling in YAML where Python reserves the word, `count` allows 100k and 2M, `choices`
 and `range` bound it, `refers` names what it must be the name of, `pattern` is what text must look like and `meaning`
-says so in words, a list with `single` may be one number.
+says so in words, a list with `single` may be one number. `weights`, `figures` and `grows` say what a change does to
+training that was interrupted; pipeline/keys.py reads them.
 """
 
 from collections.abc import Iterator

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pipeline.stages.shared.training
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.transformer import Transformer
-from pipeline.errors import GateRefused, StageFailed, UserError
+from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
 from pipeline.results import FILE_NAME, read_result
 from pipeline.run_folder import RunFolder, resolve_served
 from tests.pipeline.tiny_run import TinyRun, rerun, write_text
@@ -128,11 +129,112 @@ def test_a_change_runs_what_depends_on_it(copied_run: TinyRun, override: str, st
     assert rerun(before, copied_run.finished()) == stages
 
 
-def test_a_replaced_result_is_kept_once(copied_run: TinyRun) -> None:
+def test_replaced_results_are_all_kept(copied_run: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    kept = []
+    for seed in (1, 2, 3):
+        kept.append(copied_run.weights())
+        with caplog.at_level("INFO"):
+            copied_run.run(f"distill.seed={seed}")
+        assert f"01-distill has other settings or inputs now; what it had made moves to {_aside(copied_run, seed)}" in (
+            caplog.text
+        )
+    weights = [(_aside(copied_run, number) / "model" / "model.safetensors").read_bytes() for number in (1, 2, 3)]
+    assert weights == kept and len(set(weights)) == 3
+
+
+def _aside(tiny: TinyRun, number: int) -> Path:
+    return tiny.folder.path / "previous" / f"01-distill.{number}"
+
+
+@pytest.fixture
+def interrupted_run(finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyRun:
+    """Distillation got a signal in the third of eight steps."""
+    calls = []
+
+    class Signalling(Distillation):
+        def __call__(self, model: Transformer, batch: Batch, progress: float) -> ObjectiveOutput:
+            calls.append(progress)
+            if len(calls) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().__call__(model, batch)
+
+    tiny = finished_run.copy(tmp_path / "run", "00-teacher")
+    with monkeypatch.context() as patch, pytest.raises(RunInterrupted, match="step 3 of 8"):
+        patch.setattr(pipeline.stages.shared.training, "Distillation", Signalling)
+        tiny.run()
+    return tiny
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "distill.evaluate_every_tokens=null",
+        "distill.held_out_tokens=256",
+        "distill.activation_checkpointing=true",
+        "distill.optimizer=paged_adamw",
+    ],
+)
+def test_interrupted_training_goes_on_where_a_change_reaches_no_weights(
+    finished_run: TinyRun, interrupted_run: TinyRun, caplog: pytest.LogCaptureFixture, override: str
+) -> None:
+    with caplog.at_level("INFO"):
+        interrupted_run.run(override)
+    assert "Resuming from step 3 of 8" in caplog.text
+    assert interrupted_run.weights() == finished_run.weights()
+    assert not (interrupted_run.folder.path / "previous").exists()
+    result = read_result(interrupted_run.folder.path / "01-distill")
+    assert result is not None
+    counted = [row.quality.tokens for row in result.models if row.quality]
+    assert len(counted) == 3 and len(set(counted)) == 1, "all rows are measured on the same text"
+    assert (counted[0] <= 256) == ("held_out_tokens" in override)
+
+
+def test_interrupted_training_goes_on_to_more_tokens(
+    interrupted_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        interrupted_run.run("distill.tokens=3k")
+    assert "tokens grew from 2,000 to 3,000; training goes on, from here under the longer schedule" in caplog.text
+    assert "Resuming from step 3 of 12" in caplog.text
+    result = read_result(interrupted_run.folder.path / "01-distill")
+    assert result is not None and result.details["steps"] == 12
+
+
+def test_a_finished_stage_goes_on_to_more_tokens_and_its_result_is_kept(
+    copied_run: TinyRun, caplog: pytest.LogCaptureFixture
+) -> None:
     weights = copied_run.weights()
-    copied_run.run("distill.seed=1")
-    previous = copied_run.folder.path / "previous" / "01-distill" / "model" / "model.safetensors"
-    assert previous.read_bytes() == weights != copied_run.weights()
+    with caplog.at_level("INFO"):
+        copied_run.run("distill.tokens=3k")
+    assert "Resuming from step 8 of 12" in caplog.text and copied_run.weights() != weights
+    assert (_aside(copied_run, 1) / "model" / "model.safetensors").read_bytes() == weights
+    assert read_result(_aside(copied_run, 1)) is not None and (_aside(copied_run, 1) / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("override", ["distill.micro_batch_tokens=64", "distill.tokens=1k", "distill.seed=1"])
+def test_unfinished_work_of_other_settings_is_moved_aside(
+    interrupted_run: TinyRun, caplog: pytest.LogCaptureFixture, override: str
+) -> None:
+    """Even where the size of a micro-batch alone changes: other texts are packed together then."""
+    with caplog.at_level("INFO"):
+        interrupted_run.run(override)
+    moved = [record.getMessage() for record in caplog.records if "moves to" in record.getMessage()]
+    assert moved[0].endswith(str(_aside(interrupted_run, 1))) and "Resuming" not in caplog.text
+    assert (_aside(interrupted_run, 1) / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_a_run_of_the_first_version_is_skipped_and_gone_on_with(copied_run: TinyRun) -> None:
+    """It recorded one digest of all settings, as the key of its work."""
+    for path in copied_run.folder.path.glob("*/inputs.json"):
+        path.write_text(json.dumps({"key": json.loads(path.read_text())["full"]}))
+    before = copied_run.finished()
+    copied_run.run()
+    assert rerun(before, copied_run.finished()) == set()
+    (copied_run.folder.path / "01-distill" / FILE_NAME).unlink()
+    trained = next((copied_run.folder.path / "01-distill" / "checkpoints").iterdir()).stat().st_mtime_ns
+    copied_run.run()
+    assert next((copied_run.folder.path / "01-distill" / "checkpoints").iterdir()).stat().st_mtime_ns == trained
+    assert not (copied_run.folder.path / "previous").exists()
 
 
 def test_changed_text_runs_everything_but_the_import(

@@ -28,16 +28,16 @@ class Gqa(Recovery):
     method: str = setting("subspace", choices=METHODS)
     """How heads become one, as in compress/gqa.py; with `+refit` the output projections are fitted again after it, as
     in compress/refit.py: for models that are hardly trained afterwards."""
-    compare: tuple[str, ...] = setting((), choices=METHODS)
+    compare: tuple[str, ...] = setting((), weights=False, figures=True, choices=METHODS)
     """Methods to show beside each other, right after conversion and after `compare_tokens` of the same training."""
     train: str = setting("full", choices=("adapters", "full"))
     """What is trained after conversion: adapters that are merged in the end, or everything."""
     adapter_rank: int = setting(64, range=(1, 10_000))
     """Of those adapters, which are on all projections."""
-    compare_tokens: int = setting(8_192, count=True, range=COUNTS)
+    compare_tokens: int = setting(8_192, weights=False, figures=True, count=True, range=COUNTS)
     calibration_tokens: int = setting(16_384, count=True, range=COUNTS)
     """Training tokens on which heads are compared and projections are fitted."""
-    long_context: LongContext = field(default_factory=LongContext)
+    long_context: LongContext = field(default_factory=LongContext, metadata={"weights": False})
 
     def layer_kv_heads(self, num_layers: int) -> tuple[int, ...]:
         """KV heads for each layer; one number stands for all of them."""

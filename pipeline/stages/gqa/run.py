@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from compress.gqa import (
@@ -141,7 +142,7 @@ def _calibrate(context: StageContext, data: "PreparedData", parent: Transformer)
     config: Gqa = context.stage.config
     folder = context.folder / PLANS_NAME
     layers = parent.config.num_layers
-    known = next((layer for layer in range(layers) if not _plan_path(folder, layer).exists()), layers)
+    known = next((layer for layer in range(layers) if not _is_planned(_plan_path(folder, layer), config)), layers)
     if known == layers:
         return
     log.info("comparing heads on %s tokens", f"{config.calibration_tokens:,}")
@@ -160,6 +161,14 @@ def _calibrate(context: StageContext, data: "PreparedData", parent: Transformer)
 
 def _plan_path(folder: Path, layer: int) -> Path:
     return folder / f"{layer:04d}.safetensors"
+
+
+def _is_planned(path: Path, config: Gqa) -> bool:
+    """Whether the file is there and knows every method; one to compare may have come later."""
+    if not path.exists():
+        return False
+    with safe_open(path, framework="pt") as file:
+        return {f"{method}.groups" for method in _groupings(config)} <= set(file.keys())
 
 
 def _save_plans(path: Path, plans: Mapping[Method, LayerPlan]) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from pipeline.settings import FRACTION, POSITIVE, setting
-from pipeline.stages.shared.config import Training
+from pipeline.stages.shared.config import OPTIMIZERS, Training, unpaged
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Qlora(Training):
 
     model: str = setting(refers="model")
     """The base; it is quantized here."""
-    out: str = "adapted"
+    out: str = setting("adapted", weights=False, figures=True)
     adapter: Adapter = field(default_factory=Adapter)
     quantization: str = setting("nf4", choices=("nf4", "none"))
     """Of the base; none trains the same adapter on the bf16 base."""
     double_quantization: bool = True
     """Quantize the scales of the blocks too: 4.127 instead of 4.5 bits a weight."""
-    publish: str = setting("adapter", choices=("adapter", "merged", "requantized"))
+    publish: str = setting("adapter", weights=False, choices=("adapter", "merged", "requantized"))
     """The adapter beside its base, both as one bf16 model, or that model in NF4 again, which loses most adapters."""
-    max_merge_kl: float = setting(0.01, range=POSITIVE)
+    max_merge_kl: float = setting(0.01, weights=False, range=POSITIVE)
     """KL(base with adapter ‖ merged model), nats a token, above which a merged model is not published."""
     learning_rate: float = setting(2e-4, range=(1e-9, 10.0))
     schedule: str = setting("constant", choices=("cosine", "wsd", "constant"))
     warmup_fraction: float = setting(0.03, range=FRACTION)
     beta2: float = setting(0.999, range=FRACTION)
     max_grad_norm: float = setting(0.3, range=POSITIVE)
-    optimizer: str = setting("paged_adamw", choices=("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"))
-    activation_checkpointing: bool = True
+    optimizer: str = setting("paged_adamw", choices=OPTIMIZERS, weights=unpaged)
+    activation_checkpointing: bool = setting(True, weights=False)

@@ -38,16 +38,24 @@ class Gate:
     """Loss on the text itself, bits a UTF-8 byte."""
 
 
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+
+
+def unpaged(optimizer: str) -> str:
+    """Where the moments lie changes no weight."""
+    return optimizer.removeprefix("paged_")
+
+
 @dataclass(frozen=True)
 class Training:
     """The settings of every stage that trains a model, measures it, and publishes it."""
 
-    tokens: int = setting(count=True, range=COUNTS)
+    tokens: int = setting(grows=True, count=True, range=COUNTS)
     """Tokens to train on, in all."""
     batch_tokens: int = setting(4_096, count=True, range=COUNTS)
     """Tokens of one optimizer step, over all processes."""
     micro_batch_tokens: int = setting(2_048, count=True, range=COUNTS)
-    """Tokens that one process computes at a time; decides memory, not results."""
+    """Tokens that one process computes at a time: decides memory, and which texts are packed together."""
     learning_rate: float = setting(1e-3, range=(1e-9, 10.0))
     """The schedule's peak."""
     schedule: str = setting("cosine", choices=("cosine", "wsd", "constant"))
@@ -58,7 +66,7 @@ class Training:
     """Part of the steps in which `wsd` decays."""
     min_learning_rate_fraction: float = setting(0.1, range=FRACTION)
     """Where the decay ends, as a fraction of the peak."""
-    optimizer: str = setting("adamw", choices=("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"))
+    optimizer: str = setting("adamw", choices=OPTIMIZERS, weights=unpaged)
     """Moments in 32 or 8 bits; `paged` keeps them in host memory, where there is a GPU to keep free of them."""
     weight_decay: float = setting(0.0, range=(0.0, 10.0))
     beta1: float = setting(0.9, range=FRACTION)
@@ -67,19 +75,19 @@ class Training:
     """Gradients of a larger norm are scaled down to it."""
     precision: str = setting("bf16", choices=("bf16", "fp32"))
     """Of the matrix products; the weights being trained stay in fp32."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = setting(False, weights=False)
     """Recompute each layer in the backward pass: less memory, a third more work."""
-    evaluate_every_tokens: int | None = setting(None, count=True, range=COUNTS)
+    evaluate_every_tokens: int | None = setting(None, weights=False, count=True, range=COUNTS)
     """Measure the held-out loss this often; nothing measures only before and after."""
-    checkpoint_every_s: float = setting(300.0, range=(0.0, 1e9))
+    checkpoint_every_s: float = setting(300.0, weights=False, range=(0.0, 1e9))
     """Seconds between checkpoints."""
     seed: int = 0
     """Decides the order of the documents."""
     data: str = setting(refers="data")
-    held_out_tokens: int = setting(8_192, count=True, range=(16, 1e12))
+    held_out_tokens: int = setting(8_192, weights=False, figures=True, count=True, range=(16, 1e12))
     """Held-out tokens that quality is measured on, before and after."""
-    gate: Gate = field(default_factory=Gate)
-    out: str = "student"
+    gate: Gate = field(default_factory=Gate, metadata={"weights": False})
+    out: str = setting("student", weights=False, figures=True)
     """Name under which later stages find the result."""
 
 
