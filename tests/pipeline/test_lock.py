@@ -12,31 +12,38 @@ from pipeline.run_folder import RunFolder
 from tests.pipeline.tiny_run import ROOT
 
 RACE = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from pipeline.errors import RunLockedError
 from pipeline.run_folder import RunFolder
 
-def contend(folder, start):
+WON, LOST = b"w", b"l"
+
+def contend(folder, start, answer, end):
     os.read(start, 1)
     try:
         with RunFolder(folder).locked():
-            time.sleep(0.05)
-            return 0
+            os.write(answer, WON)
+            os.read(end, 1)  # holds the lock until the other one has tried
     except RunLockedError:
-        return 3
+        os.write(answer, LOST)
 
 for number in range(50):
-    read_end, write_end = os.pipe()
+    (start, begin), (answers, answer), (end, finish) = os.pipe(), os.pipe(), os.pipe()
     children = []
     for _ in range(2):
         child = os.fork()
         if child == 0:
-            os._exit(contend(Path(sys.argv[1]) / str(number), read_end))
+            contend(Path(sys.argv[1]) / str(number), start, answer, end)
+            os._exit(0)
         children.append(child)
-    os.write(write_end, b"go")
-    codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
-    print(*codes)
+    os.write(begin, b"go")
+    told = sorted(os.read(answers, 1) for _ in children)
+    os.write(finish, b"ok")
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(*(word.decode() for word in told), *codes)
+    for pipe in (start, begin, answers, answer, end, finish):
+        os.close(pipe)
 """
 HOLD = """
 import sys, time
@@ -50,9 +57,9 @@ with RunFolder(Path(sys.argv[1])).locked():
 
 def test_of_two_that_race_one_wins(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RACE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", RACE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )
-    assert done.stdout.splitlines() == ["0 3"] * 50
+    assert done.stdout.splitlines() == ["l w 0 0"] * 50
 
 
 def test_a_killed_holder_leaves_no_stale_lock(tmp_path: Path) -> None:
