@@ -66,7 +66,7 @@ _ByLayer: TypeAlias = Sequence[Tensor] | Mapping[int, Tensor]
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Where the tokens of one engine step lie in the cache; complete when built.
+    """Where the tokens of one engine step lie in the cache, and how attention goes about them; complete when built.
 
     slots [T] int64: the slot that each token's key and value are written to (page * page_size + offset)
     block_tables [B, max_pages] int32: the pages of each sequence, in order; what lies past its length is not read
@@ -78,6 +78,31 @@ class PagedBatch:
     block_tables: Tensor
     cu_seqlens: Tensor
     kv_lengths: Tensor
+    plans: Mapping[int | None, PagedPlan]
+    """By window: what follows from lengths and tables alone, once for all layers that every token enters."""
+    slot_plan: SlotPlan | None
+    """The same for the layers that only some enter; None where there are none."""
+
+    @classmethod
+    def plan(
+        cls,
+        config: ModelConfig,
+        slots: Tensor,
+        *,
+        block_tables: Tensor,
+        cu_seqlens: Tensor,
+        kv_lengths: Tensor,
+        page_size: int,
+    ) -> "PagedBatch":
+        """A step of a model of this configuration."""
+        routed = config.routed_attention
+        windows = {window for layer, window in enumerate(config.windows) if layer not in routed}
+        plans = {
+            window: plan_paged_attention(block_tables, cu_seqlens, kv_lengths, page_size, window=window)
+            for window in windows
+        }
+        slot_plan = plan_visible_slots(block_tables, kv_lengths, page_size) if routed else None
+        return cls(slots, block_tables, cu_seqlens, kv_lengths, plans, slot_plan)
 
 
 class PagedAttention:
@@ -106,8 +131,6 @@ class PagedAttention:
         self.k_scales: _ByLayer | None = k_scales
         self.v_scales: _ByLayer | None = v_scales
         self.present = present or {}
-        self._plans: dict[int | None, PagedPlan] = {}
-        self._slot_plan: SlotPlan | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
         k_pages, v_pages, batch, window = self.k_pages[layer], self.v_pages[layer], self.batch, self.windows[layer]
@@ -125,39 +148,28 @@ class PagedAttention:
             batch.cu_seqlens,
             batch.kv_lengths,
             window=window,
-            plan=self._plan(window, k_pages.shape[1]),
+            plan=batch.plans[window],
             k_scales=k_scales,
             v_scales=v_scales,
         )
 
-    def _plan(self, window: int | None, page_size: int) -> PagedPlan:
-        """What depends on lengths and tables alone is worked out once a step, not once a layer."""
-        if window not in self._plans:
-            batch = self.batch
-            self._plans[window] = plan_paged_attention(
-                batch.block_tables, batch.cu_seqlens, batch.kv_lengths, page_size, window=window
-            )
-        return self._plans[window]
-
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PagedAttention":
         """Notes who has a key at this layer. What is returned sees the pages as pages of one slot."""
-        self.present[layer][self.batch.slots] = selected
+        batch, window = self.batch, self.windows[layer]
+        self.present[layer][batch.slots] = selected
         attention = copy.copy(self)
-        if not len(index):  # nobody will ask
+        if batch.slot_plan is None or not len(index):  # nobody will ask
             return attention
-        batch = self.batch
-        if self._slot_plan is None:
-            page_size = self.k_pages[layer].shape[1]
-            self._slot_plan = plan_visible_slots(batch.block_tables, batch.kv_lengths, page_size)
         cu_seqlens = _count_before(selected, batch.cu_seqlens)
-        tables, kv_lengths = visible_slots(self.present[layer], self._slot_plan, cu_seqlens)
+        tables, kv_lengths = visible_slots(self.present[layer], batch.slot_plan, cu_seqlens)
         attention.batch = PagedBatch(
             slots=F.pad(batch.slots, (0, 1), value=-1)[index],  # of empty places: none
             block_tables=tables,
             cu_seqlens=cu_seqlens,
             kv_lengths=kv_lengths,
+            plans={window: plan_paged_attention(tables, cu_seqlens, kv_lengths, 1, window=window)},
+            slot_plan=None,
         )
-        attention._plans = {}
         for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
             pages = getattr(self, name)
             if pages is not None:

@@ -247,6 +247,12 @@ class ModelConfig:
         return self.layer_kv_heads or (self.num_kv_heads,) * self.num_layers
 
     @property
+    def routed_attention(self) -> tuple[int, ...]:
+        """The layers whose attention only selected tokens enter."""
+        mixture = self.mixture_of_depths
+        return () if mixture is None or mixture.route == "mlp" else mixture.layers
+
+    @property
     def opens_elsewhere(self) -> bool:
         """Whether transformers and vLLM read config.json and understand the same."""
         return not self.layer_kv_heads and self.mixture_of_depths is None

@@ -57,10 +57,9 @@ class Runner:
         shapes = [(num_pages, PAGE_SIZE, heads, config.head_dim) for heads in config.kv_heads]
         self.k_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
         self.v_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
-        mixture = config.mixture_of_depths
-        routed = mixture.layers if mixture is not None and mixture.route != "mlp" else ()
         self.present = {
-            layer: torch.zeros(num_pages * PAGE_SIZE + 1, dtype=torch.bool, device=self.device) for layer in routed
+            layer: torch.zeros(num_pages * PAGE_SIZE + 1, dtype=torch.bool, device=self.device)
+            for layer in config.routed_attention
         }
         """Which slots have a key at the layers whose attention only some tokens enter, as `PagedAttention` has it."""
 
@@ -103,10 +102,13 @@ class Runner:
         owner = np.repeat(np.arange(len(pieces)), lengths)
         positions = np.arange(len(tokens)) + (kv_lengths - cu_seqlens[1:])[owner]
         slots = block_tables[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        known, positions_, *where = (
+        known, positions_, slots_, tables, starts, lengths_ = (
             upload(array, self.device) for array in (tokens, positions, slots, block_tables, cu_seqlens, kv_lengths)
         )
-        return resolve(known, self.feed) if (tokens < 0).any() else known, positions_, PagedBatch(*where)
+        batch = PagedBatch.plan(
+            self.model.config, slots_, block_tables=tables, cu_seqlens=starts, kv_lengths=lengths_, page_size=PAGE_SIZE
+        )
+        return resolve(known, self.feed) if (tokens < 0).any() else known, positions_, batch
 
 
 def _wanted_rows(pieces: list[Piece], lengths: list[int]) -> np.ndarray | None:

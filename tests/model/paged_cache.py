@@ -49,11 +49,13 @@ class PagedCache:
         ]
         width = max(len(self.tables[sequence]) for sequence, _, _ in chunks)
         tables = [self.tables[sequence] + [0] * (width - len(self.tables[sequence])) for sequence, _, _ in chunks]
-        batch = PagedBatch(
-            slots=self._tensor(slots),
+        batch = PagedBatch.plan(
+            self.model.config,
+            self._tensor(slots),
             block_tables=self._tensor(tables).int(),
             cu_seqlens=self._tensor([0, *(len(new) for _, _, new in chunks)]).cumsum(0).int(),
             kv_lengths=self._tensor([done + len(new) for _, done, new in chunks]).int(),
+            page_size=PAGE_SIZE,
         )
         attention = PagedAttention(
             self.model.config, batch, self.k_pages, self.v_pages, present=self.present, **self.scales
