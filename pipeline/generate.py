@@ -7,14 +7,15 @@ from rich.console import Console
 
 from pipeline.answers import pieces_of, print_answer
 from pipeline.run_folder import Served
+from serve.config import target_and_draft
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 
 
 def generate(served: Served, prompt: str, options: argparse.Namespace) -> int:
     """Prints the answer on standard output and the speed on standard error. Returns the exit code."""
-    target, draft = (served.model, None) if served.verify is None else (served.verify, served.model)
-    engine = LLM(target, draft=draft, dtype=options.dtype, device=options.device, kv_cache_bytes=2**29)
+    model, draft = target_and_draft(served.model, served.verify)
+    engine = LLM(model, draft=draft, dtype=options.dtype, device=options.device, kv_cache_bytes=2**29)
     params = SamplingParams(
         temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
     )

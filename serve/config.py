@@ -45,9 +45,24 @@ class EngineConfig:
     """Check the SHA-256 of every file of an artifact before loading it."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "num_pages", "kv_cache_bytes", "num_speculative_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be positive, not {value}")
+        for name in ("num_pages", "kv_cache_bytes", "num_speculative_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization:g}")
+
+
+def target_and_draft(model: str, verify: str | None, draft: str | None = None) -> tuple[str, str | None]:
+    """What `MODEL --verify TARGET` means to an engine: TARGET is its model, and MODEL the draft of it.
+
+    Command lines call this; behind them `model` is always what is served, and `draft` what drafts for it. ValueError
+    when a target would have two drafts.
+    """
+    if verify is None:
+        return model, draft
+    if draft is not None:
+        raise ValueError("give either --verify or --speculative-config: one target has one draft")
+    return verify, model

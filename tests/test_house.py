@@ -38,6 +38,21 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in EVERYTHING}
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Modules of this house that a file imports, at its top, inside functions, or for types alone."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inner & MODULES or {node.module}
+    return names & MODULES
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_imports_go_downwards(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
@@ -45,6 +60,17 @@ def test_imports_go_downwards(path: Path) -> None:
     upward = (names & set(MAY_IMPORT)) - MAY_IMPORT[room] - {room}
     assert not upward, f"{name_of(path)} imports {upward}; {room}/ may import {MAY_IMPORT[room]}"
     assert not names & (ORACLES | {"bench", "tests"})
+
+
+@pytest.mark.parametrize(("room", "other"), [("http", "engine"), ("engine", "http")])
+def test_the_two_halves_of_serving_are_joined_by_the_wire_files_alone(room: str, other: str) -> None:
+    joined = {f"serve.{name}" for name in ("config", "messages", "outputs", "sampling_params", "logs")}
+    for path in (ROOT / "serve" / room).rglob("*.py"):
+        modules = {name for name in modules_imported(path) if name.split(".")[0] == "serve"}
+        outside = {name for name in modules if not name.startswith(f"serve.{room}")}
+        assert outside <= joined, f"{name_of(path)} imports {outside - joined}"
+    for path in (ROOT / f"{name.replace('.', '/')}.py" for name in joined):
+        assert not any(name.startswith(("serve.http", "serve.engine")) for name in modules_imported(path))
 
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=name_of)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from serve.config import EngineConfig
-from serve.http.logs import configure_logging
+from serve.logs import configure_logging
 from serve.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -203,7 +203,7 @@ def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
     connected.connect(arguments.socket)
     connection = Connection(connected)
     try:
-        engine, ready = load(msgspec.json.decode(arguments.options, type=EngineConfig))
+        engine, ready = load(EngineConfig(**msgspec.json.decode(arguments.options)))
     except (ValueError, OSError) as error:
         connection.send(Failed(str(error)))
         return 1

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from serve.http.errors import invalid
-from serve.http.generation import Reply, Service
-from serve.http.logprobs import chat_logprobs
-from serve.http.protocol import ChatRequest, ChatTemplateArguments, Message, Tool, sampling_params
+from serve.http.generation import LOWEST, Reply, Service
+from serve.http.protocol import ChatRequest, ChatTemplateArguments, Message, Tool, loads_object, sampling_params
 from serve.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -18,10 +17,11 @@ from serve.http.responses import (
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
-from serve.http.strict_json import loads_object
-from serve.outputs import RequestOutput
+from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,6 +112,25 @@ class ChatReply(Reply[ChatRequest]):
         positions = [position for output in outputs for position in output.logprobs or ()]
         drafted = [mark for output in outputs for mark in output.drafted_mask] if self.speculates else None
         return chat_logprobs(self.tokenizer, positions, drafted)
+
+
+def chat_logprobs(
+    tokenizer: "Tokenizer", positions: Sequence[TokenLogprobs], drafted: Sequence[bool] | None
+) -> ChatLogprobs:
+    """Entries for /v1/chat/completions; `drafted` is None on a server that does not speculate."""
+    token_bytes = tokenizer.token_bytes()
+    marks: Sequence[bool | UnsetType] = drafted if drafted is not None else [UNSET] * len(positions)
+
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        spelled = token_bytes[token_id]
+        return TopLogprob(spelled.decode("utf-8", "replace"), max(logprob, LOWEST), list(spelled))
+
+    entries = []
+    for position, mark in zip(positions, marks, strict=True):
+        own = top(position.token_id, position.logprob)
+        tops = [top(token_id, logprob) for token_id, logprob in position.top]
+        entries.append(TokenLogprob(own.token, own.logprob, own.bytes, tops, mark))
+    return ChatLogprobs(entries)
 
 
 def conversation_ids(

@@ -1,16 +1,20 @@
 """POST /v1/completions: prompts in any of OpenAI's four forms, echo, log-probabilities in parallel lists."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
+from model.text.detokenizer import StreamDecoder
 from serve.http.errors import invalid
-from serve.http.generation import Reply, Service
-from serve.http.logprobs import LegacyLogprobsWriter, join
+from serve.http.generation import LOWEST, Reply, Service, token_text
 from serve.http.protocol import CompletionRequest, sampling_params
 from serve.http.responses import Completion, CompletionChoice, LegacyLogprobs, Usage
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from model.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -111,19 +115,19 @@ class CompletionReply(Reply[CompletionRequest]):
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         index = prompt_index * self.num_choices + output.index
-        text, pieces = output.new_text, []
+        text, entries = output.new_text, []
         if index not in self._writers:
             self._writers[index] = LegacyLogprobsWriter(self.tokenizer, continues=not self.request.echo)
             if self.request.echo:
                 text = self._prompt_text(prompt_index) + text
-                pieces = self._prompt_piece(self._writers[index], prompt_index)
+                entries = self._prompt_entries(self._writers[index], prompt_index)
         if output.logprobs is not None:
             drafted = output.drafted_mask if self.speculates else None
-            pieces.append(self._writers[index].write(output.new_token_ids, output.logprobs, drafted))
+            entries.append(self._writers[index].write(output.new_token_ids, output.logprobs, drafted))
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=join(pieces) if pieces else None,
+            logprobs=join(entries) if entries else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )
@@ -132,7 +136,7 @@ class CompletionReply(Reply[CompletionRequest]):
         prompt = self._prompts[prompt_index]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
-    def _prompt_piece(self, writer: LegacyLogprobsWriter, prompt_index: int) -> list[LegacyLogprobs]:
+    def _prompt_entries(self, writer: "LegacyLogprobsWriter", prompt_index: int) -> list[LegacyLogprobs]:
         if self.request.logprobs is None:
             return []
         ids = self._prompt_ids[prompt_index]
@@ -142,12 +146,63 @@ class CompletionReply(Reply[CompletionRequest]):
 
 def _joined(parts: list[CompletionChoice]) -> CompletionChoice:
     """The whole choice that consecutive parts make up."""
-    pieces = [part.logprobs for part in parts if part.logprobs is not None]
+    entries = [part.logprobs for part in parts if part.logprobs is not None]
     last = parts[-1]
     return CompletionChoice(
         index=last.index,
         text="".join(part.text for part in parts),
-        logprobs=join(pieces) if pieces else None,
+        logprobs=join(entries) if entries else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+    )
+
+
+class LegacyLogprobsWriter:
+    """The lists of /v1/completions for one choice, made part by part as its tokens arrive."""
+
+    def __init__(self, tokenizer: "Tokenizer", *, continues: bool) -> None:
+        """`continues`: the choice's text does not begin with the prompt."""
+        self._tokenizer = tokenizer
+        self._decoder = StreamDecoder(tokenizer, continues=continues)
+        self._offset = 0
+
+    def write(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[TokenLogprobs | None],
+        drafted: Sequence[bool] | None = None,
+    ) -> LegacyLogprobs:
+        """The next tokens of the choice. A position without log-probabilities (the first of a prompt) is null."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.push([token_id]))
+        return LegacyLogprobs(
+            tokens=[token_text(self._tokenizer, token_id) for token_id in token_ids],
+            token_logprobs=[None if position is None else max(position.logprob, LOWEST) for position in positions],
+            top_logprobs=[None if position is None else self._top(position) for position in positions],
+            text_offset=offsets,
+            drafted=UNSET if drafted is None else list(drafted),
+        )
+
+    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+        """By text, best first. Two tokens may spell alike: the better one stays, so that the maximum is right.
+
+        The token itself is always there, as OpenAI has it, even when it is not among the most probable.
+        """
+        result: dict[str, float] = {}
+        for token_id, logprob in (*position.top, (position.token_id, position.logprob)):
+            result.setdefault(token_text(self._tokenizer, token_id), max(logprob, LOWEST))
+        return result
+
+
+def join(parts: Sequence[LegacyLogprobs]) -> LegacyLogprobs:
+    """Consecutive parts of one choice as one."""
+    drafted = [part.drafted for part in parts if not isinstance(part.drafted, UnsetType)]
+    return LegacyLogprobs(
+        tokens=[token for part in parts for token in part.tokens],
+        token_logprobs=[logprob for part in parts for logprob in part.token_logprobs],
+        top_logprobs=[top for part in parts for top in part.top_logprobs],
+        text_offset=[offset for part in parts for offset in part.text_offset],
+        drafted=[mark for marks in drafted for mark in marks] if drafted else UNSET,
     )

@@ -19,7 +19,7 @@ LEFTOVER_S = 5.0
 """How long a client may go on sending a body after it got its response."""
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One client."""
 
     _deadline: asyncio.TimerHandle | None = None

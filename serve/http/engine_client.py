@@ -17,19 +17,22 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from serve.config import EngineConfig
-from serve.http.call import Call
 from serve.http.errors import ApiError, invalid, overloaded, unavailable
-from serve.http.metrics import Metrics
+from serve.http.metrics import ChoiceTimer, Metrics
+from serve.http.options import ServerOptions
 from serve.messages import (
     LENGTH,
+    Abort,
+    Add,
     Failed,
     FromEngine,
     Ping,
@@ -43,6 +46,8 @@ from serve.messages import (
     decode_from_engine,
     frame,
 )
+from serve.outputs import RequestOutput
+from serve.sampling_params import SamplingParams
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine.process")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -52,26 +57,19 @@ STOP_S = 1.0
 """How long an engine that was told to leave may take."""
 EXIT_S = 1.0
 """How long an engine that has closed its socket may take to exit."""
+MAX_UNREAD_BYTES = 256 * 1024
+UNREAD_S = 1.0
+"""Outputs that pile up are a slow reader's only if nothing was taken for this long; else they came in one burst."""
 log = logging.getLogger("potstill.server")
 
 
 class EngineClient:
     """One engine process after another, as seen by the HTTP side."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        metrics: Metrics,
-        *,
-        max_queue: int = 64,
-        queue_wait_s: float = 30.0,
-        log_level: str = "info",
-        command: Sequence[str] = ENGINE_COMMAND,
-    ) -> None:
+    def __init__(self, options: ServerOptions, metrics: Metrics, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
         """`command` runs the engine process; its arguments are put behind it."""
-        self.config = config
         self.metrics = metrics
-        self.max_sequences = config.max_num_seqs + max_queue
+        self.max_sequences = options.engine.max_num_seqs + options.max_queue
         """Choices admitted at once: a full batch and a full queue behind it."""
         self.num_sequences = 0
         self.num_calls = 0
@@ -84,8 +82,8 @@ class EngineClient:
         """Set when the engine is gone for good: stopped, or failed."""
         self._arguments = [
             *command,
-            *("--parent", str(os.getpid()), "--queue-wait-s", str(queue_wait_s), "--log-level", log_level),
-            *("--options", msgspec.json.encode(config).decode()),
+            *("--parent", str(os.getpid()), "--queue-wait-s", str(options.queue_wait_s)),
+            *("--log-level", options.log_level, "--options", msgspec.json.encode(options.engine).decode()),
         ]
         self._folder = Path(tempfile.mkdtemp(prefix="potstill-"))  # mode 0700: no other user can connect
         self._requests: dict[str, tuple[Call, int]] = {}
@@ -142,7 +140,7 @@ class EngineClient:
             del self._pings[number]
 
     def open_call(self, num_sequences: int) -> "Call":
-        """Reserve places for this many choices. ApiError: 503 when there is no engine, 429 when the queue is full."""
+        """Reserve room for this many choices. ApiError: 503 when there is no engine, 429 when the queue is full."""
         if self.draining:
             raise unavailable("the server is shutting down", "draining")
         if not self.is_ready:
@@ -154,7 +152,7 @@ class EngineClient:
             raise overloaded(f"the queue is full: {self.num_sequences} choices are running or waiting")
         return Call(self, num_sequences)
 
-    def register(self, request_id: str, call: Call, prompt_index: int) -> None:
+    def register(self, request_id: str, call: "Call", prompt_index: int) -> None:
         """Outputs of this request go to `call`."""
         self._requests[request_id] = call, prompt_index
 
@@ -272,3 +270,121 @@ class EngineClient:
         for answer in self._pings.values():
             if not answer.done():
                 answer.set_result(False)
+
+
+class Call:
+    """One HTTP request as the engine sees it: room for its choices, then their outputs, as (prompt index, output).
+
+    A context manager: leaving it aborts what still runs and gives the room back. Made by `EngineClient.open_call`.
+    """
+
+    def __init__(self, client: EngineClient, num_sequences: int) -> None:
+        self._client = client
+        self._metrics = client.metrics.of(None)
+        self._num_running = num_sequences
+        """Choices that have not finished; each makes room for another request when it does."""
+        self._arrival = time.monotonic()
+        self._timers: dict[tuple[int, int], ChoiceTimer] = {}
+        self._request_ids: list[str] = []
+        self._started: dict[str, float] = {}
+        self._outputs: deque[tuple[int, RequestOutput]] = deque()
+        self._unread_bytes = 0
+        self._last_read = self._arrival
+        self._error: ApiError | None = None
+        self._news = asyncio.Event()
+        client.num_sequences += num_sequences
+        client.num_calls += 1
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        """Send the prompts (token ids) to the engine; `deadline_s` counts from the arrival of the HTTP request.
+
+        ApiError 503 when the engine has died since the call was opened.
+        """
+        if not self._client.is_ready:
+            raise self._client.absence()
+        self._metrics = self._client.metrics.of(adapter)
+        call_id = uuid.uuid4().hex
+        deadline = None if deadline_s is None else self._arrival + deadline_s
+        for prompt_index, prompt in enumerate(prompts):
+            request_id = f"{call_id}-{prompt_index}"
+            self._request_ids.append(request_id)
+            self._client.register(request_id, self, prompt_index)
+            self._client.send(Add(request_id, prompt, params, self._arrival, priority, deadline, cache_salt, adapter))
+
+    def record_start(self, request_id: str) -> None:
+        """A request has entered the batch."""
+        self._started[request_id] = time.monotonic()
+        self._metrics.queue_time.observe(self._started[request_id] - self._arrival)
+
+    def put(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in one output of the engine."""
+        key = prompt_index, output.index
+        if key not in self._timers:
+            started = self._started.get(output.request_id)
+            self._timers[key] = ChoiceTimer(self._metrics, self._arrival, started)
+        self._timers[key].record(output)
+        if output.finished:
+            self._release(1)
+        self._outputs.append((prompt_index, output))
+        self._unread_bytes += _size(output)
+        if self._unread_bytes > MAX_UNREAD_BYTES and time.monotonic() - self._last_read > UNREAD_S:
+            self.fail(ApiError(408, "the response was not read fast enough", code="slow_reader"))
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the call with this error: what waits to be read is dropped, what still runs is aborted."""
+        self._error = self._error or error
+        self._outputs.clear()
+        self._end()
+        self._news.set()
+
+    def __aiter__(self) -> "Call":
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if not self._num_running:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        prompt_index, output = self._outputs.popleft()
+        self._unread_bytes -= _size(output)
+        self._last_read = time.monotonic()
+        return prompt_index, output
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._client.num_calls -= 1
+
+    def _end(self) -> None:
+        if self._num_running and self._request_ids:
+            self._client.send(Abort(self._request_ids))
+        for request_id in self._request_ids:
+            self._client.forget(request_id)
+        self._release(self._num_running)
+
+    def _release(self, num_sequences: int) -> None:
+        self._num_running -= num_sequences
+        self._client.num_sequences -= num_sequences
+
+
+def _size(output: RequestOutput) -> int:
+    """Bytes, roughly, that an output will take in a stream."""
+    entries = sum(1 + len(position.top) for position in output.logprobs or ())
+    return 200 + len(output.new_text) + 100 * entries

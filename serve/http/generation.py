@@ -21,8 +21,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from serve.http.call import Call
-from serve.http.engine_client import EngineClient
+from serve.http.engine_client import Call, EngineClient
 from serve.http.errors import ApiError, invalid
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions
@@ -35,6 +34,8 @@ from serve.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
 
+LOWEST = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot hold; vLLM writes the same."""
 SEND_S = 30.0
 """How long a client may take to make room for the next event."""
 log = logging.getLogger("potstill.server")
@@ -53,7 +54,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 unless the request means the model that is served, or one of its adapters."""
-        if name is not None and name not in self.options.model_names and name not in self.options.adapters:
+        if name is not None and name not in self.options.model_names and name not in self.options.engine.adapters:
             raise ApiError(404, "the requested model is not served here", code="model_not_found", param="model")
 
     def cache_salt(self, tenant: bytes, wish: str | None) -> str | None:
@@ -77,7 +78,7 @@ class Reply(ABC, Generic[Request]):
         self.tokenizer = service.tokenizer
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.adapter = request.model if request.model in service.options.adapters else None
+        self.adapter = request.model if request.model in service.options.engine.adapters else None
         self.model = self.adapter or service.options.model_names[0]
         self.num_choices = request.n or 1
         self.usage = UsageCounter()
@@ -88,7 +89,7 @@ class Reply(ABC, Generic[Request]):
 
     @property
     def speculates(self) -> bool:
-        return self.service.engine.config.draft is not None
+        return self.service.options.engine.draft is not None
 
     @property
     @abstractmethod
@@ -133,6 +134,11 @@ class Reply(ABC, Generic[Request]):
         if self.request.continuous_usage:
             return self.usage.total(self.speculates)
         return None if self.request.include_usage else msgspec.UNSET
+
+
+def token_text(tokenizer: "Tokenizer", token_id: int) -> str:
+    """A token as text; bytes that are no character by themselves show as U+FFFD."""
+    return tokenizer.token_bytes()[token_id].decode("utf-8", "replace")
 
 
 class UsageCounter:

@@ -23,7 +23,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 log = logging.getLogger("potstill.server")
 
 
-class Gate:
+class Middleware:
     """Wraps the application. `routes` are the paths that may appear in logs and labels; others are "other"."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], metrics: Metrics, routes: Iterable[str]) -> None:
@@ -48,7 +48,7 @@ class Gate:
             await exchange.send_error(error)
         except Exception as error:
             # The text of an unexpected error may quote a prompt: only where it happened is logged.
-            log.error("request %s failed: %s at %s", exchange.request_id, type(error).__name__, _place(error))
+            log.error("request %s failed: %s at %s", exchange.request_id, type(error).__name__, _line_of(error))
             await exchange.send_error(ApiError(500, "an internal error occurred", code="internal_error"))
         finally:
             self._record(scope, exchange)
@@ -109,9 +109,9 @@ def _no_route(status: int) -> ApiError:
     return ApiError(404, "there is nothing at this path", code="not_found")
 
 
-def _place(error: BaseException) -> str:
+def _line_of(error: BaseException) -> str:
     """File and line of the innermost frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return "an unknown place" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+    return "an unknown line" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

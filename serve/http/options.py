@@ -1,4 +1,4 @@
-"""What `potstill serve` can be told: one dataclass, its command line (vLLM's spellings) and its YAML file.
+"""What `potstill serve` can be told: its options, its command line (vLLM's spellings) and its YAML file.
 
 No torch and no HTTP stack here: the command line is parsed before either is imported.
 """
@@ -7,43 +7,27 @@ import argparse
 import ipaddress
 import json
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from serve.config import NGRAM, EngineConfig
+from serve.config import NGRAM, EngineConfig, target_and_draft
 
 API_KEY_VARIABLE = "POTSTILL_API_KEY"
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How to serve one model. Sizes in bytes, times in seconds; the engine's own defaults stand in EngineConfig."""
+    """How to serve one model over HTTP; what the engine is told stands in `engine` alone. Times in seconds."""
 
-    model: str
-    """Folder of the model: an artifact or any Hugging Face folder."""
+    engine: EngineConfig
+    """Goes to the engine process as it is."""
+    model_names: tuple[str, ...]
+    """Names that requests may use for the model; the first is the one that responses carry."""
     host: str = "127.0.0.1"
     """Address to listen on. Other than loopback, it needs api_keys or allow_unauthenticated."""
     port: int = 8000
     """0 takes a free port."""
-    served_model_name: tuple[str, ...] = ()
-    """Names that requests may use; empty: the model as it was given."""
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_bytes: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = True
-    verify: str | None = None
-    """Folder of the target: its distribution is served, and `model` is its draft."""
-    draft: str | None = None
-    """Folder of a draft for `model`, or "ngram"."""
-    num_speculative_tokens: int | None = None
-    adapters: dict[str, str] = field(default_factory=dict)
-    """Folders of LoRA adapters of the target, by the names that requests use for them."""
-    seed: int = 0
     api_keys: tuple[str, ...] = ()
     allow_unauthenticated: bool = False
     chat_template: str | None = None
@@ -59,15 +43,13 @@ class ServerOptions:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if self.verify is not None and self.draft is not None:
-            raise ValueError("give either --verify or --speculative-config: one target has one draft")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "queue_wait_s", "health_timeout_s"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, not {value}")
+        for name in ("queue_wait_s", "health_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         for name in ("max_queue", "drain_s", "port"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
-        if taken := [name for name in self.adapters if name in self.model_names]:
+        if taken := [name for name in self.engine.adapters if name in self.model_names]:
             raise ValueError(f"--adapter {taken[0]}: this is the name of the model itself")
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("an API key is empty")
@@ -77,23 +59,10 @@ class ServerOptions:
                 "or say --allow-unauthenticated"
             )
 
-    @property
-    def target(self) -> str:
-        """The model whose distribution is served."""
-        return self.verify or self.model
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """Names a request may use; the first is the one that responses carry."""
-        return self.served_model_name or (self.model,)
-
-    def engine_config(self) -> EngineConfig:
-        """The part that the engine process gets."""
-        shared = {field.name for field in fields(EngineConfig)} & {field.name for field in fields(self)}
-        values = {name: getattr(self, name) for name in shared}
-        return EngineConfig(
-            **values | {"model": self.target, "draft": self.model if self.verify is not None else self.draft}
-        )
+ENGINE, SERVER = ({field.name for field in fields(kind)} for kind in (EngineConfig, ServerOptions))
+RESOLVED = {"verify", "speculative_config", "served_model_name", "config"}
+"""Options that are no fields: `options_from_arguments` turns them into some."""
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +70,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
     def add(flag: str, explanation: str, **settings: Any) -> None:
         name = settings.get("dest", flag.lstrip("-").replace("-", "_"))
-        default = getattr(ServerOptions, name, None)
+        if name not in ENGINE | SERVER | RESOLVED:
+            raise TypeError(f"{flag} sets {name}, which no option is called")
+        default = getattr(EngineConfig if name in ENGINE else ServerOptions, name, None)
         shown = "" if default in (None, (), False, True) else f" (default: {default})"
         parser.add_argument(flag, default=argparse.SUPPRESS, help=explanation + shown, **settings)
 
@@ -140,29 +111,32 @@ def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:
 
     Raises ValueError with one sentence for what is wrong. Attributes of `namespace` that are no options are ignored.
     """
-    known = {field.name for field in fields(ServerOptions)} | {"speculative_config"}
-    given = {name: value for name, value in vars(namespace).items() if name in known}
-    values = _from_yaml(Path(namespace.config)) if getattr(namespace, "config", None) else {}
-    values |= given
+    given = {name: value for name, value in vars(namespace).items() if name in ENGINE | SERVER | RESOLVED}
+    config = given.pop("config", None)
+    values = (_from_yaml(Path(config)) if config else {}) | given
     values |= values.pop("speculative_config", None) or {}
     if not values.get("api_keys") and os.environ.get(API_KEY_VARIABLE):
         values["api_keys"] = [os.environ[API_KEY_VARIABLE]]
-    for name in ("api_keys", "served_model_name"):
-        values[name] = tuple(values.get(name) or ())
+    values["api_keys"] = tuple(values.get("api_keys") or ())
     values["adapters"] = _by_name(values.get("adapters") or [])
-    return ServerOptions(**values)
+    values["model_names"] = tuple(values.pop("served_model_name", None) or (values["model"],))
+    verify, draft = values.pop("verify", None), values.pop("draft", None)
+    values["model"], values["draft"] = target_and_draft(values["model"], verify, draft)
+    engine = EngineConfig(**{name: values.pop(name) for name in ENGINE & values.keys()})
+    return ServerOptions(engine, **values)
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
     """The options of a YAML file, read exactly as the command line would read them."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if not path.is_file():
         raise ValueError(f"--config {path}: no such file")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ValueError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold option names and values")
@@ -170,7 +144,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     add_serve_arguments(parser)
     words = [word for name, value in content.items() for word in _words(str(name), value)]
     values = vars(parser.parse_args(["", *words]))
-    values.pop("model", None)
+    del values["model"]
     return values
 
 
@@ -229,7 +203,7 @@ def _size(text: str) -> int:
 
 
 def _speculative(text: str) -> dict[str, Any]:
-    """--speculative-config as fields of ServerOptions."""
+    """--speculative-config as fields of EngineConfig."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -13,11 +13,17 @@ from kernels import __version__
 from serve.http.chat import ChatReply, conversation_ids
 from serve.http.completions import CompletionReply
 from serve.http.errors import ApiError, invalid, unavailable
-from serve.http.generation import GenerationResponse, Service
-from serve.http.logprobs import token_text
-from serve.http.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read
+from serve.http.generation import GenerationResponse, Service, token_text
+from serve.http.protocol import (
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    loads_object,
+    read,
+)
 from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
-from serve.http.strict_json import loads_object
 from serve.messages import Ready
 
 MAX_BODY_BYTES = 2**20
@@ -74,7 +80,7 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         options = self._service.options
-        return json_response(ModelList([self._card(name) for name in (*options.model_names, *options.adapters)]))
+        return json_response(ModelList([self._card(name) for name in (*options.model_names, *options.engine.adapters)]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -83,7 +89,7 @@ class Routes:
 
     def _card(self, name: str) -> ModelCard:
         service, base = self._service, self._service.options.model_names[0]
-        folder = service.options.adapters.get(name)
+        folder = service.options.engine.adapters.get(name)
         root, parent = (base, None) if folder is None else (folder, base)
         return ModelCard(name, service.created, self._info().max_model_len, root, parent)
 

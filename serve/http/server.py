@@ -18,14 +18,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kernels import __version__
-from serve.http.connection import MAX_HEAD_BYTES, Connection
+from serve.http.connection import MAX_HEAD_BYTES, HttpConnection
 from serve.http.engine_client import ENGINE_COMMAND, EngineClient
 from serve.http.generation import Service
-from serve.http.logs import configure_logging
 from serve.http.metrics import Metrics
-from serve.http.middleware import Gate
+from serve.http.middleware import Middleware
 from serve.http.options import ServerOptions
 from serve.http.routes import Routes
+from serve.logs import configure_logging
 from serve.messages import Ready
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def run_server(options: ServerOptions, *, engine_command: Sequence[str] = ENGINE
 
 
 def load_tokenizer(options: ServerOptions) -> "Tokenizer":
-    """The target's tokenizer, with the chat template that the options name."""
+    """The served model's tokenizer, with the chat template that the options name."""
     from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
 
-    if not Path(options.target).is_dir():
-        raise ValueError(f"there is no model folder {options.target}")
-    tokenizer = Tokenizer.load(options.target)
+    if not Path(options.engine.model).is_dir():
+        raise ValueError(f"there is no model folder {options.engine.model}")
+    tokenizer = Tokenizer.load(options.engine.model)
     if options.chat_template is not None:
         source = Path(options.chat_template).read_text(encoding="utf-8")
         tokenizer.templates = {"default": ChatTemplate(source, tokenizer.special_tokens)}
@@ -85,9 +85,8 @@ def listen(host: str, port: int) -> socket.socket:
 def build_app(service: Service) -> ASGIApp:
     """The ASGI application of one server."""
     routes = Routes(service)
-    return Gate(
-        routes.router, api_keys=service.options.api_keys, metrics=service.metrics, routes=routes.paths
-    )  # fmt: skip
+    keys = service.options.api_keys
+    return Middleware(routes.router, api_keys=keys, metrics=service.metrics, routes=routes.paths)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -101,20 +100,13 @@ class _Uvicorn(uvicorn.Server):
 async def _serve(
     options: ServerOptions, tokenizer: "Tokenizer", listener: socket.socket, engine_command: Sequence[str]
 ) -> int:
-    metrics = Metrics(options.model_names[0], *options.adapters)
-    engine = EngineClient(
-        options.engine_config(),
-        metrics,
-        max_queue=options.max_queue,
-        queue_wait_s=options.queue_wait_s,
-        log_level=options.log_level,
-        command=engine_command,
-    )
+    metrics = Metrics(options.model_names[0], *options.engine.adapters)
+    engine = EngineClient(options, metrics, command=engine_command)
     app = build_app(Service(options, engine, tokenizer, metrics))
     web = _Uvicorn(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -171,12 +163,12 @@ async def _drain(engine: EngineClient, drain_s: float, hurry: asyncio.Event) -> 
 def announce_address(options: ServerOptions, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"potstill {__version__} listens on http://{shown}:{port} and loads {options.target}", flush=True)
+    print(f"potstill {__version__} listens on http://{shown}:{port} and loads {options.engine.model}", flush=True)
 
 
 def announce_engine(options: ServerOptions, info: Ready) -> None:
     draft = f"verified: tokens are drafted by {info.draft}" if info.draft else "not verified: there is no draft"
-    adapters = f"; adapters: {', '.join(options.adapters)}" if options.adapters else ""
+    adapters = f"; adapters: {', '.join(options.engine.adapters)}" if options.engine.adapters else ""
     print(
         f"ready after {info.load_s:.1f} s: {options.model_names[0]}, {info.dtype} on {info.device}, "
         f"{info.num_pages} KV pages = {info.num_pages * info.page_size} tokens, "

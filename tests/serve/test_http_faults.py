@@ -25,6 +25,7 @@ from serve.http import connection, generation
 from serve.http.engine_client import EngineClient
 from serve.http.errors import ApiError
 from serve.http.metrics import Metrics
+from serve.http.options import ServerOptions
 from serve.sampling_params import SamplingParams
 from tests.serve.http_server import ROOT, SCRIPTED, RunningServer, children_of, running_server, save_tiny_folder
 
@@ -194,7 +195,9 @@ def test_a_head_that_never_ends_is_dropped(monkeypatch: pytest.MonkeyPatch, head
     async def connect() -> None:
         config = uvicorn.Config(app, lifespan="off", log_config=None)
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(lambda: connection.Connection(config, ServerState(), {}), "127.0.0.1", 0)
+        listener = await loop.create_server(
+            lambda: connection.HttpConnection(config, ServerState(), {}), "127.0.0.1", 0
+        )
         reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
         async with asyncio.timeout(3):  # less than uvicorn's limit for idle connections
             if after_another:
@@ -253,7 +256,8 @@ def test_a_dying_engine_fails_its_requests_and_nothing_else(server: RunningServe
 def test_a_request_that_is_still_being_tokenized_when_the_engine_dies_is_told() -> None:
     async def reserve_kill_submit() -> None:
         command = [sys.executable, str(Path(SCRIPTED[0]).with_name("scripted_engine.py"))]
-        client = EngineClient(EngineConfig("none", max_num_seqs=1), Metrics("m"), max_queue=1, command=command)
+        options = ServerOptions(EngineConfig("none", max_num_seqs=1), ("m",), max_queue=1)
+        client = EngineClient(options, Metrics("m"), command=command)
         before = set(children_of(os.getpid()))
         client.start()
         try:

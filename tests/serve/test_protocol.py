@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from model.text.tokenizer import Tokenizer
-from serve.http.chat import conversation_ids, template_message
+from serve.config import EngineConfig
+from serve.http.chat import chat_logprobs, conversation_ids, template_message
+from serve.http.completions import LegacyLogprobsWriter
 from serve.http.errors import ApiError
-from serve.http.logprobs import LOWEST, LegacyLogprobsWriter, chat_logprobs
+from serve.http.generation import LOWEST
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions, add_serve_arguments, options_from_arguments
-from serve.http.protocol import ChatRequest, CompletionRequest, Message, read, sampling_params
-from serve.http.strict_json import loads, loads_object
+from serve.http.protocol import ChatRequest, CompletionRequest, Message, loads, loads_object, read, sampling_params
 from serve.messages import LENGTH, Abort, Add, Pong, ProtocolError, Report, decode_from_engine, decode_to_engine, frame
 from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -317,26 +318,30 @@ def parsed(*words: str) -> ServerOptions:
 
 def test_the_command_line_is_spelled_as_vllm_spells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POTSTILL_API_KEY", raising=False)
-    assert parsed("m") == ServerOptions("m")
+    assert parsed("m") == ServerOptions(EngineConfig("m"), ("m",))
     options = parsed(
         *("m", "--host", "::1", "--port", "9", "--served-model-name", "a", "b", "--dtype", "float32"),
         *("--max-model-len", "128", "--gpu-memory-utilization", "0.5", "--max-num-seqs", "4"),
         *("--max-num-batched-tokens", "64", "--kv-cache-bytes", "1.5G", "--api-key", "k1", "--api-key", "k2"),
         *("--speculative-config", '{"model": "d", "num_speculative_tokens": 3}', "--seed", "5", "--device", "cpu"),
     )
-    assert options == ServerOptions(
-        "m", "::1", 9, ("a", "b"), "float32", "cpu", 128, 0.5, 3 * 2**29, 4, 64,
-        draft="d", num_speculative_tokens=3, seed=5, api_keys=("k1", "k2"),
+    engine = EngineConfig(
+        "m", "d", dtype="float32", device="cpu", max_model_len=128, gpu_memory_utilization=0.5, seed=5,
+        kv_cache_bytes=3 * 2**29, max_num_seqs=4, max_num_batched_tokens=64, num_speculative_tokens=3,
     )  # fmt: skip
-    config = options.engine_config()
-    assert (config.model, config.draft, config.num_speculative_tokens, config.max_num_seqs) == ("m", "d", 3, 4)
-    assert not parsed("m", "--no-enable-prefix-caching").engine_config().enable_prefix_caching
+    assert options == ServerOptions(engine, ("a", "b"), "::1", 9, ("k1", "k2"))
+    assert not parsed("m", "--no-enable-prefix-caching").engine.enable_prefix_caching
+
+
+def test_an_option_that_no_field_is_called_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.http.options.ENGINE", {"model"})
+    with pytest.raises(TypeError, match="--dtype sets dtype, which no option is called"):
+        parsed("m")
 
 
 def test_verify_serves_the_target_and_drafts_with_the_model() -> None:
     options = parsed("student", "--verify", "teacher", "--speculative-config", '{"num_speculative_tokens": 2}')
-    config = options.engine_config()
-    assert (config.model, config.draft, config.num_speculative_tokens) == ("teacher", "student", 2)
+    assert options.engine == EngineConfig("teacher", "student", num_speculative_tokens=2)
     assert options.model_names == ("student",)
     with pytest.raises(ValueError, match="either --verify or --speculative-config"):
         parsed("student", "--verify", "teacher", "--speculative-config", '{"model": "x"}')
@@ -371,12 +376,12 @@ def test_words_that_are_no_values_end_the_program(words: tuple[str, str], capsys
 def test_speculative_config_is_checked(text: str) -> None:
     with pytest.raises(SystemExit):
         parsed("m", "--speculative-config", text)
-    assert parsed("m", "--speculative-config", '{"method": "ngram"}').draft == "ngram"
+    assert parsed("m", "--speculative-config", '{"method": "ngram"}').engine.draft == "ngram"
 
 
 def test_adapters_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     options = parsed("m", "--adapter", "a=x", "--adapter", "b=y=z")
-    assert options.adapters == options.engine_config().adapters == {"a": "x", "b": "y=z"}
+    assert options.engine.adapters == {"a": "x", "b": "y=z"}
     with pytest.raises(ValueError, match="--adapter a is given twice"):
         parsed("m", "--adapter", "a=x", "--adapter", "a=y")
     with pytest.raises(ValueError, match="--adapter m: this is the name of the model itself"):
@@ -393,10 +398,13 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
         "speculative-config: {model: ngram, num_speculative_tokens: 4}\nkv-cache-bytes: 2M\nadapter: [c=x, d=y]\n"
     )
     options = parsed("m", "--config", str(path), "--port", "82")
-    assert (options.port, options.max_num_seqs, options.served_model_name) == (82, 3, ("a", "b"))
-    assert options.adapters == {"c": "x", "d": "y"}
-    assert (options.api_keys, options.host, options.draft) == (("k",), "0.0.0.0", "ngram")
-    assert (options.num_speculative_tokens, options.kv_cache_bytes) == (4, 2**21)
+    assert (options.port, options.engine.max_num_seqs, options.model_names) == (82, 3, ("a", "b"))
+    assert options.engine.adapters == {"c": "x", "d": "y"}
+    assert (options.api_keys, options.host, options.engine.draft) == (("k",), "0.0.0.0", "ngram")
+    assert (options.engine.num_speculative_tokens, options.engine.kv_cache_bytes) == (4, 2**21)
+    path.write_text("port: [")
+    with pytest.raises(ValueError, match="did not find expected node content"):
+        parsed("m", "--config", str(path))
     path.write_text("max-num-sequences: 3\n")
     with pytest.raises(ValueError, match="max-num-sequences"):
         parsed("m", "--config", str(path))
