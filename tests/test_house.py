@@ -38,7 +38,11 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in EVERYTHING}
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path) for path in EVERYTHING}
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -60,6 +64,18 @@ def test_imports_go_downwards(path: Path) -> None:
     upward = (names & set(MAY_IMPORT)) - MAY_IMPORT[room] - {room}
     assert not upward, f"{name_of(path)} imports {upward}; {room}/ may import {MAY_IMPORT[room]}"
     assert not names & (ORACLES | {"bench", "tests"})
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Imports inside functions and those for types count, too: whoever reads a module must read what it names."""
+    left = {module_of(path): modules_imported(path) for path in SOURCES}
+    while free := [name for name, needed in left.items() if not needed & left.keys()]:
+        for name in free:
+            del left[name]
+    while idle := [name for name in left if not any(name in needed for needed in left.values())]:
+        for name in idle:
+            del left[name]
+    assert not left, "between these modules imports go in circles"
 
 
 @pytest.mark.parametrize(("room", "other"), [("http", "engine"), ("engine", "http")])

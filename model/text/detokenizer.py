@@ -9,10 +9,7 @@ import codecs
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from model.text.tokenizer import Tokenizer
+from typing import Any, Protocol
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -87,6 +84,14 @@ class TokenBytes(dict[int, bytes]):
         return found
 
 
+class SpelledTokens(Protocol):
+    """What a tokenizer says of its tokens."""
+
+    drops_first_space: bool
+
+    def token_bytes(self, *, skip_special_tokens: bool) -> TokenBytes: ...
+
+
 class StreamDecoder:
     """Text from tokens as they arrive.
 
@@ -95,7 +100,7 @@ class StreamDecoder:
     a space at their beginning is kept.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+    def __init__(self, tokenizer: SpelledTokens, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
         self._token_bytes = tokenizer.token_bytes(skip_special_tokens=skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drops_space = tokenizer.drops_first_space and not continues
