@@ -2,11 +2,11 @@
 
     inject      freeze the base and attach fresh adapters (model/lora.py)
     LoftQ       Q = q(W − s·B A), then s·B A = the best matrix of rank r for W − Q; again, a few times
-    merge       W' = dequantized base + s·B A, in fp32; then a dense model, or NF4 again
+    merge       W' = dequantized base + s·B A, in fp32; then a dense model, or a quantized one again
 
-An adapter was trained against the dequantized NF4 base, so it is merged into that one and never into the model that the
-base was made from. NF4 again may lose it: base weights lie on the grid of their blocks, and an update that is small
-against the gaps rounds away, so compare before publishing.
+An adapter was trained against the dequantized base, so it is merged into that one and never into the model that the
+base was made from. Quantized again it may be lost: base weights lie on the grid of their blocks, and an update that is
+small against the gaps rounds away, so compare before publishing.
 
 Sources: LoftQ https://arxiv.org/abs/2310.08659.
 
@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.linear.quantization import NF4Weight, quantize_nf4
 from model.files.adapter import Adapter
 from model.files.checkpoint import TensorFiles, tensor_shapes
 from model.lora import Lora, LoraConfig, LoraError, adapted_layers, attach_lora
-from model.quantized import nf4_layers, set_nf4
+from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
 
 EMBEDDING = "model.embed_tokens"
@@ -50,20 +49,19 @@ def inject(model: Transformer, config: LoraConfig, *, seed: int = 0, dense: Tens
 
 @torch.no_grad()
 def start_loftq(model: Transformer, dense: TensorFiles, *, iterations: int = 1) -> None:
-    """Sets the adapter of each NF4 layer so that base and adapter together come closer to the weights `dense`.
+    """Sets the adapter of each quantized layer so that base and adapter together come closer to the weights `dense`.
 
     One iteration leaves the base as it is. More change it: the model must then be saved as the adapter's base.
-    Raises LoraError if no adapted layer is in NF4.
+    Raises LoraError if no adapted layer is quantized.
     """
-    layers = [(name, layer, layer.lora) for name, layer in nf4_layers(model).items() if layer.lora is not None]
+    layers = [(name, layer, layer.lora) for name, layer in quantized_layers(model).items() if layer.lora is not None]
     if not layers:
         raise LoraError("LoftQ starts from the quantization error; no adapted layer of this model is quantized.")
     for name, layer, lora in layers:
-        double = layer.weight.nested_absmax is not None
         weight = dense.read(f"{name}.weight").to(layer.device).float()
         _set_low_rank(lora, weight - layer.weight.dequantize())
         for _ in range(iterations - 1):
-            layer.weight = quantize_nf4(weight - lora.scale * (lora.b @ lora.a), double=double)
+            layer.weight = layer.format.quantize(weight - lora.scale * (lora.b @ lora.a))
             _set_low_rank(lora, weight - layer.weight.dequantize())
         lora.reset_magnitude(layer)
 
@@ -95,11 +93,11 @@ def merged_weights(model: Transformer) -> dict[str, Callable[[], Tensor]]:
 
 @torch.no_grad()
 def merge_requantized(model: Transformer, *, dtype: torch.dtype = torch.bfloat16) -> Transformer:
-    """A new model like `merge`'s whose layers are in NF4 where the base's are. Most of a small update is lost."""
+    """A new model like `merge`'s quantized as its base is. Most of a small update is lost."""
     merged = merge(model, dtype=torch.float32)
-    for name, layer in nf4_layers(model).items():
+    for name, layer in quantized_layers(model).items():
         dense: Any = merged.get_submodule(name)
-        set_nf4(merged, name, quantize_nf4(dense.weight.detach(), double=layer.weight.nested_absmax is not None))
+        set_quantized(merged, name, layer.format.quantize(dense.weight.detach()), layer.format)
     return merged.to(dtype)
 
 
@@ -108,7 +106,7 @@ def unmerge(model: Transformer, adapter: Adapter) -> Transformer:
     """Takes a merged adapter out of a dense model, in place, up to the rounding of its weights; returns the model.
 
     Raises LoraError for DoRA, whose merged weight no longer tells the length that the base's rows had, and where the
-    model lacks a layer or has it in NF4 or another shape.
+    model lacks a layer or has it quantized or in another shape.
     """
     if adapter.config.dora:
         raise LoraError("A merged DoRA cannot be taken out: the lengths of the base's rows are lost.")
@@ -159,7 +157,6 @@ def _merged(model: Transformer, name: str) -> Tensor:
     layer, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(layer)
     weight = getattr(module, leaf)
-    if isinstance(weight, NF4Weight):
-        weight = weight.dequantize()
+    weight = weight if isinstance(weight, Tensor) else weight.dequantize()
     lora = module.lora if leaf == "weight" and hasattr(module, "lora") else None
     return weight.detach() if lora is None else lora.merged(weight.detach())

@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Projections around an attention that knows where keys and values live.
 
-    Each projection is a Linear, or an NF4Linear in its place.
+    Each projection is a Linear, or a QuantizedLinear in its place.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, each a Linear, or an NF4Linear in its place."""
+    """`down(silu(gate(x)) * up(x))`, each a Linear, or a QuantizedLinear in its place."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -7,13 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.linear.dense import linear
+from kernels.linear.dense import PreparedWeight, linear
+from model.formats.dense import DENSE
 from model.lora import EmbeddingLora, Lora
-from model.quantized import NF4Linear
+from model.quantized import QuantizedLinear
 
 
 class Linear(nn.Linear):
     """`x [T, in] -> [T, out]`, plus an adapter if it carries one."""
+
+    format = DENSE
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -22,6 +25,11 @@ class Linear(nn.Linear):
     @property
     def device(self) -> torch.device:
         return self.weight.device
+
+    @property
+    def prepared_weight(self) -> PreparedWeight:
+        """The weight for inference."""
+        return self.format.prepare(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, self.bias)
@@ -38,7 +46,7 @@ class Linear(nn.Linear):
         return self.weight.float().square().sum(1)
 
 
-AnyLinear = Linear | NF4Linear
+AnyLinear = Linear | QuantizedLinear
 
 
 class Embedding(nn.Embedding):

@@ -170,7 +170,7 @@ class EmbeddingLora(Lora):
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that can carry an adapter (Linear, NF4Linear, Embedding), by name, in the model's order."""
+    """The layers that can carry an adapter (Linear, QuantizedLinear, Embedding), by name, in the model's order."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora")}
 
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.rotary import rope_frequencies, rotary_tables
 from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
-from kernels.linear.quantization import NF4Weight
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
 from model.fused import Fused, FusedTensor
@@ -20,7 +19,7 @@ from model.fused_adapters import AdapterChoices
 from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
 from model.linear import AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
-from model.quantized import NF4Linear
+from model.quantized import QuantizedLinear
 from model.routed import RoutedLayer
 
 _HEADS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -102,7 +101,7 @@ class Transformer(nn.Module):
         if self.lm_head is None:
             return self.model.embed_tokens.weight
         head, lora = self.lm_head.weight, self.lm_head.lora
-        weight = head.dequantize(self.dtype) if isinstance(head, NF4Weight) else head
+        weight = head if isinstance(head, Tensor) else head.dequantize(self.dtype)
         return weight if lora is None else lora.merged(weight).to(self.dtype)
 
     @property
@@ -185,7 +184,7 @@ class Transformer(nn.Module):
             if isinstance(module, Fused):
                 parent = path.rpartition(".")[0]
                 places |= {f"{parent}.{name}": tensor for name, tensor in module.tensors().items()}
-            elif isinstance(module, NF4Linear):
+            elif isinstance(module, QuantizedLinear):
                 places[f"{path}.weight"] = None
         return places
 

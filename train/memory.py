@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from kernels.adamw_8bit import BLOCK
-from kernels.linear.quantization import NESTED_BLOCK, NF4_BLOCK
 from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
+from model.formats.registry import NO_FORMAT, format_named
 from model.layers import Linear
 from model.lora import LoraConfig, matching_layers
 from model.transformer import Transformer
@@ -64,8 +64,8 @@ class Setup:
     """Train this alone, over a frozen base."""
     routers: int = 0
     """Or train the routers of this many layers alone."""
-    quantization: str = "none"
-    """Of the frozen base: nf4, or none."""
+    quantization: str = NO_FORMAT
+    """Of the frozen base: a format of `model.formats.registry`, or none."""
     double_quantization: bool = True
     fp32_base: bool = False
     """Whether a frozen base that is not quantized is in fp32, as trained weights are, whatever products are in."""
@@ -165,19 +165,15 @@ class _Arithmetic:
         if not self.frozen:
             return total + FULL * sum(self.trained)
         parameters = sum(parameter.numel() for parameter in self.shape.parameters())
-        if self.setup.quantization == "none":
+        format = format_named(self.setup.quantization, double=self.setup.double_quantization)
+        if format is None:
             return total + self.stream * parameters
-        sizes = [layer.weight.numel() for layer in self._layers()]
-        return total + self.stream * (parameters - sum(sizes)) + sum(map(self._nf4_bytes, sizes))
-
-    def _nf4_bytes(self, size: int) -> int:
-        """Of one matrix: codes, scales of blocks, and with double quantization the scales' scales and offset."""
-        blocks = -(-size // NF4_BLOCK)
-        scales = blocks + FULL * (-(-blocks // NESTED_BLOCK) + 1) if self.setup.double_quantization else FULL * blocks
-        return -(-size // 2) + scales
+        weights = [layer.weight for layer in self._layers()]
+        dense = parameters - sum(weight.numel() for weight in weights)
+        return total + self.stream * dense + sum(format.num_bytes(weight.shape) for weight in weights)
 
     def _layers(self) -> list[Linear]:
-        """Every linear layer but the output projection: what NF4 quantizes."""
+        """Every linear layer but the output projection: what is quantized."""
         return [layer for layer in self.shape.model.modules() if isinstance(layer, Linear)]
 
     def _moments(self) -> tuple[int, int]:
@@ -261,7 +257,9 @@ class _Arithmetic:
         config = self.config
         moving = self.tokens * (4 * self.item * config.intermediate_size + 3 * self.stream * config.hidden_size)
         widest = max(layer.weight.numel() for layer in self._layers())
-        moving += self.item * widest if self.setup.on_gpu or not self.frozen else 0  # a gradient, or NF4 expanded
+        moving += (
+            self.item * widest if self.setup.on_gpu or not self.frozen else 0
+        )  # a gradient, or a quantized one expanded
         return moving + (self._layer() if self._recomputes else 0)
 
     def _loss(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from kernels.adamw_8bit import Moments, adamw_8bit
-from model.quantized import nf4_tensors
+from model.quantized import quantized_tensors
 from train.checkpoint import TrainingStateError
 from train.config import TrainingConfig
 from train.offload import CudaCopier, walk
@@ -138,7 +138,7 @@ def frozen_digest(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    for name, tensor in (*frozen, *model.named_buffers(), *nf4_tensors(model)):
+    for name, tensor in (*frozen, *model.named_buffers(), *quantized_tensors(model)):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
         sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 1_024)]
         digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())

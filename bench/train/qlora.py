@@ -34,10 +34,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from bench.common import ROOT, run_alone, teacher_folder, write_result
 from bench.train.distill import Recorder, documents_of
 from compress.lora import inject
-from compress.nf4 import quantize_folder
+from compress.quantize.round_to_nearest import quantize_folder
 from model.config import ModelConfig
 from model.files.checkpoint import load_config, load_model, tensor_shapes, write_checkpoint
-from model.quantized import nf4_layers
+from model.formats.bitsandbytes import NF4
+from model.quantized import quantized_layers
 from model.text.tokenizer import Tokenizer
 from pipeline.stages.qlora.config import Adapter, Qlora
 from pipeline.stages.shared.training import lora_config, training_config
@@ -104,7 +105,7 @@ def potstill(case: Case, steps: int, folder: Path) -> Side:
     model = load_model(Path(case.scratch) / "nf4", dtype=torch.bfloat16, device=DEVICE)
     inject(model, lora_config(stage.adapter), seed=stage.seed)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    weight_bytes += sum(layer.weight_bytes for layer in nf4_layers(model).values())
+    weight_bytes += sum(layer.weight_bytes for layer in quantized_layers(model).values())
 
     def train(recorder: Recorder) -> None:
         _UnsavedTrainer(
@@ -249,7 +250,7 @@ def prepare_inputs(scratch: Path, *, tiny: bool) -> Case:
         write_random(shape, dense)
         tokens = np.random.default_rng(0).integers(0, shape.vocab_size, count).astype(np.int32)
     np.save(scratch / "tokens.npy", tokens)
-    quantize_folder(dense, scratch / "nf4")
+    quantize_folder(dense, scratch / "nf4", NF4())
     return case
 
 

@@ -189,6 +189,12 @@ def pack_nf4(codes: Tensor) -> Tensor:
     return codes[::2] << 4 | codes[1::2]
 
 
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes 0..15, u8 [N, K], two a byte, the even one in the low nibble."""
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
 def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -> Int4Weight:
     """Quantize a matrix [N, K] of floats in groups of `group` neighbours of a row."""
     _check_matrix(weight)
@@ -206,8 +212,7 @@ def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -
         zero_codes = (-lowest / scales).round().clamp(0, 15)
         codes = ((wide / scales[..., None]).round() + zero_codes[..., None]).clamp(0, 15)
         zeros = zero_codes.to(torch.uint8)
-    flat = F.pad(codes.view(n, -1)[:, :k].to(torch.uint8), (0, k % 2))
-    return Int4Weight(flat[:, ::2] | flat[:, 1::2] << 4, scales, (n, k), group, zeros)
+    return Int4Weight(pack_int4(codes.view(n, -1)[:, :k].to(torch.uint8)), scales, (n, k), group, zeros)
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:

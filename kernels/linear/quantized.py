@@ -38,7 +38,7 @@ from kernels.linear._quantized_tiles import (
     tile_weight,
 )
 from kernels.linear.lora import LoraWeights, check_adapters, expand_operands, lora_add, lora_reference, wants_gradients
-from kernels.linear.quantization import NF4Weight, QuantizedWeight, pack_nf4
+from kernels.linear.quantization import QuantizedWeight, pack_int4, pack_nf4
 
 PreparedQuantizedWeight = TiledWeight | CpuWeight
 
@@ -64,6 +64,7 @@ _FORWARD_TILES = {
 }
 _BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3)}
 _EXPAND_TILES = Tiles(0, 64, 4, 2)
+_WIDE_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def quantized_linear_reference(
@@ -246,13 +247,14 @@ def prepare_quantized_weight(weight: QuantizedWeight) -> PreparedQuantizedWeight
     return tile_weight(weight) if runs_triton(weight.codes) else prepare_for_cpu(weight)
 
 
-def nf4_codes(weight: PreparedQuantizedWeight) -> Tensor:
-    """The codes of a prepared NF4 weight as `NF4Weight.codes` holds them, so that nobody need keep them twice."""
-    if isinstance(weight, TiledWeight):
-        return pack_nf4(tile_codes(weight).flatten())
-    if not isinstance(weight.held, NF4Weight):
-        raise ValueError(f"only an NF4 weight has NF4 codes, not {type(weight.held).__name__}")
-    return weight.held.codes
+def stored_codes(weight: PreparedQuantizedWeight) -> Tensor:
+    """The codes as the weight that was prepared held them, so that nobody need keep them twice."""
+    if isinstance(weight, CpuWeight):
+        return weight.held.codes
+    codes = tile_codes(weight)
+    if weight.format == "nf4":
+        return pack_nf4(codes.flatten())
+    return pack_int4(codes) if weight.format == "int4" else codes.contiguous().view(_WIDE_CODES[weight.format])
 
 
 def quantized_linear(

@@ -1,11 +1,11 @@
 """Model folders as Hugging Face writes them: config.json, safetensors in one file or in shards, generation_config.json.
 
 Reading is strict: the folder must hold exactly the tensors that the configuration calls for, each of the right shape.
-Linear weights may be in NF4 (model/formats/bitsandbytes.py). A folder may also hold an adapter and,
-below it, the base that it belongs to (model/files/adapter.py): it opens as the base with the adapter attached.
+Linear weights may be in one of the formats of model/formats. A folder may also hold an adapter and, below it, the base
+that it belongs to (model/files/adapter.py): it opens as the base with the adapter attached.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,23 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kernels.linear.quantization import NF4Weight
 from model.config import ModelConfig
 from model.files.adapter import base_folder, check_base, load_adapter
 from model.files.safe_io import CheckpointError, read_json_object, sync_file, write_json
-from model.formats.bitsandbytes import (
-    NESTED_TABLE,
-    STATE,
-    from_files,
-    is_nf4,
-    pieces,
-    quantization_config,
-    stored_bytes,
-    to_files,
-)
+from model.formats.base import QuantizedMatrix, WeightFormat
+from model.formats.registry import format_of_config
 from model.linear import Linear
 from model.lora import adapted_layers
-from model.quantized import move_nf4, nf4_layers, set_nf4
+from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
 
 SINGLE_NAME = "model.safetensors"
@@ -41,6 +32,8 @@ INDEX_NAME = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # A header names tensors only: 16 MiB is a hundred times what the largest known model needs.
 MAX_HEADER_BYTES = 16 << 20
+_TABLES = 2048
+"""About so many bytes of codebooks and descriptions are stored with a quantized weight."""
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,7 +41,7 @@ def load_config(folder: str | Path) -> ModelConfig:
     """The configuration in a model folder; the end-of-text tokens of `generation_config.json` go before its own."""
     folder = base_folder(folder)
     raw = read_json_object(folder / "config.json", CheckpointError)
-    is_nf4(folder, raw)
+    format_of_config(folder, raw)
     config = ModelConfig.from_hf(raw)
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -58,10 +51,15 @@ def load_config(folder: str | Path) -> ModelConfig:
     return config
 
 
-def is_quantized(folder: str | Path) -> bool:
-    """Whether a model folder holds NF4 weights; CheckpointError for other quantizations."""
+def format_of_folder(folder: str | Path) -> WeightFormat[Any] | None:
+    """The format of a model folder's linear weights; None if they are dense, CheckpointError for an unknown one."""
     folder = base_folder(folder)
-    return is_nf4(folder, read_json_object(folder / "config.json", CheckpointError))
+    return format_of_config(folder, read_json_object(folder / "config.json", CheckpointError))
+
+
+def is_quantized(folder: str | Path) -> bool:
+    """Whether a model folder holds quantized weights; CheckpointError for a format that is not known."""
+    return format_of_folder(folder) is not None
 
 
 class TensorFiles:
@@ -88,8 +86,8 @@ def load_model(
     """Opens an artifact or any Hugging Face folder of a known family.
 
     Tensors go one by one from the file to the device, so memory holds the model once. `dtype="auto"` keeps the dtype of
-    the file (of its embeddings); NF4 weights stay as they are. Raises ConfigError or CheckpointError naming the field,
-    file or tensor that is wrong, AdapterError for an adapter that does not belong to the base beside it.
+    the file (of its embeddings); quantized weights stay as they are. Raises ConfigError or CheckpointError naming the
+    field, file or tensor that is wrong, AdapterError for an adapter that does not belong to the base beside it.
     """
     base = base_folder(folder)
     model = _load_base(base, dtype, device)
@@ -105,13 +103,15 @@ def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str |
     with torch.device("meta"):
         model = Transformer(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    nf4 = _nf4_names(model, files) if is_quantized(folder) else []
-    known = {piece for name in nf4 for piece in pieces(name) if piece in files.places}
-    _check_names(folder, config, shapes.keys() | known, files.places)
+    format: Any = format_of_folder(folder)
+    quantized = {} if format is None else _quantized_names(model, format, files)
+    names = {name for name in shapes if name in quantized.get(name, (name,))}
+    known = {piece for pieces in quantized.values() for piece in pieces if piece in files.places}
+    _check_names(folder, config, names | known, files.places)
     wanted = _resolve_dtype(dtype, files)
-    for name in nf4:
-        weight = from_files(name, shapes.pop(name), files.read)
-        set_nf4(model, name.removesuffix(".weight"), move_nf4(weight, torch.device(device)))
+    for name in quantized:
+        weight = format.from_files(name, shapes.pop(name), files.read)
+        set_quantized(model, name.removesuffix(".weight"), format.moved(weight, torch.device(device)), format)
     for name, shape in shapes.items():
         tensor = files.read(name)
         _check_tensor(f"{files.places[name]} holds {name}", tensor, shape)
@@ -130,17 +130,17 @@ def save_model(
 ) -> None:
     """Writes a folder that transformers, vLLM and `load_model` open; everything is on the disk on return.
 
-    `dtype` None keeps the model's; NF4 weights stay as they are. Raises CheckpointError for a fused model, one with an
-    adapter, weights that are not finite, or a folder that already holds weights.
+    `dtype` None keeps the model's; quantized weights stay as they are. Raises CheckpointError for a fused model, one
+    with an adapter, weights that are not finite, or a folder that already holds weights.
     """
     if adapted := adapted_layers(model):
         raise CheckpointError(
             f"The model has an unmerged adapter, on {next(iter(adapted))} among others; merge it, or save it by itself "
             "with save_adapter."
         )
-    weights: dict[str, Tensor | NF4Weight] = {name: weight.detach() for name, weight in model.named_parameters()}
-    quantized = {f"{name}.weight": layer.weight for name, layer in nf4_layers(model).items()}
-    weights |= quantized
+    weights: dict[str, Tensor | QuantizedMatrix] = {name: weight.detach() for name, weight in model.named_parameters()}
+    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
+    weights |= {name: layer.weight for name, layer in quantized.items()}
     shapes = tensor_shapes(model.config)
     if weights.keys() != shapes.keys():
         raise CheckpointError("Only a model in its training form can be saved, not one that fuse() has changed.")
@@ -150,30 +150,32 @@ def save_model(
         {name: partial(weights.__getitem__, name) for name in shapes},
         dtype=dtype or model.dtype,
         max_shard_bytes=max_shard_bytes,
-        nf4=quantized,
+        formats={name: layer.format for name, layer in quantized.items()},
     )
 
 
 def write_checkpoint(
     folder: str | Path,
     config: ModelConfig,
-    sources: Mapping[str, Callable[[], Tensor | NF4Weight]],
+    sources: Mapping[str, Callable[[], Tensor | QuantizedMatrix]],
     *,
     dtype: torch.dtype,
     max_shard_bytes: int = 5_000_000_000,
-    nf4: Collection[str] = (),
+    formats: Mapping[str, WeightFormat[Any]] | None = None,
 ) -> None:
     """Writes config.json, weights and generation_config.json; `sources[name]()` makes one tensor when its turn comes.
 
-    Those named in `nf4` make NF4 weights. At most one shard is in memory at a time. See `save_model` for the errors.
+    `formats`: of those that make quantized weights. At most one shard is in memory at a time. See `save_model` for the
+    errors.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("model*.safetensors*")):
         raise CheckpointError(f"{folder} already holds weights; save into an empty folder.")
-    shapes = tensor_shapes(config)
+    shapes, formats = tensor_shapes(config), formats or {}
     sizes = {
-        name: stored_bytes(shape) if name in nf4 else shape.numel() * dtype.itemsize for name, shape in shapes.items()
+        name: formats[name].num_bytes(shape) + _TABLES if name in formats else shape.numel() * dtype.itemsize
+        for name, shape in shapes.items()
     }
     shards = _plan_shards(sizes, max_shard_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -184,13 +186,13 @@ def write_checkpoint(
     for file_name, shard in zip(names, shards, strict=True):
         tensors: dict[str, Tensor] = {}
         for name in shard:
-            tensors |= _prepare(name, sources[name](), shapes[name], dtype)
+            tensors |= _prepare(name, sources[name](), shapes[name], dtype, formats.get(name))
         _save_shard(folder / file_name, tensors)
         weight_map |= dict.fromkeys(tensors, file_name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
         write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_configs(folder, config, dtype, quantization=_quantization(config, weight_map, dtype) if nf4 else {})
+    _write_configs(folder, config, dtype, _quantization(config, formats, dtype))
     sync_file(folder)
 
 
@@ -208,13 +210,17 @@ def _write_configs(folder: Path, config: ModelConfig, dtype: torch.dtype, quanti
     write_json(folder / "generation_config.json", _generation_config(config))
 
 
-def _quantization(config: ModelConfig, names: Collection[str], dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json adds for an NF4 model that holds tensors of these names."""
+def _quantization(config: ModelConfig, formats: Mapping[str, WeightFormat[Any]], dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json adds for quantized weights."""
+    if not formats:
+        return {}
+    first, *others = {format.name: format for format in formats.values()}.values()
+    if others:
+        raise CheckpointError(f"A folder holds weights in one format, not in {first.title} and {others[0].title}.")
     with torch.device("meta"):
         linear = [name for name, module in Transformer(config).named_modules() if isinstance(module, Linear)]
-    dense = {name for name in [*linear, "lm_head"] if f"{name}.weight{STATE}" not in names}
-    double = any(name.endswith(NESTED_TABLE) for name in names)
-    return {"quantization_config": quantization_config(dtype, double=double, dense=dense)}
+    dense = {name for name in [*linear, "lm_head"] if f"{name}.weight" not in formats}
+    return {"quantization_config": first.config_entry(dtype, dense)}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -231,10 +237,11 @@ def _resolve_dtype(dtype: torch.dtype | Literal["auto"], files: TensorFiles) -> 
     return files.read(EMBEDDING).dtype
 
 
-def _nf4_names(model: Transformer, files: TensorFiles) -> list[str]:
-    """The weights of linear layers that the files hold in NF4."""
+def _quantized_names(model: Transformer, format: WeightFormat[Any], files: TensorFiles) -> dict[str, list[str]]:
+    """The weights of linear layers that the files hold in this format, and the tensors that may make up each."""
     names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
-    return [name for name in names if f"{name}{STATE}" in files.places]
+    stored = {name: format.stored_names(name) for name in names}
+    return {name: pieces for name, pieces in stored.items() if pieces[-1] in files.places}
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -332,10 +339,12 @@ def _plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[st
     return shards
 
 
-def _prepare(name: str, weight: Tensor | NF4Weight, shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
+def _prepare(
+    name: str, weight: Any, shape: torch.Size, dtype: torch.dtype, format: WeightFormat[Any] | None
+) -> dict[str, Tensor]:
     """The tensors to be stored for a parameter, by name."""
-    if isinstance(weight, NF4Weight):
-        return to_files(name, weight, dtype)
+    if format is not None:
+        return format.to_files(name, weight, dtype)
     _check_tensor(f"The model to save has {name}", weight, shape)
     prepared = weight.to(device="cpu", dtype=dtype).contiguous()
     if not torch.isfinite(prepared).all():

@@ -15,7 +15,7 @@ from torch import Tensor
 from model.attention import PackedAttention
 from model.files.checkpoint import load_model
 from model.layers import Routing
-from model.quantized import nf4_layers
+from model.quantized import quantized_layers
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Parity, Quality
@@ -92,7 +92,7 @@ class HeldOut:
 
 def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:
     """The row of one model, sizes in the dtypes in which its weights are."""
-    parameters, quantized = list(model.parameters()), nf4_layers(model).values()
+    parameters, quantized = list(model.parameters()), quantized_layers(model).values()
     return ModelReport(
         label=label,
         parameters=sum(map(Tensor.numel, parameters)) + sum(one.in_features * one.out_features for one in quantized),

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from compress.lora import inject, low_rank, merge, merge_requantized, merged_weights, start_loftq, unmerge
-from compress.nf4 import quantize_model
+from compress.quantize.round_to_nearest import quantize_model
 from kernels.linear.quantization import quantize_nf4
 from model.files.adapter import read_adapter, save_adapter
 from model.files.checkpoint import TensorFiles, load_model, save_model, write_checkpoint
+from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig, LoraError, adapted_layers
-from model.quantized import nf4_layers
+from model.quantized import quantized_layers
 from model.transformer import Transformer
 from tests.compare import relative_rms
 from tests.tiny import full_logits, tiny_model
@@ -28,7 +29,7 @@ ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 def adapted(kind: str, config: LoraConfig, size: float = 0.1) -> Transformer:
     model = tiny_model("qwen2")
-    inject(quantize_model(model) if kind == "nf4" else model, config)
+    inject(quantize_model(model, NF4()) if kind == "nf4" else model, config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -43,7 +44,7 @@ def test_the_merged_model_does_what_base_and_adapter_do(kind: str, config: LoraC
     expected = full_logits(model, TOKENS)
     merged = merge(model, dtype=torch.float32)
     torch.testing.assert_close(full_logits(merged, TOKENS), expected, rtol=1e-4, atol=1e-4)
-    assert not nf4_layers(merged) and not adapted_layers(merged)
+    assert not quantized_layers(merged) and not adapted_layers(merged)
     assert torch.equal(full_logits(model, TOKENS), expected), "the model given is left as it is"
     assert merge(model).dtype == torch.bfloat16
 
@@ -61,7 +62,7 @@ def test_unmerging_restores_the_base(kind: str, tmp_path: Path) -> None:
     config = CONFIGS["everything"]
     model = adapted(kind, config)
     save_adapter(model, tmp_path, config)
-    base = quantize_model(tiny_model("qwen2")) if kind == "nf4" else tiny_model("qwen2")
+    base = quantize_model(tiny_model("qwen2"), NF4()) if kind == "nf4" else tiny_model("qwen2")
     restored = unmerge(merge(model, dtype=torch.float32), read_adapter(tmp_path))
     torch.testing.assert_close(full_logits(restored, TOKENS), full_logits(base, TOKENS), rtol=1e-4, atol=1e-4)
 
@@ -78,7 +79,7 @@ def test_what_cannot_be_merged_or_unmerged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoraError, match="lengths of the base's rows are lost"):
         unmerge(tiny_model("qwen2"), read_adapter(tmp_path / "dora"))
     with pytest.raises(LoraError, match=r"no dense weight model.layers.0.mlp.down_proj"):
-        unmerge(quantize_model(tiny_model("qwen2")), read_adapter(tmp_path / "lora"))
+        unmerge(quantize_model(tiny_model("qwen2"), NF4()), read_adapter(tmp_path / "lora"))
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (60, 40), (3, 50)])
@@ -102,13 +103,13 @@ def test_loftq_starts_closer_to_the_dense_weights(dora: bool, alpha: float, tmp_
     save_model(dense, tmp_path)
     errors = []
     for iterations in (0, 1, 5):
-        model = quantize_model(tiny_model("qwen2"))
-        before = {name: layer.weight for name, layer in nf4_layers(model).items()}
+        model = quantize_model(tiny_model("qwen2"), NF4())
+        before = {name: layer.weight for name, layer in quantized_layers(model).items()}
         config = LoraConfig(rank=8, alpha=alpha, dora=dora, init="loftq" if iterations else "default")
         inject(model, config, dense=TensorFiles(tmp_path))
         if iterations > 1:
             start_loftq(model, TensorFiles(tmp_path), iterations=iterations)
-        same = all(layer.weight is before[name] for name, layer in nf4_layers(model).items())
+        same = all(layer.weight is before[name] for name, layer in quantized_layers(model).items())
         assert same == (iterations < 2), "one iteration leaves the base alone"
         merged = merge(model, dtype=torch.float32)
         errors.append([
@@ -161,10 +162,10 @@ def test_a_requantized_merge_is_further_from_the_adapter_than_a_dense_one() -> N
     model = adapted("nf4", CONFIGS["lora"], size=0.01)
     expected = full_logits(model, TOKENS)
     requantized = merge_requantized(model, dtype=torch.float32)
-    assert nf4_layers(requantized).keys() == nf4_layers(model).keys()
+    assert quantized_layers(requantized).keys() == quantized_layers(model).keys()
     dense = merge(model)
     errors = [relative_rms(full_logits(m, TOKENS).float(), expected) for m in (dense, requantized)]
     assert errors[0] < errors[1]
-    for name, layer in nf4_layers(requantized).items():
+    for name, layer in quantized_layers(requantized).items():
         merged = merge(model, dtype=torch.float32).get_parameter(f"{name}.weight")
         assert torch.equal(layer.weight.codes, quantize_nf4(merged.detach()).codes)

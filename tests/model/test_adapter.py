@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.lora import inject
-from compress.nf4 import quantize_model
+from compress.quantize.round_to_nearest import quantize_model
 from model.files.adapter import AdapterError, check_base, load_adapter, read_adapter, save_adapter
 from model.files.artifact import open_artifact, publish
 from model.files.checkpoint import load_model, save_model
+from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig, LoraError, adapted_layers
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
@@ -33,7 +34,7 @@ BASES = pytest.mark.parametrize("quantized", [False, True], ids=["dense", "nf4"]
 
 def base_of(folder: Path, quantized: bool) -> Transformer:
     model = tiny_model("llama", intermediate_size=128)
-    save_model(quantize_model(model) if quantized else model, folder / "base")
+    save_model(quantize_model(model, NF4()) if quantized else model, folder / "base")
     return load_model(folder / "base")
 
 
@@ -225,7 +226,7 @@ def test_an_adapter_of_a_quantized_base_warns_on_what_that_was_made_from(
 ) -> None:
     source, own = tmp_path / "source", tmp_path / "published" / "base"
     publish(source, lambda to: save_model(tiny_model(), to), stage="teacher", recipe={})
-    model, parents = quantize_model(tiny_model()), [open_artifact(source).digest]
+    model, parents = quantize_model(tiny_model(), NF4()), [open_artifact(source).digest]
 
     def write(to: Path) -> None:
         save_adapter(adapted(model, LoraConfig(rank=2)), to, LoraConfig(rank=2), base="base")

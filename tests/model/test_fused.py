@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.mod import add_routers
-from compress.nf4 import quantize_model
+from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths
 from model.files.adapter import load_adapters, save_adapter
+from model.formats.bitsandbytes import NF4
 from model.lora import Lora, LoraConfig, attach_lora, detach_lora
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
@@ -150,7 +151,7 @@ def test_quantized_and_adapted_layers_are_refused(fused: bool, tmp_path: Path) -
     def served(model: Transformer, choices: Any = ()) -> Transformer:
         return model.fuse(choices) if fused else model
 
-    quantized = served(quantize_model(tiny_model()))
+    quantized = served(quantize_model(tiny_model(), NF4()))
     with pytest.raises(ValueError, match=r"q_proj.weight is quantized and cannot be replaced"):
         quantized.update_weights({Q_PROJ: torch.zeros(64, 64)})
     quantized.update_weights({"model.norm.weight": torch.zeros(64)})

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.nf4 import quantize_model
+from compress.quantize.round_to_nearest import quantize_model
 from kernels.common.triton_support import interpreted
 from model.attention import PackedAttention
 from model.files.adapter import AdapterError, load_adapter, load_adapters, save_adapter
+from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig, LoraError, attach_lora, detach_lora
 from model.transformer import Transformer
 from tests.compare import relative_rms
@@ -27,7 +28,7 @@ WHOSE = (1, -1, 0, 2, 0)
 
 def make_base(kind: str, family: str = "llama") -> Transformer:
     model = tiny_model(family)
-    return model if kind == "dense" else quantize_model(model, double=kind == "nf4")
+    return model if kind == "dense" else quantize_model(model, NF4(kind == "nf4"))
 
 
 def save_adapters(folder: Path, model: Transformer, configs: tuple[LoraConfig, ...] = CONFIGS) -> list[Path]:

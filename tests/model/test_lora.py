@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from compress.lora import inject
-from compress.nf4 import quantize_model
+from compress.quantize.round_to_nearest import quantize_model
 from model.attention import PackedAttention
+from model.formats.bitsandbytes import NF4
 from model.linear import Embedding, Linear
 from model.lora import EmbeddingLora, Lora, LoraConfig, LoraError, adapted_layers, attach_lora, detach_lora
-from model.quantized import NF4Linear
+from model.quantized import QuantizedLinear
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
 
@@ -22,11 +23,11 @@ DORA = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 
 def base(kind: str, family: str = "llama") -> Transformer:
     model = tiny_model(family)
-    return model if kind == "dense" else quantize_model(model, double=kind == "nf4")
+    return model if kind == "dense" else quantize_model(model, NF4(kind == "nf4"))
 
 
-def weight_of(layer: Linear | NF4Linear) -> Tensor:
-    return layer.weight.dequantize() if isinstance(layer, NF4Linear) else layer.weight.detach()
+def weight_of(layer: Linear | QuantizedLinear) -> Tensor:
+    return layer.weight.dequantize() if isinstance(layer, QuantizedLinear) else layer.weight.detach()
 
 
 def disturb(model: Transformer, size: float = 0.1) -> None:

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.lora import inject
-from compress.nf4 import quantize_folder, quantize_model
+from compress.quantize.round_to_nearest import quantize_folder, quantize_model
 from kernels.linear.quantization import quantize_nf4
 from model.files.checkpoint import CheckpointError, is_quantized, load_model, save_model
-from model.formats.bitsandbytes import from_files, to_files
+from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig
-from model.quantized import NF4Linear, nf4_layers
+from model.quantized import QuantizedLinear, quantized_layers
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
 
@@ -54,11 +54,11 @@ def test_transformers_opens_ours(family: str, double: bool, tmp_path: Path) -> N
     from transformers import AutoModelForCausalLM
 
     save_model(model_of(family), tmp_path / "dense")
-    quantize_folder(tmp_path / "dense", tmp_path / "nf4", double=double, max_shard_bytes=60_000)
+    quantize_folder(tmp_path / "dense", tmp_path / "nf4", NF4(double), max_shard_bytes=60_000)
     ours = load_model(tmp_path / "nf4")
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", output_loading_info=True)
     assert not any(report.values())
-    assert {name for name, m in theirs.named_modules() if isinstance(m, Linear4bit)} == nf4_layers(ours).keys()
+    assert {name for name, m in theirs.named_modules() if isinstance(m, Linear4bit)} == quantized_layers(ours).keys()
     assert theirs.model.layers[0].mlp.up_proj.weight.quant_state.nested == double
     torch.testing.assert_close(full_logits(ours, TOKENS), logits_of_transformers(theirs), rtol=1e-4, atol=1e-4)
 
@@ -79,7 +79,7 @@ def test_we_open_theirs(family: str, options: dict[str, Any], tmp_path: Path) ->
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
     ours = load_model(tmp_path / "theirs")
     skipped = options.get("llm_int8_skip_modules", ["lm_head"])
-    assert nf4_layers(ours) and not any(name.endswith(tuple(skipped)) for name in nf4_layers(ours))
+    assert quantized_layers(ours) and not any(name.endswith(tuple(skipped)) for name in quantized_layers(ours))
     torch.testing.assert_close(full_logits(ours, TOKENS), logits_of_transformers(theirs), rtol=1e-4, atol=1e-4)
 
 
@@ -87,14 +87,14 @@ def test_a_quantized_head_is_opened_too(tmp_path: Path) -> None:
     theirs = quantized_by_transformers(model_of("llama"), tmp_path, llm_int8_skip_modules=["nothing"])
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_model(tmp_path / "theirs")
-    assert isinstance(ours.lm_head, NF4Linear)
+    assert isinstance(ours.lm_head, QuantizedLinear)
     torch.testing.assert_close(full_logits(ours, TOKENS), logits_of_transformers(theirs), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(full_logits(ours.fuse(), TOKENS), logits_of_transformers(theirs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folder_read_and_written_again_holds_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = quantize_model(model_of("qwen2")).to(dtype)
+    model = quantize_model(model_of("qwen2"), NF4()).to(dtype)
     save_model(model, tmp_path / "one")
     again = load_model(tmp_path / "one", dtype="auto")
     save_model(again, tmp_path / "two")
@@ -108,15 +108,15 @@ def test_a_folder_read_and_written_again_holds_the_same_bits(dtype: torch.dtype,
 @pytest.mark.parametrize("double", [True, False])
 def test_a_weight_of_any_shape_survives(shape: tuple[int, int], double: bool) -> None:
     weight = quantize_nf4(torch.randn(shape), double=double)
-    tensors = to_files("w", weight, torch.bfloat16)
-    again = from_files("w", torch.Size(shape), tensors.__getitem__)
+    tensors = NF4(double).to_files("w", weight, torch.bfloat16)
+    again = NF4(double).from_files("w", torch.Size(shape), tensors.__getitem__)
     assert torch.equal(again.dequantize(), weight.dequantize())
     assert tensors["w"].shape == ((shape[0] * shape[1] + 1) // 2, 1)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_model(quantize_model(model_of("llama")), tmp_path / "nf4")
+    save_model(quantize_model(model_of("llama"), NF4()), tmp_path / "nf4")
     return tmp_path / "nf4"
 
 
@@ -187,7 +187,7 @@ def test_nf4_weights_need_a_config_that_says_so(folder: Path) -> None:
 
 
 def test_a_model_with_an_adapter_is_not_saved_without_it(tmp_path: Path) -> None:
-    model = quantize_model(model_of("llama"))
+    model = quantize_model(model_of("llama"), NF4())
     inject(model, LoraConfig(rank=2))
     with pytest.raises(CheckpointError, match="unmerged adapter"):
         save_model(model, tmp_path)

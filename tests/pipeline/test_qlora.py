@@ -93,7 +93,7 @@ def test_peft_reads_the_adapter_on_a_dense_base(finished: tuple[Path, Result], t
 def test_each_way_of_merging_is_measured_and_judged(finished: tuple[Path, Result]) -> None:
     _, result = finished
     _, *lines = merge_lines(result)
-    assert [line[0] for line in lines] == ["adapter beside its base", "merged, bf16", "merged, NF4 again"]
+    assert [line[0] for line in lines] == ["adapter beside its base", "merged, bf16", "merged, quantized again"]
     rows = {row["way"]: row for row in result.details["merges"]}
     assert rows["adapter"]["kl"]["value"] == pytest.approx(0.0, abs=1e-6)
     assert rows["merged"]["kl"]["value"] < rows["requantized"]["kl"]["value"]
@@ -158,8 +158,8 @@ def test_the_report_shows_the_section(finished: tuple[Path, Result]) -> None:
     home, result = finished
     folder = RunFolder(home / "run")
     page = render(folder.recipe(), [result], {})
-    assert "Adapter: 01-qlora" in page and "merged, NF4 again" in page
-    assert f"in NF4, {result.details['quantized']['bits_per_weight']:.3f} bits each." in page
+    assert "Adapter: 01-qlora" in page and "merged, quantized again" in page
+    assert f", {result.details['quantized']['bits_per_weight']:.3f} bits each." in page
 
 
 def test_a_requantized_model_above_the_gate_is_not_published(finished: tuple[Path, Result]) -> None:

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from compress.lora import inject
-from compress.nf4 import quantize_model
+from compress.quantize.round_to_nearest import quantize_model
+from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig
 from model.transformer import Transformer
 from tests.tiny import tiny_model
@@ -114,7 +115,7 @@ def test_so_must_be_the_codes_of_a_quantized_base(double: bool, tmp_path: Path) 
         model = tiny_model(seed=1)
         with torch.no_grad():
             model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(scale)
-        quantize_model(model, double=double)
+        quantize_model(model, NF4(double))
         inject(model, LoraConfig(rank=2))
         return model
 

@@ -9,10 +9,11 @@ import torch
 
 from compress.lora import inject
 from compress.mod import add_routers
-from compress.nf4 import quantize_model
+from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths, ModelConfig
+from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig, LoraError
-from model.quantized import NF4Linear
+from model.quantized import QuantizedLinear
 from model.routed import routed_layers
 from model.transformer import Transformer
 from tests.memory import peak_bytes
@@ -59,7 +60,7 @@ def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
         if setup.training.precision == "bf16" and not setup.fp32_base:
             model.to(torch.bfloat16)
         if setup.quantization == "nf4":
-            quantize_model(model)
+            quantize_model(model, NF4())
         inject(model, setup.adapter)
     return model, teacher
 
@@ -67,7 +68,7 @@ def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
 def loaded_bytes(model: Transformer | None) -> int:
     if model is None:
         return 0
-    quantized = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, NF4Linear))
+    quantized = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, QuantizedLinear))
     return quantized + sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from model.formats.registry import DEFAULT_FORMAT, FORMATS, NO_FORMAT
 from pipeline.settings import FRACTION, POSITIVE, setting
 from pipeline.stages.shared.config import OPTIMIZERS, Training, unpaged
 
@@ -29,7 +30,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Qlora(Training):
-    """Stage: train an adapter on a base frozen in NF4, measure both, publish the adapter or the merged model.
+    """Stage: train an adapter on a base frozen in fewer bits, measure both, publish the adapter or the merged model.
 
     Defaults are those of QLoRA's paper (arXiv 2305.14314).
     """
@@ -38,12 +39,12 @@ class Qlora(Training):
     """The base; it is quantized here."""
     out: str = setting("adapted", weights=False, figures=True)
     adapter: Adapter = field(default_factory=Adapter)
-    quantization: str = setting("nf4", choices=("nf4", "none"))
-    """Of the base; none trains the same adapter on the bf16 base."""
+    quantization: str = setting(DEFAULT_FORMAT, choices=(*FORMATS, NO_FORMAT))
+    """Of the base, a format of model/formats; none trains the same adapter on the bf16 base."""
     double_quantization: bool = True
     """Quantize the scales of the blocks too: 4.127 instead of 4.5 bits a weight."""
     publish: str = setting("adapter", weights=False, choices=("adapter", "merged", "requantized"))
-    """The adapter beside its base, both as one bf16 model, or that model in NF4 again, which loses most adapters."""
+    """The adapter beside its base, both as one bf16 model, or that model quantized again, which loses most adapters."""
     max_merge_kl: float = setting(0.01, weights=False, range=POSITIVE)
     """KL(base with adapter ‖ merged model), nats a token, above which a merged model is not published."""
     learning_rate: float = setting(2e-4, range=(1e-9, 10.0))

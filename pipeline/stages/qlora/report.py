@@ -10,7 +10,7 @@ from pipeline.results import Result
 _WAYS = {
     "adapter": "adapter beside its base",
     "merged": "merged, bf16",
-    "requantized": "merged, NF4 again",
+    "requantized": "merged, quantized again",
 }
 _COLUMNS = ("handed over as", "perplexity", "KL to base with adapter", "same first token", "gate")
 
@@ -52,8 +52,9 @@ def _summary(result: Result) -> str:
     text = f"Rank {adapter['rank']} on {adapter['layers']} layers: {trained} numbers were trained. "
     if quantized:
         text += (
-            f"The weights of these layers take {size(quantized['bytes'])} in NF4, {quantized['bits_per_weight']:.3f} "
-            f"bits each. Held-out perplexity: {dense:.2f} before quantization, {base:.2f} in NF4, "
+            f"The quantized weights of these layers take {size(quantized['bytes'])}, "
+            f"{quantized['bits_per_weight']:.3f} bits each. "
+            f"Held-out perplexity: {dense:.2f} before quantization, {base:.2f} after it, "
         )
     else:
         text += f"Held-out perplexity: {base:.2f} before training, "

@@ -1,4 +1,4 @@
-"""Stage `qlora`: an adapter trained on a frozen base, which is quantized to NF4 first; published unmerged or merged.
+"""Stage `qlora`: an adapter trained on a frozen base, which is quantized first; published unmerged or merged.
 
     quantize → measure → attach → train → measure the ways of merging
 
@@ -20,12 +20,13 @@ import torch
 
 from compress.lora import inject, merge, merge_requantized
 from compress.mod import calibrate
-from compress.nf4 import quantize_folder
+from compress.quantize.round_to_nearest import quantize_folder
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
 from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
+from model.formats.registry import NO_FORMAT, format_named
 from model.lora import LoraConfig, LoraError, adapted_layers
-from model.quantized import nf4_layers
+from model.quantized import quantized_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -88,9 +89,9 @@ def run(context: StageContext) -> Result | None:
 
 
 def _check(config: Qlora) -> None:
-    if config.quantization == "none" and config.adapter.init == "loftq":
+    if config.quantization == NO_FORMAT and config.adapter.init == "loftq":
         raise UserError("qlora: init loftq starts from the quantization error, but quantization is none.")
-    if config.quantization == "none" and config.publish == "requantized":
+    if config.quantization == NO_FORMAT and config.publish == "requantized":
         raise UserError("qlora: publish is requantized, but quantization is none; the merged model would be dense.")
 
 
@@ -103,13 +104,14 @@ def _make_base(context: StageContext, data: "PreparedData", base: Path) -> None:
         return
     config: Qlora = context.stage.config
     source = context.inputs[config.model]
+    format = format_named(config.quantization, double=config.double_quantization)
 
     def write(folder: Path) -> None:
-        if config.quantization == "none":
+        if format is None:
             _link_files(source.folder, folder, leave_out=(MANIFEST_NAME, "README.md"))
             return
-        log.info("quantizing %s to NF4", config.model)
-        quantize_folder(source.folder, folder, double=config.double_quantization)
+        log.info("quantizing %s to %s", config.model, format.title)
+        quantize_folder(source.folder, folder, format)
         Tokenizer.load(source.folder).save(folder)
         _calibrate_base(context, data, folder)
 
@@ -206,7 +208,7 @@ def _measure_merges(context: StageContext, data: "PreparedData", model: Transfor
         "adapter": lambda: model,
         "merged": lambda: merge(model, dtype=PUBLISHED_DTYPE),
     }
-    if config.quantization != "none":
+    if config.quantization != NO_FORMAT:
         ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE)
     held_out = held_out_text(context, data)
     states = held_out.states(model)
@@ -226,8 +228,8 @@ def _merge_checks(merges: list[dict[str, Any]], config: Qlora) -> list[Check]:
 
 
 def _quantized_size(model: Transformer) -> dict[str, float] | None:
-    """Bytes of the weights in NF4, and bits for each; None without any."""
-    layers = nf4_layers(model).values()
+    """Bytes of the quantized weights, and bits for each; None without any."""
+    layers = quantized_layers(model).values()
     if not layers:
         return None
     weights = sum(layer.in_features * layer.out_features for layer in layers)

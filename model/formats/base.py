@@ -1,0 +1,194 @@
+"""What a format of frozen linear weights is: one object that everything else asks.
+
+It makes weights of dense ones, multiplies with them, knows what they take, and how files hold them. A new format is a
+file like `bitsandbytes.py` and a line in `registry.py`; no other file names it. Formats are values: of two that are
+equal, weights are stored alike.
+
+Legend: T tokens, N output features, K input features.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels.linear.dense import linear
+from kernels.linear.lora import LoraWeights, lora_add
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, stored_codes
+from kernels.linear.quantized_swiglu import quantized_swiglu
+from kernels.swiglu import swiglu
+
+
+class QuantizedMatrix(Protocol):
+    """A weight [N, K], a dataclass of tensors."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it."""
+        ...
+
+
+W = TypeVar("W", bound=Any)
+
+
+class ServingForm(ABC, Generic[W]):
+    """How weights are multiplied: what serving asks of quantized weights, and of dense ones too."""
+
+    def stack(self, weights: Sequence[W]) -> W | None:
+        """Matrices of the same K below one another as one, to the bit; None where they do not go together."""
+        return None
+
+    @abstractmethod
+    def prepare(self, weight: W) -> Any:
+        """The weight as `product` takes it, on its device: for many products."""
+
+    @abstractmethod
+    def product(
+        self,
+        x: Tensor,
+        prepared: Any,
+        bias: Tensor | None = None,
+        lora: LoraWeights | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """`x Wᵀ + b`, [T, N] of x [T, K], plus what adapters add; `lora` and `slots` as in `lora_add`."""
+
+    def swiglu(
+        self,
+        x: Tensor,
+        prepared: Any,
+        bias: Tensor | None = None,
+        lora: LoraWeights | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """`silu(gate) * up` of the two halves of `product`."""
+        gate, up = self.product(x, prepared, bias, lora, slots).chunk(2, dim=-1)
+        return swiglu(gate, up)
+
+
+class WeightFormat(ServingForm[W]):
+    """One format, with its options; as written here it multiplies with the expanded weight."""
+
+    name: ClassVar[str]
+    """By which recipes ask for it."""
+
+    @property
+    def title(self) -> str:
+        """How people read it."""
+        return self.name.upper()
+
+    @classmethod
+    def with_options(cls, *, double: bool) -> Self:
+        """As recipes ask for it. `double`: quantize the scales too, where the format can."""
+        return cls()
+
+    def of(self, weight: W) -> Self:
+        """The format with the options of this weight."""
+        return self
+
+    @abstractmethod
+    def quantize(self, dense: Tensor) -> W:
+        """Of a matrix [N, K] of floats."""
+
+    @abstractmethod
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Of a weight's codes and scales, in memory."""
+
+    def tensors(self, weight: W) -> dict[str, Tensor]:
+        """What the weight is made of."""
+        parts = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
+        return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+
+    def moved(self, weight: W, device: torch.device) -> W:
+        """The weight on another device."""
+        return dataclasses.replace(weight, **{name: part.to(device) for name, part in self.tensors(weight).items()})
+
+    # Products
+
+    def prepare(self, weight: W) -> Any:
+        return weight
+
+    def release(self, weight: W) -> W:
+        """The weight, once prepared, without what the prepared one holds too."""
+        return weight
+
+    def restore(self, weight: W, prepared: Any) -> W:
+        """The whole weight again, to the bit."""
+        return weight
+
+    def product(
+        self,
+        x: Tensor,
+        prepared: Any,
+        bias: Tensor | None = None,
+        lora: LoraWeights | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        y = linear(x, prepared.dequantize(x.dtype), bias)
+        return y if lora is None else lora_add(y, x, lora, slots)
+
+    # Files
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, entry: dict[str, Any]) -> Self | None:
+        """The format that `quantization_config` of a config.json describes; None if it is another."""
+
+    @classmethod
+    def describe(cls, entry: dict[str, Any]) -> str | None:
+        """What the entry says, for a reader, if the layout is that of this format's files but the format is not."""
+        return None
+
+    @abstractmethod
+    def config_entry(self, dtype: torch.dtype, dense: Collection[str]) -> dict[str, Any]:
+        """`quantization_config` of a model in `dtype`; `dense` are the linear layers that are not quantized."""
+
+    @abstractmethod
+    def stored_names(self, name: str) -> list[str]:
+        """All tensors that files may hold for the weight `name`; the last one tells that it is in this format."""
+
+    @abstractmethod
+    def to_files(self, name: str, weight: W, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of a weight, on the CPU; `dtype` is that to which other tools will expand it."""
+
+    @abstractmethod
+    def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> W:
+        """Reads a weight [N, K] by its tensors; CheckpointError naming the one that is wrong."""
+
+
+class KernelFormat(WeightFormat[W]):
+    """A format that `kernels.linear.quantized` multiplies with. On a GPU only the repacked codes are kept."""
+
+    def prepare(self, weight: W) -> Any:
+        return prepare_quantized_weight(weight)
+
+    def release(self, weight: W) -> W:
+        return dataclasses.replace(weight, codes=weight.codes.new_empty(0)) if weight.codes.is_cuda else weight
+
+    def restore(self, weight: W, prepared: Any) -> W:
+        return weight if weight.codes.numel() else dataclasses.replace(weight, codes=stored_codes(prepared))
+
+    def product(
+        self,
+        x: Tensor,
+        prepared: Any,
+        bias: Tensor | None = None,
+        lora: LoraWeights | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        return quantized_linear(x, prepared, bias, lora, slots)
+
+    def swiglu(
+        self,
+        x: Tensor,
+        prepared: Any,
+        bias: Tensor | None = None,
+        lora: LoraWeights | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        return quantized_swiglu(x, prepared, bias, lora, slots)

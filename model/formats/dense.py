@@ -1,0 +1,34 @@
+"""Dense weights in their serving form."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
+from kernels.linear.lora import LoraWeights, lora_add
+from model.formats.base import ServingForm
+
+
+class Dense(ServingForm[Tensor]):
+    """Matrices [N, K] of floats."""
+
+    def stack(self, weights: Sequence[Tensor]) -> Tensor:
+        return torch.cat([weight.detach() for weight in weights])
+
+    def prepare(self, weight: Tensor) -> PreparedWeight:
+        return prepare_linear_weight(weight)
+
+    def product(
+        self,
+        x: Tensor,
+        prepared: PreparedWeight,
+        bias: Tensor | None = None,
+        lora: LoraWeights | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        y = linear(x, prepared, bias)
+        return y if lora is None else lora_add(y, x, lora, slots)
+
+
+DENSE = Dense()

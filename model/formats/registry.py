@@ -1,0 +1,41 @@
+"""The list of weight formats. Naming one imports it: the list alone needs no torch."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model.files.safe_io import CheckpointError
+
+if TYPE_CHECKING:
+    from model.formats.base import WeightFormat
+
+FORMATS = {
+    "nf4": "model.formats.bitsandbytes:NF4",
+}
+"""By the names that recipes use."""
+DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"
+
+
+def _class_of(name: str) -> "type[WeightFormat[Any]]":
+    module, _, attribute = FORMATS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def format_named(name: str, *, double: bool = True) -> "WeightFormat[Any] | None":
+    """The format that a recipe asks for; None for "none". `double`: quantize the scales too, where it can."""
+    return None if name == NO_FORMAT else _class_of(name).with_options(double=double)
+
+
+def format_of_config(folder: Path, raw: dict[str, Any]) -> "WeightFormat[Any] | None":
+    """The format of which the contents of a config.json speak; None for dense weights, CheckpointError for others."""
+    entry = raw.get("quantization_config")
+    if not entry:
+        return None
+    classes = [_class_of(name) for name in FORMATS]
+    for one in classes:
+        if (found := one.from_config(entry)) is not None:
+            return found
+    described = (one.describe(entry) for one in classes)
+    what = next((text for text in described if text), entry.get("quant_method") or "unknown")
+    known = ", ".join(one.with_options(double=True).title for one in classes)
+    raise CheckpointError(f"{folder} is quantized ({what}); only plain floating-point weights and {known} can be read.")
