@@ -76,10 +76,9 @@ def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("fine", "processor", f"{processor_name()}, {cores} cores, {size(memory_bytes())} memory")
     if _version("torch"):
-        import torch
+        from model.mesh import gpus
 
-        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        names = ", ".join(f"{gpu.name} ({size(gpu.total_memory)})" for gpu in gpus)
+        names = ", ".join(f"{gpu.name} ({size(gpu.total_memory)})" for gpu in gpus())
         yield Finding("fine", "GPU", names or "none: everything runs on the CPU")
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("odd" if free < LOW_DISK_BYTES else "fine", "disk", f"{size(free)} free in the current folder")

@@ -6,6 +6,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from model.mesh import gpus, has_gpu
+
 DECISIVE = ("potstill", "torch", "triton", "numpy", "safetensors", "tokenizers", "accelerate")
 
 
@@ -24,13 +26,12 @@ def hardware() -> dict[str, Any]:
     """Processor, cores, memory in bytes, and the GPUs that torch sees."""
     import torch
 
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "memory_bytes": memory_bytes(),
-        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus],
+        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus()],
     }
 
 
@@ -59,7 +60,7 @@ def peak_memory_bytes() -> int:
 
     import torch
 
-    if torch.cuda.is_available():
+    if has_gpu():
         return int(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from model.config import ModelConfig
 from model.lora import LoraConfig
+from model.mesh import gpus
 from pipeline.errors import UserError
 from pipeline.schema import Recipe
 from pipeline.stages.distill.config import Distill
@@ -125,8 +124,8 @@ def budgets_of(gpu_memory: str | None) -> list[int]:
         if match is None or not float(match[1]):
             raise UserError(f"--gpu-memory is {gpu_memory!r}; write it like 80GiB or 24GB.")
         return [int(float(match[1]) * (GIB if match[2] == "GiB" else 10**9))]
-    if torch.cuda.is_available():
-        return [torch.cuda.mem_get_info()[1]]
+    if found := gpus():
+        return [found[0].total_memory]
     return [size * GIB for size in COMMON_GIB]
 
 

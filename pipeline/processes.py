@@ -4,37 +4,16 @@ Under `accelerate launch` or `torchrun` every process runs the whole recipe. The
 decides; the others train with it and wait for it otherwise. They share the run folder through the file system.
 """
 
-import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-WAIT_S = 24 * 3600
-"""How long the others wait for the main process, which may tokenize or measure for hours."""
+from model.mesh import this_rank
 
 
 class Processes:
-    """This process's place among all of them. One process needs no group, and no accelerate until it trains."""
+    """This process among all of them. One process needs no group, and no accelerate until it trains."""
 
     def __init__(self) -> None:
-        self._accelerator: Accelerator | None = None
-        self.count = int(os.environ.get("WORLD_SIZE", "1"))
-        self.is_main = int(os.environ.get("RANK", "0")) == 0
-
-    @property
-    def accelerator(self) -> "Accelerator":
-        """Made on first use; with several processes this joins the group."""
-        if self._accelerator is None:
-            from datetime import timedelta
-
-            import torch
-            from accelerate import Accelerator
-            from accelerate.utils import InitProcessGroupKwargs
-
-            patience = InitProcessGroupKwargs(timeout=timedelta(seconds=WAIT_S))
-            self._accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
-        return self._accelerator
+        rank = this_rank()
+        self.count, self.is_main = rank.count, rank.index == 0
+        self._joined = False
 
     def agree(self, value: int) -> int:
         """The main process's number, in every process; also a barrier."""
@@ -43,7 +22,10 @@ class Processes:
         import torch
         from torch.distributed import broadcast
 
-        number = torch.tensor([value], dtype=torch.int64, device=self.accelerator.device)
+        from train.accelerator import this_accelerator
+
+        self._joined = True
+        number = torch.tensor([value], dtype=torch.int64, device=this_accelerator().device)
         broadcast(number, src=0)
         return int(number.item())
 
@@ -53,5 +35,7 @@ class Processes:
 
     def close(self) -> None:
         """Leaves the group, so that the interpreter can end without complaint."""
-        if self._accelerator is not None and self.count > 1:
-            self._accelerator.end_training()
+        if self._joined:
+            from train.accelerator import this_accelerator
+
+            this_accelerator().end_training()

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from model.transformer import Transformer
+from train.accelerator import this_accelerator
 from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, save_checkpoint
 from train.config import TrainingConfig
 from train.data import TokenizedDocuments
@@ -92,17 +91,6 @@ class _ObjectiveOfModel(nn.Module):
         return self.objective(self.model, batch, progress)
 
 
-def make_accelerator() -> Accelerator:
-    """The process group and device that a launcher set up, or one process; the CPU where there is no GPU."""
-    # Every process has loaded the same buffers (a quantized base among them); they need not travel with each batch.
-    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no", kwargs_handlers=handlers)
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        kind = accelerator.distributed_type.value
-        raise ValueError(f"training runs as full replicas; the launcher's configuration asks for {kind}")
-    return accelerator
-
-
 class Trainer:
     """Trains the parameters of `model` that require a gradient, in place. They must be fp32: the master weights.
 
@@ -122,7 +110,7 @@ class Trainer:
         evaluate: Callable[[Transformer], dict[str, float]] | None = None,
     ) -> None:
         """`folder` receives `checkpoints/`; `evaluate` runs on process 0, in the training precision."""
-        self.accelerator = make_accelerator()
+        self.accelerator = this_accelerator()
         self.model, self.config, self.tracker, self.evaluate = model, config, tracker, evaluate
         self.checkpoints = Path(folder) / "checkpoints"
         self.is_main = self.accelerator.is_main_process
@@ -135,6 +123,7 @@ class Trainer:
         model.to(self.accelerator.device)
         model.activation_checkpointing = config.activation_checkpointing
         self.module = self.accelerator.prepare_model(_ObjectiveOfModel(model, objective))
+        self.accelerator.free_memory()  # it outlives the trainer, and must not keep the model
         self.optimizer = make_optimizer(model, config)
         self.counters = _Counters()
         self._saved: tuple[int, bool] | None = None

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from model.mesh import has_gpu
 from pipeline.results import SpeedPoint
 from pipeline.stages.shared.config import Decoding, Speed
 
@@ -137,7 +136,7 @@ def measure_decoding(
     if not config.batch_sizes:
         return {name: {} for name in folders}
     asked = [repeated(prompt, config.context_tokens) for prompt in prompts]
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return _decode_in_turns(folders, asked, config)
     return {name: _decode_in_turns({name: folder}, asked, config)[name] for name, folder in folders.items()}
 

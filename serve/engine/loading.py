@@ -11,6 +11,7 @@ from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
 from model.lora import adapted_layers
+from model.mesh import choose_device, choose_dtype
 from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from serve.config import NGRAM, EngineConfig
@@ -20,7 +21,6 @@ from serve.engine.runner import LanguageModel
 
 CPU_KV_CACHE_BYTES = 2 * 2**30
 """Most that KV pages take of a CPU's memory when nothing else is said."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,6 @@ def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device)
     if folders and adapted_layers(model):
         raise ValueError(f"{config.model} carries an adapter itself; serve its base, and name this adapter too")
     return model.fuse(load_adapters(model, folders))
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ValueError(f'device must be "auto", "cpu" or "cuda", not {name!r}') from None
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bfloat16() else torch.float32
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
-    return DTYPES[name]
 
 
 def check_same_vocabulary(model: str, draft: str) -> None:
@@ -159,8 +142,3 @@ def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
 
 def _available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has bf16 instructions; without them bf16 is slower than fp32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -12,6 +12,7 @@ import msgspec
 
 from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
 from model.files.checkpoint import load_model
+from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -23,7 +24,6 @@ from pipeline.stages.shared.training import (
     Teacher,
     check_dense,
     curve_of,
-    device,
     finish,
     held_out_text,
     objective_of,
@@ -57,7 +57,7 @@ def run(context: StageContext) -> Result | None:
     _check_vocabularies(context, config)
     tokenizer = Tokenizer.load(context.inputs[config.teacher].folder)
     data = context.data(config.data, tokenizer)
-    teacher = load_model(context.inputs[config.teacher].folder, dtype=PUBLISHED_DTYPE, device=device())
+    teacher = load_model(context.inputs[config.teacher].folder, dtype=PUBLISHED_DTYPE, device=choose_device())
     if context.processes.is_main and not (context.folder / START_NAME).exists():
         _measure_start(context, data, teacher)
     context.processes.wait()

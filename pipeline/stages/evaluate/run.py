@@ -4,9 +4,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from model.files.checkpoint import load_model
+from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
@@ -37,7 +36,7 @@ def run(context: StageContext) -> Result | None:
         report, states = _quality(context, name, held_out, reference)
         reference = reference or states
         reports.append(report)
-        parity.append(check_parity(context.inputs[name].folder, held_out.batches, _device()))
+        parity.append(check_parity(context.inputs[name].folder, held_out.batches, choose_device()))
     if config.against:
         reports.append(_pair(config, *reports))
     checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
@@ -48,15 +47,11 @@ def run(context: StageContext) -> Result | None:
     return context.result(models=reports, gate=checks, parity=_worst(parity))
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _quality(
     context: StageContext, name: str, held_out: HeldOut, reference: "TeacherStates | None"
 ) -> tuple[ModelReport, "TeacherStates | None"]:
     """The row of one model, and its states if it is the reference of the others."""
-    model = load_model(context.inputs[name].folder, dtype=PUBLISHED_DTYPE, device=_device())
+    model = load_model(context.inputs[name].folder, dtype=PUBLISHED_DTYPE, device=choose_device())
     states = held_out.states(model) if name == context.stage.config.against else None
     return describe_model(name, model, held_out.quality(model, reference)), states
 

@@ -34,6 +34,7 @@ from compress.refit import refit_outputs
 from model.config import ModelConfig
 from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
+from model.mesh import choose_device
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -47,7 +48,6 @@ from pipeline.stages.shared.training import (
     Teacher,
     check_dense,
     curve_of,
-    device,
     finish,
     held_out_text,
     objective_of,
@@ -85,7 +85,7 @@ def run(context: StageContext) -> Result | None:
     check_dense(context, config.model)
     _check(load_config(source), config)
     data = context.data(config.data, Tokenizer.load(source))
-    parent = load_model(source, dtype=PUBLISHED_DTYPE, device=device())
+    parent = load_model(source, dtype=PUBLISHED_DTYPE, device=choose_device())
     start, uptrained = _compare(context, data, parent)
     student = _trainable(context, config.method)
     objective, curve = objective_of(config.loss, parent), curve_of(context, data, parent)

@@ -30,6 +30,7 @@ from compress.token_costs import fit_routers, skipping_costs
 from model.config import MixtureOfDepths, ModelConfig
 from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
+from model.mesh import choose_device
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -44,7 +45,6 @@ from pipeline.stages.shared.training import (
     calibrate_routers,
     check_dense,
     curve_of,
-    device,
     finish,
     held_out_text,
     objective_of,
@@ -87,7 +87,7 @@ def run(context: StageContext) -> Result | None:
     check_dense(context, config.model)
     _check(load_config(source), config)
     data = context.data(config.data, Tokenizer.load(source))
-    parent = load_model(source, dtype=PUBLISHED_DTYPE, device=device())
+    parent = load_model(source, dtype=PUBLISHED_DTYPE, device=choose_device())
     if context.processes.is_main and not (context.folder / START_NAME).exists():
         _convert(context, data, parent)
     context.processes.wait()

@@ -26,6 +26,7 @@ from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publ
 from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
 from model.formats.registry import NO_FORMAT, format_named
 from model.lora import LoraConfig, LoraError, adapted_layers
+from model.mesh import choose_device
 from model.quantized import quantized_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -39,7 +40,6 @@ from pipeline.stages.shared.training import (
     CALIBRATION_TOKENS,
     check_dense,
     curve_of,
-    device,
     finish,
     held_out_text,
     lora_config,
@@ -127,7 +127,7 @@ def _calibrate_base(context: StageContext, data: "PreparedData", folder: Path) -
     """
     if load_config(folder).mixture_of_depths is None:
         return
-    model = load_model(folder, dtype=PUBLISHED_DTYPE, device=device())
+    model = load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device())
     calibrate(model, training_text(context, data, CALIBRATION_TOKENS))
     replace_config(folder, model.config)
 
@@ -138,7 +138,7 @@ def _measure_start(context: StageContext, data: "PreparedData", source: Path, ba
     held_out = held_out_text(context, data)
     log.info("measuring the base, on %d batches", len(held_out.batches))
     names = {context.stage.config.model: source, f"{context.stage.config.out}, before": base}
-    models = {name: load_model(folder, dtype=PUBLISHED_DTYPE, device=device()) for name, folder in names.items()}
+    models = {name: load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device()) for name, folder in names.items()}
     dense, frozen = (describe_model(name, model, held_out.quality(model)) for name, model in models.items())
     write_atomically(context.folder / START_NAME, msgspec.json.encode(Start((dense, frozen))))
 
@@ -146,7 +146,7 @@ def _measure_start(context: StageContext, data: "PreparedData", source: Path, ba
 def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, LoraConfig]:
     """The frozen base, in the dtype of products, with a fresh adapter."""
     dtype = torch.float32 if config.precision == "fp32" else PUBLISHED_DTYPE
-    model = load_model(base, dtype=dtype, device=device())
+    model = load_model(base, dtype=dtype, device=choose_device())
     dense = TensorFiles(source) if config.adapter.init == "loftq" else None
     try:
         adapter = lora_config(config.adapter)

@@ -18,6 +18,7 @@ from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import is_quantized, load_model, save_model
 from model.lora import LoraConfig
+from model.mesh import choose_device
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -29,7 +30,7 @@ from pipeline.stages.qlora.config import Adapter, Qlora
 from pipeline.stages.shared.config import Loss, Training
 from pipeline.stages.shared.context import StageContext
 from train.config import TrainingConfig
-from train.loop import DivergedError, Trainer, TrainingResult, make_accelerator
+from train.loop import DivergedError, Trainer, TrainingResult
 from train.objectives import (
     Distillation,
     DistillationConfig,
@@ -41,8 +42,6 @@ from train.packing import Batch, held_out_batches
 from train.tracking import Tracker
 
 if TYPE_CHECKING:
-    import torch
-
     from train.data import PreparedData
 
 log = logging.getLogger(__name__)
@@ -65,11 +64,6 @@ class Teacher:
     quality: Quality
     before: Quality
     """Of the smaller model, before training."""
-
-
-def device() -> "torch.device":
-    """Where this process computes: its own GPU, or the CPU."""
-    return make_accelerator().device
 
 
 def check_dense(context: StageContext, name: str) -> None:
@@ -246,7 +240,7 @@ def finish(
     write(candidate)
     log.info("measuring %s after training", config.out)
     held_out = held_out_text(context, data)
-    published = load_model(candidate, dtype=PUBLISHED_DTYPE, device=device())
+    published = load_model(candidate, dtype=PUBLISHED_DTYPE, device=choose_device())
     after = held_out.quality(published, None if teacher is None else held_out.states(teacher.model))
     if teacher is not None:
         parent = describe_model(teacher.name, teacher.model, teacher.quality)

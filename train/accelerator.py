@@ -1,0 +1,40 @@
+"""The one Accelerator of a process: what accelerate or torchrun set up, on the device that model/mesh.py chooses.
+
+accelerate keeps its state for the whole process and refuses a second Accelerator that asks for something else, so
+training and the pipeline's barriers share this one.
+"""
+
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING
+
+from model.mesh import choose_device, this_rank
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+WAIT_S = 24 * 3600
+"""How long processes wait for the main one, which may tokenize or measure for hours."""
+
+
+@cache
+def this_accelerator() -> "Accelerator":
+    """Made on first use; with several processes this joins the group. Raises ValueError for a launcher's shards."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+
+    accelerator = Accelerator(
+        cpu=choose_device().type == "cpu",
+        mixed_precision="no",  # whatever the launcher says: a recipe's `precision` decides
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=WAIT_S)),
+            # Every process has loaded the same buffers (a quantized base among them); no batch takes them along.
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+        ],
+    )
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        kind = accelerator.distributed_type.value
+        raise ValueError(f"training runs as full replicas; the launcher's configuration asks for {kind}")
+    if accelerator.num_processes != this_rank().count:
+        raise ValueError("several processes are started by `accelerate launch` or torchrun, which number them by RANK")
+    return accelerator
