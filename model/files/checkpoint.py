@@ -111,7 +111,7 @@ def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str |
     wanted = _resolve_dtype(dtype, files)
     for name in quantized:
         weight = format.from_files(name, shapes.pop(name), files.read)
-        set_quantized(model, name.removesuffix(".weight"), format.moved(weight, torch.device(device)), format)
+        set_quantized(model, name.removesuffix(".weight"), format.moved(weight, device), format)
     for name, shape in shapes.items():
         tensor = files.read(name)
         _check_tensor(f"{files.places[name]} holds {name}", tensor, shape)

@@ -104,7 +104,7 @@ class WeightFormat(ServingForm[W]):
         parts = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
         return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
-    def moved(self, weight: W, device: torch.device) -> W:
+    def moved(self, weight: W, device: torch.device | str) -> W:
         """The weight on another device."""
         return dataclasses.replace(weight, **{name: part.to(device) for name, part in self.tensors(weight).items()})
 

@@ -10,7 +10,7 @@ from model.mesh import Rank, choose_device, choose_dtype, has_gpu, this_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = re.compile(
-    r"""torch\.device\((?!"(cpu|meta)"\)|device\))   # from a name
+    r"""torch\.device\((?!"(cpu|meta)"\))   # from a name
     | cuda\.(is_available|set_device|device_count)
     | environ.*(RANK|WORLD_SIZE|ACCELERATE_) | "(LOCAL_)?RANK" | "WORLD_SIZE"
     """,
