@@ -8,7 +8,15 @@ from msgspec import UNSET, UnsetType
 
 from serve.http.errors import invalid
 from serve.http.generation import LOWEST, Reply, Service
-from serve.http.protocol import ChatRequest, ChatTemplateArguments, Message, Tool, loads_object, sampling_params
+from serve.http.protocol import (
+    ChatRequest,
+    ChatTemplateArguments,
+    Message,
+    Tool,
+    loads_object,
+    sampling_params,
+    without_nulls,
+)
 from serve.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -145,7 +153,7 @@ def conversation_ids(
     """Token ids of a conversation. ApiError 400 with the template's own reason when it refuses the messages."""
     plain = [template_message(message) for message in messages]
     variables: dict[str, Any] = {} if arguments is None else msgspec.to_builtins(arguments)
-    variables["tools"] = None if not tools else [_without_nulls(msgspec.to_builtins(tool)) for tool in tools]
+    variables["tools"] = None if not tools else [without_nulls(msgspec.to_builtins(tool)) for tool in tools]
     try:
         if continue_final_message:
             return _open_ended_ids(tokenizer, plain, variables)
@@ -157,7 +165,7 @@ def conversation_ids(
 
 def template_message(message: Message) -> dict[str, Any]:
     """A message as templates expect it: text parts joined, arguments of tool calls as objects, nothing that is null."""
-    plain = _without_nulls(msgspec.to_builtins(message))
+    plain = without_nulls(msgspec.to_builtins(message))
     for name in ("type", "refusal", "annotations"):
         plain.pop(name, None)
     if isinstance(message.content, list):
@@ -177,11 +185,7 @@ def _open_ended_ids(tokenizer: "Tokenizer", messages: list[dict[str, Any]], vari
     other = [*messages[:-1], messages[-1] | {"content": content + ("y" if content.endswith("x") else "x")}]
     ids = tokenizer.chat_token_ids(messages, add_generation_prompt=False, **variables)
     other_ids = tokenizer.chat_token_ids(other, add_generation_prompt=False, **variables)
-    ending = 0
-    while ending < min(len(ids), len(other_ids)) and ids[-1 - ending] == other_ids[-1 - ending]:
-        ending += 1
-    return ids[: len(ids) - ending]
-
-
-def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    return {key: item for key, item in value.items() if item is not None}
+    num_behind = 0
+    while num_behind < min(len(ids), len(other_ids)) and ids[-1 - num_behind] == other_ids[-1 - num_behind]:
+        num_behind += 1
+    return ids[: len(ids) - num_behind]

@@ -123,7 +123,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation. What a server answers comes back with the next question, its nulls included."""
+    """One message of a conversation. What a server answered comes back with the next question, as it was."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -134,8 +134,6 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI: what an assistant said in place of content."""
     annotations: list[dict[str, Any]] | None = None
     """OpenAI: sources of an assistant's words; no template reads them."""
-    audio: None = None
-    function_call: None = None
     type: Literal["text"] | None = None
     """lm-eval marks its messages so; it says nothing new."""
 
@@ -232,6 +230,9 @@ def read(value: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
         if value[name] is not None:
             raise _unsupported(UNSUPPORTED[name], name)
     known = {name: field for name, field in value.items() if name not in UNSUPPORTED}
+    if isinstance(messages := known.get("messages"), list):
+        # Clients send an answer back with all the nulls that their own type of it has.
+        known["messages"] = [without_nulls(item) if isinstance(item, dict) else item for item in messages]
     try:
         request = msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
@@ -243,6 +244,11 @@ def read(value: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
     if isinstance(request, CompletionRequest):
         _check_completion(request)
     return request
+
+
+def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """An object's fields but those that are null."""
+    return {name: field for name, field in value.items() if field is not None}
 
 
 def _unsupported(message: str, param: str) -> ApiError:

@@ -184,12 +184,22 @@ def test_chat(client: openai.OpenAI, tokenizer: Tokenizer, logprobs_of: Any) -> 
     assert choice.message.content == tokenizer.decode(sequence[len(ids) :])
 
 
-@pytest.mark.parametrize("form", ["object", "dump", "text"])
+@pytest.mark.parametrize("form", ["object", "dump", "streamed", "parsed", "text"])
 def test_an_answer_is_part_of_the_next_question(client: openai.OpenAI, tokenizer: Tokenizer, form: str) -> None:
     """As the official client's users write it: the message of one answer, appended, with whatever it holds."""
-    first = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6).choices[0].message
+    [token] = tokenizer.encode("x")
+    settings: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "logit_bias": {str(token): 100}}
+    settings |= {"extra_body": {"stop_token_ids": [token], "min_tokens": 2}}  # the client parses no answer cut short
+    first: Any
+    if form == "streamed":
+        with client.chat.completions.stream(**settings) as events:
+            first = events.get_final_completion().choices[0].message
+    elif form == "parsed":
+        first = client.chat.completions.parse(**settings).choices[0].message
+    else:
+        first = client.chat.completions.create(**settings).choices[0].message
     plain = {"role": "assistant", "content": first.content}
-    asked = {"object": first, "dump": first.model_dump(), "text": plain}[form]
+    asked = first.model_dump() if form == "dump" else plain if form == "text" else first
     further = {"role": "user", "content": "Go on."}
     answer = client.chat.completions.create(model="tiny", messages=[*MESSAGES, asked, further], max_tokens=2)
     ids = tokenizer.chat_token_ids([*MESSAGES, plain, further], add_generation_prompt=True)

@@ -26,7 +26,7 @@ from tests.serve.http_server import save_tiny_folder
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-NULLS = {"refusal": None, "audio": None, "function_call": None}
+NULLS = dict.fromkeys(["refusal", "audio", "function_call", "annotations", "tool_calls", "parsed", "reasoning_content"])
 
 
 @pytest.fixture(scope="module")
