@@ -123,7 +123,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} has no docstring"
 
 
-@pytest.mark.parametrize("room", ["kernels", "serve", "train", "pipeline"])
+@pytest.mark.parametrize("room", ["kernels", "compress", "serve", "train", "pipeline"])
 def test_names_drawn_in_the_room_readmes_exist(room: str) -> None:
     drawn = re.findall(
         r"`((?:kernels|model|compress|train|serve|pipeline)/[\w/]+\.py)`", (ROOT / room / "README.md").read_text()
