@@ -216,10 +216,10 @@ def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Quantize a matrix [N, K] of floats row by row."""
+    """Quantize a matrix [N, K] of floats row by row. Scales are numbers of its dtype, in which files keep them."""
     _check_matrix(weight)
     wide = weight.float()
-    scales = _nonzero(wide.abs().amax(-1) / 127.5)
+    scales = _nonzero((wide.abs().amax(-1) / 127.5).to(weight.dtype).float())
     return Int8Weight((wide / scales[:, None]).round().clamp(-128, 127).to(torch.int8), scales)
 
 

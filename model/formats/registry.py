@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 FORMATS = {
     "nf4": "model.formats.bitsandbytes:NF4",
+    "int8": "model.formats.compressed_tensors:Int8",
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from model.files.artifact import open_artifact
 from model.files.checkpoint import is_quantized, load_model
 from model.lora import adapted_layers, detach_lora
+from model.quantized import quantized_layers
 from model.transformer import Transformer
 from pipeline.errors import GateRefused, UserError
 from pipeline.report.page import render
@@ -180,6 +181,19 @@ def test_a_merged_model_is_plain_and_close_to_the_unmerged(finished: tuple[Path,
     AutoModelForCausalLM.from_pretrained(folder)
     before, after = unmerged.models[-1].quality, result.models[-1].quality
     assert before and after and after.nll.value == pytest.approx(before.nll.value, abs=0.02)
+
+
+def test_the_base_may_be_in_another_format(finished: tuple[Path, Result]) -> None:
+    """Made, trained on, gated for parity with the server, published; twice the bits, and closer to the dense model."""
+    home, four_bits = finished
+    result = run(home, "int8", quantization="int8")[-1]
+    assert result.output and 8 < result.details["quantized"]["bits_per_weight"] < 9
+    formats = {
+        layer.format.name for layer in quantized_layers(load_model(home / "int8" / "01-qlora" / "model")).values()
+    }
+    assert formats == {"int8"}
+    losses = [[row.quality.nll.value for row in one.models if row.quality] for one in (result, four_bits)]
+    assert abs(losses[0][1] - losses[0][0]) < abs(losses[1][1] - losses[1][0])
 
 
 def test_the_defaults_are_those_of_the_paper() -> None:
