@@ -18,10 +18,16 @@ from pipeline.report.page import logged_curves
 from pipeline.report.table import collect_rows
 from pipeline.results import Result, write_atomically
 from pipeline.run_folder import RunFolder
-from pipeline.stages.pretrain.report import compute_chart
+from pipeline.stages.pretrain.report import PretrainDetails, compute_chart
+
+TOO_LONG = ("groups", "picture")
 
 
-def summarize(results: list[Result]) -> dict[str, Any]:
+def details_of(result: Result[Any]) -> dict[str, Any]:
+    return msgspec.to_builtins(result.details)
+
+
+def summarize(results: list[Result[Any]]) -> dict[str, Any]:
     """The rows of the run's table, and what each stage took."""
     return {
         "finished_at": max(result.finished_at for result in results),
@@ -32,7 +38,7 @@ def summarize(results: list[Result]) -> dict[str, Any]:
                 "cost": msgspec.to_builtins(result.cost),
                 "gate": msgspec.to_builtins(result.gate),
                 "parity": msgspec.to_builtins(result.parity),
-                "details": {name: value for name, value in result.details.items() if name not in ("groups", "picture")},
+                "details": {name: value for name, value in details_of(result).items() if name not in TOO_LONG},
             }
             for result in results
         },
@@ -60,7 +66,8 @@ def main() -> None:
         results = run.results(recipe)
         kept = write_result(f"{path.stem}-cpu", f"python -m bench.recipe {path}", summarize(results))
         print(f"written to {kept}")
-        if drawn := compute_chart(results, logged_curves(run, recipe), alone=True):
+        pretrained = [result for result in results if isinstance(result.details, PretrainDetails)]
+        if drawn := compute_chart(pretrained, logged_curves(run, recipe)).html(alone=True):
             write_atomically(kept.with_suffix(".svg"), drawn.encode())
             print(f"and drawn in {kept.with_suffix('.svg')}")
 

@@ -11,9 +11,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
 from serve.http.options import add_serve_arguments, options_from_arguments
+
+if TYPE_CHECKING:
+    from pipeline.results import Result
 
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
 
@@ -196,13 +200,13 @@ def _plan(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     from rich.console import Console
 
-    from pipeline.plan import budgets_of, note, plan_lines, plan_recipe
-    from pipeline.report.table import plain_table
+    from pipeline.plan import budgets_of, note, plan_recipe, plan_table
+    from pipeline.report.terminal import terminal_table
 
     budgets = budgets_of(options.gpu_memory)
     plans = plan_recipe(recipe, options.cache or default_cache())
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(plain_table(plan_lines(plans, budgets)))
+    console.print(terminal_table(plan_table(plans, budgets), width=console.width))
     console.print(note(plans), soft_wrap=True, highlight=False)
     return 0
 
@@ -244,31 +248,15 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
 
 
-def _print_results(results: Sequence[object], report: Path) -> None:
+def _print_results(results: "Sequence[Result[Any]]", report: Path) -> None:
     from rich.console import Console
 
-    from pipeline.answers import print_conversation
-    from pipeline.report.table import collect_rows, plain_table, rich_table
-    from pipeline.results import Result
-    from pipeline.stages.gqa.report import comparison_lines
-    from pipeline.stages.mod.report import routing_lines, ways_to_route
-    from pipeline.stages.pretrain.report import compute_lines
-    from pipeline.stages.qlora.report import merge_lines
+    from pipeline.report.table import collect_rows, models_section
+    from pipeline.report.terminal import print_sections
+    from pipeline.stages.base import sections_of
 
-    found = [result for result in results if isinstance(result, Result)]
     console = Console(width=None if sys.stdout.isatty() else 160)
-    answers = [answer for result in found for answer in result.answers]
-    if answers:
-        print_conversation(console, answers)
-    of_stages = [comparison_lines(result) or routing_lines(result) or merge_lines(result) for result in found]
-    for lines in (*of_stages, ways_to_route(found), compute_lines(found)):
-        if lines:
-            console.print()
-            console.print(plain_table(lines))
-    rows = collect_rows(found)
-    if rows:
-        console.print()
-        console.print(rich_table(rows, width=console.width))
+    print_sections(console, [*sections_of(results, curves={}), models_section(collect_rows(results))])
     console.print(f"report: {report}", soft_wrap=True, highlight=False)
 
 

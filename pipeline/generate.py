@@ -5,7 +5,8 @@ import time
 
 from rich.console import Console
 
-from pipeline.answers import pieces_of, print_answer
+from pipeline.report.terminal import print_answer
+from pipeline.results import pieces_of
 from pipeline.run_folder import Served
 from serve.config import target_and_draft
 from serve.llm import LLM

@@ -18,17 +18,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from pipeline.errors import UserError
-from pipeline.schema import DataSource, Recipe, Serve, Tracking
-from pipeline.settings import spelling, to_plain
-from pipeline.stages.conversation.config import Conversation
-from pipeline.stages.distill.config import Distill
-from pipeline.stages.evaluate.config import Evaluate
-from pipeline.stages.gqa.config import Gqa
-from pipeline.stages.import_model.config import ModelSource
-from pipeline.stages.mod.config import Mod
-from pipeline.stages.pretrain.config import Pretrain
-from pipeline.stages.qlora.config import Qlora
-from pipeline.stages.shared.config import Training
+from pipeline.schema import DataSource, ModelSource, Recipe, Serve, Tracking
+from pipeline.settings import out_name, spelling, to_plain
+from pipeline.stages.base import kind_of, recipe_kinds
 
 T = TypeVar("T")
 
@@ -37,16 +29,6 @@ MAX_DEPTH = 12
 MAX_NODES = 10_000
 """YAML aliases can write a billion nodes in a few lines; no honest recipe comes near this many."""
 
-STAGES: dict[str, type] = {
-    "pretrain": Pretrain,
-    "gqa": Gqa,
-    "mod": Mod,
-    "distill": Distill,
-    "qlora": Qlora,
-    "evaluate": Evaluate,
-    "conversation": Conversation,
-}
-"""Key of an entry in `stages:` → what it may hold."""
 SECTIONS = ("name", "models", "data", "stages", "serve", "tracking")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKMGBT]?)")
@@ -193,8 +175,7 @@ def _build_recipe(raw: dict[str, Any]) -> Recipe:
         tracking=_build(Tracking, raw.get("tracking") or {}, "tracking"),
     )
     _check_references(recipe)
-    _check_batches(recipe)
-    _check_gates(recipe)
+    _check_stages(recipe)
     return recipe
 
 
@@ -218,9 +199,9 @@ def _build_stage(raw: Any, path: str) -> tuple[str, Any]:
     if not isinstance(raw, dict) or len(raw) != 1:
         raise RecipeError(f"{path} must be a map with one key, the stage's kind, like `distill: {{...}}`.")
     kind, settings = next(iter(raw.items()))
-    if kind not in STAGES:
-        raise RecipeError(f"{path} has the unknown stage {kind!r}{_nearest(kind, STAGES)}")
-    return kind, _build(STAGES[kind], settings, f"{path}.{kind}")
+    if kind not in recipe_kinds():
+        raise RecipeError(f"{path} has the unknown stage {kind!r}{_nearest(kind, recipe_kinds())}")
+    return kind, _build(kind_of(kind).config, settings, f"{path}.{kind}")
 
 
 def _build(schema: type[T], raw: Any, path: str) -> T:
@@ -296,10 +277,10 @@ def _each(value: Any) -> tuple[Any, ...]:
 def _check_references(recipe: Recipe) -> None:
     """Every model and data set that a stage names exists by the time the stage runs."""
     models, data = list(recipe.models), list(recipe.data)
-    outs = [config.out for _, config in recipe.stages if getattr(config, "out", None)]
+    outs = [out for _, config in recipe.stages if (out := out_name(config))]
     for index, (kind, config) in enumerate(recipe.stages):
         _check_names(config, f"stages.{index}.{kind}", models=models, data=data, later=outs)
-        out = getattr(config, "out", None)
+        out = out_name(config)
         if out is not None:
             if not NAME.fullmatch(out):
                 raise RecipeError(f"stages.{index}.{kind}.out is {out!r}; names are letters, digits, '.', '_' and '-'.")
@@ -310,36 +291,11 @@ def _check_references(recipe: Recipe) -> None:
         _check_names(recipe.serve, "serve", models=models, data=data, later=[])
 
 
-def _check_batches(recipe: Recipe) -> None:
-    """What would otherwise fail only after minutes of preparation."""
+def _check_stages(recipe: Recipe) -> None:
+    """What would otherwise fail only after minutes of preparation, or bound what is not measured."""
     for index, (kind, config) in enumerate(recipe.stages):
-        if not isinstance(config, Training):
-            continue
-        here, length = f"stages.{index}.{kind}", recipe.data[config.data].sequence_length
-        if config.batch_tokens % config.micro_batch_tokens:
-            raise RecipeError(
-                f"{here}.batch_tokens is {config.batch_tokens:,}; it must be a multiple of micro_batch_tokens, "
-                f"which is {config.micro_batch_tokens:,}."
-            )
-        if config.micro_batch_tokens < length:
-            raise RecipeError(
-                f"{here}.micro_batch_tokens is {config.micro_batch_tokens:,}; it must be at least the sequence_length "
-                f"of its data, which is {length:,}."
-            )
-
-
-def _check_gates(recipe: Recipe) -> None:
-    """A gate can only bound what its stage measures."""
-    for index, (kind, config) in enumerate(recipe.stages):
-        missing = {}
-        if kind == "pretrain" or (kind == "evaluate" and config.against is None):
-            reason = "it has no teacher" if kind == "pretrain" else "`against` is not set"
-            missing = dict.fromkeys(("max_kl", "min_acceptance", "min_agreement"), reason)
-        if kind in ("pretrain", "evaluate"):
-            missing["max_kl_ratio"] = "no KL falls by training here"
-        for name, reason in missing.items():
-            if getattr(config.gate, name) is not None:
-                raise RecipeError(f"stages.{index}.{kind}.gate.{name} has nothing to bound: {reason}.")
+        for key, mistake in kind_of(kind).mistakes(config, recipe):
+            raise RecipeError(f"stages.{index}.{kind}.{key} {mistake}.")
 
 
 def _check_names(config: Any, path: str, *, models: list[str], data: list[str], later: list[str]) -> None:

@@ -4,10 +4,12 @@ Quality is measured on held-out text, memory follows from the configuration, spe
 field that a stage has nothing to say about is null or empty, never missing.
 """
 
+import codecs
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -149,8 +151,45 @@ class Answer:
         return "".join(piece.text for piece in self.pieces)
 
 
+def pieces_of(tokens: Iterable[tuple[bytes, bool]], text: str) -> tuple[Piece, ...]:
+    """Groups (bytes of a token, drafted) into runs of the same hand that spell `text`.
+
+    A character whose bytes lie in tokens of two hands belongs to the one that finishes it. Tokens past the end of
+    `text`, such as the end-of-turn token, are left out.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces: list[Piece] = []
+    room = len(text)
+    for spelled, drafted in tokens:
+        part = decoder.decode(spelled)[:room]
+        room -= len(part)
+        if part and pieces and pieces[-1].drafted == drafted:
+            pieces[-1] = Piece(pieces[-1].text + part, drafted)
+        elif part:
+            pieces.append(Piece(part, drafted))
+    return tuple(pieces)
+
+
 @dataclass(frozen=True)
-class Result:
+class NoDetails:
+    """Of a kind of stage that has nothing of its own to say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingDetails:
+    """What every stage says that trains."""
+
+    steps: int = 0
+    skipped_steps: int = 0
+    """Steps without an update because the gradient was not finite."""
+
+
+NO_DETAILS: Any = NoDetails()
+D = TypeVar("D")
+
+
+@dataclass(frozen=True)
+class Result(Generic[D]):
     """The whole of a result.json."""
 
     stage: str
@@ -169,7 +208,7 @@ class Result:
     finished_at: str
     parity: Parity | None = None
     answers: tuple[Answer, ...] = ()
-    details: dict[str, Any] = field(default_factory=dict)
+    details: D = NO_DETAILS
     """What only this kind of stage has to say, such as the layers that were kept."""
     format: int = FORMAT_VERSION
 
@@ -178,18 +217,9 @@ class Result:
         return all(check.passed for check in self.gate) and (self.parity is None or self.parity.passed)
 
 
-def write_result(folder: Path, result: Result) -> None:
+def write_result(folder: Path, result: Result[Any]) -> None:
     """Puts result.json into a stage's folder in one step: a reader finds the old one, the new one, or none."""
     write_atomically(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-
-
-def read_result(folder: Path) -> Result | None:
-    """The stage's result; None where there is none, or one that this release does not read."""
-    try:
-        result = msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=Result)
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    return result if result.format == FORMAT_VERSION else None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

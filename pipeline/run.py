@@ -18,19 +18,17 @@ from typing import Any
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import GateRefused, RunInterrupted
 from pipeline.keys import StageKeys, digest, stage_keys
+from pipeline.measure.gates import describe_parity
 from pipeline.processes import Processes
-from pipeline.results import Result, read_result, write_atomically, write_result
+from pipeline.results import Result, write_atomically, write_result
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe, Stage
-from pipeline.stages.base import runner
-from pipeline.stages.import_model.config import ModelSource
-from pipeline.stages.shared.context import Input, StageContext, prepare_data, stage_tokenizer
+from pipeline.stages.base import kind_of, read_result
+from pipeline.stages.shared.context import Input, StageContext, prepare_data
 
 log = logging.getLogger(__name__)
 
 INPUTS_NAME = "inputs.json"
-FIGURES = ("start.json", "compared")
-"""What stages measure before training and keep, so that a resumed one need not measure it again."""
 SKIP, RUN, FAILED = 0, 1, 2
 
 
@@ -43,7 +41,7 @@ class Run:
         """Verified models by their names in the recipe."""
         self._data_digests: dict[tuple[str, str], str] = {}
 
-    def execute(self) -> list[Result]:
+    def execute(self) -> list[Result[Any]]:
         """Runs what has to run. Returns the results of all stages; in processes other than the main one, nothing.
 
         Raises UserError (also for a held lock), GateRefused or RunInterrupted; what was finished stays finished.
@@ -55,7 +53,7 @@ class Run:
             results = [self._stage(stage) for stage in self.recipe.plan()]
         return [result for result in results if result is not None]
 
-    def _stage(self, stage: Stage) -> Result | None:
+    def _stage(self, stage: Stage) -> Result[Any] | None:
         keys = self._keys(stage)
         result = self._finished_result(stage, keys.result) if self.processes.is_main else None
         if self.processes.agree(SKIP if result else RUN) == SKIP:
@@ -68,7 +66,7 @@ class Run:
             self.finished[stage.out] = Input(folder, open_artifact(folder, verify=False).digest)
         return result
 
-    def _run(self, stage: Stage, keys: StageKeys) -> Result | None:
+    def _run(self, stage: Stage, keys: StageKeys) -> Result[Any] | None:
         """Runs a stage in its folder, on top of what an interrupted attempt at the same work left there."""
         folder = self.folder.stage(stage)
         if self.processes.is_main:
@@ -80,11 +78,12 @@ class Run:
             recipe=self.recipe,
             folder=folder,
             cache=self.cache,
-            inputs={name: self.finished[name] for name in model_names(stage)},
+            inputs=self._inputs(stage),
             key=keys.result,
+            identity=kind_of(stage.kind).identity,
             processes=self.processes,
         )
-        result = runner(stage.kind)(context)
+        result = kind_of(stage.kind).run(context)
         if result is not None:
             write_result(folder, result)
         self.processes.wait()
@@ -114,7 +113,7 @@ class Run:
             aside = self.folder.move_aside(stage, result_only=True)
             log.info("%s is measured or trained further; its earlier result moves to %s", stage.name, aside)
         if not keys.keeps_figures(recorded):
-            for name in FIGURES:
+            for name in kind_of(stage.kind).kept_figures:
                 shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
         for name, value in keys.grows.items():
             before = recorded.get("grows", {}).get(name, value)
@@ -122,7 +121,7 @@ class Run:
                 what = f"{name} grew from {before:,} to {value:,}"
                 log.info("%s: %s; training goes on, from here under the longer schedule", stage.name, what)
 
-    def _finished_result(self, stage: Stage, key: str) -> Result | None:
+    def _finished_result(self, stage: Stage, key: str) -> Result[Any] | None:
         """The stage's result if it has this key, passed, and what it published is whole."""
         result = read_result(self.folder.stage(stage))
         if result is None or result.key != key or not result.passed:
@@ -136,27 +135,36 @@ class Run:
             return None
         return result if digest == result.output else None
 
-    def _check_gate(self, stage: Stage, result: Result | None) -> None:
+    def _check_gate(self, stage: Stage, result: Result[Any] | None) -> None:
         """Stops every process when the main one's result was refused."""
         failed = self.processes.is_main and result is not None and not result.passed
         if self.processes.agree(FAILED if failed else RUN) == FAILED:
-            raise GateRefused(f"{stage.name} is below its gate: nothing was published, and the run stops here")
+            reason = f"{stage.name} is below its gate"
+            if result is not None and result.parity is not None and not result.parity.passed:
+                reason = f"{stage.name} fails parity, {describe_parity(result.parity)}"
+            raise GateRefused(f"{reason}: nothing was published, and the run stops here")
 
     def _keys(self, stage: Stage) -> StageKeys:
+        kind = kind_of(stage.kind)
         return stage_keys(
-            stage.kind,
+            kind.identity,
             stage.config,
-            models={name: self.finished[name].digest for name in model_names(stage)},
+            models={name: entry.digest for name, entry in self._inputs(stage).items()},
             data=self._data_digest(stage),
-            source=_stamp(stage.config) if isinstance(stage.config, ModelSource) else None,
+            source=kind.stamp(stage.config),
         )
+
+    def _inputs(self, stage: Stage) -> dict[str, Input]:
+        return {name: self.finished[name] for name in kind_of(stage.kind).models(stage.config)}
 
     def _data_digest(self, stage: Stage) -> str | None:
         """Digest of the tokenized data set that a stage names, split included. Known in every process."""
-        name = getattr(stage.config, "data", None)
+        kind = kind_of(stage.kind)
+        name = kind.data(stage.config)
         if name is None:
             return None
-        tokenizer = stage_tokenizer(stage.config, self.finished)
+        folders = {model: entry.folder for model, entry in self._inputs(stage).items()}
+        tokenizer = kind.tokenizer(stage.config, folders)
         if (name, tokenizer.digest) not in self._data_digests:
             if not self.processes.is_main:
                 self.processes.wait()
@@ -169,16 +177,7 @@ class Run:
         return self._data_digests[name, tokenizer.digest]
 
 
-def model_names(stage: Stage) -> list[str]:
-    """Names of the models that a stage reads, each once."""
-    if isinstance(stage.config, ModelSource):
-        return []
-    student = getattr(stage.config, "student", None)
-    named = [getattr(stage.config, field, None) for field in ("tokenizer", "teacher", "model", "against", "verify")]
-    return list(dict.fromkeys(name for name in [*named, student and student.origin] if name))
-
-
-def run_recipe(recipe: Recipe, folder: RunFolder, *, cache: Path, processes: Processes) -> list[Result]:
+def run_recipe(recipe: Recipe, folder: RunFolder, *, cache: Path, processes: Processes) -> list[Result[Any]]:
     """`Run.execute`, and a report of whatever is there at the end, also of a run that stopped half-way."""
     from pipeline.report.page import write_report
 
@@ -191,18 +190,6 @@ def run_recipe(recipe: Recipe, folder: RunFolder, *, cache: Path, processes: Pro
     if processes.is_main:
         write_report(folder)
     return results
-
-
-def _stamp(source: ModelSource) -> Any:
-    """Sizes and times of a local source's files: when they change, the model is imported anew.
-
-    An import that gives the same files has the same digest, so the stages after it do not run again for nothing.
-    """
-    path = Path(source.origin).expanduser()
-    if source.origin.startswith("wheel:") or not path.exists():
-        return None
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _read_inputs(folder: Path) -> dict[str, Any]:

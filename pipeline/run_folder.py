@@ -20,12 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import RunLockedError, UserError
 from pipeline.recipe import load_recipe, recipe_to_yaml
-from pipeline.results import Result, read_result, write_atomically
+from pipeline.results import Result, write_atomically
 from pipeline.schema import Recipe, Stage
+from pipeline.stages.base import read_result
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -82,7 +84,7 @@ class RunFolder:
         """Keeps the resolved recipe."""
         write_atomically(self.path / RECIPE_NAME, recipe_to_yaml(recipe).encode())
 
-    def results(self, recipe: Recipe) -> list[Result]:
+    def results(self, recipe: Recipe) -> list[Result[Any]]:
         """Results of the recipe's stages that have one, in order."""
         found = (read_result(self.stage(stage)) for stage in recipe.plan())
         return [result for result in found if result is not None]

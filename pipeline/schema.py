@@ -6,7 +6,7 @@ The settings of each kind of stage stand in its folder, pipeline/stages/NAME/con
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.settings import COUNTS, setting
+from pipeline.settings import COUNTS, out_name, setting
 from pipeline.stages.import_model.config import ModelSource
 
 
@@ -60,11 +60,11 @@ class Stage:
 
     index: int
     kind: str
-    """Module of pipeline/stages/ that runs it."""
+    """Name of its StageKind, in the list of pipeline/stages/base.py."""
     config: Any
-    """ModelSource for `teacher`, else what STAGES says."""
+    """Of that kind's class."""
     label: str
-    """Last part of its folder's name: the model's name for `teacher`, else the kind."""
+    """Last part of its folder's name: the model's name for an import, else the kind."""
     out: str | None
     """Name of the model it publishes."""
 
@@ -89,8 +89,8 @@ class Recipe:
 
     def plan(self) -> tuple[Stage, ...]:
         """Every stage of the run: one import a model, then the recipe's own."""
-        imports = [("teacher", source, name, name) for name, source in self.models.items()]
-        others = [(kind, config, kind, getattr(config, "out", None)) for kind, config in self.stages]
+        imports = [(source.kind, source, name, name) for name, source in self.models.items()]
+        others = [(kind, config, kind, out_name(config)) for kind, config in self.stages]
         return tuple(
             Stage(index=index, kind=kind, config=config, label=label, out=out)
             for index, (kind, config, label, out) in enumerate(imports + others)

@@ -45,3 +45,8 @@ def references(config: Any, to: str) -> Iterator[str]:
             yield from references(value, to)
         elif declared.metadata.get("refers") == to and value is not None:
             yield value
+
+
+def out_name(config: Any) -> str | None:
+    """The name under which later stages find the model of a stage: its key `out`; without one it publishes none."""
+    return getattr(config, "out", None)

@@ -41,7 +41,8 @@ from model.formats.bitsandbytes import NF4
 from model.quantized import quantized_layers
 from model.text.tokenizer import Tokenizer
 from pipeline.stages.qlora.config import Adapter, Qlora
-from pipeline.stages.shared.training import lora_config, training_config
+from pipeline.stages.qlora.run import lora_config
+from pipeline.stages.shared.training import training_config
 from tests import memory
 from tests.tiny import tiny_config
 from train.data import DataConfig, TokenizedDocuments, prepare

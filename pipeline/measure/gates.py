@@ -6,7 +6,7 @@ A bound holds when the whole 95 % confidence interval of the measurement keeps i
 import math
 from collections.abc import Sequence
 
-from pipeline.results import Check, Estimate, Quality
+from pipeline.results import Check, Estimate, Parity, Quality
 from pipeline.stages.shared.config import Gate
 
 Z_95 = 1.96
@@ -58,3 +58,10 @@ def describe(check: Check) -> str:
     sign = "≤" if check.name.startswith("max_") else "≥"
     verdict = "holds" if check.passed else "FAILS"
     return f"{check.name} {verdict}: {check.value:.4g} (worst case {check.worst:.4g}), wanted {sign} {check.bound:g}"
+
+
+def describe_parity(parity: Parity) -> str:
+    """One line: how far trainer and server are apart."""
+    distance = f"{parity.max_difference:.1e} nats (tolerance {parity.tolerance:.0e})"
+    both = f"agree to {distance} and" if parity.passed else f"differ by {distance} and agree"
+    return f"trainer and server {both} in {parity.same_top * 100:.1f} % of first choices, over {parity.tokens:,} tokens"

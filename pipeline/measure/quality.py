@@ -1,39 +1,30 @@
-"""Held-out quality with confidence intervals, and the parity gate between trainer and server.
+"""Held-out quality with confidence intervals.
 
 Batches of held-out text are the independent draws behind every interval: tokens of one text are not independent.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from model.attention import PackedAttention
-from model.files.checkpoint import load_model
 from model.layers import Routing
 from model.quantized import quantized_layers
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
-from pipeline.results import ModelReport, Parity, Quality
+from pipeline.results import ModelReport, Quality
 from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, evaluate_quality
 from train.packing import Batch, held_out_batches
 
 if TYPE_CHECKING:
-    from serve.outputs import TokenLogprobs
     from train.data import PreparedData
 
 MIN_BATCHES, MAX_BATCH_TOKENS = 8, 2_048
 """Held-out text comes in at least so many batches where it can: they are the draws behind an interval."""
 PUBLISHED_DTYPE = torch.bfloat16
 """Of weights on disk. Quality is measured on the rounded weights, so the figures are those of what is served."""
-PARITY_SEQUENCES, PARITY_TOKENS = 4, 96
-PARITY_TOLERANCE = 1e-3
-"""Nats, in fp32. Different matmul shapes and summation orders give about 1e-5; a wrong mask, position or page gives
-whole nats; a GPU's fp32 lies between."""
 
 
 @dataclass(frozen=True)
@@ -100,54 +91,3 @@ def describe_model(label: str, model: Transformer, quality: Quality | None = Non
         kv_bytes_per_token=model.config.kv_bytes_per_token(model.dtype.itemsize),
         quality=quality,
     )
-
-
-def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | str) -> Parity:
-    """Whether the server computes what the trainer computed: the same weights and text through both, in fp32.
-
-    The trainer's side is one packed forward; the server's is the real engine with its pages and chunks, asked for the
-    log-probabilities of its prompts.
-    """
-    from serve.llm import LLM
-    from serve.sampling_params import SamplingParams
-
-    prompts = _prompts(batches)
-    model = load_model(folder, dtype=torch.float32, device=device)
-    trained = [_log_probabilities(model, prompt) for prompt in prompts]
-    del model
-    engine = LLM(str(folder), dtype="float32", device=str(device), max_model_len=2 * PARITY_TOKENS, num_pages=64)
-    served = engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1))
-    differences, same = [], []
-    for prompt, expected, answer in zip(prompts, trained, served, strict=True):
-        entries: Sequence[TokenLogprobs | None] = answer.prompt_logprobs or ()
-        for position, entry in enumerate(entries):
-            if entry is not None:
-                row = expected[position - 1]
-                differences.append(abs(float(row[prompt[position]]) - entry.logprob))
-                same.append(int(row.argmax()) == entry.top[0][0])
-    return Parity(
-        tokens=len(differences),
-        max_difference=max(differences, default=math.inf),
-        tolerance=PARITY_TOLERANCE,
-        same_top=sum(same) / max(len(same), 1),
-    )
-
-
-def _prompts(batches: Sequence[Batch]) -> list[list[int]]:
-    """The beginnings of the first few sequences."""
-    prompts = []
-    for batch in batches:
-        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
-            if end - start >= 2:
-                prompts.append(batch.tokens[start : min(end, start + PARITY_TOKENS)].tolist())
-    return prompts[:PARITY_SEQUENCES]
-
-
-@torch.no_grad()
-def _log_probabilities(model: Transformer, tokens: list[int]) -> Tensor:
-    """log p `[T, V]`, fp32, of one sequence as the trainer computes it, on the CPU."""
-    ids = torch.tensor(tokens, device=model.device)
-    cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=model.device)
-    positions = torch.arange(len(tokens), device=model.device)
-    hidden = model(ids, positions, PackedAttention(model.config, cu_seqlens))
-    return torch.log_softmax(model.logits(hidden).float(), dim=-1).cpu()

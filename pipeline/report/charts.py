@@ -1,4 +1,4 @@
-"""Charts as inline SVG: no script, no network, readable in light and dark through the page's CSS variables.
+"""Charts as data, and as inline SVG: no script, no network, light and dark through the page's CSS variables.
 
 Numbers appear on hover as the browser's own titles. Coordinates are in CSS pixels.
 """
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from typing import ClassVar
 
 from pipeline.report.style import CSS
 
@@ -37,71 +38,127 @@ class Bar:
     color: int = 1
 
 
-def line_chart(
-    title: str,
-    series: Sequence[Series],
-    *,
-    x_label: str,
-    y_label: str,
-    from_zero: bool = False,
-    alone: bool = False,
-) -> str:
-    """Lines over a common axis with ticks, grid, legend and hover titles. Points that are not finite are left out.
+@dataclass(frozen=True)
+class Lines:
+    """Lines over a common axis with ticks, grid, legend and hover titles. Points that are not finite are left out."""
 
-    `alone`: as an SVG document of its own instead of a part of the page.
-    """
-    lines = [Series(line.name, _thin(_finite(line.points)), line.marked) for line in series]
-    lines = [line for line in lines if line.points]
-    if not lines:
-        return ""
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(0.0 if from_zero else min(ys), max(ys))
-    frame = _Frame((min(xs), max(max(xs), min(xs) + 1e-9)), (y_ticks[0], y_ticks[-1]))
-    parts = [_axes(frame, x_ticks, y_ticks, x_label, y_label)]
-    parts += [_line(frame, line, color, x_label) for color, line in enumerate(lines, start=1)]
-    return (document if alone else figure)(title, parts, [line.name for line in lines] if len(lines) > 1 else [])
+    layout: ClassVar[str] = "lines"
+    title: str
+    series: Sequence[Series]
+    x_label: str
+    y_label: str
+    from_zero: bool = False
+
+    def html(self, *, alone: bool = False) -> str:
+        """A figure of the page, or `alone` an SVG document of its own; empty without a point."""
+        lines = [Series(line.name, _thin(_finite(line.points)), line.marked) for line in self.series]
+        lines = [line for line in lines if line.points]
+        if not lines:
+            return ""
+        xs = [x for line in lines for x, _ in line.points]
+        ys = [y for line in lines for _, y in line.points]
+        x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(0.0 if self.from_zero else min(ys), max(ys))
+        frame = _Frame((min(xs), max(max(xs), min(xs) + 1e-9)), (y_ticks[0], y_ticks[-1]))
+        parts = [_axes(frame, x_ticks, y_ticks, self.x_label, self.y_label)]
+        parts += [_line(frame, line, color, self.x_label) for color, line in enumerate(lines, start=1)]
+        return (document if alone else figure)(self.title, parts, [line.name for line in lines] * (len(lines) > 1))
 
 
-def bar_chart(title: str, bars: Sequence[Bar]) -> str:
+@dataclass(frozen=True)
+class Bars:
     """Horizontal bars from zero, each under its name and its value."""
-    bars = [bar for bar in bars if math.isfinite(bar.value)]
-    if not bars:
-        return ""
-    longest = max(bar.value for bar in bars) or 1.0
-    parts = []
-    for index, bar in enumerate(bars):
-        y = 14 + index * BAR_ROW
-        parts.append(
-            f"<g><title>{escape(bar.name)}: {escape(bar.text)}</title>"
-            f'<text class="name" x="0" y="{y}">{escape(bar.name)}</text>'
-            f'<text class="value" x="{BAR_WIDTH}" y="{y}" text-anchor="end">{escape(bar.text)}</text>'
-            f'<rect class="rail" x="0" y="{y + 7}" width="{BAR_WIDTH}" height="12" rx="3"/>'
-            f'<rect class="bar c{bar.color}" x="0" y="{y + 7}" width="{max(BAR_WIDTH * bar.value / longest, 2.0):.1f}" '
-            f'height="12" rx="3"/></g>'
-        )
-    return figure(title, parts, box=(BAR_WIDTH, len(bars) * BAR_ROW - 12))
+
+    layout: ClassVar[str] = "bars"
+    title: str
+    bars: Sequence[Bar]
+
+    def html(self) -> str:
+        """A figure of the page; empty without a bar that is finite."""
+        bars = [bar for bar in self.bars if math.isfinite(bar.value)]
+        if not bars:
+            return ""
+        longest = max(bar.value for bar in bars) or 1.0
+        parts = [_bar(bar, 14 + index * BAR_ROW, BAR_WIDTH * bar.value / longest) for index, bar in enumerate(bars)]
+        return figure(self.title, parts, box=(BAR_WIDTH, len(bars) * BAR_ROW - 12))
 
 
-def grid_chart(title: str, rows: Sequence[Sequence[int]], *, row_name: str, column_name: str) -> str:
+def _bar(bar: Bar, y: int, length: float) -> str:
+    return (
+        f"<g><title>{escape(bar.name)}: {escape(bar.text)}</title>"
+        f'<text class="name" x="0" y="{y}">{escape(bar.name)}</text>'
+        f'<text class="value" x="{BAR_WIDTH}" y="{y}" text-anchor="end">{escape(bar.text)}</text>'
+        f'<rect class="rail" x="0" y="{y + 7}" width="{BAR_WIDTH}" height="12" rx="3"/>'
+        f'<rect class="bar c{bar.color}" x="0" y="{y + 7}" width="{max(length, 2.0):.1f}" height="12" rx="3"/></g>'
+    )
+
+
+@dataclass(frozen=True)
+class Grid:
     """A square for each number of a table, coloured by it: equal numbers in a row belong together."""
-    if not rows:
-        return ""
-    columns = max(len(row) for row in rows)
-    cell = min(22.0, (BAR_WIDTH - LEFT - RIGHT) / columns)
-    height = len(rows) * 9 + TOP + BOTTOM
-    parts = []
-    for y, row in enumerate(rows):
-        for x, number in enumerate(row):
-            place = f'x="{LEFT + x * cell:.1f}" y="{TOP + y * 9}" width="{cell - 2:.1f}" height="7" rx="1.5"'
-            shade = f'style="fill: hsl({number * 137.5 % 360:.0f} 55% 55%)"'
-            title_of = f"<title>{escape(row_name)} {y}, {escape(column_name)} {x}: group {number}</title>"
-            parts.append(f"<g>{title_of}<rect {place} {shade}/></g>")
-    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{TOP + 8}" text-anchor="end">{escape(row_name)} 0</text>')
-    last = TOP + len(rows) * 9 - 2
-    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{last}" text-anchor="end">{len(rows) - 1}</text>')
-    parts.append(f'<text class="label" x="{LEFT}" y="{last + 24}">{escape(column_name)} 0 … {columns - 1}</text>')
-    return figure(title, parts, box=(BAR_WIDTH, height))
+
+    layout: ClassVar[str] = "bars"
+    title: str
+    rows: Sequence[Sequence[int]]
+    row_name: str
+    column_name: str
+
+    def html(self) -> str:
+        """A figure of the page; empty without a row."""
+        if not self.rows:
+            return ""
+        row_name, column_name = escape(self.row_name), escape(self.column_name)
+        columns = max(len(row) for row in self.rows)
+        cell = min(22.0, (BAR_WIDTH - LEFT - RIGHT) / columns)
+        parts = []
+        for y, row in enumerate(self.rows):
+            for x, number in enumerate(row):
+                box = f'x="{LEFT + x * cell:.1f}" y="{TOP + y * 9}" width="{cell - 2:.1f}" height="7" rx="1.5"'
+                shade = f'style="fill: hsl({number * 137.5 % 360:.0f} 55% 55%)"'
+                title = f"<title>{row_name} {y}, {column_name} {x}: group {number}</title>"
+                parts.append(f"<g>{title}<rect {box} {shade}/></g>")
+        last = TOP + len(self.rows) * 9 - 2
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{TOP + 8}" text-anchor="end">{row_name} 0</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{last}" text-anchor="end">{len(self.rows) - 1}</text>')
+        parts.append(f'<text class="label" x="{LEFT}" y="{last + 24}">{column_name} 0 … {columns - 1}</text>')
+        return figure(self.title, parts, box=(BAR_WIDTH, len(self.rows) * 9 + TOP + BOTTOM))
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """A text, each token darker the more layers select it, above a map of layers and tokens."""
+
+    layout: ClassVar[str] = ""
+    title: str
+    tokens: Sequence[str]
+    layers: Sequence[int]
+    selected: Sequence[str]
+    """For each of these layers a 0 or a 1 a token."""
+    note: str = ""
+
+    def html(self) -> str:
+        """A card with the text and a figure with the map."""
+        count = len(self.layers)
+        times = [sum(row[index] == "1" for row in self.selected) for index in range(len(self.tokens))]
+        text = "".join(
+            f'<span style="background: hsl(210 80% 50% / {0.6 * chosen / count:.2f})" '
+            f'title="{chosen} of {count} routed layers">{escape(token)}</span>'
+            for token, chosen in zip(self.tokens, times, strict=True)
+        )
+        width, height = WIDTH / max(len(self.tokens), 1), 9
+        marks = [
+            f'<rect x="{index * width:.2f}" y="{number * height}" width="{width:.2f}" height="{height - 1}" '
+            f'fill="hsl(210 80% 50%)"><title>layer {layer}: {escape(repr(self.tokens[index]))}</title></rect>'
+            for number, (layer, row) in enumerate(zip(self.layers, self.selected, strict=True))
+            for index, chosen in enumerate(row)
+            if chosen == "1"
+        ]
+        return (
+            f'<div class="card"><pre style="white-space: pre-wrap">{text}</pre><p class="note">{escape(self.note)}</p>'
+            f'</div><div class="charts">{figure(self.title, marks, box=(WIDTH, count * height))}</div>'
+        )
+
+
+Chart = Lines | Bars | Grid | TokenMap
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -5,23 +5,22 @@ time, also of a run that stopped half-way.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pipeline.measure.gates import describe
+from pipeline.measure.gates import describe, describe_parity
 from pipeline.recipe import recipe_to_yaml
-from pipeline.report.charts import Bar, Series, bar_chart, line_chart
+from pipeline.report.charts import Bar, Bars, Lines, Series
+from pipeline.report.section import Cell, Curves, Section, Table
 from pipeline.report.style import CSS
-from pipeline.report.table import collect_rows, columns, count, duration, size, speed
+from pipeline.report.table import collect_rows, count, duration, models_section, size, speed
 from pipeline.results import Answer, ModelReport, Result, write_atomically
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
-from pipeline.stages.gqa.report import grouped_heads
-from pipeline.stages.mod.report import mixture_of_depths
-from pipeline.stages.pretrain.report import training_compute
-from pipeline.stages.qlora.report import adapters
+from pipeline.stages.base import sections_of
 
 CURVES = (
     ("loss", "Training loss", "nats a token"),
@@ -45,37 +44,90 @@ def write_report(run: RunFolder) -> Path:
     return run.report
 
 
-def render(recipe: Recipe, results: Sequence[Result], curves: dict[str, list[dict[str, float]]]) -> str:
+def render(recipe: Recipe, results: Sequence[Result[Any]], curves: Curves) -> str:
     """The page as text. `curves` maps a stage's name to its logged rows."""
     rows = collect_rows(results)
     sections = [
-        _header(recipe, results),
-        _tiles(rows),
-        _models(rows),
+        models_section(rows),
         _before_and_after(rows),
-        training_compute(results, curves),
-        grouped_heads(results),
-        adapters(results),
-        mixture_of_depths(results),
+        *sections_of(results, curves),
         *(_training(stage, logged) for stage, logged in curves.items()),
         _speed(rows),
-        _conversation([answer for result in results for answer in result.answers]),
         _gates(results),
         _lineage(recipe, results),
         _environment(results),
-        _recipe(recipe),
     ]
+    parts = [_header(recipe, results), _tiles(rows), *map(section_html, sections), _recipe(recipe)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(recipe.name)} – potstill</title><style>{CSS}</style></head><body><main>\n"
-        + "\n".join(section for section in sections if section)
+        + "\n".join(part for part in parts if part)
         + "\n<footer>Made by potstill from the files of the run. Hover over a curve to read its values.</footer>"
         "</main></body></html>\n"
     )
 
 
-def _header(recipe: Recipe, results: Sequence[Result]) -> str:
+# --- a section as HTML ------------------------------------------------------------------------------------------------
+
+
+def section_html(section: Section) -> str:
+    """Empty for a section that has nothing to show."""
+    shown = [_table(table) for table in section.tables]
+    for layout, charts in groupby(section.charts, key=lambda chart: chart.layout):
+        drawn = "".join(chart.html() for chart in charts)
+        shown.append(f'<div class="charts {layout}">{drawn}</div>' if layout and drawn else drawn)
+    shown += [_talk(prompt, section.answers) for prompt in dict.fromkeys(one.prompt for one in section.answers)]
+    if not any(shown):
+        return ""
+    text = f"<p>{escape(section.text)}</p>" if section.text else ""
+    return f"<h2>{escape(section.title)}</h2>{text}{''.join(shown)}"
+
+
+def _table(table: Table) -> str:
+    meanings = ["", *table.meanings] if table.meanings else [""] * len(table.head)
+    titles = [f' title="{escape(meaning)}"' if meaning else "" for meaning in meanings]
+    head = "".join(_cell(cell, "th", title) for cell, title in zip(table.head, titles, strict=True))
+    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    body = "".join(_row(row, max(len(table.head), len(row))) for row in table.rows)
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    return f'<div class="card scroll"><table>{head}<tbody>{body}</tbody></table></div>{note}'
+
+
+def _row(row: Sequence[str | Cell], width: int) -> str:
+    first, *others = row
+    spans = [""] * len(others)
+    if len(row) < width:
+        spans[-1] = f' colspan="{width - len(row) + 1}"'
+    cells = "".join(_cell(cell, "td", span) for cell, span in zip(others, spans, strict=True))
+    return f"<tr>{_cell(first, 'th')}{cells}</tr>"
+
+
+def _cell(cell: str | Cell, tag: str, more: str = "") -> str:
+    if isinstance(cell, Cell):
+        return f'<{tag} class="{cell.look}"{more}>{escape(cell.text)}</{tag}>'
+    return f"<{tag}{more}>{escape(cell)}</{tag}>"
+
+
+def _talk(prompt: str, answers: Iterable[Answer]) -> str:
+    given = "".join(_answer(answer) for answer in answers if answer.prompt == prompt)
+    return f'<div class="card talk"><p class="asked">{escape(prompt)}</p><div class="answers">{given}</div></div>'
+
+
+def _answer(answer: Answer) -> str:
+    text = "".join(
+        f"<mark>{escape(piece.text)}</mark>" if piece.drafted else escape(piece.text) for piece in answer.pieces
+    )
+    facts = f"{answer.tokens} tokens in {answer.seconds:.1f} s"
+    if any(piece.drafted for piece in answer.pieces):
+        facts += f", {answer.drafted_tokens} of them drafted"
+    return f'<div><h3>{escape(answer.served)} – {facts}</h3><p class="answer">{text}</p></div>'
+
+
+# --- sections that every run has --------------------------------------------------------------------------------------
+
+
+def _header(recipe: Recipe, results: Sequence[Result[Any]]) -> str:
     done, planned = len(results), len(recipe.plan())
     state = "complete" if done == planned else f"{done} of {planned} stages finished"
     if not all(result.passed for result in results):
@@ -85,7 +137,7 @@ def _header(recipe: Recipe, results: Sequence[Result]) -> str:
     return f"<header><h1>{escape(recipe.name)}</h1><p>{state}; {duration(spent)} of work{when}</p></header>"
 
 
-def _tiles(rows: list[ModelReport]) -> str:
+def _tiles(rows: Sequence[ModelReport]) -> str:
     """The four numbers that say whether the run was worth it."""
     by_label = {row.label: row for row in rows}
     pair = next((row for row in rows if row.exact), None)
@@ -111,30 +163,7 @@ def _tiles(rows: list[ModelReport]) -> str:
     return f'<section class="tiles">{cells}</section>'
 
 
-def _models(rows: list[ModelReport]) -> str:
-    if not rows:
-        return ""
-    shown = columns(rows)
-    head = "".join(f'<th title="{escape(column.meaning)}">{escape(column.heading)}</th>' for column in shown)
-    body = "".join(
-        f"<tr><th>{escape(row.label)}</th>"
-        + "".join(f"<td>{escape(column.cell(row))}</td>" for column in shown)
-        + "</tr>"
-        for row in rows
-    )
-    measured = sorted({row.quality.tokens for row in rows if row.quality})
-    notes = [f"Quality on {' and '.join(f'{tokens:,}' for tokens in measured)} held-out tokens."] if measured else []
-    if any(row.exact for row in rows):
-        notes.append(
-            "A verified pair has its verifier's own distribution by construction; it costs both models' memory."
-        )
-    return (
-        f'<h2>Models</h2><div class="card scroll"><table><thead><tr><th>model</th>{head}</tr></thead>'
-        f'<tbody>{body}</tbody></table></div><p class="note">{escape(" ".join(notes))}</p>'
-    )
-
-
-def _before_and_after(rows: list[ModelReport]) -> str:
+def _before_and_after(rows: Sequence[ModelReport]) -> Section:
     """Bars for each student that was measured before and after training."""
     charts = []
     by_label = {row.label: row for row in rows}
@@ -148,120 +177,78 @@ def _before_and_after(rows: list[ModelReport]) -> str:
             if all(pair):
                 bars = zip((before, after), pair, (2, 1), strict=True)
                 charts.append(
-                    bar_chart(title, [Bar(row.label, one.value, _with_margin(one), color) for row, one, color in bars])
+                    Bars(title, [Bar(row.label, one.value, _with_margin(one), color) for row, one, color in bars])
                 )
     note = "Held-out text; ± is the 95 % confidence interval, from the spread between batches."
-    return _section("Before and after training", note, charts, kind="bars")
+    return Section("Before and after training", note, charts=charts)
 
 
-def _training(stage: str, logged: list[dict[str, float]]) -> str:
+def _training(stage: str, logged: Sequence[Mapping[str, float]]) -> Section:
     charts = []
     for name, title, unit in CURVES:
         if name == "loss" and _points(logged, "loss") == _points(logged, "kl"):
             continue  # the loss is the divergence itself
         lines = [Series("training", _points(logged, name)), Series("held out", _points(logged, HELD_OUT + name), True)]
         lines = [line for line in lines if line.points]
-        charts.append(line_chart(title, lines, x_label="tokens", y_label=unit, from_zero=name != "cross_entropy"))
-    return _section(f"Training: {stage}", "", charts)
+        charts.append(Lines(title, lines, "tokens", unit, from_zero=name != "cross_entropy"))
+    return Section(f"Training: {stage}", charts=charts)
 
 
-def _speed(rows: list[ModelReport]) -> str:
+def _speed(rows: Sequence[ModelReport]) -> Section:
     charts = []
-    sizes = sorted({point.batch_size for row in rows for point in row.speed})
-    for batch_size in sizes:
-        bars = []
-        for row in (row for row in rows if row.same_shape_as is None):
-            for point in row.speed:
-                if point.batch_size == batch_size:
-                    bars.append(Bar(row.label, point.tokens_per_s, speed(point.tokens_per_s), 3 if row.exact else 1))
+    for batch_size in sorted({point.batch_size for row in rows for point in row.speed}):
+        bars = [
+            Bar(row.label, point.tokens_per_s, speed(point.tokens_per_s), 3 if row.exact else 1)
+            for row in rows
+            for point in row.speed
+            if row.same_shape_as is None and point.batch_size == batch_size
+        ]
         requests = "one request" if batch_size == 1 else f"{batch_size} requests at once"
-        charts.append(bar_chart(f"Tokens a second, {requests}", bars))
+        charts.append(Bars(f"Tokens a second, {requests}", bars))
     note = "New tokens a second by the serving engine, prompts included, greedy: medians of turns that alternate."
-    return _section("Speed", note, charts, kind="bars")
+    return Section("Speed", note, charts=charts)
 
 
-def _conversation(answers: Sequence[Answer]) -> str:
-    if not answers:
-        return ""
-    talks = []
-    for prompt in dict.fromkeys(answer.prompt for answer in answers):
-        given = "".join(_answer(answer) for answer in answers if answer.prompt == prompt)
-        talks.append(
-            f'<div class="card talk"><p class="asked">{escape(prompt)}</p><div class="answers">{given}</div></div>'
-        )
-    return (
-        "<h2>Conversation</h2><p>Asked over HTTP. <mark>Marked</mark> tokens were proposed by the draft and accepted "
-        f"by the model being served; the others are its own.</p>{''.join(talks)}"
-    )
-
-
-def _answer(answer: Answer) -> str:
-    text = "".join(
-        f"<mark>{escape(piece.text)}</mark>" if piece.drafted else escape(piece.text) for piece in answer.pieces
-    )
-    facts = f"{answer.tokens} tokens in {answer.seconds:.1f} s"
-    if any(piece.drafted for piece in answer.pieces):
-        facts += f", {answer.drafted_tokens} of them drafted"
-    return f'<div><h3>{escape(answer.served)} – {facts}</h3><p class="answer">{text}</p></div>'
-
-
-def _gates(results: Sequence[Result]) -> str:
+def _gates(results: Sequence[Result[Any]]) -> Section:
     rows = []
     for result in results:
-        for check in result.gate:
-            rows.append((result.stage, describe(check), check.passed))
+        found = [(describe(check), check.passed) for check in result.gate]
         if result.parity is not None:
-            parity = result.parity
-            text = (
-                f"trainer and server agree to {parity.max_difference:.1e} nats (tolerance {parity.tolerance:.0e}) "
-                f"and in {parity.same_top * 100:.1f} % of first choices, over {parity.tokens:,} tokens"
-            )
-            rows.append((result.stage, text, parity.passed))
-    if not rows:
-        return ""
-    body = "".join(
-        f'<tr><th>{escape(stage)}</th><td class="text">{escape(text)}</td>'
-        f'<td class="{"good" if passed else "bad"}">{"passed" if passed else "refused"}</td></tr>'
-        for stage, text, passed in rows
-    )
-    return f'<h2>Gates</h2><div class="card scroll"><table><tbody>{body}</tbody></table></div>'
+            found.append((describe_parity(result.parity), result.parity.passed))
+        for text, passed in found:
+            verdict = Cell("passed", "good") if passed else Cell("refused", "bad")
+            rows.append((result.stage, Cell(text, "text"), verdict))
+    return Section("Gates", tables=[Table(rows)] if rows else [])
 
 
-def _lineage(recipe: Recipe, results: Sequence[Result]) -> str:
+def _lineage(recipe: Recipe, results: Sequence[Result[Any]]) -> Section:
     by_stage = {result.stage: result for result in results}
-    body = []
+    rows: list[Sequence[str | Cell]] = []
     for stage in recipe.plan():
         result = by_stage.get(stage.name)
         if result is None:
-            body.append(f'<tr><th>{stage.name}</th><td class="text" colspan="5">not finished</td></tr>')
+            rows.append((stage.name, Cell("not finished", "text")))
             continue
         parents = ", ".join(f"{name} {digest[:12]}" for name, digest in result.parents.items()) or "–"
         trained = f"{count(result.cost.trained_tokens)} tokens" if result.cost.trained_tokens else "–"
-        body.append(
-            f'<tr><th>{stage.name}</th><td class="text digest">{escape(parents)}</td>'
-            f'<td class="text digest">{escape((result.output or "–")[:12])}</td><td>{trained}</td>'
-            f"<td>{duration(result.cost.seconds)}</td><td>{size(result.cost.peak_memory_bytes)}</td></tr>"
-        )
-    return (
-        '<h2>Lineage</h2><div class="card scroll"><table><thead><tr><th>stage</th><th class="text">from</th>'
-        '<th class="text">made</th><th>trained on</th><th>time</th><th>peak memory</th></tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+        digests = (Cell(text, "text digest") for text in (parents, (result.output or "–")[:12]))
+        cost = (trained, duration(result.cost.seconds), size(result.cost.peak_memory_bytes))
+        rows.append((stage.name, *digests, *cost))
+    head = ("stage", Cell("from", "text"), Cell("made", "text"), "trained on", "time", "peak memory")
+    return Section("Lineage", tables=[Table(rows, head)])
 
 
-def _environment(results: Sequence[Result]) -> str:
+def _environment(results: Sequence[Result[Any]]) -> Section:
     if not results:
-        return ""
+        return Section("Environment")
     machine, versions = results[-1].hardware, results[-1].versions
-    gpus = ", ".join(machine.get("gpus", ())) or "none"
     facts = {
         "processor": f"{machine.get('processor')}, {machine.get('cores')} cores, {machine.get('threads')} threads",
         "memory": size(machine.get("memory_bytes", 0)),
-        "GPU": gpus,
+        "GPU": ", ".join(machine.get("gpus", ())) or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-    body = "".join(f'<tr><th>{name}</th><td class="text">{escape(text)}</td></tr>' for name, text in facts.items())
-    return f'<h2>Environment</h2><div class="card scroll"><table><tbody>{body}</tbody></table></div>'
+    return Section("Environment", tables=[Table([(name, Cell(text, "text")) for name, text in facts.items()])])
 
 
 def _recipe(recipe: Recipe) -> str:
@@ -271,19 +258,14 @@ def _recipe(recipe: Recipe) -> str:
     )
 
 
-def _section(heading: str, introduction: str, charts: Sequence[str], *, kind: str = "lines") -> str:
-    charts = [chart for chart in charts if chart]
-    if not charts:
-        return ""
-    text = f"<p>{escape(introduction)}</p>" if introduction else ""
-    return f'<h2>{escape(heading)}</h2>{text}<div class="charts {kind}">{"".join(charts)}</div>'
+# --- what was logged --------------------------------------------------------------------------------------------------
 
 
 def _with_margin(estimate: Any) -> str:
     return f"{estimate.value:.3f}" + (f" ± {estimate.margin:.3f}" if estimate.margin is not None else "")
 
 
-def _points(logged: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
+def _points(logged: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
     return [(row["tokens"], row[name]) for row in logged if name in row and "tokens" in row]
 
 

@@ -1,14 +1,11 @@
-"""The table that a run ends with: one row a model, the same columns in the terminal and in the report."""
+"""The table of models that a run ends with, and numbers as people read them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
+from pipeline.report.section import Section, Table
 from pipeline.results import Estimate, ModelReport, Result
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ABSENT = "–"
 
@@ -22,7 +19,7 @@ class Column:
     cell: Callable[[ModelReport], str]
 
 
-def collect_rows(results: Iterable[Result]) -> list[ModelReport]:
+def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
     """One row for each model that some stage measured; a later stage's numbers replace an earlier one's.
 
     A model that is kept in two states, before and after training, is timed once.
@@ -40,7 +37,7 @@ def collect_rows(results: Iterable[Result]) -> list[ModelReport]:
     return list(rows.values())
 
 
-def columns(rows: list[ModelReport]) -> list[Column]:
+def columns(rows: Sequence[ModelReport]) -> list[Column]:
     """The columns for these rows: the fixed ones, and one for each batch size at which speed was measured."""
     fixed = [
         Column("parameters", "Trained numbers; tied embeddings count once.", lambda row: count(row.parameters)),
@@ -61,38 +58,22 @@ def columns(rows: list[ModelReport]) -> list[Column]:
     return fixed + [_speed_column(batch_size) for batch_size in sizes] + [accepted] * any(row.exact for row in rows)
 
 
-def rich_table(rows: list[ModelReport], *, width: int) -> "Table":
-    """The table for a terminal of `width` characters: a row a model, or on a narrow one a column a model."""
+def models_section(rows: Sequence[ModelReport]) -> Section:
+    """The table that a run ends with: one row a model."""
     shown = columns(rows)
-    lines = [["model", *(column.heading for column in shown)]]
-    lines += [[row.label, *(column.cell(row) for column in shown)] for row in rows]
-    widest = sum(max(map(len, cells)) + 3 for cells in zip(*lines, strict=True))
-    if widest > width:
-        lines = [list(cells) for cells in zip(*lines, strict=True)]
-    return plain_table(lines)
-
-
-def plain_table(lines: list[list[str]]) -> "Table":
-    """Cells as a table for the terminal; the first line is its head."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, heading in enumerate(lines[0]):
-        table.add_column(heading, justify="right" if place else "left", overflow="fold")
-    for line in lines[1:]:
-        table.add_row(*line)
-    return table
-
-
-def html_table(lines: Sequence[Sequence[str]]) -> str:
-    """The same for the report; the first cell of each line names it."""
-    head, *rows = lines
-    headings = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
+    measured = sorted({row.quality.tokens for row in rows if row.quality})
+    notes = [f"Quality on {' and '.join(f'{tokens:,}' for tokens in measured)} held-out tokens."] if measured else []
+    if any(row.exact for row in rows):
+        notes.append(
+            "A verified pair has its verifier's own distribution by construction; it costs both models' memory."
+        )
+    table = Table(
+        rows=[[row.label, *(column.cell(row) for column in shown)] for row in rows],
+        head=["model", *(column.heading for column in shown)],
+        meanings=[column.meaning for column in shown],
+        note=" ".join(notes),
     )
-    return f'<div class="card scroll"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
+    return Section("Models", tables=[table] if rows else [])
 
 
 def count(number: int) -> str:

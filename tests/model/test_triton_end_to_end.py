@@ -17,7 +17,7 @@ from model.attention import PackedAttention
 from model.config import MixtureOfDepths
 from model.files.checkpoint import save_model
 from model.transformer import Transformer
-from pipeline.measure.quality import check_parity
+from pipeline.measure.parity import check_parity
 from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.engine.loading import Models

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import main, parse_arguments
-from pipeline.results import read_result
+from pipeline.stages.base import read_result
 from tests.pipeline.tiny_run import RECIPE, ROOT, TinyRun
 
 

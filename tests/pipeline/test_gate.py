@@ -9,7 +9,8 @@ import torch
 
 from model.transformer import Transformer
 from pipeline.measure.gates import check_gate, describe, estimate
-from pipeline.measure.quality import HeldOut, check_parity
+from pipeline.measure.parity import check_parity
+from pipeline.measure.quality import HeldOut
 from pipeline.results import Estimate, Quality
 from pipeline.stages.shared.config import Gate
 from tests.pipeline.tiny_run import TinyRun
@@ -134,12 +135,12 @@ def test_quality_is_the_same_in_any_batches() -> None:
 
 
 def test_parity_notices_a_server_with_other_weights(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pipeline.measure.quality
+    import pipeline.measure.parity
 
     folder = finished_run.folder.path / "01-distill" / "model"
     text = tuple(Batch(one.tokens % 320, one.positions, one.cu_seqlens, one.labels, 24) for one in batches())
     assert check_parity(folder, text, "cpu").passed
-    honest = pipeline.measure.quality.load_model
+    honest = pipeline.measure.parity.load_model
 
     def altered(*arguments: object, **options: object) -> Transformer:
         model = honest(*arguments, **options)  # type: ignore[arg-type]
@@ -147,6 +148,6 @@ def test_parity_notices_a_server_with_other_weights(finished_run: TinyRun, monke
             model.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
         return model
 
-    monkeypatch.setattr(pipeline.measure.quality, "load_model", altered)
+    monkeypatch.setattr(pipeline.measure.parity, "load_model", altered)
     parity = check_parity(folder, text, "cpu")
     assert not parity.passed and parity.max_difference > parity.tolerance

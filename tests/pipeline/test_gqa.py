@@ -98,7 +98,7 @@ def test_each_layer_may_have_its_own_number(tmp_path: Path) -> None:
     assert result.parity is not None and result.parity.passed
     teacher, _, narrow = result.models
     assert narrow.kv_bytes_per_token * 6 == teacher.kv_bytes_per_token * 4
-    assert [len(groups) for groups in result.details["groups"]] == [1, 2, 1]
+    assert [len(groups) for groups in result.details.groups] == [1, 2, 1]
     (few, _), (many, many_bytes) = served_pages(tmp_path / "run" / "00-teacher" / "model"), served_pages(folder)
     assert many == few * 6 // 4 and many_bytes == 49_152
     assert "Only potstill reads it" in (folder / "README.md").read_text()
@@ -123,24 +123,24 @@ def test_it_says_what_was_lost_and_what_came_back(finished: tuple[Path, Result])
     assert after.kl.value < before.kl.value
     teacher, _, narrow = result.models
     assert narrow.kv_bytes_per_token * 2 == teacher.kv_bytes_per_token
-    compared = {row["method"]: row for row in result.details["compared"]}
+    compared = {row.method: row for row in result.details.compared}
     assert list(compared) == ["mean", "subspace", "subspace+refit"]
     for row in compared.values():
-        assert row["uptrained"]["kl"]["value"] < row["converted"]["kl"]["value"]
-    assert compared["subspace+refit"]["converted"]["kl"]["value"] == pytest.approx(before.kl.value)
-    lost = [row["converted"]["kl"]["value"] for row in compared.values()]
+        assert row.uptrained.kl.value < row.converted.kl.value
+    assert compared["subspace+refit"].converted.kl.value == pytest.approx(before.kl.value)
+    lost = [row.converted.kl.value for row in compared.values()]
     assert lost == sorted(lost, reverse=True)
-    fewer, more = result.details["capacity"]["sequences"]
+    fewer, more = result.details.capacity.sequences
     assert more in (2 * fewer, 2 * fewer + 1)
-    speeds = result.details["decoding"]["tokens_per_s"]
+    speeds = result.details.decoding.tokens_per_s
     assert list(speeds) == ["teacher", "narrow"] and all(set(points) == {"1", "2"} for points in speeds.values())
 
 
 def test_the_report_shows_methods_groups_and_speeds(finished: tuple[Path, Result]) -> None:
     home, result = finished
     page = (home / "run" / "report.html").read_text()
-    rows = result.details["compared"]
-    (best, name), (second, other), _ = sorted((row["converted"]["nll"]["value"], row["method"]) for row in rows)
+    rows = result.details.compared
+    (best, name), (second, other), _ = sorted((row.converted.nll.value, row.method) for row in rows)
     told = (f"Right after conversion {name} is best, {second - best:.3f} below {other}.", "GiB of cache")
     for text in ("Grouped KV heads", "loss, converted", "Which heads share", "Decoding, 2 at once", *told):
         assert text in page

@@ -7,6 +7,7 @@ import pytest
 from pipeline.keys import StageKeys, digest, stage_keys
 from pipeline.recipe import parse_recipe
 from pipeline.schema import Stage
+from pipeline.stages.base import kind_of
 from pipeline.stages.shared.config import Training
 
 RECIPE = """
@@ -40,7 +41,7 @@ def keys_of(*overrides: str) -> dict[str, StageKeys]:
 
     def of(stage: Stage) -> StageKeys:
         data = "d" * 64 if getattr(stage.config, "data", None) else None
-        return stage_keys(stage.kind, stage.config, models={"base": "b" * 64}, data=data, source=None)
+        return stage_keys(kind_of(stage.kind).identity, stage.config, models={"base": "b" * 64}, data=data, source=None)
 
     return {stage.label: of(stage) for stage in parse_recipe(RECIPE, overrides).plan()}
 

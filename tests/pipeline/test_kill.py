@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from pipeline.results import read_result
+from pipeline.stages.base import read_result
 from tests.pipeline.nursery import Nursery
 from tests.pipeline.tiny_run import TinyRun
 

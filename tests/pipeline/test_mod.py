@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import UNSET
 
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_config, load_model
@@ -13,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.report.page import render
 from pipeline.results import Result
 from pipeline.run_folder import RunFolder
-from pipeline.stages.mod.report import mixture_of_depths, routing_lines, ways_to_route
+from pipeline.stages.mod.report import sections
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from tests.pipeline.tiny_run import run_stages
@@ -70,30 +71,33 @@ def test_it_says_what_was_lost_and_what_is_saved(finished: tuple[Path, Result]) 
     assert parent and before and after and before.kl and after.kl
     assert after.kl.value < before.kl.value
     details = result.details
-    assert all(share == pytest.approx(0.5, abs=0.15) for share in details["realised"])
-    flops = details["flops"]
-    assert flops["executed"] < flops["parent"] and flops["executed"] / flops["target"] < 1.1
-    assert details["random"]["trained"]["nll"]["value"] > after.nll.value
-    assert set(details["random"]) == {"converted", "trained"}
-    assert list(details["speeds"]["prefill"]) == ["teacher", "routed"]
-    assert all(set(points) == {"1", "2"} for points in details["speeds"]["decoding"].values())
-    assert [line[0] for line in routing_lines(result)[1:]] == [
+    assert all(share == pytest.approx(0.5, abs=0.15) for share in details.realised)
+    flops = details.flops
+    assert flops.executed < flops.parent and flops.executed / flops.target < 1.1
+    assert details.random.trained.nll.value > after.nll.value
+    assert list(details.speeds.prefill) == ["teacher", "routed"]
+    assert all(set(points) == {"1", "2"} for points in details.speeds.decoding.values())
+    (section,) = sections([result], {})
+    (table,) = section.tables
+    assert [row[0] for row in table.rows] == [
         "teacher", "converted", "converted, at random", "routed, trained", "routed, at random",
     ]  # fmt: skip
 
 
 def test_ways_to_route_stand_side_by_side(finished: tuple[Path, Result]) -> None:
     _, result = finished
-    assert "Ways to route" not in mixture_of_depths([result]) and "Ways to route" in mixture_of_depths([result] * 2)
-    head, line, _ = ways_to_route([result] * 2)
+    assert "Ways to route" not in [section.title for section in sections([result], {})]
+    (table,) = sections([result] * 2, {})[0].tables
+    head, line = table.head, table.rows[0]
     parent, _, after = (row.quality for row in result.models)
     assert parent and after
     assert len(head) == len(line) and line[:4] == ["routed", "block of 2 layers", "full", f"{after.nll.value:.3f}"]
     assert float(line[4].removesuffix(" %")) == pytest.approx((after.nll.value / parent.nll.value - 1) * 100, abs=0.05)
-    speeds = result.details["speeds"]
-    by_clock = [points["2"] for points in speeds["decoding"].values()]
+    speeds = result.details.speeds
+    by_clock = [points["2"] for points in speeds.decoding.values()]
     assert line[-1] == f"{by_clock[1] / by_clock[0]:.2f}× (2 at once)"
-    assert ways_to_route([replace(result, details=result.details | {"speeds": None})] * 2)[1][-2:] == ["–", "–"]
+    untimed = replace(result, details=replace(result.details, speeds=UNSET))
+    assert list(sections([untimed] * 2, {})[0].tables[0].rows[0][-2:]) == ["–", "–"]
 
 
 def test_the_report_shows_who_skips_what(finished: tuple[Path, Result]) -> None:
@@ -102,8 +106,8 @@ def test_the_report_shows_who_skips_what(finished: tuple[Path, Result]) -> None:
     for text in ("Mixture of depths", "By the clock", "Who passes where", "of 2 routed layers", "Prefill of 64 tokens"):
         assert text in page
     assert render(RunFolder(home / "run").recipe(), [], {}).count("Mixture of depths") == 0
-    rows = result.details["picture"]["selected"]
-    assert len(rows) == 2 and {len(row) for row in rows} == {len(result.details["picture"]["tokens"])}
+    rows = result.details.picture.selected
+    assert len(rows) == 2 and {len(row) for row in rows} == {len(result.details.picture.tokens)}
 
 
 def test_an_interrupted_stage_goes_on_with_the_same_result(

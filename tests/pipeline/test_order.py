@@ -42,7 +42,7 @@ def run(home: Path, kinds: list[str], **more: dict[str, Any]) -> list[Result]:
         stages.append({kind: TRAINING | SETTINGS[kind] | more.get(kind, {}) | origin | {"out": f"after-{kind}"}})
         parent = f"after-{kind}"
     results = run_stages(home, *stages, serve=parent, layers=4)
-    assert [result.kind for result in results] == ["teacher", *kinds]
+    assert [result.kind for result in results] == ["import_model", *kinds]
     assert all(result.parity is not None and result.parity.passed for result in results[1:])
     return results
 

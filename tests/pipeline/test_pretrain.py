@@ -21,7 +21,7 @@ from pipeline.report.page import logged_curves
 from pipeline.results import Result
 from pipeline.run_folder import RunFolder
 from pipeline.stages.pretrain.config import Architecture
-from pipeline.stages.pretrain.report import compute_chart, compute_lines
+from pipeline.stages.pretrain.report import compute_chart, sections
 from pipeline.stages.pretrain.run import model_config
 from tests.compare import check_close
 from tests.pipeline.tiny_run import RECIPE, run_stages
@@ -117,16 +117,16 @@ def test_a_routed_one_learns_from_nothing(tmp_path: Path) -> None:
     assert mixture.thresholds != (0.0,) and result.parity is not None and result.parity.passed
     (model,) = result.models
     assert model.quality is not None and model.quality.perplexity < 100
-    assert result.details["realised"] == [pytest.approx(0.25, abs=0.15)]
-    operations = [one.details["training_flops"] for one in (dense, result)]
-    assert operations[1]["per_token"] < operations[0]["per_token"]
-    assert operations[0]["total"] == operations[0]["per_token"] * dense.cost.trained_tokens
-    lines = compute_lines([dense, result])
-    assert [line[0] for line in lines] == ["model", "parent", "routed"] and lines[2][-1].endswith("in 1 layers")
+    assert result.details.realised == [pytest.approx(0.25, abs=0.15)]
+    operations = [one.details.training_flops for one in (dense, result)]
+    assert operations[1].per_token < operations[0].per_token
+    assert operations[0].total == operations[0].per_token * dense.cost.trained_tokens
+    (table,) = sections([dense, result], {})[0].tables
+    assert [row[0] for row in table.rows] == ["parent", "routed"] and str(table.rows[1][-1]).endswith("in 1 layers")
     page = (tmp_path / "run" / "report.html").read_text()
     assert "From nothing, by training compute" in page and page.count("Held-out loss by training compute") == 2
     folder = RunFolder(tmp_path / "run")
-    drawn = compute_chart([dense, result], logged_curves(folder, folder.recipe()), alone=True)
+    drawn = compute_chart([dense, result], logged_curves(folder, folder.recipe())).html(alone=True)
     image = ElementTree.fromstring(drawn)
     marks = [one for one in image.iter() if one.get("class") in ("dot c1", "dot c2")]
     assert image.tag.endswith("svg") and [one.get("class") for one in marks] == ["dot c1"] * 2 + ["dot c2"] * 4

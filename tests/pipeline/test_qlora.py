@@ -18,7 +18,7 @@ from pipeline.report.page import render
 from pipeline.results import Result
 from pipeline.run_folder import RunFolder, Served, resolve_served
 from pipeline.stages.qlora.config import Qlora
-from pipeline.stages.qlora.report import merge_lines
+from pipeline.stages.qlora.report import merges_table
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import train
 from tests.compare import check_close, relative_rms
@@ -72,8 +72,8 @@ def test_the_table_counts_bytes_as_they_are_stored(finished: tuple[Path, Result]
     _, result = finished
     dense, base, adapted = result.models
     assert base.weight_bytes < dense.weight_bytes
-    assert adapted.weight_bytes - base.weight_bytes == 4 * result.details["adapter"]["parameters"]
-    assert 4.0 < result.details["quantized"]["bits_per_weight"] < 4.6
+    assert adapted.weight_bytes - base.weight_bytes == 4 * result.details.adapter.parameters
+    assert 4.0 < result.details.quantized.bits_per_weight < 4.6
 
 
 def test_peft_reads_the_adapter_on_a_dense_base(finished: tuple[Path, Result], tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_peft_reads_the_adapter_on_a_dense_base(finished: tuple[Path, Result], t
 
 def test_each_way_of_merging_is_measured_and_judged(finished: tuple[Path, Result]) -> None:
     _, result = finished
-    _, *lines = merge_lines(result)
-    assert [line[0] for line in lines] == ["adapter beside its base", "merged, bf16", "merged, quantized again"]
-    rows = {row["way"]: row for row in result.details["merges"]}
-    assert rows["adapter"]["kl"]["value"] == pytest.approx(0.0, abs=1e-6)
-    assert rows["merged"]["kl"]["value"] < rows["requantized"]["kl"]["value"]
+    named = [row[0] for row in merges_table(result.details).rows]
+    assert named == ["adapter beside its base", "merged, bf16", "merged, quantized again"]
+    rows = {row.way: row for row in result.details.merges}
+    assert rows["adapter"].kl.value == pytest.approx(0.0, abs=1e-6)
+    assert rows["merged"].kl.value < rows["requantized"].kl.value
 
 
 def test_the_server_says_over_http_what_the_trainer_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_the_report_shows_the_section(finished: tuple[Path, Result]) -> None:
     folder = RunFolder(home / "run")
     page = render(folder.recipe(), [result], {})
     assert "Adapter: 01-qlora" in page and "merged, quantized again" in page
-    assert f", {result.details['quantized']['bits_per_weight']:.3f} bits each." in page
+    assert f", {result.details.quantized.bits_per_weight:.3f} bits each." in page
 
 
 def test_a_requantized_model_above_the_gate_is_not_published(finished: tuple[Path, Result]) -> None:

@@ -6,13 +6,15 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
-from pipeline.answers import pieces_of
 from pipeline.recipe import parse_recipe
-from pipeline.report.charts import MAX_POINTS, Bar, Series, bar_chart, line_chart, short, ticks
-from pipeline.report.page import read_metrics, render
-from pipeline.report.table import collect_rows, columns, count, duration, rich_table, size
-from pipeline.results import Answer, Cost, Estimate, ModelReport, Piece, Quality, Result, SpeedPoint
+from pipeline.report.charts import MAX_POINTS, Bar, Bars, Lines, Series, short, ticks
+from pipeline.report.page import read_metrics, render, section_html
+from pipeline.report.section import Cell, Section, Table
+from pipeline.report.table import collect_rows, columns, count, duration, models_section, size
+from pipeline.report.terminal import print_sections, terminal_table
+from pipeline.results import Answer, Cost, Estimate, ModelReport, Piece, Quality, Result, SpeedPoint, pieces_of
 from tests.pipeline.tiny_run import TinyRun
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -80,7 +82,7 @@ EVIL = "<script>alert(1)</script>&\"'<img src=x onerror=alert(2)>"
 
 def make_result(**changes: object) -> Result:
     fields = {
-        "stage": "01-distill", "kind": "distill", "key": "k", "parents": {EVIL: "d" * 64}, "output": None,
+        "stage": "01-conversation", "kind": "conversation", "key": "k", "parents": {EVIL: "d" * 64}, "output": None,
         "models": (ModelReport(EVIL, 10, 20, 30),), "cost": Cost(1.0, 1), "gate": (), "versions": {"torch": EVIL},
         "hardware": {"processor": EVIL}, "finished_at": EVIL,
         "answers": (Answer(EVIL, EVIL, (Piece(EVIL, True), Piece(EVIL, False)), 2, 1, 0.1),),
@@ -93,6 +95,21 @@ def test_nothing_from_a_model_or_a_user_becomes_markup() -> None:
     page = render(recipe, [make_result()], {"<i>stage": [{"step": 1, "tokens": 5, "loss": 1.0}]})
     assert EVIL in structure_of(page).text
     assert "<script" not in page and "<img" not in page and "<b>x" not in page and "<i>stage" not in page
+
+
+def test_the_page_and_the_terminal_show_one_section(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every part of it that a terminal can show: title, cells, answers; text from a model is no markup there either."""
+    answers = [Answer("[red]why", "own", (Piece("[bold]so", False),), 1, 0, 0.1)]
+    table = Table([["[i]first", Cell("1.5", "good")], ["second", "2.5"]], ["row", "value"], note="measured")
+    section = Section(
+        "Findings", "In short.", tables=[table], charts=[Bars("t", [Bar("a", 1.0, "1")])], answers=answers
+    )
+    page = structure_of(section_html(section)).text
+    print_sections(Console(width=60), [section, Section("Nothing", "to show")])
+    shown = capsys.readouterr().out
+    for words in ("Findings", "[i]first", "1.5", "second", "2.5", "row", "value", "[red]why", "[bold]so"):
+        assert words in page and words in shown
+    assert "measured" in page and section_html(Section("Nothing", "to show")) == "" and "Nothing" not in shown
 
 
 def test_a_run_that_has_only_begun_has_a_report() -> None:
@@ -126,12 +143,12 @@ def test_ticks_of_a_single_value(value: float) -> None:
 
 def test_lines_keep_their_ends_and_lose_what_is_not_finite() -> None:
     points = [(float(x), math.sin(x)) for x in range(10_000)] + [(10_000.0, math.nan), (10_001.0, math.inf)]
-    chart = line_chart("t", [Series("a", points), Series("b", [(1.0, 0.5)])], x_label="x", y_label="y")
+    chart = Lines("t", [Series("a", points), Series("b", [(1.0, 0.5)])], "x", "y").html()
     drawn = [line.split() for line in re.findall(r'points="([^"]*)"', chart)]
     assert [len(line) for line in drawn] == [MAX_POINTS, 1]
     assert "nan" not in chart and "inf" not in chart and chart.count('class="key"') == 2
-    assert line_chart("t", [Series("a", [(1.0, math.nan)])], x_label="x", y_label="y") == ""
-    assert bar_chart("t", []) == "" and "nan" not in bar_chart("t", [Bar("a", 0.0, "0"), Bar("b", math.nan, "?")])
+    assert Lines("t", [Series("a", [(1.0, math.nan)])], "x", "y").html() == ""
+    assert Bars("t", []).html() == "" and "nan" not in Bars("t", [Bar("a", 0.0, "0"), Bar("b", math.nan, "?")]).html()
 
 
 def test_numbers_for_people() -> None:
@@ -166,8 +183,9 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     assert cells["KL"] == ["0.250", "–", "0"]
     assert cells["agreement"] == ["25.0 %", "–", "100 %"]
     assert cells["tokens/s ×1"] == ["10.0", "–", "–"]
-    assert len(rich_table(rows, width=200).columns) == len(cells) + 1
-    assert len(rich_table(rows, width=60).columns) == len(rows) + 1
+    (table,) = models_section(rows).tables
+    assert len(terminal_table(table, width=200).columns) == len(cells) + 1
+    assert len(terminal_table(table, width=60).columns) == len(rows) + 1
 
 
 def test_a_model_before_training_is_as_fast_as_after_it() -> None:

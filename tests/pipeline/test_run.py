@@ -13,8 +13,9 @@ from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.transformer import Transformer
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
-from pipeline.results import FILE_NAME, read_result
+from pipeline.results import FILE_NAME
 from pipeline.run_folder import RunFolder, resolve_served
+from pipeline.stages.base import read_result
 from tests.pipeline.tiny_run import TinyRun, rerun, write_text
 from train.objectives import Distillation, ObjectiveOutput
 from train.packing import Batch
@@ -63,7 +64,7 @@ def test_distillation_brings_the_student_closer(finished_run: TinyRun) -> None:
     )
     assert before.quality and after.quality and before.quality.kl and after.quality.kl
     assert after.quality.kl.value < before.quality.kl.value
-    assert result.cost.trained_tokens > 1_800 and result.details["kept_layers"] and result.details["steps"] == 8
+    assert result.cost.trained_tokens > 1_800 and result.details.kept_layers and result.details.steps == 8
 
 
 def test_the_figures_are_those_of_the_published_files(finished_run: TinyRun) -> None:
@@ -197,7 +198,7 @@ def test_interrupted_training_goes_on_to_more_tokens(
     assert "tokens grew from 2,000 to 3,000; training goes on, from here under the longer schedule" in caplog.text
     assert "Resuming from step 3 of 12" in caplog.text
     result = read_result(interrupted_run.folder.path / "01-distill")
-    assert result is not None and result.details["steps"] == 12
+    assert result is not None and result.details.steps == 12
 
 
 def test_a_finished_stage_goes_on_to_more_tokens_and_its_result_is_kept(

@@ -2,7 +2,7 @@
 
 import logging
 
-from pipeline.results import Answer, Result
+from pipeline.results import Answer, NoDetails, Result
 from pipeline.stages.conversation.config import Conversation
 from pipeline.stages.conversation.server import ask, running_server
 from pipeline.stages.shared.context import StageContext
@@ -10,7 +10,7 @@ from pipeline.stages.shared.context import StageContext
 log = logging.getLogger(__name__)
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[NoDetails] | None:
     """Starts the server once for each way of serving and asks every prompt."""
     if not context.processes.is_main:
         return None

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.answers import pieces_of
 from pipeline.errors import StageFailed
-from pipeline.results import Answer
+from pipeline.results import Answer, pieces_of
 
 ADDRESS = re.compile(r"listens on http://([^:\s]+):(\d+)")
 START_S = 300.0

@@ -19,6 +19,7 @@ from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.distill.config import Distill
+from pipeline.stages.distill.report import DistillDetails
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import (
     Teacher,
@@ -50,7 +51,7 @@ class Start:
     before: Quality
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[DistillDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Distill = context.stage.config
     check_dense(context, config.student.origin)
@@ -72,7 +73,7 @@ def run(context: StageContext) -> Result | None:
         data,
         partial(write_model, student, Tokenizer.load(context.inputs[config.student.origin].folder)),
         training=training,
-        details={"kept_layers": start.kept_layers, "importance": start.importance},
+        details=DistillDetails(kept_layers=start.kept_layers, importance=start.importance),
         teacher=Teacher(config.teacher, teacher, start.teacher, start.before),
     )
 

@@ -8,9 +8,10 @@ from model.files.checkpoint import load_model
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from pipeline.measure.gates import check_gate, describe
-from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
+from pipeline.measure.parity import check_parity
+from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model
 from pipeline.measure.speed import engines_for_speed, measure_speed, prompts_from
-from pipeline.results import ModelReport, Parity, Result
+from pipeline.results import ModelReport, NoDetails, Parity, Result
 from pipeline.stages.evaluate.config import Evaluate
 from pipeline.stages.shared.context import StageContext
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[NoDetails] | None:
     """Measures everything in the main process. Publishes nothing."""
     config: Evaluate = context.stage.config
     tokenizer = Tokenizer.load(context.inputs[config.model].folder)

@@ -41,8 +41,10 @@ from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.measure.speed import measure_decoding, prompts_from
+from pipeline.report.speeds import Decoded
 from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.gqa.config import Gqa
+from pipeline.stages.gqa.report import Capacity, Compared, GqaDetails
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import (
     Teacher,
@@ -78,7 +80,7 @@ class Start:
     """Right after conversion, by method."""
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[GqaDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Gqa = context.stage.config
     source = context.inputs[config.model].folder
@@ -94,15 +96,12 @@ def run(context: StageContext) -> Result | None:
         return None
     if config.train == "adapters":
         student = merge(student, dtype=torch.float32)
-    details = {
-        "method": config.method,
-        "groups": [plan.groups for plan in _load_plans(context, config.method)],
-        "compared": [
-            {"method": method, "converted": asdict(start.converted[method]), "uptrained": asdict(quality)}
-            for method, quality in uptrained.items()
-        ],
-        "capacity": _capacity(parent.config, config),
-    }
+    details = GqaDetails(
+        method=config.method,
+        groups=[plan.groups for plan in _load_plans(context, config.method)],
+        compared=[Compared(method, start.converted[method], quality) for method, quality in uptrained.items()],
+        capacity=_capacity(parent.config, config),
+    )
     result = finish(
         context,
         data,
@@ -293,22 +292,18 @@ def _uptrain_briefly(
     return msgspec.json.decode(kept.read_bytes(), type=Quality)
 
 
-def _capacity(parent: ModelConfig, config: Gqa) -> dict[str, Any]:
+def _capacity(parent: ModelConfig, config: Gqa) -> Capacity:
     """Sequences whose keys and values fit the memory, before and after."""
     settings, itemsize = config.long_context, PUBLISHED_DTYPE.itemsize
     tokens = settings.context_tokens + settings.new_tokens
     after = parent.with_kv_heads(config.layer_kv_heads(parent.num_layers))
-    return {
-        "cache_gib": settings.cache_gib,
-        "tokens": tokens,
-        "sequences": [
-            int(settings.cache_gib * 2**30 // (tokens * shape.kv_bytes_per_token(itemsize)))
-            for shape in (parent, after)
-        ],
-    }
+    before, now = (
+        int(settings.cache_gib * 2**30 // (tokens * shape.kv_bytes_per_token(itemsize))) for shape in (parent, after)
+    )
+    return Capacity(settings.cache_gib, tokens, (before, now))
 
 
-def _with_decoding(context: StageContext, data: "PreparedData", result: Result) -> Result:
+def _with_decoding(context: StageContext, data: "PreparedData", result: Result[GqaDetails]) -> Result[GqaDetails]:
     """Adds the decoding speeds of parent and result at long context, measured side by side."""
     config: Gqa = context.stage.config
     settings = config.long_context
@@ -319,8 +314,5 @@ def _with_decoding(context: StageContext, data: "PreparedData", result: Result) 
     )
     log.info("measuring decoding with %s tokens in the cache", f"{settings.context_tokens:,}")
     folders = {config.model: context.inputs[config.model].folder, config.out: context.folder / "model"}
-    decoding = {
-        "context_tokens": settings.context_tokens,
-        "tokens_per_s": measure_decoding(folders, prompts, settings),
-    }
-    return replace(result, details={**result.details, "decoding": decoding})
+    decoding = Decoded(settings.context_tokens, measure_decoding(folders, prompts, settings))
+    return replace(result, details=replace(result.details, decoding=decoding))

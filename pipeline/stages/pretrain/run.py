@@ -5,16 +5,18 @@ initialize → train → measure
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compress.mod import every_nth, measure_selections, training_flops_per_token
 from model.config import ARCHITECTURES, ConfigError, MixtureOfDepths, ModelConfig
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer, TokenizerError
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.results import Result
 from pipeline.stages.pretrain.config import Architecture, Pretrain
-from pipeline.stages.shared.context import StageContext, stage_tokenizer
+from pipeline.stages.pretrain.report import PretrainDetails, TrainingFlops
+from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import curve_of, finish, held_out_text, published_form, train, write_model
 from train.objectives import LanguageModelling
 
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
     from train.data import PreparedData
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[PretrainDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Pretrain = context.stage.config
-    tokenizer = stage_tokenizer(config, context.inputs)
+    tokenizer = tokenizer_of(config, context.inputs[config.tokenizer].folder)
     model = Transformer(model_config(config.architecture, tokenizer))
     model.initialize(config.seed)
     data = context.data(config.data, tokenizer)
@@ -36,17 +38,26 @@ def run(context: StageContext) -> Result | None:
     return finish(context, data, partial(write_model, model, tokenizer), training=training, details=details)
 
 
+def tokenizer_of(config: Pretrain, folder: Path) -> Tokenizer:
+    """The tokenizer in `folder`, or the most common part of it. Raises UserError."""
+    tokenizer, size = Tokenizer.load(folder), config.architecture.vocab_size
+    try:
+        return tokenizer if size is None else tokenizer.shortened(size)
+    except TokenizerError as error:
+        raise UserError(f"pretrain: {error}") from None
+
+
 def _describe(
     context: StageContext, data: "PreparedData", model: Transformer, *, trained_tokens: int
-) -> dict[str, Any]:
+) -> PretrainDetails:
     """What training took in operations, and how many tokens each routed layer selects by the served rule."""
     config: Pretrain = context.stage.config
     per_token = training_flops_per_token(model.config, context.recipe.data[config.data].sequence_length)
-    details: dict[str, Any] = {"training_flops": {"per_token": per_token, "total": per_token * trained_tokens}}
-    if model.config.mixture_of_depths is not None:
-        selected = measure_selections(published_form(context, data, model), held_out_text(context, data).batches)
-        details["realised"] = selected.float().mean(1).tolist()
-    return details
+    flops = TrainingFlops(per_token, per_token * trained_tokens)
+    if model.config.mixture_of_depths is None:
+        return PretrainDetails(training_flops=flops)
+    selected = measure_selections(published_form(context, data, model), held_out_text(context, data).batches)
+    return PretrainDetails(training_flops=flops, realised=selected.float().mean(1).tolist())
 
 
 def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> ModelConfig:

@@ -54,3 +54,7 @@ class Qlora(Training):
     max_grad_norm: float = setting(0.3, range=POSITIVE)
     optimizer: str = setting("paged_adamw", choices=OPTIMIZERS, weights=unpaged)
     activation_checkpointing: bool = setting(True, weights=False)
+
+    @property
+    def learning_rate_ratio(self) -> float:
+        return self.adapter.learning_rate_ratio

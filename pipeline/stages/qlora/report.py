@@ -1,11 +1,11 @@
-"""The report's section on adapters: what is trained beside how small a base, and what each way of merging costs."""
+"""Adapters: what is trained beside how small a base, and what each way of merging costs."""
 
-from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pipeline.report.table import count, html_table, size
-from pipeline.results import Result
+from pipeline.report.section import Curves, Section, Table
+from pipeline.report.table import count, size
+from pipeline.results import Quality, Result, TrainingDetails
 
 _WAYS = {
     "adapter": "adapter beside its base",
@@ -15,45 +15,82 @@ _WAYS = {
 _COLUMNS = ("handed over as", "perplexity", "KL to base with adapter", "same first token", "gate")
 
 
-def adapters(results: Sequence[Result]) -> str:
-    """HTML of every stage `qlora` that finished; empty without one."""
-    return "".join(_stage(result) for result in results if result.kind == "qlora")
+@dataclass(frozen=True)
+class AdapterSize:
+    """What is trained."""
+
+    rank: int
+    layers: int
+    parameters: int
 
 
-def merge_lines(result: Result) -> list[list[str]]:
-    """One line for each way of handing over base and adapter; the columns' headings come first."""
-    bound = result.details.get("max_merge_kl", 0.0)
-    lines = [list(_COLUMNS)] if result.details.get("merges") else []
-    for row in result.details.get("merges", ()):
-        kl, agreement = row["kl"]["value"], row["agreement"]["value"]
-        verdict = "–" if row["way"] == "adapter" else _verdict(row["kl"], bound)
-        lines.append([_WAYS[row["way"]], f"{row['perplexity']:.3f}", f"{kl:.5f}", f"{agreement:.1%}", verdict])
-    return lines
+@dataclass(frozen=True)
+class QuantizedSize:
+    """Of the quantized weights."""
+
+    weights: int
+    bytes: int
+    bits_per_weight: float
 
 
-def _verdict(kl: Mapping[str, float | None], bound: float) -> str:
-    worst = (kl["value"] or 0.0) + (kl["margin"] or 0.0)
+@dataclass(frozen=True, kw_only=True)
+class MergedQuality(Quality):
+    """Of one way of handing over base and adapter, beside both unmerged."""
+
+    way: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class QloraDetails(TrainingDetails):
+    """What is said of an adapter."""
+
+    adapter: AdapterSize
+    quantized: QuantizedSize | None
+    """None without a quantized layer."""
+    merges: list[MergedQuality]
+    max_merge_kl: float
+    publish: str
+
+
+QloraResult = Result[QloraDetails]
+
+
+def sections(results: Sequence[QloraResult], curves: Curves) -> list[Section]:
+    """One for each stage."""
+    return [
+        Section(f"Adapter: {result.stage}", _summary(result), tables=[merges_table(result.details)])
+        for result in results
+    ]
+
+
+def merges_table(details: QloraDetails) -> Table:
+    """One line for each way of handing over base and adapter."""
+    rows = []
+    for merged in details.merges:
+        kl = merged.kl.value if merged.kl else 0.0
+        agreement = merged.agreement.value if merged.agreement else 0.0
+        verdict = "–" if merged.way == "adapter" else _verdict(merged, details.max_merge_kl)
+        rows.append([_WAYS[merged.way], f"{merged.perplexity:.3f}", f"{kl:.5f}", f"{agreement:.1%}", verdict])
+    note = (
+        "Held-out text. The gate compares the worst end of the 95 % interval of the KL; a merged model above it is not "
+        "published."
+    )
+    return Table(rows, _COLUMNS, note=note)
+
+
+def _verdict(merged: Quality, bound: float) -> str:
+    worst = merged.kl.high if merged.kl else 0.0
     return f"{'holds' if worst <= bound else 'refused'}: {worst:.4g} of {bound:g}"
 
 
-def _stage(result: Result) -> str:
-    return (
-        f"<h2>Adapter: {escape(result.stage)}</h2><p>{escape(_summary(result))}</p>"
-        f'{html_table(merge_lines(result))}<p class="note">Held-out text. The gate compares the worst end of the 95 % '
-        "interval of the KL; a merged model above it is not published.</p>"
-    )
-
-
-def _summary(result: Result) -> str:
-    details: Mapping[str, Any] = result.details
-    adapter, quantized = details["adapter"], details["quantized"]
+def _summary(result: QloraResult) -> str:
+    adapter, quantized = result.details.adapter, result.details.quantized
     dense, base, after = (row.quality.perplexity for row in result.models if row.quality)
-    trained = count(adapter["parameters"])
-    text = f"Rank {adapter['rank']} on {adapter['layers']} layers: {trained} numbers were trained. "
+    text = f"Rank {adapter.rank} on {adapter.layers} layers: {count(adapter.parameters)} numbers were trained. "
     if quantized:
         text += (
-            f"The quantized weights of these layers take {size(quantized['bytes'])}, "
-            f"{quantized['bits_per_weight']:.3f} bits each. "
+            f"The quantized weights of these layers take {size(quantized.bytes)}, "
+            f"{quantized.bits_per_weight:.3f} bits each. "
             f"Held-out perplexity: {dense:.2f} before quantization, {base:.2f} after it, "
         )
     else:

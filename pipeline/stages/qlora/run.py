@@ -33,8 +33,9 @@ from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.gates import check_bound
 from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
-from pipeline.results import Check, ModelReport, Quality, Result, write_atomically
-from pipeline.stages.qlora.config import Qlora
+from pipeline.results import Check, ModelReport, Result, write_atomically
+from pipeline.stages.qlora.config import Adapter, Qlora
+from pipeline.stages.qlora.report import AdapterSize, MergedQuality, QloraDetails, QuantizedSize
 from pipeline.stages.shared.context import Input, StageContext
 from pipeline.stages.shared.training import (
     CALIBRATION_TOKENS,
@@ -42,7 +43,6 @@ from pipeline.stages.shared.training import (
     curve_of,
     finish,
     held_out_text,
-    lora_config,
     train,
     training_text,
     write_model,
@@ -66,7 +66,7 @@ class Start:
     """The model before quantization, and the base that is trained on."""
 
 
-def run(context: StageContext) -> Result | None:
+def run(context: StageContext) -> Result[QloraDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Qlora = context.stage.config
     source = context.inputs[config.model]
@@ -86,6 +86,12 @@ def run(context: StageContext) -> Result | None:
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
     return _publish(replace(context, inputs=inputs), data, model, adapter, training=training)
+
+
+def lora_config(adapter: Adapter) -> LoraConfig:
+    """A recipe's adapter as the model takes it."""
+    settings: dict[str, Any] = {key: value for key, value in asdict(adapter).items() if key != "learning_rate_ratio"}
+    return LoraConfig(**settings)
 
 
 def _check(config: Qlora) -> None:
@@ -163,23 +169,23 @@ def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, Lora
 
 def _publish(
     context: StageContext, data: "PreparedData", model: Transformer, adapter: LoraConfig, *, training: Any
-) -> Result:
+) -> Result[QloraDetails]:
     config: Qlora = context.stage.config
     source, base = context.inputs[config.model].folder, context.folder / BASE_NAME
     tokenizer = Tokenizer.load(source)
     start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
     merges = _measure_merges(context, data, model)
-    details = {
-        "adapter": {
-            "rank": adapter.rank,
-            "layers": len(adapted_layers(model)),
-            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        },
-        "quantized": _quantized_size(model),
-        "merges": merges,
-        "max_merge_kl": config.max_merge_kl,
-        "publish": config.publish,
-    }
+    details = QloraDetails(
+        adapter=AdapterSize(
+            rank=adapter.rank,
+            layers=len(adapted_layers(model)),
+            parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        ),
+        quantized=_quantized_size(model),
+        merges=merges,
+        max_merge_kl=config.max_merge_kl,
+        publish=config.publish,
+    )
 
     def write(folder: Path) -> None:
         if config.publish == "adapter":
@@ -201,7 +207,7 @@ def _publish(
     )
 
 
-def _measure_merges(context: StageContext, data: "PreparedData", model: Transformer) -> list[dict[str, Any]]:
+def _measure_merges(context: StageContext, data: "PreparedData", model: Transformer) -> list[MergedQuality]:
     """Each way of handing over base and adapter: its quality, compared with base and adapter side by side."""
     config: Qlora = context.stage.config
     ways: dict[str, Callable[[], Transformer]] = {
@@ -217,24 +223,24 @@ def _measure_merges(context: StageContext, data: "PreparedData", model: Transfor
         quality = held_out.quality(make(), states)
         kl = quality.kl.value if quality.kl else math.nan
         log.info("%s: perplexity %.3f, KL %.5f to base with adapter", way, quality.perplexity, kl)
-        rows.append({"way": way, **asdict(quality)})
+        rows.append(MergedQuality(**vars(quality), way=way))
     return rows
 
 
-def _merge_checks(merges: list[dict[str, Any]], config: Qlora) -> list[Check]:
+def _merge_checks(merges: list[MergedQuality], config: Qlora) -> list[Check]:
     """What stands between a merged model and its publication."""
-    published = [msgspec.convert(row, Quality) for row in merges if row["way"] == config.publish != "adapter"]
+    published = [row for row in merges if row.way == config.publish != "adapter"]
     return [check_bound("max_merge_kl", quality.kl, config.max_merge_kl) for quality in published]
 
 
-def _quantized_size(model: Transformer) -> dict[str, float] | None:
+def _quantized_size(model: Transformer) -> QuantizedSize | None:
     """Bytes of the quantized weights, and bits for each; None without any."""
     layers = quantized_layers(model).values()
     if not layers:
         return None
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     stored = sum(layer.weight_bytes for layer in layers)
-    return {"weights": weights, "bytes": stored, "bits_per_weight": 8 * stored / weights}
+    return QuantizedSize(weights, stored, 8 * stored / weights)
 
 
 def _write_adapter(model: Transformer, adapter: LoraConfig, base: Path, tokenizer: Tokenizer, folder: Path) -> None:

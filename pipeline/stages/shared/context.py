@@ -5,20 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from model.files.artifact import model_card, publish
 from pipeline.environment import hardware, peak_memory_bytes, versions
-from pipeline.errors import UserError
 from pipeline.processes import Processes
-from pipeline.results import Answer, Check, Cost, ModelReport, Parity, Result
+from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parity, Result
 from pipeline.schema import DataSource, Recipe, Stage
 from pipeline.settings import to_plain
-from pipeline.stages.pretrain.config import Pretrain
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from train.data import PreparedData
+
+D = TypeVar("D")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class StageContext:
     inputs: Mapping[str, Input]
     """By the names that the recipe uses."""
     key: str
+    identity: str
+    """Of the kind of stage, in manifests."""
     processes: Processes
     started: float = field(default_factory=time.monotonic)
 
@@ -75,7 +77,7 @@ class StageContext:
             write(folder)
             card = model_card(
                 name=f"{self.recipe.name} {self.stage.out}",
-                stage=self.stage.kind,
+                stage=self.identity,
                 recipe=recipe,
                 parents=parents or {self.stage.label: str(recipe.get("from"))},
                 metrics=metrics,
@@ -87,7 +89,7 @@ class StageContext:
         manifest = publish(
             self.folder / "model",
             write_all,
-            stage=self.stage.kind,
+            stage=self.identity,
             recipe=recipe,
             parents=tuple(parents.values()),
             gates=gates or {},
@@ -103,8 +105,8 @@ class StageContext:
         parity: Parity | None = None,
         answers: Sequence[Answer] = (),
         training: tuple[int, float] = (0, 0.0),
-        details: Mapping[str, Any] | None = None,
-    ) -> Result:
+        details: D = NO_DETAILS,
+    ) -> Result[D]:
         """The stage's result; `training` is tokens and seconds."""
         tokens, seconds = training
         return Result(
@@ -128,21 +130,8 @@ class StageContext:
             finished_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             parity=parity,
             answers=tuple(answers),
-            details=dict(details or {}),
+            details=details,
         )
-
-
-def stage_tokenizer(config: Any, inputs: Mapping[str, Input]) -> "Tokenizer":
-    """The tokenizer with which a stage reads its data: that of the model it starts from, or the one it asks for."""
-    from model.text.tokenizer import Tokenizer, TokenizerError
-
-    if not isinstance(config, Pretrain):
-        return Tokenizer.load(inputs[getattr(config, "teacher", None) or config.model].folder)
-    tokenizer, size = Tokenizer.load(inputs[config.tokenizer].folder), config.architecture.vocab_size
-    try:
-        return tokenizer if size is None else tokenizer.shortened(size)
-    except TokenizerError as error:
-        raise UserError(f"pretrain: {error}") from None
 
 
 def prepare_data(source: DataSource, tokenizer: "Tokenizer", cache: Path, *, progress: bool) -> "PreparedData":

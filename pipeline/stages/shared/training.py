@@ -9,24 +9,23 @@ point costs at most the work since the last arrow or checkpoint; the same comman
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import is_quantized, load_model, save_model
-from model.lora import LoraConfig
 from model.mesh import choose_device
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted, StageFailed, UserError
 from pipeline.measure.gates import check_gate, describe
-from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, check_parity, describe_model
-from pipeline.results import Check, ModelReport, Quality, Result
-from pipeline.stages.qlora.config import Adapter, Qlora
+from pipeline.measure.parity import check_parity
+from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model
+from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
 from pipeline.stages.shared.config import Loss, Training
 from pipeline.stages.shared.context import StageContext
 from train.config import TrainingConfig
@@ -51,6 +50,7 @@ CURVE_TOKENS = 4_096
 CALIBRATION_TOKENS = 8_192
 """Training tokens on which the thresholds of routers are set."""
 
+D = TypeVar("D", bound=TrainingDetails)
 Curve = Callable[[Transformer], dict[str, float]]
 
 
@@ -153,17 +153,8 @@ def train(
 
 def training_config(stage: Training) -> TrainingConfig:
     """The loop's part of a stage's settings."""
-    names = {setting.name for setting in fields(TrainingConfig)} & {setting.name for setting in fields(stage)}
-    settings = {name: getattr(stage, name) for name in names}
-    if isinstance(stage, Qlora):
-        settings["learning_rate_ratio"] = stage.adapter.learning_rate_ratio
-    return TrainingConfig(**settings)
-
-
-def lora_config(adapter: Adapter) -> LoraConfig:
-    """A recipe's adapter as the model takes it."""
-    settings: dict[str, Any] = {key: value for key, value in asdict(adapter).items() if key != "learning_rate_ratio"}
-    return LoraConfig(**settings)
+    names = [setting.name for setting in fields(TrainingConfig) if hasattr(stage, setting.name)]
+    return TrainingConfig(**{name: getattr(stage, name) for name in names})
 
 
 def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:
@@ -224,11 +215,11 @@ def finish(
     write: Callable[[Path], None],
     *,
     training: TrainingResult,
-    details: Mapping[str, Any],
+    details: D,
     teacher: Teacher | None = None,
     before: Sequence[ModelReport] = (),
     more_checks: Sequence[Check] = (),
-) -> Result:
+) -> Result[D]:
     """Lets `write` fill the candidate, measures it, and publishes it if parity and gates allow. For the main process.
 
     `before` are rows of models that were measured already, the last of them that of the model before training; with a
@@ -265,7 +256,7 @@ def finish(
         gate=checks,
         parity=parity,
         training=(training.tokens, training.seconds),
-        details={**details, "steps": training.steps, "skipped_steps": training.skipped},
+        details=replace(details, steps=training.steps, skipped_steps=training.skipped),
     )
 
 
