@@ -67,10 +67,6 @@ class ChatReply(Reply[ChatRequest]):
         logprobs = (self.request.top_logprobs or 0) if self.request.logprobs else None
         return sampling_params(self.request, max_tokens=self.max_tokens or room, logprobs=logprobs)
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.request.logprobs)
-
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
         """The role once, then text, then an empty delta with the finish reason."""
         if output.index not in self._outputs:

@@ -86,10 +86,6 @@ class CompletionReply(Reply[CompletionRequest]):
             num_cached_tokens=output.num_cached_tokens,
         )
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.request.logprobs is not None
-
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Completion]:
         part = self._part(prompt_index, output)
         if part.text or part.finish_reason or (part.logprobs is not None and part.logprobs.tokens):

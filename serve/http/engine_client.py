@@ -1,6 +1,6 @@
 """The asyncio side of the engine: starts it, watches it, restarts it when it dies, and hands its outputs to requests.
 
-    with engine.open_call(num_choices) as call:     # a place in the queue, or 429/503 at once
+    with engine.open_call(num_choices) as call:     # room in the queue, or 429/503 at once
         call.submit(prompts, params)
         async for prompt_index, output in call:     # until every choice has finished
             ...

@@ -1,6 +1,6 @@
 """What both generation routes share: from a checked request to a whole response or a stream of events.
 
-    reserve places -> tokenize (in a thread) -> check lengths -> submit -> outputs -> one response, or events
+    reserve room -> tokenize (in a thread) -> check lengths -> submit -> outputs -> one response, or events
 
 A client that leaves, at any point of this, aborts its request. A client that does not read is given up.
 """
@@ -104,11 +104,6 @@ class Reply(ABC, Generic[Request]):
     def params(self, room: int) -> SamplingParams:
         """The engine's parameters; `room` is how many tokens the longest prompt leaves."""
 
-    @property
-    @abstractmethod
-    def wants_logprobs(self) -> bool:
-        """Whether responses hold numbers for every token: too many to write while others wait."""
-
     @abstractmethod
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[msgspec.Struct]:
         """The events that an output becomes in a stream."""
@@ -181,13 +176,13 @@ class GenerationResponse:
             await while_connected(receive, self._answer(call, scope, send))
 
     async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
-        await self._submit(call)
+        params = await self._submit(call)
         if self._reply.request.stream:
             await self._stream(call, scope, send)
         else:
-            await send_json(send, await self._whole(call))
+            await send_json(send, await self._whole(call, much=params.logprobs is not None))
 
-    async def _submit(self, call: Call) -> None:
+    async def _submit(self, call: Call) -> SamplingParams:
         reply, request, engine = self._reply, self._reply.request, self._service.engine
         prompts = await asyncio.to_thread(reply.tokenize)
         if engine.info is None:
@@ -197,16 +192,15 @@ class GenerationResponse:
             params.validate(engine.info.vocab_size)
         except ValueError as error:
             raise invalid(str(error), str(error).split()[0]) from None
-        salt = self._service.cache_salt(self._tenant, request.cache_salt)
-        priority = request.priority or 0
         call.submit(
             prompts,
             params,
-            priority=priority,
+            priority=request.priority or 0,
             deadline_s=request.deadline_s,
-            cache_salt=salt,
+            cache_salt=self._service.cache_salt(self._tenant, request.cache_salt),
             adapter=reply.adapter,
         )
+        return params
 
     async def _outputs(self, call: Call) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The call's outputs, counted; ApiError for those that are no answer."""
@@ -219,14 +213,14 @@ class GenerationResponse:
             self._reply.usage.record(prompt_index, received)
             yield prompt_index, received
 
-    async def _whole(self, call: Call) -> bytes:
+    async def _whole(self, call: Call, *, much: bool) -> bytes:
         async for prompt_index, output in self._outputs(call):
             self._reply.collect(prompt_index, output)
 
         def write() -> bytes:
             return encoder.encode(self._reply.whole(self._usage()))
 
-        return await self._write(write, much=self._reply.wants_logprobs)
+        return await self._write(write, much=much)
 
     async def _events(self, call: Call) -> AsyncIterator[bytes]:
         reply = self._reply

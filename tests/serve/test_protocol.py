@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -333,10 +334,21 @@ def test_the_command_line_is_spelled_as_vllm_spells_it(monkeypatch: pytest.Monke
     assert not parsed("m", "--no-enable-prefix-caching").engine.enable_prefix_caching
 
 
-def test_an_option_that_no_field_is_called_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.http.options.ENGINE", {"model"})
-    with pytest.raises(TypeError, match="--dtype sets dtype, which no option is called"):
-        parsed("m")
+def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("POTSTILL_API_KEY", raising=False)
+    (tmp_path / "serve.yaml").write_text("seed: 7")
+    words = """--host ::1 | --port 9 | --served-model-name a | --dtype float16 | --device cpu | --max-model-len 9
+        --gpu-memory-utilization 0.5 | --kv-cache-bytes 1 | --max-num-seqs 2 | --max-num-batched-tokens 9
+        --no-enable-prefix-caching | --verify t | --speculative-config {"model":"d"} | --adapter a=b | --seed 5
+        --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1 | --queue-wait-s 1 | --drain-s 1
+        --health-timeout-s 1 | --log-level debug"""
+    given = [option.split() for line in words.splitlines() for option in line.split("|")]
+    given.append(["--config", str(tmp_path / "serve.yaml")])
+    parser = argparse.ArgumentParser(add_help=False)
+    add_serve_arguments(parser)
+    assert {option[0] for option in given} == set(re.findall(r"--[a-z-]+", parser.format_usage()))
+    results = [repr(parsed("m", *option)) for option in given]
+    assert len({repr(parsed("m")), *results}) == len(given) + 1
 
 
 def test_verify_serves_the_target_and_drafts_with_the_model() -> None:
