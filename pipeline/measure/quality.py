@@ -47,6 +47,7 @@ class HeldOut:
 
         `routing`: who passes layers that have a router, instead of the rule by which the model is served.
         """
+        model.eval()  # dropout is for training
         labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
         compared = [] if reference is None else self._compared(model, reference, routing)
         alone = [] if compared else [evaluate_quality(model, [batch], routing=routing) for batch in self.batches]
@@ -71,7 +72,7 @@ class HeldOut:
 
     def states(self, reference: Transformer) -> TeacherStates:
         """The reference's side of every comparison, computed once."""
-        return compute_teacher_states(reference, self.batches)
+        return compute_teacher_states(reference.eval(), self.batches)
 
     def _compared(self, model: Transformer, reference: TeacherStates, routing: Routing | None) -> list[Comparison]:
         """Of each batch; one pass gives the model's own loss as well."""

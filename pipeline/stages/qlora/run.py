@@ -82,7 +82,6 @@ def run(context: StageContext) -> Result[QloraDetails] | None:
     training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
     if not context.processes.is_main:
         return None
-    model.eval()
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
     return _publish(replace(context, inputs=inputs), data, model, adapter, training=training)
