@@ -55,9 +55,11 @@ from pipeline.stages.shared.training import (
     objective_of,
     published_form,
     train,
+    training_config,
     training_text,
     write_model,
 )
+from train.memory import Setup
 
 if TYPE_CHECKING:
     from train.data import PreparedData
@@ -111,6 +113,14 @@ def run(context: StageContext) -> Result[GqaDetails] | None:
         teacher=Teacher(config.model, parent, start.parent, start.converted[config.method]),
     )
     return _with_decoding(context, data, result) if result.output else result
+
+
+def setup(config: Gqa, shapes: Mapping[str, ModelConfig]) -> Setup:
+    """What its training holds in memory."""
+    parent = shapes[config.model]
+    narrow = parent.with_kv_heads(config.layer_kv_heads(parent.num_layers))
+    adapter = LoraConfig(rank=config.adapter_rank) if config.train == "adapters" else None
+    return Setup(narrow, training_config(config), teacher=parent, adapter=adapter, fp32_base=True)
 
 
 def _check(model: ModelConfig, config: Gqa) -> None:

@@ -59,7 +59,7 @@ def report_of(label: str, folder: Path) -> ModelReport:
     )
 
 
-def read_config(source: ModelSource, cache: Path) -> ModelConfig:
+def shape(source: ModelSource, cache: Path) -> ModelConfig:
     """The configuration alone: of a model on the hub nothing else is fetched. Raises as `run` does."""
     found = _locate(source, cache, ["config.json"])
     return gguf_config(found) if found.is_file() else load_config(found)
