@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from model.kv_format import KV_FORMATS
 from model.layers import Routing
 from model.quantized import quantized_layers
 from model.transformer import Transformer
@@ -89,6 +90,6 @@ def describe_model(label: str, model: Transformer, quality: Quality | None = Non
         label=label,
         parameters=sum(map(Tensor.numel, parameters)) + sum(one.in_features * one.out_features for one in quantized),
         weight_bytes=sum(one.nbytes for one in parameters) + sum(one.weight_bytes for one in quantized),
-        kv_bytes_per_token=model.config.kv_bytes_per_token(model.dtype.itemsize),
+        kv_bytes_per_token=KV_FORMATS[model.dtype].bytes_per_token(model.config),
         quality=quality,
     )

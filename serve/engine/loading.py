@@ -10,6 +10,7 @@ from model.config import ModelConfig
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
+from model.kv_format import KV_FORMATS
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.text.tokenizer import Tokenizer, different_token
@@ -43,7 +44,7 @@ class Models:
     def page_bytes(self) -> int:
         """Bytes of one page, target and draft together."""
         configs = [self.target.config] + ([self.draft.config] if self.draft else [])
-        return PAGE_SIZE * sum(config.kv_bytes_per_token(self.dtype.itemsize) for config in configs)
+        return PAGE_SIZE * sum(map(KV_FORMATS[self.dtype].bytes_per_token, configs))
 
 
 def load_models(config: EngineConfig) -> Models:

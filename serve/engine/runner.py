@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.attention import PagedAttention, PagedBatch
 from model.config import ModelConfig
+from model.kv_format import KV_FORMATS
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import resolve, upload
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, pages_for
@@ -55,21 +56,13 @@ class Runner:
         self.model = model
         self.feed = feed
         self.device = feed.device
-        config = model.config
-        shapes = [(num_pages, PAGE_SIZE, heads, config.head_dim) for heads in config.kv_heads]
-        self.k_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
-        self.v_pages = [torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes]
-        self.present = {
-            layer: torch.zeros(num_pages * PAGE_SIZE + 1, dtype=torch.bool, device=self.device)
-            for layer in config.routed_attention
-        }
-        """Which slots have a key at the layers whose attention only some tokens enter, as `PagedAttention` has it."""
+        self.pages = KV_FORMATS[dtype].allocate(model.config, num_pages, PAGE_SIZE, self.device)
 
     def hidden(self, inputs: list[SequenceInput]) -> Tensor:
         """Computes the inputs and stores their keys and values. Returns `[R, D]`, sequence after sequence."""
         lengths = [len(item.tokens) for item in inputs]
         tokens, positions, batch = self._flatten(inputs, lengths)
-        attention = PagedAttention(self.model.config, batch, self.k_pages, self.v_pages, present=self.present)
+        attention = PagedAttention(self.model.config, batch, self.pages)
         hidden = self.model(tokens, positions, attention, adapters=self._adapters(inputs, lengths))
         rows = _wanted_rows(inputs, lengths)
         return hidden if rows is None else hidden[upload(rows, self.device)]
@@ -83,9 +76,7 @@ class Runner:
         if not copies:
             return
         sources, destinations = upload(np.array(copies, dtype=np.int64).T.copy(), self.device)
-        present = [slots[:-1].view(-1, PAGE_SIZE) for slots in self.present.values()]
-        for pages in (*self.k_pages, *self.v_pages, *present):
-            pages[destinations] = pages[sources]
+        self.pages.copy(sources, destinations)
 
     def _adapters(self, inputs: list[SequenceInput], lengths: list[int]) -> Tensor | None:
         """Each token's adapter, `[T]` int32; None when none has one, which spares the layers to look."""

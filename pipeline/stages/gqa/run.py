@@ -33,6 +33,7 @@ from compress.lora import inject, merge
 from compress.refit import refit_outputs
 from model.config import ModelConfig
 from model.files.checkpoint import load_config, load_model
+from model.kv_format import KV_FORMATS
 from model.lora import LoraConfig
 from model.mesh import choose_device
 from model.routed import routed_layers
@@ -304,11 +305,12 @@ def _uptrain_briefly(
 
 def _capacity(parent: ModelConfig, config: Gqa) -> Capacity:
     """Sequences whose keys and values fit the memory, before and after."""
-    settings, itemsize = config.long_context, PUBLISHED_DTYPE.itemsize
+    settings = config.long_context
     tokens = settings.context_tokens + settings.new_tokens
     after = parent.with_kv_heads(config.layer_kv_heads(parent.num_layers))
     before, now = (
-        int(settings.cache_gib * 2**30 // (tokens * shape.kv_bytes_per_token(itemsize))) for shape in (parent, after)
+        int(settings.cache_gib * 2**30 // (tokens * KV_FORMATS[PUBLISHED_DTYPE].bytes_per_token(shape)))
+        for shape in (parent, after)
     )
     return Capacity(settings.cache_gib, tokens, (before, now))
 
