@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from pipeline.results import TrainingDetails
 from pipeline.settings import COUNTS, setting
 from pipeline.stages.shared.config import Recovery
 
@@ -28,12 +27,3 @@ class Distill(Recovery):
 
     teacher: str = setting(refers="model")
     student: Student = field(default_factory=Student)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillDetails(TrainingDetails):
-    """Which layers of its origin the student has."""
-
-    kept_layers: tuple[int, ...]
-    importance: tuple[float, ...]
-    """Of each layer of the origin; empty where all were kept."""

@@ -6,7 +6,7 @@ What is measured and timed follows the served rule, a threshold on each token's 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -51,11 +51,9 @@ from pipeline.stages.shared.training import (
     objective_of,
     published_form,
     train,
-    training_config,
     training_text,
     write_model,
 )
-from train.memory import Setup
 from train.objectives import RoutingConfig
 
 if TYPE_CHECKING:
@@ -115,15 +113,6 @@ def run(context: StageContext) -> Result[ModDetails] | None:
         teacher=Teacher(config.model, parent, start.parent, start.converted),
     )
     return _with_speeds(context, data, result) if result.output else result
-
-
-def setup(config: Mod, shapes: Mapping[str, ModelConfig]) -> Setup:
-    """What its training holds in memory. Layers keep as much as without routers: early every token passes."""
-    parent, training = shapes[config.model], training_config(config)
-    adapter = LoraConfig(rank=config.adapter_rank) if config.train == "adapters" else None
-    routers = config.least_important or len(named_layers(config, parent.num_layers))
-    trained = routers if config.train == "router" else 0
-    return Setup(parent, training, teacher=parent, adapter=adapter, routers=trained, fp32_base=True)
 
 
 def _check(model: ModelConfig, config: Mod) -> None:
