@@ -29,7 +29,7 @@ def drawn(folder: str) -> set[str]:
 def test_a_request_enters_the_files_that_are_drawn(
     tmp_path: Path, route: str, body: dict[str, Any], other: str
 ) -> None:
-    """A stream and a whole response, from the client's connection to its end; each enters one of the two routes."""
+    """A stream and a whole response, from connection to last byte; each enters one of the two routes."""
     folder = save_tiny_folder(tmp_path / "model")
     with running_server(folder, tmp_path / "log", program=TRACED) as server:
         answer = httpx.post(f"{server.url}/v1/{route}", json=body | {"max_tokens": 3}, timeout=20)

@@ -1,6 +1,7 @@
 """`python -m serve` with the scripted engine; at its end it prints the files of serve/ that it entered for a client.
 
-What runs while a connection is open counts, in all threads. The files are the last line on standard output.
+What runs from a connection's beginning to its response's last byte counts, in all threads. The files are the last line
+on standard output.
 """
 
 import argparse
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trace:
-    """A profiling function: which files are entered between the first connection's beginning and its end."""
+    """A profiling function: which files are entered between a connection's beginning and its response's last byte."""
 
     def __init__(self) -> None:
         self.entered: set[str] = set()
@@ -31,7 +32,7 @@ class Trace:
         if event == "call" and (self._is_open or name == "connection_made"):
             self._is_open = True
             self.entered.add(str(Path(path).relative_to(ROOT)))
-        elif event == "return" and name == "connection_lost":
+        elif event == "return" and name == "on_response_complete":
             self._is_open = False
 
 
