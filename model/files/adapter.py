@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_NAME, WEIGHTS_NAME, BASE_NAME = "adapter_config.json", "adapter_model.safetensors", "base"
 _PREFIX = "base_model.model."
-_ENDINGS = {
+_SUFFIXES = {
     ".lora_A.weight": "a",
     ".lora_B.weight": "b",
     ".lora_magnitude_vector": "magnitude",
@@ -223,11 +223,11 @@ def _read_layers(path: Path) -> dict[str, LayerAdapter]:
         raise AdapterError(f"{path} is not a valid safetensors file: {reason}.") from None
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        ending = next((ending for ending in _ENDINGS if key.endswith(ending)), None)
-        if ending is None or not key.startswith(_PREFIX):
+        suffix = next((suffix for suffix in _SUFFIXES if key.endswith(suffix)), None)
+        if suffix is None or not key.startswith(_PREFIX):
             raise AdapterError(f"{path} holds {key}, which is no part of a LoRA adapter.")
-        name = key.removeprefix(_PREFIX).removesuffix(ending)
-        found.setdefault(name, {})[_ENDINGS[ending]] = tensor.float()
+        name = key.removeprefix(_PREFIX).removesuffix(suffix)
+        found.setdefault(name, {})[_SUFFIXES[suffix]] = tensor.float()
     if not found:
         raise AdapterError(f"{path} holds no adapter.")
     for name, parts in found.items():
@@ -264,10 +264,10 @@ def _check_fits(folder: Path, name: str, tensors: LayerAdapter, layer: Any) -> N
 
 
 def _to_file(name: str, lora: Lora) -> dict[str, Tensor]:
-    endings = (".lora_A.weight", ".lora_B.weight")
+    suffixes = (".lora_A.weight", ".lora_B.weight")
     if isinstance(lora, EmbeddingLora):
-        endings = (".lora_embedding_A", ".lora_embedding_B")
-    tensors = dict(zip(endings, (lora.a, lora.b), strict=True))
+        suffixes = (".lora_embedding_A", ".lora_embedding_B")
+    tensors = dict(zip(suffixes, (lora.a, lora.b), strict=True))
     if lora.magnitude is not None:
         tensors[".lora_magnitude_vector"] = lora.magnitude
     return {f"{_PREFIX}{name}{end}": tensor.detach().float().cpu().contiguous() for end, tensor in tensors.items()}

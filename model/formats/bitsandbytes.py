@@ -99,7 +99,7 @@ class NF4(KernelFormat[NF4Weight]):
         }
 
     def stored_names(self, name: str) -> list[str]:
-        return [name, *(name + ending for ending in (_ABSMAX, _TABLE, _NESTED, _NESTED_TABLE, _STATE))]
+        return [name, *(name + suffix for suffix in (_ABSMAX, _TABLE, _NESTED, _NESTED_TABLE, _STATE))]
 
     def to_files(self, name: str, weight: NF4Weight, dtype: torch.dtype) -> dict[str, Tensor]:
         state: dict[str, Any] = {

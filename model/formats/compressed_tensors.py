@@ -86,7 +86,7 @@ class Int8(KernelFormat[Int8Weight]):
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> Int8Weight:
         rows, columns = shape
-        packed, scales, stored = (read(name + ending) for ending in (_PACKED, _SCALE, _SHAPE))
+        packed, scales, stored = (read(name + suffix) for suffix in (_PACKED, _SCALE, _SHAPE))
         if stored.tolist() != [rows, columns]:
             raise CheckpointError(f"{name}{_SHAPE} says {stored.tolist()}; config.json calls for {[rows, columns]}.")
         words = [rows, math.ceil(columns / _PER_WORD)]

@@ -137,7 +137,7 @@ class ControlTokens:
         self._whole = re.compile("|".join(map(re.escape, spellings)))
         self._longest = len(spellings[0])
         self._beginnings = {token[:cut] for token in spellings for cut in range(1, len(token))}
-        self._endings = {token[cut:] for token in spellings for cut in range(1, len(token))}
+        self._suffixes = {token[cut:] for token in spellings for cut in range(1, len(token))}
 
     def replace(self, text: str, stand_in: Callable[[str], str], *, edges: bool) -> str:
         """Replaces whole spellings, and with `edges` also an unfinished one at either end of the text."""
@@ -154,7 +154,7 @@ class ControlTokens:
                 stop += 1 - length
                 break
         for length in range(min(longest, stop - start), 0, -1):
-            if text[start : start + length] in self._endings:
+            if text[start : start + length] in self._suffixes:
                 return text[:start] + stand_in(text[start : start + length]) + text[start + length :]
         return text
 
