@@ -15,57 +15,17 @@ Legend: T tokens, N output features, K input features, r rank.
 """
 
 import math
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.linear.lora import LoraWeights, lora_add
+from model.lora_config import LoraConfig, LoraError
 
 _TINIEST = 1e-30
-
-
-class LoraError(ValueError):
-    """An adapter that cannot be made or attached as asked; the sentence says why."""
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """How a model is adapted. Raises LoraError for what makes no adapter."""
-
-    rank: int = 64
-    alpha: float = 16.0
-    """The update is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Probability with which an input of the low-rank part is dropped in training."""
-    rslora: bool = False
-    """Scale by alpha / √rank instead, so that the update does not shrink with the rank."""
-    dora: bool = False
-    """Train the length of each row of the weight apart from its direction."""
-    init: Literal["default", "loftq"] = "default"
-    """"default": the adapter begins as nothing; "loftq": as the best low-rank part of the quantization error."""
-    targets: tuple[str, ...] = ("*_proj",)
-    """Shell patterns of layers, by full name or its end: "q_proj", "model.layers.1?.*", "lm_head", "embed_tokens"."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise LoraError(f"rank is {self.rank}; an adapter needs a rank of at least 1.")
-        if not self.alpha > 0:
-            raise LoraError(f"alpha is {self.alpha}; it must be above 0.")
-        if not 0 <= self.dropout < 1:
-            raise LoraError(f"dropout is {self.dropout}; it must be at least 0 and below 1.")
-        if self.init not in ("default", "loftq"):
-            raise LoraError(f'init is {self.init!r}; it is "default" or "loftq".')
-        if not self.targets:
-            raise LoraError('targets is empty; name the layers to adapt, such as "*_proj" for all linear ones.')
-
-    @property
-    def scale(self) -> float:
-        """s above."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class AdaptedLinear(Protocol):

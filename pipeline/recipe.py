@@ -9,14 +9,15 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from model.settings import choices_of, fault
 from pipeline.errors import UserError
 from pipeline.schema import DataSource, ModelSource, Recipe, Serve, Tracking
 from pipeline.settings import out_name, spelling, to_plain
@@ -208,14 +209,18 @@ def _build(schema: type[T], raw: Any, path: str) -> T:
     """One dataclass of the schema from plain data; OmegaConf checks and converts the types."""
     plain = _prepare(schema, raw, path)
     try:
-        built = cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
+        _check_values(schema, OmegaConf.to_container(merged, throw_on_missing=True), path)
+        return cast(T, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
         raise RecipeError(f"{_in_yaml(path, error.full_key)} is missing.") from None
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0].rstrip(".")
         raise RecipeError(f"{_in_yaml(path, error.full_key)} is wrong: {reason}.") from None
-    _check_values(built, path)
-    return built
+    except RecipeError:
+        raise
+    except ValueError as error:  # what settings of the floors below say about each other
+        raise RecipeError(f"{path}.{error}.") from None
 
 
 def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
@@ -235,6 +240,8 @@ def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
         elif get_origin(hints[setting.name]) is tuple:
             value = [value] if setting.metadata.get("single") and not isinstance(value, list) else value
             _check_list(value, get_args(hints[setting.name])[0], here)
+        elif get_origin(hints[setting.name]) is Literal:
+            _check_value(setting, hints[setting.name], value, here)
         elif isinstance(value, bool) and hints[setting.name] is not bool:
             raise RecipeError(f"{here} must not be {str(value).lower()}.")  # OmegaConf would read the word "True"
         plain[setting.name] = value
@@ -250,28 +257,22 @@ def _check_list(value: Any, kind: type, path: str) -> None:
             raise RecipeError(f"{path}.{index} is {item!r}; it must be {wanted}.")
 
 
-def _check_values(built: Any, path: str) -> None:
+def _check_values(schema: type, values: Any, path: str) -> None:
     """Bounds and choices, after the types are right."""
-    for setting in fields(built):
-        value, here = getattr(built, setting.name), _join(path, spelling(setting))
-        choices, bounds = setting.metadata.get("choices"), setting.metadata.get("range")
-        if is_dataclass(value):
-            _check_values(value, here)
-        elif choices and (strange := [one for one in _each(value) if one not in choices]):
-            raise RecipeError(
-                f"{here} is {strange[0]!r}; it can be {', '.join(choices)}{_nearest(strange[0], choices)}"
-            )
-        elif value == () and setting.metadata.get("required"):
-            raise RecipeError(f"{here} is empty; it must hold at least one.")
-        elif setting.metadata.get("pattern") and value is not None and not setting.metadata["pattern"].fullmatch(value):
-            raise RecipeError(f"{here} is {value!r}; it must be {setting.metadata['meaning']}.")
-        for number in _each(value):
-            if bounds and number is not None and not bounds[0] <= number <= bounds[1]:
-                raise RecipeError(f"{here} is {number:,}; it must lie between {bounds[0]:,g} and {bounds[1]:,g}.")
+    hints = get_type_hints(schema)
+    for setting in fields(schema):
+        value, here = values[setting.name], _join(path, spelling(setting))
+        if is_dataclass(hints[setting.name]):
+            _check_values(hints[setting.name], value, here)
+        else:
+            _check_value(setting, hints[setting.name], value, here)
 
 
-def _each(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _check_value(setting: Field[Any], kind: Any, value: Any, path: str) -> None:
+    if found := fault(setting, kind, value):
+        choices = choices_of(setting, kind)
+        strange = [one for one in (value if isinstance(value, list) else [value]) if one not in choices]
+        raise RecipeError(f"{path} {found}{_nearest(strange[0], choices) if choices and strange else '.'}")
 
 
 def _check_references(recipe: Recipe) -> None:

@@ -6,35 +6,16 @@ The settings of each kind of stage stand in its folder, pipeline/stages/NAME/con
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.settings import COUNTS, out_name, setting
+from pipeline.settings import out_name, redeclared, setting
 from pipeline.stages.import_model.config import ModelSource
+from train.sources import DataConfig
 
 
 @dataclass(frozen=True)
-class DataSource:
-    """Text to train and to measure on. It is tokenized once and cached by its content."""
+class DataSource(DataConfig):
+    """Text of a recipe: some of it is always held out, to measure on."""
 
-    source: str = setting()
-    """`python-stdlib` or a folder of it (`python-stdlib/email`), a local file or folder (.txt, .md, .py, .jsonl,
-    .parquet), or a hub id `org/name`."""
-    sequence_length: int = setting(1024, count=True, range=(2, 1e7))
-    """Most tokens of one piece; longer documents are cut."""
-    held_out: float = setting(0.02, range=(1e-6, 0.5))
-    """Fraction of the documents that training never sees, chosen by each document's hash."""
-    chat: bool = False
-    """Documents are conversations; only the assistant's tokens are labels."""
-    text_field: str = "text"
-    """Field of a record that holds its text."""
-    messages_field: str = "messages"
-    """Field of a record that holds its conversation, with `chat`."""
-    subset: str | None = None
-    """Configuration of a hub data set."""
-    split: str = "train"
-    """Split of a hub data set."""
-    max_documents: int | None = setting(None, count=True, range=COUNTS)
-    """Read no more documents than this."""
-    seed: int = 0
-    """Decides which documents are held out."""
+    held_out: float = redeclared(DataConfig, "held_out", 0.02, range=(1e-6, 0.5))
 
 
 @dataclass(frozen=True)

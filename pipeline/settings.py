@@ -1,25 +1,12 @@
-"""How a key of a recipe is declared: a field of a frozen dataclass, with what OmegaConf's types cannot say.
-
-A field's metadata: `key` is its spelling in YAML where Python reserves the word, `count` allows 100k and 2M, `choices`
-and `range` bound it, `refers` names what it must be the name of, `pattern` is what text must look like and `meaning`
-says so in words, a list with `single` may be one number. `weights`, `figures` and `grows` say what a change does to
-training that was interrupted; pipeline/keys.py reads them.
-"""
+"""Settings as the keys of a recipe; model/settings.py says how one is declared."""
 
 from collections.abc import Iterator
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
-from omegaconf import MISSING
+from model.settings import COUNTS, FRACTION, POSITIVE, redeclared, setting
 
-POSITIVE = (1e-12, 1e12)
-COUNTS = (1, 10**12)
-FRACTION = (0.0, 1.0)
-
-
-def setting(default: Any = MISSING, **metadata: Any) -> Any:
-    """A field of a recipe; without a default it must be given."""
-    return field(default=default, metadata=metadata)
+__all__ = ["COUNTS", "FRACTION", "POSITIVE", "redeclared", "references", "setting", "spelling", "to_plain"]
 
 
 def spelling(declared: Field[Any]) -> str:

@@ -1,79 +1,72 @@
-"""The settings of a training run."""
+"""The settings of a training run, known without torch: recipes are checked before a model is there."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from train.schedule import SCHEDULES, ScheduleName
+from model.settings import COUNTS, FRACTION, POSITIVE, check, setting
+from train.schedule import ScheduleName
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "cross_entropy"]
+
+
+def unpaged(optimizer: str) -> str:
+    """The optimizer without where its moments lie, which changes no weight."""
+    return optimizer.removeprefix("paged_")
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How to train; the pipeline's recipes fill it."""
+    """How to train. The stages of a recipe that train have these settings, and what they train on beside them."""
 
-    tokens: int
-    """Tokens to train on; the number of steps is this divided by `batch_tokens`, rounded up."""
-    batch_tokens: int = 4_096
+    tokens: int = setting(grows=True, count=True, range=COUNTS)
+    """Tokens to train on, in all; the number of steps is this divided by `batch_tokens`, rounded up."""
+    batch_tokens: int = setting(4_096, count=True, range=COUNTS)
     """Tokens of one optimizer step, over all processes."""
-    micro_batch_tokens: int = 2_048
-    """Most tokens that one process computes at a time: decides memory, not results."""
-    learning_rate: float = 1e-3
+    micro_batch_tokens: int = setting(2_048, count=True, range=COUNTS)
+    """Most tokens that one process computes at a time: decides memory, and which texts are packed together."""
+    learning_rate: float = setting(1e-3, range=(1e-9, 10.0))
     """The schedule's peak."""
     schedule: ScheduleName = "cosine"
-    warmup_fraction: float = 0.05
+    """After the warm-up: cosine decay; stable, then decay (wsd); or constant."""
+    warmup_fraction: float = setting(0.05, range=FRACTION)
     """Part of the steps in which the learning rate rises from zero."""
-    decay_fraction: float = 0.2
+    decay_fraction: float = setting(0.2, range=FRACTION)
     """Part of the steps in which `wsd` decays."""
-    min_learning_rate_fraction: float = 0.1
+    min_learning_rate_fraction: float = setting(0.1, range=FRACTION)
     """Where the decay ends, as a fraction of the peak."""
-    learning_rate_ratio: float = 1.0
-    """LoRA+ (arXiv 2402.12354): the learning rate of an adapter's B over that of all others."""
-    optimizer: OptimizerName = "adamw"
-    """As in train/optimizer.py: moments in 32 or 8 bits; `paged` keeps them in host memory and the GPU free of them."""
-    weight_decay: float = 0.0
+    optimizer: OptimizerName = setting("adamw", weights=unpaged)
+    """Moments in 32 or 8 bits; `paged` keeps them in host memory, where there is a GPU to keep free of them."""
+    weight_decay: float = setting(0.0, range=(0.0, 10.0))
     """On matrices only; norms and biases have none."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    max_grad_norm: float = 1.0
+    beta1: float = setting(0.9, range=FRACTION)
+    beta2: float = setting(0.95, range=FRACTION)
+    max_grad_norm: float = setting(1.0, range=POSITIVE)
     """Gradients of a larger norm are scaled down to it."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of the matrix products; weights, gradients and moments are fp32 either way."""
-    activation_checkpointing: bool = False
+    """Of the matrix products; weights that are trained, gradients and moments are fp32 either way."""
+    activation_checkpointing: bool = setting(False, weights=False)
     """Recompute each layer in the backward pass: less memory, a third more work."""
-    evaluate_every_tokens: int | None = None
-    """Tokens between evaluations during training; None evaluates after the last step only."""
-    checkpoint_every_s: float = 300.0
+    evaluate_every_tokens: int | None = setting(None, weights=False, count=True, range=COUNTS)
+    """Measure the held-out loss this often; nothing measures only before and after."""
+    checkpoint_every_s: float = setting(300.0, weights=False, range=(0.0, 1e9))
     """Seconds between checkpoints; the last step and a stop always save one."""
-    keep_checkpoints: int = 2
     seed: int = 0
-    """Decides the order of the data."""
+    """Decides the order of the documents."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "tokens",
-            "batch_tokens",
-            "micro_batch_tokens",
-            "learning_rate",
-            "learning_rate_ratio",
-            "max_grad_norm",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        check(self)
         if self.batch_tokens % self.micro_batch_tokens:
             raise ValueError(
-                f"batch_tokens ({self.batch_tokens}) must be a multiple of micro_batch_tokens "
-                f"({self.micro_batch_tokens}): a step is a whole number of micro-batches"
+                f"batch_tokens is {self.batch_tokens:,}; it must be a multiple of micro_batch_tokens, "
+                f"which is {self.micro_batch_tokens:,}"
             )
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}; known schedules are {', '.join(SCHEDULES)}")
-        if self.optimizer not in get_args(OptimizerName):
-            raise ValueError(f"optimizer is {self.optimizer!r}; it can be {', '.join(get_args(OptimizerName))}")
-        if self.precision not in ("bf16", "fp32"):
-            raise ValueError(f"precision is {self.precision!r}; it can be bf16 or fp32")
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints must be at least 1, not {self.keep_checkpoints}")
+
+    @property
+    def learning_rate_ratio(self) -> float:
+        """LoRA+ (arXiv 2402.12354): the learning rate of an adapter's B over that of all others."""
+        return 1.0
 
     @property
     def steps(self) -> int:
@@ -82,3 +75,21 @@ class TrainingConfig:
     @property
     def micro_batches_per_step(self) -> int:
         return self.batch_tokens // self.micro_batch_tokens
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a model learns at each position; formulas in `kernels.losses.linear_distillation`."""
+
+    kind: LossName = "forward_kl"
+    """A divergence from the teacher's distribution, or `cross_entropy`: the text alone, which needs no teacher's pass.
+    The settings below belong to the divergences."""
+    temperature: float = setting(1.0, range=(0.01, 100.0))
+    """τ of both distributions; the loss is multiplied by τ² so that its gradient keeps its size."""
+    alpha: float = setting(0.1, range=FRACTION)
+    """Weight of the mixture in `jsd` and in the skewed divergences."""
+    hard_weight: float = setting(0.0, range=FRACTION)
+    """Weight of the text's own next token beside the teacher's distribution."""
+
+    def __post_init__(self) -> None:
+        check(self)

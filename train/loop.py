@@ -42,6 +42,8 @@ from train.tracking import Tracker
 log = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 3
+KEPT_CHECKPOINTS = 2
+"""The one before the newest is there in case the newest is damaged."""
 
 
 @dataclass(frozen=True)
@@ -298,9 +300,7 @@ class Trainer:
                 "model": named_weights(self.model),
                 "optimizer": named_moments(self.model, self.optimizer),
             }
-            save_checkpoint(
-                self.checkpoints, self.counters.step, tensors=tensors, state=state, keep=self.config.keep_checkpoints
-            )
+            save_checkpoint(self.checkpoints, self.counters.step, tensors=tensors, state=state, keep=KEPT_CHECKPOINTS)
         self.accelerator.wait_for_everyone()
         self._saved, self._saved_at = now, time.monotonic()
 

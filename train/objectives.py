@@ -8,7 +8,7 @@ Legend: T tokens, D hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from model.attention import PackedAttention
 from model.layers import Routing
 from model.routed import ExpertChoice
 from model.transformer import Transformer
+from train.config import Loss
 from train.packing import Batch
 
 
@@ -53,29 +54,6 @@ class LanguageModelling:
         return ObjectiveOutput(loss, batch.num_labels, {"cross_entropy": loss.detach()})
 
 
-@dataclass(frozen=True)
-class DistillationConfig:
-    """Which divergence between teacher and student to minimize; formulas in `kernels.losses.linear_distillation`."""
-
-    kind: DivergenceKind = "forward_kl"
-    """forward_kl, reverse_kl, jsd, skewed_forward_kl or skewed_reverse_kl."""
-    temperature: float = 1.0
-    """τ of both distributions; the loss is multiplied by τ² so that its gradient keeps its size."""
-    alpha: float = 0.1
-    """Weight of the mixture in jsd and in the skewed divergences."""
-    hard_weight: float = 0.0
-    """Weight of the cross-entropy with the text; the divergence has the rest."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(DivergenceKind):
-            raise ValueError(f"kind is {self.kind!r}; known divergences are {', '.join(get_args(DivergenceKind))}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, not {self.temperature}")
-        for name in ("alpha", "hard_weight"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-
-
 class Distillation:
     """A divergence from the teacher's distribution at every labelled position.
 
@@ -83,9 +61,11 @@ class Distillation:
     a student worth training) and never gets a gradient. It must lie on the student's device.
     """
 
-    def __init__(self, teacher: Transformer, config: DistillationConfig | None = None) -> None:
-        self.teacher = teacher.requires_grad_(False).eval()
-        self.config = config or DistillationConfig()
+    def __init__(self, teacher: Transformer, loss: Loss | None = None) -> None:
+        self.teacher, self.loss = teacher.requires_grad_(False).eval(), loss or Loss()
+        if self.loss.kind == "cross_entropy":
+            raise ValueError("cross_entropy is no divergence from a teacher; train with LanguageModelling")
+        self.kind: DivergenceKind = self.loss.kind
 
     def __call__(
         self, model: Transformer, batch: Batch, progress: float = 1.0, routing: Routing | None = None
@@ -96,10 +76,10 @@ class Distillation:
             teacher_states(self.teacher, batch),
             self.teacher.head_weight,
             batch.labels,
-            kind=self.config.kind,
-            temperature=self.config.temperature,
-            alpha=self.config.alpha,
-            hard_weight=self.config.hard_weight,
+            kind=self.kind,
+            temperature=self.loss.temperature,
+            alpha=self.loss.alpha,
+            hard_weight=self.loss.hard_weight,
         )
         metrics = {
             "kl": sums.kl,
@@ -108,6 +88,11 @@ class Distillation:
             "agreement": sums.agreement,
         }
         return ObjectiveOutput(sums.loss, batch.num_labels, metrics)
+
+
+def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:
+    """The objective that `loss` names: the text alone, or a teacher's distribution at each of its positions."""
+    return LanguageModelling() if loss.kind == "cross_entropy" else Distillation(teacher, loss)
 
 
 @torch.no_grad()

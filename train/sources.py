@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.files.safe_io import sha256_of
+from model.settings import COUNTS, check, setting
 
 PYTHON_STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -27,37 +28,32 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Names a data set and says how its documents become training text."""
+    """Text to train and to measure on. It is tokenized once and cached by its content."""
 
     source: str
-    """`python-stdlib` or a folder of it (`python-stdlib/email`), a local .txt/.md/.py/.jsonl/.parquet file or a folder
-    of them, or a hub id (`org/name`)."""
-    sequence_length: int = 1024
+    """`python-stdlib` or a folder of it (`python-stdlib/email`), a local file or folder (.txt, .md, .py, .jsonl,
+    .parquet), or a hub id `org/name`."""
+    sequence_length: int = setting(1024, count=True, range=(2, 1e7))
     """Most tokens a position can look back on; longer documents are cut."""
-    held_out: float = 0.02
-    """Fraction of the documents kept for evaluation; chosen by a hash of the document, so that none ever moves."""
-    text_field: str = "text"
-    """Field of a row that holds its text."""
-    messages_field: str = "messages"
-    """Field of a row that holds its conversation, when `chat` is on."""
+    held_out: float = setting(0.02, range=(0.0, 0.999))
+    """Fraction of the documents that training never sees; chosen by a hash of the document, so that none ever moves."""
     chat: bool = False
-    """Rows are conversations; only the assistant's tokens are labels."""
+    """Documents are conversations; only the assistant's tokens are labels."""
+    text_field: str = "text"
+    """Field of a record that holds its text."""
+    messages_field: str = "messages"
+    """Field of a record that holds its conversation, with `chat`."""
     subset: str | None = None
-    """Hub data sets only: the configuration's name."""
+    """Configuration of a hub data set."""
     split: str = "train"
-    """Hub data sets only."""
-    max_documents: int | None = None
+    """Split of a hub data set."""
+    max_documents: int | None = setting(None, count=True, range=COUNTS)
     """Stop after this many documents, counting held-out ones."""
     seed: int = 0
     """Decides which documents are held out."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out is a fraction of the documents, at least 0 and below 1, not {self.held_out}")
-        if self.sequence_length < 1:
-            raise ValueError(f"sequence_length must be at least 1, not {self.sequence_length}")
-        if self.max_documents is not None and self.max_documents < 1:
-            raise ValueError(f"max_documents must be at least 1 (or null for all), not {self.max_documents}")
+        check(self)
 
 
 class Document(NamedTuple):

@@ -41,8 +41,6 @@ from model.formats.bitsandbytes import NF4
 from model.quantized import quantized_layers
 from model.text.tokenizer import Tokenizer
 from pipeline.stages.qlora.config import Adapter, Qlora
-from pipeline.stages.qlora.run import lora_config
-from pipeline.stages.shared.training import training_config
 from tests import memory
 from tests.tiny import tiny_config
 from train.data import DataConfig, TokenizedDocuments, prepare
@@ -104,7 +102,7 @@ class Side:
 def potstill(case: Case, steps: int, folder: Path) -> Side:
     stage = case.stage(steps)
     model = load_model(Path(case.scratch) / "nf4", dtype=torch.bfloat16, device=DEVICE)
-    inject(model, lora_config(stage.adapter), seed=stage.seed)
+    inject(model, stage.adapter, seed=stage.seed)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     weight_bytes += sum(layer.weight_bytes for layer in quantized_layers(model).values())
 
@@ -113,7 +111,7 @@ def potstill(case: Case, steps: int, folder: Path) -> Side:
             model,
             LanguageModelling(),
             case.documents(),
-            training_config(stage),
+            stage,
             folder=folder,
             sequence_length=case.sequence_length,
             tracker=recorder,  # type: ignore[arg-type]
@@ -159,20 +157,19 @@ def peft(case: Case, steps: int, folder: Path) -> Side:
 
 def _train_peft(model: Any, case: Case, stage: Qlora, recorder: Recorder) -> None:
     """Steps over the batches that our sampler draws."""
-    config = training_config(stage)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _peft_optimizer(trained, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    optimizer = _peft_optimizer(trained, lr=stage.learning_rate, betas=(stage.beta1, stage.beta2))
     sampler = Sampler(
-        case.documents(), sequence_length=case.sequence_length, micro_batch_tokens=case.step_tokens, seed=config.seed
+        case.documents(), sequence_length=case.sequence_length, micro_batch_tokens=case.step_tokens, seed=stage.seed
     )
-    for step in range(config.steps):
+    for step in range(stage.steps):
         began = time.perf_counter()
         batch = sampler.batch(sampler.take(1)[0]).to(DEVICE)
         ids, labels = (tensor.view(case.sequences, -1) for tensor in (batch.tokens, batch.labels))
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = model(input_ids=ids, labels=labels, shift_labels=labels).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(trained, stage.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         value = loss.item()
@@ -282,8 +279,8 @@ def planned(case: Case) -> dict[str, int]:
     stage = case.stage(case.steps)
     setup = Setup(
         load_config(Path(case.scratch) / "dense"),
-        training_config(stage),
-        adapter=lora_config(stage.adapter),
+        stage,
+        adapter=stage.adapter,
         quantization="nf4",
         on_gpu=DEVICE != "cpu",
     )

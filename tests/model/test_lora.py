@@ -250,9 +250,9 @@ def test_the_seed_decides_the_start() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rank": 0}, "rank is 0; an adapter needs a rank of at least 1"),
-        ({"alpha": 0.0}, "alpha is 0.0; it must be above 0"),
-        ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and below 1"),
+        ({"rank": 0}, "rank is 0; it must lie between 1 and 65,536"),
+        ({"alpha": 0.0}, "alpha is 0.0; it must lie between"),
+        ({"dropout": 1.0}, "dropout is 1.0; it must lie between 0 and 0.99"),
         ({"init": "pissa"}, "init is 'pissa'"),
         ({"targets": ()}, "targets is empty"),
     ],

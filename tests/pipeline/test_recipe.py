@@ -8,12 +8,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.lora_config import LoraConfig
 from pipeline.recipe import RecipeError, load_recipe, parse_recipe, read_count, recipe_to_plain, recipe_to_yaml
 from pipeline.schema import DataSource
-from pipeline.stages.shared.config import Loss, Training
-from train.config import TrainingConfig
+from pipeline.stages.qlora.config import Adapter, Qlora
+from pipeline.stages.shared.config import Training
+from train.config import Loss, TrainingConfig
 from train.data import DataConfig
-from train.objectives import DistillationConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -254,23 +255,28 @@ def test_generated_recipes_never_fail_in_another_way(raw: dict[str, object]) -> 
             assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [(DataSource, DataConfig), (Training, TrainingConfig), (Loss, DistillationConfig)],
-)
-def test_the_schema_says_what_the_loop_takes(ours: type, theirs: type) -> None:
-    """The recipe has every setting of train/, with the same default, but how many checkpoints are kept and LoRA+'s.
+def test_a_stage_is_trained_by_its_own_settings() -> None:
+    """Nothing is copied from one class to another, so no name can be lost on the way."""
+    recipe = parse_recipe(
+        TEXT.replace(
+            "- evaluate",
+            "- qlora: {model: teacher, data: text, tokens: 1k, adapter: {learning_rate_ratio: 4}}\n  - evaluate",
+        )
+    )
+    (_, distill), (_, qlora), _ = recipe.stages
+    assert isinstance(distill, TrainingConfig) and isinstance(distill.loss, Loss)
+    assert isinstance(qlora, TrainingConfig) and isinstance(qlora.adapter, LoraConfig)
+    assert isinstance(recipe.data["text"], DataConfig)
+    assert (distill.learning_rate_ratio, qlora.learning_rate_ratio) == (1.0, 4.0)
+    for config in (TrainingConfig, Loss, LoraConfig, DataConfig):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'tempreature'"):
+            config(tempreature=1.0)  # type: ignore[call-arg]
 
-    What it has besides says what a stage trains on, how it is measured and what its result is called.
-    """
 
-    def defaults(of: type) -> dict[str, object]:
-        return {field.name: field.default for field in dataclasses.fields(of)}
-
-    mine, wanted = defaults(ours), defaults(theirs)
-    for name in ("keep_checkpoints", "learning_rate_ratio"):
-        wanted.pop(name, None)
-    required = {"source", "tokens", "data", "out", "held_out_tokens", "gate"}
-    assert {name: value for name, value in mine.items() if name not in required} == {
-        name: value for name, value in wanted.items() if name not in required
-    }
+@pytest.mark.parametrize("config", [Training, Qlora, DataSource, Adapter])
+def test_a_setting_of_the_floors_below_is_declared_once(config: type) -> None:
+    """A stage may give it another default or tighter bounds; everything else that is said of it stays."""
+    for base in config.__mro__[1:-1]:
+        inherited = {field.name: field.metadata for field in dataclasses.fields(base)}
+        for field in dataclasses.fields(config):
+            assert inherited.get(field.name, {}).keys() <= field.metadata.keys(), field.name

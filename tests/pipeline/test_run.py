@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import pipeline.stages.shared.training
+import train.objectives
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.transformer import Transformer
@@ -161,7 +161,7 @@ def interrupted_run(finished_run: TinyRun, tmp_path: Path, monkeypatch: pytest.M
 
     tiny = finished_run.copy(tmp_path / "run", "00-teacher")
     with monkeypatch.context() as patch, pytest.raises(RunInterrupted, match="step 3 of 8"):
-        patch.setattr(pipeline.stages.shared.training, "Distillation", Signalling)
+        patch.setattr(train.objectives, "Distillation", Signalling)
         tiny.run()
     return tiny
 
@@ -375,7 +375,7 @@ def test_training_that_diverges_is_one_sentence_and_publishes_nothing(
             found = super().__call__(model, batch)
             return found._replace(loss_sum=found.loss_sum * float("nan"))
 
-    monkeypatch.setattr(pipeline.stages.shared.training, "Distillation", Diverging)
+    monkeypatch.setattr(train.objectives, "Distillation", Diverging)
     with pytest.raises(StageFailed, match="lower the learning rate") as caught:
         copied_run.run("distill.seed=1")
     assert "\n" not in str(caught.value)

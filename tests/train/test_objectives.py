@@ -2,22 +2,24 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.losses.linear_distillation import DivergenceKind
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
 from tests.train.toy import batch_of, random_sequences
+from train.config import Loss, LossName
 from train.evaluate import compare, compute_teacher_states, evaluate_quality
-from train.objectives import Distillation, DistillationConfig, LanguageModelling
+from train.objectives import Distillation, LanguageModelling, objective_of
 from train.packing import Batch
 
 SEQUENCES = random_sequences(9, 23, 4)
-KINDS = ["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"]
+KINDS = get_args(DivergenceKind)
 
 
 def dense_logits(model: Transformer) -> Tensor:
@@ -50,7 +52,7 @@ def divergence(kind: str, teacher: Tensor, student: Tensor, alpha: float) -> flo
 @pytest.mark.parametrize(("temperature", "hard_weight"), [(1.0, 0.0), (2.0, 0.25), (0.7, 1.0)])
 def test_distillation_equals_the_dense_formulas(kind: Any, temperature: float, hard_weight: float) -> None:
     student, teacher = tiny_model(seed=1), tiny_model(seed=2, num_layers=3)
-    config = DistillationConfig(kind=kind, temperature=temperature, alpha=0.3, hard_weight=hard_weight)
+    config = Loss(kind=kind, temperature=temperature, alpha=0.3, hard_weight=hard_weight)
     output = Distillation(teacher, config)(student, batch_of(SEQUENCES))
     z, w = dense_logits(student), dense_logits(teacher)
     soft = divergence(kind, F.log_softmax(w / temperature, -1), F.log_softmax(z / temperature, -1), 0.3)
@@ -102,7 +104,16 @@ def test_language_modelling_is_the_cross_entropy() -> None:
 )
 def test_settings_out_of_range_are_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field} "):
-        DistillationConfig(**{field: value})
+        Loss(**{field: value})
+
+
+def test_a_loss_is_every_divergence_or_the_text_alone() -> None:
+    assert get_args(LossName) == (*KINDS, "cross_entropy")
+    teacher = tiny_model(seed=2)
+    assert isinstance(objective_of(Loss(kind="cross_entropy"), teacher), LanguageModelling)
+    assert isinstance(objective_of(Loss(kind="jsd"), teacher), Distillation)
+    with pytest.raises(ValueError, match="cross_entropy is no divergence"):
+        Distillation(teacher, Loss(kind="cross_entropy"))
 
 
 def batches() -> list[Batch]:

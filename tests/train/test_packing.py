@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.tiny import tiny_model
 from tests.train.toy import batch_of, documents, random_sequences
-from train.objectives import Distillation, DistillationConfig, LanguageModelling, Objective
+from train.config import Loss
+from train.objectives import Distillation, LanguageModelling, Objective
 from train.packing import cut, held_out_batches, pack, plan_batches
 
 lengths = st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(lambda found: max(found) > 1)
@@ -76,7 +77,7 @@ def test_a_piece_that_fits_nowhere_is_refused() -> None:
         plan_batches([3, 70], 64)
 
 
-@pytest.mark.parametrize("objective", [LanguageModelling(), Distillation(tiny_model(seed=5), DistillationConfig())])
+@pytest.mark.parametrize("objective", [LanguageModelling(), Distillation(tiny_model(seed=5), Loss())])
 @pytest.mark.parametrize("family", ["llama", "mistral", "smollm3"])
 def test_packed_loss_and_gradients_equal_unpacked(objective: Objective, family: str) -> None:
     sequences = random_sequences(3, 31, 2, 17)

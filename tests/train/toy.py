@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def toy_documents() -> TokenizedDocuments:
     return documents([5, 40, 17, 70, 2, 33, 1, 90, 26, 11] * 3, seed=3)
 
 
+@dataclass(frozen=True)
+class ToyConfig(TrainingConfig):
+    """As a stage with an adapter has it."""
+
+    learning_rate_ratio: float = 1.0
+
+
 def toy_config(**changes: Any) -> TrainingConfig:
     """Twelve steps of two micro-batches in fp32."""
     settings = {
@@ -49,7 +57,7 @@ def toy_config(**changes: Any) -> TrainingConfig:
         "precision": "fp32",
         "weight_decay": 0.01,
     }
-    return TrainingConfig(**(settings | changes))
+    return ToyConfig(**(settings | changes))
 
 
 def toy_trainer(

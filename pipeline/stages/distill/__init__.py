@@ -20,14 +20,13 @@ class DistillKind(TrainingKind[Distill, DistillDetails]):
 
     def setup(self, config: Distill, shapes: "Mapping[str, ModelConfig]") -> "Setup":
         """Which layers are kept is not known yet, and all are of one size."""
-        from pipeline.stages.shared.training import training_config
         from train.memory import Setup
 
         origin = shapes[config.student.origin]
         count = config.student.layers or origin.num_layers
         if count > origin.num_layers:
             raise UserError(f"{config.student.origin} has {origin.num_layers} layers, so {count} cannot be kept.")
-        return Setup(origin.keep_layers(tuple(range(count))), training_config(config), teacher=shapes[config.teacher])
+        return Setup(origin.keep_layers(tuple(range(count))), config, teacher=shapes[config.teacher])
 
 
 KIND = DistillKind()

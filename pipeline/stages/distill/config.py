@@ -1,6 +1,6 @@
 """Settings of the stage `distill`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pipeline.settings import COUNTS, setting
 from pipeline.stages.shared.config import Recovery
@@ -26,4 +26,4 @@ class Distill(Recovery):
     """Stage: train a student towards a teacher's distribution, measure both, publish the student."""
 
     teacher: str = setting(refers="model")
-    student: Student = field(default_factory=Student)
+    student: Student = setting()

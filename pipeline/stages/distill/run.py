@@ -27,11 +27,11 @@ from pipeline.stages.shared.training import (
     curve_of,
     finish,
     held_out_text,
-    objective_of,
     train,
     training_text,
     write_model,
 )
+from train.objectives import objective_of
 
 if TYPE_CHECKING:
     from train.data import PreparedData

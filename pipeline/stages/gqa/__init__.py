@@ -22,13 +22,12 @@ class GqaKind(TrainingKind[Gqa, GqaDetails]):
 
     def setup(self, config: Gqa, shapes: "Mapping[str, ModelConfig]") -> "Setup":
         from model.lora import LoraConfig
-        from pipeline.stages.shared.training import training_config
         from train.memory import Setup
 
         parent = shapes[config.model]
         narrow = parent.with_kv_heads(config.layer_kv_heads(parent.num_layers))
         adapter = LoraConfig(rank=config.adapter_rank) if config.train == "adapters" else None
-        return Setup(narrow, training_config(config), teacher=parent, adapter=adapter, fp32_base=True)
+        return Setup(narrow, config, teacher=parent, adapter=adapter, fp32_base=True)
 
     def sections(self, results: Sequence[Result[GqaDetails]], curves: Curves) -> list[Section]:
         return sections(results, curves)

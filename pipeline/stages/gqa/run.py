@@ -52,12 +52,12 @@ from pipeline.stages.shared.training import (
     curve_of,
     finish,
     held_out_text,
-    objective_of,
     published_form,
     train,
     training_text,
     write_model,
 )
+from train.objectives import objective_of
 
 if TYPE_CHECKING:
     from train.data import PreparedData

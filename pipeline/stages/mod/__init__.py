@@ -23,14 +23,13 @@ class ModKind(TrainingKind[Mod, ModDetails]):
         """Layers keep as much as without routers: early in training every token passes."""
         from model.lora import LoraConfig
         from pipeline.stages.mod.run import named_layers
-        from pipeline.stages.shared.training import training_config
         from train.memory import Setup
 
         parent, alone = shapes[config.model], config.train == "router"
         routers = config.least_important or len(named_layers(config, parent.num_layers))
         return Setup(
             parent,
-            training_config(config),
+            config,
             teacher=parent,
             adapter=LoraConfig(rank=config.adapter_rank) if config.train == "adapters" else None,
             routers=routers if alone else 0,

@@ -34,10 +34,9 @@ class PretrainKind(TrainingKind[Pretrain, PretrainDetails]):
 
     def setup(self, config: Pretrain, shapes: "Mapping[str, ModelConfig]") -> "Setup":
         from pipeline.stages.pretrain.run import model_config
-        from pipeline.stages.shared.training import training_config
         from train.memory import Setup
 
-        return Setup(model_config(config.architecture, shapes[config.tokenizer]), training_config(config))
+        return Setup(model_config(config.architecture, shapes[config.tokenizer]), config)
 
     def sections(self, results: Sequence[Result[PretrainDetails]], curves: Curves) -> list[Section]:
         return sections(results, curves)

@@ -47,4 +47,4 @@ class Pretrain(Training):
 
     tokenizer: str = setting(refers="model")
     """Name of the model whose tokenizer it uses."""
-    architecture: Architecture = field(default_factory=Architecture)
+    architecture: Architecture = setting()

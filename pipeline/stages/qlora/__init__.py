@@ -20,14 +20,12 @@ class QloraKind(TrainingKind[Qlora, QloraDetails]):
     name, config, details = "qlora", Qlora, QloraDetails
 
     def setup(self, config: Qlora, shapes: "Mapping[str, ModelConfig]") -> "Setup":
-        from pipeline.stages.qlora.run import lora_config
-        from pipeline.stages.shared.training import training_config
         from train.memory import Setup
 
         return Setup(
             shapes[config.model],
-            training_config(config),
-            adapter=lora_config(config.adapter),
+            config,
+            adapter=config.adapter,
             quantization=config.quantization,
             double_quantization=config.double_quantization,
         )

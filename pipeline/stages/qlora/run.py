@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from pipeline.errors import UserError
 from pipeline.measure.gates import check_bound
 from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
 from pipeline.results import Check, ModelReport, Result, write_atomically
-from pipeline.stages.qlora.config import Adapter, Qlora
+from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.qlora.report import AdapterSize, MergedQuality, QloraDetails, QuantizedSize
 from pipeline.stages.shared.context import Input, StageContext
 from pipeline.stages.shared.training import (
@@ -86,12 +86,6 @@ def run(context: StageContext) -> Result[QloraDetails] | None:
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
     return _publish(replace(context, inputs=inputs), data, model, adapter, training=training)
-
-
-def lora_config(adapter: Adapter) -> LoraConfig:
-    """A recipe's adapter as the model takes it."""
-    settings: dict[str, Any] = {key: value for key, value in asdict(adapter).items() if key != "learning_rate_ratio"}
-    return LoraConfig(**settings)
 
 
 def _check(config: Qlora) -> None:
@@ -155,7 +149,7 @@ def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, Lora
     model = load_model(base, dtype=dtype, device=choose_device())
     dense = TensorFiles(source) if config.adapter.init == "loftq" else None
     try:
-        adapter = lora_config(config.adapter)
+        adapter = config.adapter
         names = inject(model, adapter, seed=config.seed, dense=dense)
     except LoraError as error:
         raise UserError(f"qlora: {error}") from None

@@ -136,11 +136,9 @@ class StageContext:
 
 def prepare_data(source: DataSource, tokenizer: "Tokenizer", cache: Path, *, progress: bool) -> "PreparedData":
     """Tokenizes a recipe's data set, or opens it from the cache."""
-    from dataclasses import asdict
+    from train.data import prepare
 
-    from train.data import DataConfig, prepare
-
-    return prepare(DataConfig(**asdict(source)), tokenizer, cache / "data", progress=progress)
+    return prepare(source, tokenizer, cache / "data", progress=progress)
 
 
 def _card_metrics(report: ModelReport) -> dict[str, float]:

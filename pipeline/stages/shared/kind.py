@@ -24,11 +24,6 @@ class TrainingKind(StageKind[T, D]):
 
     def mistakes(self, config: T, recipe: Recipe) -> Iterator[tuple[str, str]]:
         length, micro_batch = recipe.data[config.data].sequence_length, config.micro_batch_tokens
-        if config.batch_tokens % micro_batch:
-            yield (
-                "batch_tokens",
-                f"is {config.batch_tokens:,}; it must be a multiple of micro_batch_tokens, which is {micro_batch:,}",
-            )
         if micro_batch < length:
             yield (
                 "micro_batch_tokens",

@@ -10,7 +10,7 @@ import copy
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,13 +26,11 @@ from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
-from pipeline.stages.shared.config import Loss, Training
+from pipeline.stages.shared.config import Training
 from pipeline.stages.shared.context import StageContext
-from train.config import TrainingConfig
 from train.loop import DivergedError, Trainer, TrainingResult
 from train.objectives import (
     Distillation,
-    DistillationConfig,
     LanguageModelling,
     RoutedTraining,
     RoutingConfig,
@@ -113,7 +111,7 @@ def train(
     Raises RunInterrupted after a signal, StageFailed when training diverged.
     """
     config: Training = context.stage.config
-    settings = replace(training_config(config), tokens=tokens or config.tokens)
+    settings = replace(config, tokens=tokens or config.tokens)
     tracker = Tracker(
         folder or context.folder,
         run_name=f"{context.recipe.name}-{context.stage.name}" + (f"-{folder.name}" if folder else ""),
@@ -149,19 +147,6 @@ def train(
         )
     calibrate_routers(context, data, model)
     return training
-
-
-def training_config(stage: Training) -> TrainingConfig:
-    """The loop's part of a stage's settings."""
-    names = [setting.name for setting in fields(TrainingConfig) if hasattr(stage, setting.name)]
-    return TrainingConfig(**{name: getattr(stage, name) for name in names})
-
-
-def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:
-    """What a recipe's `loss` says: the text alone, or a teacher's distribution at each of its positions."""
-    if loss.kind == "cross_entropy":
-        return LanguageModelling()
-    return Distillation(teacher, DistillationConfig(**asdict(loss)))
 
 
 def curve_of(context: StageContext, data: "PreparedData", teacher: Transformer | None = None) -> Curve | None:
