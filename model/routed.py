@@ -141,14 +141,14 @@ class ExpertChoice:
         return torch.zeros_like(order, dtype=torch.bool).scatter_(0, order, rank < self._wanted[document])
 
     def auxiliary_loss(self) -> Tensor:
-        """How badly `score > 0` foretells the selection: binary cross-entropy, the sum over tokens, mean of layers."""
+        """How badly `score > 0` predicts the selection: binary cross-entropy, the sum over tokens, mean of layers."""
         losses = [
             F.binary_cross_entropy_with_logits(logits, self.selected[layer].float(), reduction="sum")
             for layer, logits in self.logits.items()
         ]
         return torch.stack(losses).mean()
 
-    def foretold(self) -> Tensor:
-        """The part of all decisions that `score > 0` foretells."""
+    def accuracy(self) -> Tensor:
+        """The part of all decisions that `score > 0` predicts."""
         hits = [(logits > 0) == self.selected[layer] for layer, logits in self.logits.items()]
         return torch.stack(hits).float().mean()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model.settings import COUNTS, FRACTION, POSITIVE, check, setting
-from train.schedule import ScheduleName
 
+ScheduleName = Literal["cosine", "wsd", "constant"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "cross_entropy"]
 

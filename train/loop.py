@@ -27,6 +27,7 @@ from train.objectives import Objective, ObjectiveOutput
 from train.optimizer import (
     copy_into,
     frozen_digest,
+    learning_rate_factor,
     make_optimizer,
     named_moments,
     named_weights,
@@ -35,7 +36,6 @@ from train.optimizer import (
 from train.packing import Batch
 from train.progress import Progress
 from train.sampler import Sampler
-from train.schedule import learning_rate_factor
 from train.signals import StopRequested, StopSignals
 from train.tracking import Tracker
 
@@ -114,6 +114,7 @@ class Trainer:
         """`folder` receives `checkpoints/`; `evaluate` runs on process 0, in the training precision."""
         self.accelerator = this_accelerator()
         self.model, self.config, self.tracker, self.evaluate = model, config, tracker, evaluate
+        self.steps, self.micro_batches = config.steps, config.micro_batches_per_step
         self.checkpoints = Path(folder) / "checkpoints"
         self.is_main = self.accelerator.is_main_process
         self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -145,18 +146,17 @@ class Trainer:
                     save = False
                 else:
                     interrupted, save = self._run_step(signals, display)
-                settled = save and not self.counters.evaluation_due
-                if interrupted or self._finished() or settled:
+                if interrupted or self._finished() or (save and not self.counters.evaluation_due):
                     self._save()
         self.model.eval()
         return self._result(interrupted)
 
     def _finished(self) -> bool:
-        return self.counters.step == self.config.steps and not self.counters.evaluation_due
+        return self.counters.step == self.steps and not self.counters.evaluation_due
 
     def _display(self) -> Progress:
         batch = self.config.batch_tokens
-        done, total = self.counters.step * batch, self.config.steps * batch
+        done, total = self.counters.step * batch, self.steps * batch
         return Progress("training", total, done=done, enabled=self.is_main)
 
     # One step
@@ -186,7 +186,7 @@ class Trainer:
 
         Returns the sums of its metrics, and the tokens and labels of all processes' micro-batches.
         """
-        taken = self.sampler.take(self.config.micro_batches_per_step)
+        taken = self.sampler.take(self.micro_batches)
         own = range(self.rank, len(taken), self.world)
         sums: dict[str, Tensor] = {}
         for index in own:
@@ -196,7 +196,7 @@ class Trainer:
             # Gradients travel between processes once a step, with the last micro-batch.
             with nullcontext() if index == own[-1] else self.accelerator.no_sync(self.module):
                 with self._autocast():
-                    output = self.module(batch, self.counters.step / self.config.steps)
+                    output = self.module(batch, self.counters.step / self.steps)
                 output.loss_sum.backward()
             for name, value in {"loss": output.loss_sum.detach(), **output.metrics}.items():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
@@ -229,7 +229,7 @@ class Trainer:
         config = self.config
         return learning_rate_factor(
             self.counters.step,
-            config.steps,
+            self.steps,
             schedule=config.schedule,
             warmup_fraction=config.warmup_fraction,
             decay_fraction=config.decay_fraction,
@@ -261,7 +261,7 @@ class Trainer:
 
     def _evaluation_follows(self) -> bool:
         """After the last step, and after each step that crosses a multiple of `evaluate_every_tokens`."""
-        if self.evaluate is None or self.counters.step == self.config.steps:
+        if self.evaluate is None or self.counters.step == self.steps:
             return self.evaluate is not None
         every, batch, step = self.config.evaluate_every_tokens, self.config.batch_tokens, self.counters.step
         return every is not None and step * batch // every > (step - 1) * batch // every
@@ -311,13 +311,13 @@ class Trainer:
         checkpoint = newest_checkpoint(self.checkpoints, set_aside=False)
         if checkpoint is not None:
             self._restore(checkpoint)
-            log.info("Resuming from step %d of %d.", self.counters.step, self.config.steps)
+            log.info("Resuming from step %d of %d.", self.counters.step, self.steps)
         if self.is_main:
             self.tracker.start(checkpoint.state["metrics_bytes"] if checkpoint is not None else 0)
         self.model.train()
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Raises ValueError when the checkpoint is of another model, of other data, or has no place in this run."""
+        """Raises ValueError when the checkpoint is of another model, of other data, or does not fit this run."""
         state = checkpoint.state
         if reason := self._unfit(checkpoint.step, state):
             sentence = f"{checkpoint.folder} is {reason}. Restore that, or delete {self.checkpoints} to start over."
@@ -330,10 +330,10 @@ class Trainer:
         self._saved = (self.counters.step, self.counters.evaluation_due)
 
     def _unfit(self, step: int, state: dict[str, Any]) -> str | None:
-        """Why a checkpoint has no place in this run. Where moments lie (`paged`) makes no difference."""
+        """Why a checkpoint does not fit this run. Where moments lie (`paged`) makes no difference."""
         config, moments = self.config, state.get("optimizer", "adamw").removeprefix("paged_")
-        if state["batch_tokens"] != config.batch_tokens or step > config.steps:
-            here = f"this one has {config.steps} steps with batch_tokens={config.batch_tokens}"
+        if state["batch_tokens"] != config.batch_tokens or step > self.steps:
+            here = f"this one has {self.steps} steps with batch_tokens={config.batch_tokens}"
             return f"step {step} of a run with batch_tokens={state['batch_tokens']}; {here}"
         if moments != config.optimizer.removeprefix("paged_"):
             return f"of a run with optimizer={moments}; this one has optimizer={config.optimizer}"

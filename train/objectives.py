@@ -111,7 +111,7 @@ class RoutingConfig:
     anneal_fraction: float = 0.3
     """The part of training in which the capacity falls from 1, linearly."""
     auxiliary_weight: float = 0.1
-    """Weight of the loss that teaches each router's `score > 0` to foretell the selection."""
+    """Weight of the loss that teaches each router's `score > 0` to predict the selection."""
 
     def at(self, progress: float) -> float:
         """The capacity when this much of training is done."""
@@ -131,7 +131,11 @@ class RoutedTraining:
         output = self.objective(model, batch, routing=choice)
         # Means over tokens, weighted by labels: what the loop divides by.
         auxiliary, share = choice.auxiliary_loss() / len(batch.tokens), output.num_labels
-        metrics = {"capacity": torch.tensor(capacity), "auxiliary": auxiliary.detach(), "foretold": choice.foretold()}
+        metrics = {
+            "capacity": torch.tensor(capacity),
+            "auxiliary": auxiliary.detach(),
+            "router_accuracy": choice.accuracy(),
+        }
         metrics |= {f"passing_{layer}": (logits > 0).float().mean() for layer, logits in choice.logits.items()}
         return ObjectiveOutput(
             output.loss_sum + self.config.auxiliary_weight * share * auxiliary,

@@ -1,18 +1,27 @@
-"""AdamW over a model's trained parameters, and its state under the parameters' full names.
+"""AdamW over a model's trained parameters, its learning rate, and its state under the parameters' full names.
 
     adamw               torch's fused AdamW: two fp32 moments, 8 bytes a parameter
     adamw_8bit          moments in 8 bits and an absmax for each 256 of them, 2.03 bytes; small tensors keep fp32
     paged_adamw         the first one's moments in pinned host memory: none on the GPU
     paged_adamw_8bit    both
 
-Frozen parameters have no gradient, no state, and no place in a checkpoint.
+Frozen parameters have no gradient and no state, and are not in a checkpoint.
+
+Learning rates are pure functions of the step, so that a resumed run needs no schedule state. Every schedule warms up
+linearly, then multiplies the peak by a factor between the floor and 1:
+
+    constant    1 until the end
+    cosine      half a cosine from 1 to the floor
+    wsd         warm-up, stable, decay: 1, then 1 - (1 - floor) √progress over the last `decay_fraction` of the steps
+                (the decay shape of arXiv 2405.18392)
 """
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +30,8 @@ from torch.optim.adamw import adamw
 from kernels.adamw_8bit import Moments, adamw_8bit
 from model.quantized import quantized_tensors
 from train.checkpoint import TrainingStateError
-from train.config import TrainingConfig
-from train.offload import CudaCopier, walk
+from train.config import ScheduleName, TrainingConfig
+from train.offload import CudaCopier, prefetched
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +75,33 @@ def _is_lora_up(name: str) -> bool:
     return name.endswith(".lora.b")
 
 
+def learning_rate_factor(
+    step: int,
+    total_steps: int,
+    *,
+    schedule: ScheduleName,
+    warmup_fraction: float,
+    decay_fraction: float,
+    floor: float,
+) -> float:
+    """Returns what to multiply the peak learning rate by at `step` (0 is the first) of `total_steps`, in (0, 1]."""
+    warmup_steps = round(total_steps * warmup_fraction)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    decay_steps = total_steps - warmup_steps if schedule == "cosine" else round(total_steps * decay_fraction)
+    # The step after the last one would stand exactly on the floor.
+    progress = (step - (total_steps - decay_steps)) / max(decay_steps, 1)
+    if progress <= 0:
+        return 1.0
+    if schedule == "cosine":
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    if schedule == "wsd":
+        return 1 - (1 - floor) * math.sqrt(min(progress, 1.0))
+    raise ValueError(f"schedule is {schedule!r}; known schedules are {', '.join(get_args(ScheduleName))}")
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW whose moments are in 8 bits, or in host memory, or both; see kernels/adamw_8bit.py and train/offload.py."""
 
@@ -85,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
             state = {kind: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for kind in MOMENTS}
         if self.copier is None or parameter.numel() < SMALLEST_PAGED:
             return state
-        return self.copier.at_home(state)
+        return self.copier.to_host(state)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is never evaluated again
@@ -96,8 +132,8 @@ class AdamW(torch.optim.Optimizer):
             if parameter not in self.state:
                 self.state[parameter] = self.new_moments(parameter)
         states = [self.state[parameter] for parameter, _ in todo]
-        near = iter(states) if self.copier is None else walk(states, self.copier)
-        for (parameter, group), state in zip(todo, near, strict=True):
+        on_device = iter(states) if self.copier is None else prefetched(states, self.copier)
+        for (parameter, group), state in zip(todo, on_device, strict=True):
             self._update(parameter, state, group)
 
     def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
@@ -164,8 +200,8 @@ def copy_into(own: dict[str, Tensor], saved: dict[str, Tensor], folder: Path) ->
     """Copies saved tensors over one's own; raises TrainingStateError unless names, shapes and dtypes are the same."""
     if own.keys() != saved.keys():
         odd = sorted(own.keys() ^ saved.keys())[0]
-        place = "there" if odd in saved else "here"
-        raise TrainingStateError(f"{folder} is of another model: {odd} is only {place}.")
+        where = "there" if odd in saved else "here"
+        raise TrainingStateError(f"{folder} is of another model: {odd} is only {where}.")
     for name, tensor in own.items():
         found, needed = tuple(saved[name].shape), tuple(tensor.shape)
         if found != needed:

@@ -96,7 +96,7 @@ def test_norms_are_not_decayed() -> None:
 
 def test_only_moments_of_100_000_elements_are_paged() -> None:
     class Away:
-        def at_home(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def to_host(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {}
 
     small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (99_999, 100_000))

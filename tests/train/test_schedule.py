@@ -1,11 +1,12 @@
 """Learning-rate schedules at their corners and against their formulas."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from train.schedule import SCHEDULES, learning_rate_factor
+from train.config import ScheduleName
+from train.optimizer import learning_rate_factor
 
 
 def factors(schedule: Any, steps: int = 100, **changes: float) -> list[float]:
@@ -13,12 +14,12 @@ def factors(schedule: Any, steps: int = 100, **changes: float) -> list[float]:
     return [learning_rate_factor(step, steps, schedule=schedule, **settings) for step in range(steps)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
 def test_warm_up_is_linear_and_reaches_the_peak(schedule: str) -> None:
     assert factors(schedule)[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 1.0])
 def test_factors_stay_between_zero_and_one(schedule: str, steps: int, warmup: float) -> None:

@@ -40,5 +40,5 @@ class Mod(Recovery):
     anneal_fraction: float = setting(0.3, range=FRACTION)
     """The part of training in which the capacity falls from 1."""
     auxiliary_weight: float = setting(0.1, range=(0.0, 100.0))
-    """Weight of the loss by which a router's own score foretells whether its token is selected."""
+    """Weight of the loss by which a router's own score predicts whether its token is selected."""
     speed: RoutedSpeed = field(default_factory=RoutedSpeed, metadata={"weights": False})

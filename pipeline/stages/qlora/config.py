@@ -6,8 +6,7 @@ from model.formats.registry import DEFAULT_FORMAT, FORMATS, NO_FORMAT
 from model.lora_config import LoraConfig
 from pipeline.settings import POSITIVE, redeclared, setting
 from pipeline.stages.shared.config import Training
-from train.config import OptimizerName
-from train.schedule import ScheduleName
+from train.config import OptimizerName, ScheduleName
 
 
 @dataclass(frozen=True)
