@@ -8,6 +8,7 @@ from types import FrameType
 import pytest
 
 from tests.tiny import tiny_model
+from tests.train.test_routed_training import routed_model
 from tests.train.toy import toy_trainer
 from train.config import Loss
 from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
@@ -29,7 +30,7 @@ def drawn() -> set[str]:
 
 def entered(objective: Objective, folder: Path, optimizer: str) -> set[str]:
     """The files of train/ that the second of three steps enters, from its first piece to the next step's."""
-    trainer = toy_trainer(folder, objective=objective, tokens=3 * 128, optimizer=optimizer, checkpoint_every_s=1e6)
+    trainer = toy_trainer(folder, model=routed_model(), objective=objective, tokens=3 * 128, optimizer=optimizer)
     files: set[str] = set()
     steps = 0
 

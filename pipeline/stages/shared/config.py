@@ -33,11 +33,6 @@ class Training(TrainingConfig):
     out: str = setting("student", weights=False, figures=True)
     """Name under which later stages find the result."""
 
-    @property
-    def learning_rate_ratio(self) -> float:
-        """Learning rate of the second matrix of adapters over that of all else that is trained."""
-        return 1.0
-
 
 @dataclass(frozen=True)
 class Recovery(Training):
