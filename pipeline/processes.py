@@ -1,4 +1,4 @@
-"""One process or several that run the same recipe: who writes, and how all of them take the same turn.
+"""One process or several that run the same recipe: who writes, and how all of them go the same way.
 
 Under `accelerate launch` or `torchrun` every process runs the whole recipe. The main one measures, publishes and
 decides; the others train with it and wait for it otherwise. They share the run folder through the file system.

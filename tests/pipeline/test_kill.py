@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from pipeline.stages.base import read_result
-from tests.pipeline.nursery import Nursery
+from tests.pipeline.fork_server import ForkServer
 from tests.pipeline.tiny_run import TinyRun
 
 KILLS = 20
@@ -24,11 +24,11 @@ def test_a_killed_stage_goes_on_to_the_same_weights(
 ) -> None:
     generator = random.Random(0)
     home = tmp_path_factory.mktemp("kill")
-    with Nursery() as nursery:
+    with ForkServer() as forks:
         reference = finished_run.copy(home / "reference", "00-teacher")
-        nursery.run(reference.arguments(*SETTINGS, drop=ONLY))  # in the warm process itself
+        forks.run(reference.arguments(*SETTINGS, drop=ONLY))  # in the warm process itself
         reference = finished_run.copy(home / "timed", "00-teacher")
-        whole = nursery.run(reference.arguments(*SETTINGS, drop=ONLY))
+        whole = forks.run(reference.arguments(*SETTINGS, drop=ONLY))
         assert whole["status"] == 0
         kills, phases = 0, set()
         for attempt in range(12 * KILLS // LIVES):  # a run may be faster than the one that was timed
@@ -36,15 +36,13 @@ def test_a_killed_stage_goes_on_to_the_same_weights(
                 break
             victim = finished_run.copy(home / str(attempt), "00-teacher")
             for _ in range(LIVES):
-                ended = nursery.run(
-                    victim.arguments(*SETTINGS, drop=ONLY), generator.uniform(0.02, 1) * whole["seconds"]
-                )
+                ended = forks.run(victim.arguments(*SETTINGS, drop=ONLY), generator.uniform(0.02, 1) * whole["seconds"])
                 if ended["status"] == 0:
                     break
                 assert ended["status"] == -9
                 kills += 1
                 phases.add(phase_of(victim))
-            assert nursery.run(victim.arguments(*SETTINGS, drop=ONLY))["status"] == 0
+            assert forks.run(victim.arguments(*SETTINGS, drop=ONLY))["status"] == 0
             assert_equal_runs(victim, reference)
     assert kills >= KILLS
     assert len(phases) >= 4, f"kills fell only into {phases}"
@@ -55,16 +53,16 @@ def test_sigterm_ends_a_run_and_the_same_command_goes_on(
     finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     home = tmp_path_factory.mktemp("term")
-    with Nursery() as nursery:
+    with ForkServer() as forks:
         reference = finished_run.copy(home / "reference", "00-teacher")
-        nursery.run(reference.arguments(*SETTINGS, drop=ONLY))
+        forks.run(reference.arguments(*SETTINGS, drop=ONLY))
         timed = finished_run.copy(home / "timed", "00-teacher")
-        whole = nursery.run(timed.arguments(*SETTINGS, drop=ONLY))
+        whole = forks.run(timed.arguments(*SETTINGS, drop=ONLY))
         victim = finished_run.copy(home / "victim", "00-teacher")
         for part in (0.2, 0.5, 0.6, 0.7):
-            ended = nursery.run(victim.arguments(*SETTINGS, drop=ONLY), part * whole["seconds"], signal.SIGTERM)
+            ended = forks.run(victim.arguments(*SETTINGS, drop=ONLY), part * whole["seconds"], signal.SIGTERM)
             assert ended["status"] in (0, 130)
-        assert nursery.run(victim.arguments(*SETTINGS, drop=ONLY))["status"] == 0
+        assert forks.run(victim.arguments(*SETTINGS, drop=ONLY))["status"] == 0
         assert_equal_runs(victim, reference)
 
 

@@ -1,4 +1,4 @@
-"""Stage `qlora` on a tiny teacher: what it publishes, what it refuses, and how each way of merging is judged."""
+"""Stage `qlora` on a tiny teacher: what it publishes, what it refuses, and what each way of merging costs."""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def test_peft_reads_the_adapter_on_a_dense_base(finished: tuple[Path, Result], t
     check_close(full_logits(ours.eval(), tokens), expected, what="logits")
 
 
-def test_each_way_of_merging_is_measured_and_judged(finished: tuple[Path, Result]) -> None:
+def test_each_way_of_merging_is_measured(finished: tuple[Path, Result]) -> None:
     _, result = finished
     named = [row[0] for row in merges_table(result.details).rows]
     assert named == ["adapter beside its base", "merged, bf16", "merged, quantized again"]

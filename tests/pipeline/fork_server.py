@@ -1,6 +1,6 @@
 """Forks potstill commands from a warm process and kills them: imports and set-up happen once, not once a kill.
 
-`python -m tests.pipeline.nursery`, then one JSON line a command on standard input:
+`python -m tests.pipeline.fork_server`, then one JSON line a command on standard input:
 `{"arguments": [...], "kill_after_s": 0.4, "signal": 9}`; the answer is `{"status": -9, "seconds": 0.4}`, status being
 an exit code or a negative signal.
 The first command runs in the warm process itself, so that its forks find everything loaded.
@@ -18,13 +18,13 @@ from typing import Any
 from tests.pipeline.tiny_run import ROOT
 
 
-class Nursery:
+class ForkServer:
     """The client's side; use as a context manager."""
 
-    def __enter__(self) -> "Nursery":
+    def __enter__(self) -> "ForkServer":
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline.nursery"],
+            [sys.executable, "-m", "tests.pipeline.fork_server"],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -41,7 +41,7 @@ class Nursery:
     ) -> dict[str, Any]:
         """Runs one command in a fork; it gets the signal after so many seconds unless it has ended."""
         if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the nursery is closed")
+            raise RuntimeError("the fork server is closed")
         order = {"arguments": arguments, "kill_after_s": kill_after_s, "signal": number}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
