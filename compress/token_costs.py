@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from compress.prune.depth import PackedBatch
 from kernels.attention._flash_cpu import visible_keys
 from kernels.attention.rotary_write import qk_norm_rope
-from model.attention import PackedAttention, Turn
+from model.attention import PackedAttention
 from model.config import ModelConfig, Route
+from model.kv_format import NormRope
 from model.layers import DecoderLayer
 from model.routed import routed_layers
 from model.transformer import Transformer
@@ -79,10 +80,10 @@ class _Parts(PackedAttention):
         self.parts: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
         """For each layer the variables of its tokens, `[T]`: their derivatives add up."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
         if self.route == "mlp":
-            return super().__call__(layer, q, k, v, turn)
-        q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
+            return super().__call__(layer, q, k, v, norm_rope)
+        q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
         given, seen = self._variable(layer, q), self._variable(layer, q) - 1  # 1 and ln 1
         group, mixed = q.shape[1] // k.shape[1], []
         for start, stop in pairwise(self.cu_seqlens.tolist()):

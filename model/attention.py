@@ -1,38 +1,30 @@
 """Where keys and values live: side by side in a packed batch, or in the pages of a cache.
 
-The transformer calls `attention(layer, q, k, v, turn)` once a layer and never learns which of the two it was given, so
-training, prefill, decode and verification run the same model code. Queries and keys come as they were projected: with
-pages, one kernel then normalises and rotates them and writes the keys where they stay.
+The transformer calls `attention(layer, q, k, v, norm_rope)` once a layer and never learns which of the two it was
+given, so training, prefill, decode and verification run the same model code. Queries and keys come as they were
+projected: with pages, one kernel then normalises and rotates them and writes the keys where they stay.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.flash import flash_attention
-from kernels.attention.paged import PagedPlan, paged_attention, plan_paged_attention
-from kernels.attention.rotary_write import HeadNorms, qk_norm_rope, rotate_and_write
+from kernels.attention.paged import PagedPlan, plan_paged_attention
+from kernels.attention.rotary_write import qk_norm_rope
 from kernels.attention.visible_slots import SlotPlan, plan_visible_slots, visible_slots
 from model.config import ModelConfig
-
-
-class Turn(NamedTuple):
-    """What queries and keys go through before they meet; None where a layer leaves a step out."""
-
-    norms: HeadNorms | None
-    """The normalisation of each head."""
-    rotary: tuple[Tensor, Tensor] | None
-    """Cosine and sine of each token's angles, by `kernels.attention.rotary.rotary_tables`."""
+from model.kv_format import KVPages, NormRope
 
 
 class AttentionOverBatch(Protocol):
-    """Attention of one flat batch. `q [T, Hq, d]`, `k` and `v [T, Hkv, d]`, not yet turned -> `[T, Hq, d]`."""
+    """Attention of one flat batch. `q [T, Hq, d]`, `k` and `v [T, Hkv, d]`, as they were projected -> `[T, Hq, d]`."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor: ...
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "AttentionOverBatch":
         """The same at a layer that only some tokens enter: the others have neither query nor key there.
@@ -51,17 +43,14 @@ class PackedAttention:
         self.windows = config.windows
         self.cu_seqlens = cu_seqlens
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
-        q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
+        q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
         return flash_attention(q, k, v, self.cu_seqlens, window=self.windows[layer])
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PackedAttention":
         attention = copy.copy(self)
         attention.cu_seqlens = _count_before(selected, self.cu_seqlens)
         return attention
-
-
-_ByLayer: TypeAlias = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -108,60 +97,26 @@ class PagedBatch:
 class PagedAttention:
     """Writes the new keys and values into pages and attends over each sequence's whole past."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: PagedBatch,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
-        *,
-        k_scales: list[Tensor] | None = None,
-        v_scales: list[Tensor] | None = None,
-        present: dict[int, Tensor] | None = None,
-    ) -> None:
-        """`k_pages[layer]`, `v_pages[layer]`: `[P, page_size, Hkv, d]`; in 8 bits with scales `[P, page_size, Hkv]`.
-
-        `present[layer]`, `[P * page_size + 1]` bool, for layers whose attention is routed: which slots have a key
-        there. The last one is nobody's: what belongs to no sequence and has the slot -1 is noted there.
-        """
+    def __init__(self, config: ModelConfig, batch: PagedBatch, pages: KVPages) -> None:
         self.windows = config.windows
         self.batch = batch
-        self.k_pages: _ByLayer = k_pages
-        self.v_pages: _ByLayer = v_pages
-        self.k_scales: _ByLayer | None = k_scales
-        self.v_scales: _ByLayer | None = v_scales
-        self.present = present or {}
+        self.pages = pages
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
-        k_pages, v_pages, batch, window = self.k_pages[layer], self.v_pages[layer], self.batch, self.windows[layer]
-        k_scales = None if self.k_scales is None else self.k_scales[layer]
-        v_scales = None if self.v_scales is None else self.v_scales[layer]
-        scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-        q = rotate_and_write(
-            q, k, v, k_pages, v_pages, batch.slots, rotary=turn.rotary, norms=turn.norms, scales=scales
-        )
-        return paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            batch.block_tables,
-            batch.cu_seqlens,
-            batch.kv_lengths,
-            window=window,
-            plan=batch.plans[window],
-            k_scales=k_scales,
-            v_scales=v_scales,
-        )
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
+        pages, batch, window = self.pages.layers[layer], self.batch, self.windows[layer]
+        q = pages.write(q, k, v, batch.slots, norm_rope)
+        tables = batch.block_tables, batch.cu_seqlens, batch.kv_lengths
+        return pages.attend(q, *tables, window=window, plan=batch.plans[window])
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PagedAttention":
         """Notes who has a key at this layer. What is returned sees the pages as pages of one slot."""
         batch, window = self.batch, self.windows[layer]
-        self.present[layer][batch.slots] = selected
+        self.pages.present[layer][batch.slots] = selected
         attention = copy.copy(self)
         if batch.slot_plan is None or not len(index):  # nobody will ask
             return attention
         cu_seqlens = _count_before(selected, batch.cu_seqlens)
-        tables, kv_lengths = visible_slots(self.present[layer], batch.slot_plan, cu_seqlens)
+        tables, kv_lengths = visible_slots(self.pages.present[layer], batch.slot_plan, cu_seqlens)
         attention.batch = PagedBatch(
             slots=F.pad(batch.slots, (0, 1), value=-1)[index],  # of empty places: none
             block_tables=tables,
@@ -170,10 +125,7 @@ class PagedAttention:
             plans={window: plan_paged_attention(tables, cu_seqlens, kv_lengths, 1, window=window)},
             slot_plan=None,
         )
-        for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
-            pages = getattr(self, name)
-            if pages is not None:
-                setattr(attention, name, {layer: pages[layer].flatten(0, 1)[:, None]})
+        attention.pages = replace(self.pages, layers={layer: self.pages.layers[layer].as_single_slots()})
         return attention
 
 

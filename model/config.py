@@ -274,10 +274,6 @@ class ModelConfig:
         )
         return kept.with_kv_heads([self.kv_heads[layer] for layer in keep])
 
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of keys and values that one token holds in the cache, all layers together."""
-        return 2 * sum(self.kv_heads) * self.head_dim * bytes_per_element
-
     def num_parameters(self) -> int:
         """Parameters of the model; tied embeddings count once."""
         layers, query, kv = self.num_layers, self.num_query_heads * self.head_dim, sum(self.kv_heads) * self.head_dim

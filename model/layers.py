@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from kernels.attention.rotary_write import HeadNorms
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
-from model.attention import AttentionOverBatch, Turn
+from model.attention import AttentionOverBatch
 from model.config import ModelConfig
 from model.fused import FusedGate, FusedLinear
 from model.fused_adapters import AdapterChoices
+from model.kv_format import NormRope
 from model.linear import Linear
 
 
@@ -69,8 +70,8 @@ class SelfAttention(nn.Module):
         `slots` as in `FusedLinear`.
         """
         q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in self._project(x, slots))
-        turn = Turn(self._norms(), rotary if self.rotates else None)
-        mixed = attention(self.layer, q, k, v, turn).reshape(x.shape[0], -1)
+        norm_rope = NormRope(self._norms(), rotary if self.rotates else None)
+        mixed = attention(self.layer, q, k, v, norm_rope).reshape(x.shape[0], -1)
         return self.o_proj(mixed) if self.output is None else self.output(mixed, slots)[0]
 
     def _norms(self) -> HeadNorms | None:

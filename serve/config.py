@@ -2,8 +2,13 @@
 
 from dataclasses import dataclass, field
 
-NGRAM = "ngram"
-"""`EngineConfig.draft` that proposes what followed the last few tokens earlier in the same request."""
+DRAFT_MODEL = "draft_model"
+DRAFTS = {
+    DRAFT_MODEL: "serve.engine.drafts.model.ModelDraft",
+    "ngram": "serve.engine.drafts.ngram.NgramDraft",
+}
+"""The kinds of draft, by the names that vLLM has for them, and where they stand. As EngineConfig.draft a name means its
+kind, anything else the folder of a draft model."""
 
 NO_ADAPTER = -1
 """In place of an adapter's number: the base as it is."""
@@ -16,7 +21,7 @@ class EngineConfig:
     model: str
     """Folder of the model whose distribution is served: an artifact or any Hugging Face folder."""
     draft: str | None = None
-    """Folder of a smaller model with the same vocabulary, or "ngram"; it proposes tokens that `model` verifies."""
+    """Folder of a smaller model with the same vocabulary, or a name in DRAFTS: it proposes what `model` verifies."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters of `model` that requests choose from: their folders, by name."""
     dtype: str = "auto"

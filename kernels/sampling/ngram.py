@@ -3,7 +3,8 @@
 For the largest size ≤ `max_ngram` whose last tokens occur before, the k tokens behind the latest such place are
 proposed, fewer where the text ends. On the device, so that the next step's tokens need not be known to the host.
 
-Source: https://github.com/apoorvumang/prompt-lookup-decoding. Legend: B sequences, S most tokens, k drafted tokens.
+Source: https://github.com/apoorvumang/prompt-lookup-decoding.
+Legend: B sequences, R rows of text, S most tokens, k drafted tokens.
 """
 
 import torch
@@ -40,12 +41,12 @@ def _matches(p_row, columns, length, lowest, age, mask):
 
 @triton.jit
 def _ngram_kernel(
-    p_tokens, p_lengths, p_drafts, p_counts, row_stride,
+    p_tokens, p_rows, p_lengths, p_drafts, p_counts, row_stride,
     MAX_NGRAM: tl.constexpr, SEARCHED: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence. The best place has the largest (tokens that match, place of the last of them)."""
     row = tl.program_id(0).to(tl.int64)
-    p_row = p_tokens + row * row_stride
+    p_row = p_tokens + tl.load(p_rows + row).to(tl.int64) * row_stride
     length = tl.load(p_lengths + row).to(tl.int32)
     lowest = tl.maximum(length - SEARCHED, 0)
     b_best = tl.full([BLOCK], -1, tl.int64)
@@ -68,31 +69,38 @@ def _ngram_kernel(
 
 
 def find_ngrams(
-    tokens: Tensor, lengths: Tensor, k: int, *, max_ngram: int = MAX_NGRAM, searched: int = SEARCHED_TOKENS
+    tokens: Tensor,
+    lengths: Tensor,
+    k: int,
+    *,
+    rows: Tensor | None = None,
+    max_ngram: int = MAX_NGRAM,
+    searched: int = SEARCHED_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """Return drafts [B, k] int64, −1 behind their counts, and the counts [B] int32.
 
-    tokens [B, S] integers, contiguous in the last dimension; lengths [B] integers; only the last `searched` tokens are
-    looked at. On CUDA the host reads nothing.
+    tokens [R, S] integers, contiguous in the last dimension; rows [B] int64: where each sequence lies in them, None: in
+    order; lengths [B] integers; only the last `searched` tokens are looked at. On CUDA the host reads nothing.
     """
-    if k < 1 or max_ngram < 1 or tokens.dim() != 2 or lengths.shape != tokens.shape[:1]:
+    if k < 1 or max_ngram < 1 or tokens.dim() != 2 or lengths.shape != (tokens if rows is None else rows).shape[:1]:
         raise ValueError(
-            f"find_ngrams takes tokens [B, S], lengths [B] and k ≥ 1: {tokens.shape}, {lengths.shape}, {k}"
+            f"find_ngrams takes tokens [R, S], lengths and rows [B] and k ≥ 1: {tokens.shape}, {lengths.shape}, {k}"
         )
-    drafts = torch.full((len(tokens), k), -1, device=tokens.device)
+    rows = torch.arange(len(lengths), device=tokens.device) if rows is None else rows
+    drafts = torch.full((len(rows), k), -1, device=tokens.device)
     if runs_triton(tokens):
-        counts = torch.empty(len(tokens), dtype=torch.int32, device=tokens.device)
-        if len(tokens):
+        counts = torch.empty(len(rows), dtype=torch.int32, device=tokens.device)
+        if len(rows):
             tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-            _ngram_kernel[(len(tokens),)](
-                tokens, lengths.contiguous(), drafts, counts, tokens.stride(0), MAX_NGRAM=max_ngram,
+            _ngram_kernel[(len(rows),)](
+                tokens, rows.contiguous(), lengths.contiguous(), drafts, counts, tokens.stride(0), MAX_NGRAM=max_ngram,
                 SEARCHED=searched, K=k, LANES=triton.next_power_of_2(k), BLOCK=_BLOCK, num_warps=4,
             )  # fmt: skip
         return drafts, counts
     sizes = []
-    for row, text, length in zip(drafts, tokens, lengths.tolist(), strict=True):
-        found = _find(text[max(length - searched, 0) : length], k, max_ngram)
-        row[: len(found)] = found
+    for draft, row, length in zip(drafts, rows.tolist(), lengths.tolist(), strict=True):
+        found = _find(tokens[row, max(length - searched, 0) : length], k, max_ngram)
+        draft[: len(found)] = found
         sizes.append(len(found))
     return drafts, torch.tensor(sizes, dtype=torch.int32)
 

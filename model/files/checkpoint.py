@@ -83,7 +83,7 @@ def load_model(
     dtype: torch.dtype | Literal["auto"] = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Transformer:
-    """Opens an artifact or any Hugging Face folder of a known family.
+    """Opens an artifact or any Hugging Face folder of a known family, in evaluation mode: a trainer asks for its own.
 
     Tensors go one by one from the file to the device, so memory holds the model once. `dtype="auto"` keeps the dtype of
     the file (of its embeddings); quantized weights stay as they are. Raises ConfigError or CheckpointError naming the
@@ -94,7 +94,7 @@ def load_model(
     if base != Path(folder):
         check_base(folder, base)
         load_adapter(model, folder)
-    return model
+    return model.eval()
 
 
 def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device) -> Transformer:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from model.kv_format import KV_FORMATS
 from model.layers import Routing
 from model.quantized import quantized_layers
 from model.transformer import Transformer
@@ -47,6 +48,7 @@ class HeldOut:
 
         `routing`: who passes layers that have a router, instead of the rule by which the model is served.
         """
+        model.eval()  # dropout is for training
         labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
         compared = [] if reference is None else self._compared(model, reference, routing)
         alone = [] if compared else [evaluate_quality(model, [batch], routing=routing) for batch in self.batches]
@@ -71,7 +73,7 @@ class HeldOut:
 
     def states(self, reference: Transformer) -> TeacherStates:
         """The reference's side of every comparison, computed once."""
-        return compute_teacher_states(reference, self.batches)
+        return compute_teacher_states(reference.eval(), self.batches)
 
     def _compared(self, model: Transformer, reference: TeacherStates, routing: Routing | None) -> list[Comparison]:
         """Of each batch; one pass gives the model's own loss as well."""
@@ -88,6 +90,6 @@ def describe_model(label: str, model: Transformer, quality: Quality | None = Non
         label=label,
         parameters=sum(map(Tensor.numel, parameters)) + sum(one.in_features * one.out_features for one in quantized),
         weight_bytes=sum(one.nbytes for one in parameters) + sum(one.weight_bytes for one in quantized),
-        kv_bytes_per_token=model.config.kv_bytes_per_token(model.dtype.itemsize),
+        kv_bytes_per_token=KV_FORMATS[model.dtype].bytes_per_token(model.config),
         quality=quality,
     )

@@ -1,11 +1,12 @@
 """What a kind of stage is, and the list of all kinds. Recipes, keys, plans, runs, reports and the command ask it.
 
 A kind is a folder of pipeline/stages/ (or one module) that defines KIND, and one entry of KINDS. Its configuration and
-its report import no torch; what runs does, and is imported when it runs.
+its report import no torch; its run.py does, and is imported when a stage runs or is planned.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -29,8 +30,9 @@ C = TypeVar("C")
 D = TypeVar("D")
 
 
+@dataclass(frozen=True)
 class StageKind(Generic[C, D]):
-    """One kind of stage, with its settings and its details. The defaults are those of one that trains nothing."""
+    """One kind of stage: what can be said of it without torch. The rest are functions of the module `runner`."""
 
     name: str
     """Of its module, of its key in a recipe, and in result files."""
@@ -38,17 +40,25 @@ class StageKind(Generic[C, D]):
     """Its settings, a frozen dataclass of fields made by `setting`."""
     details: type[D]
     """What only this kind has to say in its result.json, a frozen dataclass."""
-    in_recipes: bool = True
-    """Whether an entry of `stages:` may name it."""
+    sections: Callable[[Sequence[Result[D]], Curves], list[Section]] = lambda results, curves: []
+    """What the page and the terminal show of all its stages that finished; `curves` are by stage."""
+    mistakes: "Callable[[C, Recipe], Iterable[tuple[str, str]]]" = lambda config, recipe: ()
+    """(key, the rest of a sentence about it) of what would otherwise fail only after minutes of preparation."""
+    stamp: Callable[[C], Any] = lambda config: None
+    """Plain data that changes when what it reads outside the run does."""
     kept_figures: tuple[str, ...] = ("start.json",)
     """What it measures before training and keeps in its folder, so that a resumed stage need not measure it again."""
+    in_recipes: bool = True
+    """Whether an entry of `stages:` may name it."""
+    former_name: str | None = None
+    """Of a kind that was renamed."""
+    runner: str = ""
+    """Module of the functions below; by default the run.py of the kind's folder."""
 
     @property
     def identity(self) -> str:
-        """What digests and manifests call it: it must never change, else finished stages would run again."""
-        return self.name
-
-    # --- what it reads ---
+        """What digests and manifests call it: this must never change, else finished stages would run again."""
+        return self.former_name or self.name
 
     def models(self, config: C) -> list[str]:
         """Names of the models that it reads, each once."""
@@ -58,47 +68,37 @@ class StageKind(Generic[C, D]):
         """Name of the data set that it reads."""
         return next(references(config, "data"), None)
 
+    def run(self, context: "StageContext") -> Result[D] | None:
+        """Does the work, by `run(context)`. Every process calls it; the main one returns the result.
+
+        It publishes through `context.publish` or not at all, and goes on from what an interruption left in its folder.
+        """
+        return self._function("run")(context)
+
     def tokenizer(self, config: C, folders: Mapping[str, Path]) -> "Tokenizer":
-        """What it reads its data with, from the folders of its models: by default that of the first."""
+        """What reads its data, from the folders of its models: `tokenizer(config, folders)`, or that of the first."""
         from model.text.tokenizer import Tokenizer
 
-        return Tokenizer.load(folders[self.models(config)[0]])
-
-    def mistakes(self, config: C, recipe: "Recipe") -> Iterator[tuple[str, str]]:
-        """(key, the rest of a sentence about it) of what would otherwise fail only after minutes of preparation."""
-        yield from ()
-
-    def stamp(self, config: C) -> Any:
-        """Plain data that changes when what it reads outside the run does."""
-        return None
-
-    # --- what it holds in memory, and running it ---
+        own = self._function("tokenizer")
+        return own(config, folders) if own else Tokenizer.load(folders[self.models(config)[0]])
 
     def setup(self, config: C, shapes: "Mapping[str, ModelConfig]") -> "Setup | None":
-        """What its training holds in memory, given the shapes of all models before it; None if it does not train.
+        """What its training holds in memory, by `setup(config, shapes of the models before it)`; None without that.
 
         Raises UserError for what a model of that shape does not have.
         """
-        return None
+        own = self._function("setup")
+        return own(config, shapes) if own else None
 
     def shape(self, config: C, shapes: "Mapping[str, ModelConfig]", cache: Path) -> "ModelConfig | None":
-        """What it publishes."""
+        """What it publishes: that of `setup`, or by `shape(config, cache)`."""
+        if own := self._function("shape"):
+            return own(config, cache)
         setup = self.setup(config, shapes)
-        return None if setup is None else setup.model
+        return setup.model if setup else None
 
-    def run(self, context: "StageContext") -> Result[D] | None:
-        """Does the work. Every process calls it; the main one returns the result.
-
-        It publishes through `context.publish` or not at all, and goes on from what an interruption left in its folder.
-        By default it is the function `run` of the kind's run.py, which imports torch and the rooms below.
-        """
-        return importlib.import_module(f"pipeline.stages.{self.name}.run").run(context)
-
-    # --- what is shown ---
-
-    def sections(self, results: Sequence[Result[D]], curves: Curves) -> list[Section]:
-        """Of all stages of this kind that finished, for the page and the terminal; `curves` are by stage."""
-        return []
+    def _function(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.runner or f"pipeline.stages.{self.name}.run"), name, None)
 
 
 def kind_of(name: str) -> StageKind[Any, Any]:

@@ -1,10 +1,11 @@
-"""What drawing tokens takes, on the device: one place for each running sequence, from its first token to its last.
+"""What drawing tokens takes, on the device: one row for each running sequence, from its first token to its last.
 
-A place is written when a sequence takes it. From then on steps keep it up to date by themselves, so that a step needs
+A row is written when a sequence takes it. From then on steps keep it up to date by themselves, so that a step needs
 nothing that the host has not read yet: the token to compute next, the counts behind the penalties and the text that
-n-gram drafts are looked up in are where the step before has left them.
+drafts may look into are where the step before has left them. And how anything gets there and back without a wait: on
+CUDA uploads leave from pinned memory and downloads end there, in the order of the stream; on the CPU nothing moves.
 
-S places, V vocabulary, K most draft tokens, N rows of logits.
+S batch rows, V vocabulary, K most draft tokens, N rows of logits.
 """
 
 from collections.abc import Iterable
@@ -16,98 +17,129 @@ from torch import Tensor
 from kernels.sampling.logit_adjustments import ALWAYS, IN_PROMPT, RequestState, count_tokens
 from kernels.sampling.random import Stream
 from kernels.sampling.sample import Filters
-from serve.engine.sequence import Sequence
-from serve.engine.transfer import upload
+from serve.engine.requests import Sequence
 
 NOBODY = -1
 
 
-class Places:
-    """State by place; `Sequence.place` says which one is whose."""
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Download:
+    """Tensors on their way to the host, where they are needed later."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        """All of one device."""
+        # To the host and without blocking means into pinned memory.
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._arrival = None
+        if any(tensor.is_cuda for tensor in tensors):
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the host; the one place where the host waits for the device."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._copies
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything that it was asked for. Raises RuntimeError when it has failed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class BatchState:
+    """State by batch row; `Sequence.batch_row` says which one is whose."""
 
     def __init__(
-        self, num_places: int, vocab_size: int, *, max_drafts: int, device: torch.device, num_kept_tokens: int = 0
+        self, num_rows: int, vocab_size: int, *, max_drafts: int, device: torch.device, num_kept_tokens: int = 0
     ) -> None:
         """`max_drafts`: K; `num_kept_tokens`: the most tokens of a sequence whose text is kept, 0 to keep none."""
         self.device = device
+        self.vocab_size = vocab_size
         self.max_drafts = max_drafts
-        self.feed = torch.zeros(num_places, 1 + max_drafts, dtype=torch.int64, device=device)
+        self.feed = torch.zeros(num_rows, 1 + max_drafts, dtype=torch.int64, device=device)
         """[S, 1 + K]: the latest token of each sequence, then the draft tokens of this step."""
         self.text: Tensor | None = None
-        """[S, most tokens + K + 1]: what n-grams are looked up in. Behind a sequence's tokens lies anything."""
+        """[S, most tokens + K + 1]: what drafts may look into. Behind a sequence's tokens lies anything."""
         if num_kept_tokens:
-            self.text = torch.zeros(num_places, num_kept_tokens + max_drafts + 1, dtype=torch.int32, device=device)
-        self._settings = torch.zeros(6, num_places, device=device)
+            self.text = torch.zeros(num_rows, num_kept_tokens + max_drafts + 1, dtype=torch.int32, device=device)
+        self._settings = torch.zeros(6, num_rows, device=device)
         """Rows: temperature, top-p, min-p; repetition, frequency and presence penalty."""
-        self._keys = torch.zeros(3, num_places, dtype=torch.int64, device=device)
+        self._keys = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
         """Rows: seed, choice, top-k."""
-        self._counts = torch.zeros(num_places, vocab_size, dtype=torch.int32, device=device)
-        self._biases = _no_biases(num_places, 1, device)
-        self._holders = [NOBODY] * num_places
-        """Ids of the sequences whose state the places hold."""
+        self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._biases = _no_biases(num_rows, 1, device)
+        self._holders = [NOBODY] * num_rows
+        """Ids of the sequences whose state the rows hold."""
 
-    def seat(self, sequences: Iterable[Sequence]) -> None:
-        """Write the places of those sequences that have newly taken theirs; all their tokens are known to the host."""
-        new = [sequence for sequence in sequences if self._holders[sequence.place] != sequence.id]
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Write the rows of those sequences that have newly taken theirs; all their tokens are known to the host."""
+        new = [sequence for sequence in sequences if self._holders[sequence.batch_row] != sequence.id]
         if not new:
             return
-        places = self._upload([sequence.place for sequence in new], np.int64)
+        rows = self._upload([sequence.batch_row for sequence in new], np.int64)
         params = [sequence.params for sequence in new]
         settings = [
             (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
             for p in params
         ]
         keys = [(sequence.seed, sequence.index, sequence.params.top_k) for sequence in new]
-        self._settings.index_copy_(1, places, self._upload(settings, np.float32).T)
-        self._keys.index_copy_(1, places, self._upload(keys, np.int64).T)
+        self._settings.index_copy_(1, rows, self._upload(settings, np.float32).T)
+        self._keys.index_copy_(1, rows, self._upload(keys, np.int64).T)
         for sequence in new:
             if sequence.params.adjusts_scores:
                 self._write_biases(sequence)
             if sequence.params.has_penalties:
                 self._write_counts(sequence)
             if self.text is not None:
-                self.text[sequence.place, : sequence.num_tokens] = self._upload(sequence.tokens, np.int32)
-            self._holders[sequence.place] = sequence.id
+                self.text[sequence.batch_row, : sequence.num_tokens] = self._upload(sequence.tokens, np.int32)
+            self._holders[sequence.batch_row] = sequence.id
 
-    def forget(self) -> None:
-        """Have every place written again before its next use: after a failure, steps may have left anything in them."""
+    def invalidate(self) -> None:
+        """Have every row written again before its next use: after a failure, steps may have left anything in them."""
         self._holders = [NOBODY] * len(self._holders)
 
-    def filters(self, places: Tensor) -> Filters:
-        """How the sequences at places `[N]` are sampled."""
-        temperature, top_p, min_p = self._settings[:3].index_select(1, places)
-        return Filters(temperature, self._keys[2].index_select(0, places), top_p, min_p)
+    def filters(self, rows: Tensor) -> Filters:
+        """How the sequences in rows `[N]` are sampled."""
+        temperature, top_p, min_p = self._settings[:3].index_select(1, rows)
+        return Filters(temperature, self._keys[2].index_select(0, rows), top_p, min_p)
 
-    def stream(self, places: Tensor, positions: Tensor) -> Stream:
-        """Whose draws the tokens number `positions [N]` of the sequences at places `[N]` are."""
-        seeds, choices = self._keys[:2].index_select(1, places)
+    def stream(self, rows: Tensor, positions: Tensor) -> Stream:
+        """Whose draws the tokens number `positions [N]` of the sequences in rows `[N]` are."""
+        seeds, choices = self._keys[:2].index_select(1, rows)
         return Stream(seeds, choices, positions)
 
     @property
     def adjustments(self) -> RequestState:
         return RequestState(self._counts, *self._settings[3:], *self._biases)
 
-    def write_drafts(self, places: Tensor, tokens: Tensor, first: int = 0) -> None:
-        """Let `tokens [N, n]` be the draft tokens number `first`, … of the sequences at places `[N]`."""
+    def write_drafts(self, rows: Tensor, tokens: Tensor, first: int = 0) -> None:
+        """Let `tokens [N, n]` be the draft tokens number `first`, … of the sequences in rows `[N]`."""
         # No token at all, as where scores are not finite, becomes a token that can be computed; nobody will accept it.
-        self.feed[places, first + 1 : first + 1 + tokens.shape[1]] = tokens.clamp_min(0)
+        self.feed[rows, first + 1 : first + 1 + tokens.shape[1]] = tokens.clamp_min(0)
 
-    def drafts(self, places: Tensor, count: int) -> Tensor:
-        """The first `count` draft tokens of the sequences at places `[N]`, `[N, count]`."""
-        return self.feed[places, 1 : 1 + count]
+    def drafts(self, rows: Tensor, count: int) -> Tensor:
+        """The first `count` draft tokens of the sequences in rows `[N]`, `[N, count]`."""
+        return self.feed[rows, 1 : 1 + count]
 
-    def advance(self, places: Tensor, tokens: Tensor, *, lengths: Tensor, counted: Tensor | None) -> None:
+    def advance(self, rows: Tensor, tokens: Tensor, *, lengths: Tensor, counted: Tensor | None) -> None:
         """Take in what a step has drawn: `tokens [N, n]`, −1 behind the last, for sequences of `lengths [N]` tokens.
 
-        counted `[N]`: the places whose tokens are counted, −1 for the others; None: nobody's.
+        counted `[N]`: the rows whose tokens are counted, −1 for the others; None: nobody's.
         """
         last = (tokens >= 0).sum(dim=1, keepdim=True).sub_(1).clamp_min_(0)
-        self.feed[places, 0] = tokens.gather(1, last)[:, 0].clamp_min(0)
+        self.feed[rows, 0] = tokens.gather(1, last)[:, 0].clamp_min(0)
         if counted is not None:
             count_tokens(self._counts, counted, tokens)
         if self.text is not None:
             behind = torch.arange(tokens.shape[1], device=self.device)
-            self.text[places[:, None], lengths[:, None] + behind] = tokens.int()
+            self.text[rows[:, None], lengths[:, None] + behind] = tokens.int()
 
     def _write_biases(self, sequence: Sequence) -> None:
         params = sequence.params
@@ -118,7 +150,7 @@ class Places:
         width = self._biases[0].shape[1]
         columns = list(zip(*entries, *[(-1, 0.0, 0)] * (width - len(entries)), strict=True))
         for biases, column, dtype in zip(self._biases, columns, (np.int32, np.float32, np.int32), strict=True):
-            biases[sequence.place] = self._upload(column, dtype)
+            biases[sequence.batch_row] = self._upload(column, dtype)
 
     def _make_room(self, num_biases: int) -> None:
         missing = num_biases - self._biases[0].shape[1]
@@ -128,7 +160,7 @@ class Places:
             self._biases = tuple(torch.cat(pair, dim=1) for pair in zip(self._biases, empty, strict=True))
 
     def _write_counts(self, sequence: Sequence) -> None:
-        row = self._counts[sequence.place].zero_()
+        row = self._counts[sequence.batch_row].zero_()
         prompt, output = sequence.tokens[: sequence.num_prompt_tokens], sequence.tokens[sequence.num_prompt_tokens :]
         row.index_fill_(0, self._upload(prompt, np.int64), IN_PROMPT)
         emitted = self._upload(output, np.int64)
@@ -138,15 +170,15 @@ class Places:
         return upload(np.array(values, dtype=dtype), self.device)
 
 
-def _no_biases(num_places: int, width: int, device: torch.device) -> tuple[Tensor, ...]:
+def _no_biases(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, ...]:
     """Tokens, values and the positions that they hold below, as in RequestState."""
-    tokens = torch.full((num_places, width), -1, dtype=torch.int32, device=device)
+    tokens = torch.full((num_rows, width), -1, dtype=torch.int32, device=device)
     return tokens, torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens)
 
 
-def feed_reference(place: int, column: int, width: int) -> int:
-    """A stand-in for a token that only the device knows: entry (place, column) of a feed `[S, width]`."""
-    return -1 - place * width - column
+def feed_reference(batch_row: int, column: int, width: int) -> int:
+    """A stand-in for a token that only the device knows: entry (batch_row, column) of a feed `[S, width]`."""
+    return -1 - batch_row * width - column
 
 
 def resolve(tokens: Tensor, feed: Tensor) -> Tensor:

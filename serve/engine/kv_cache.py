@@ -1,8 +1,9 @@
 """Who holds which page of the KV cache: reference counts, block tables, prefix sharing. Host bookkeeping, no tensors.
 
-A page holds the keys and values of PAGE_SIZE consecutive tokens of a sequence in every layer of the target, and, at
-the same page id in tensors of its own, of the draft: one allocator, one block table and one admission rule serve both
-models, because both see the same tokens at the same positions.
+A page holds the keys and values of PAGE_SIZE consecutive tokens of a sequence in every layer of the target. A draft
+may keep its own at the same page id in tensors of its own: one allocator, one block table and one admission rule serve
+both, because both see the same tokens at the same positions. Which pages it has filled is the draft's to know: a page
+holds what it held as long as `PagePool.num_uses` of it stays.
 
 A page is *held* while at least one block table lists it, else *free*: held + free = total, always. A full page whose
 tokens are all committed is *published* under a hash of everything up to its end; it keeps its contents when freed, and
@@ -32,7 +33,7 @@ def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 class BlockTable:
     """The pages of one sequence, in order; `ids[:num_pages]` are page ids."""
 
-    __slots__ = ("digests", "ids", "num_drafted_pages", "num_pages", "num_published", "root")
+    __slots__ = ("__weakref__", "digests", "ids", "num_pages", "num_published", "num_returns", "root")
 
     def __init__(self, max_pages: int, salt: str = "") -> None:
         """`salt`: sequences share pages only with sequences of the same salt."""
@@ -40,8 +41,8 @@ class BlockTable:
         self.num_pages = 0
         self.num_published = 0
         """Leading pages that have been offered for sharing."""
-        self.num_drafted_pages = 0
-        """Leading pages known to hold the draft's keys and values too."""
+        self.num_returns = 0
+        """How often it has given back all pages: what somebody knew of them then, is no longer true of this table."""
         self.root = hashlib.sha256(salt.encode()).digest()
         self.digests: list[bytes] = []
         """Digests of the leading full pages, as many as were needed so far."""
@@ -63,8 +64,8 @@ class PagePool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._page_of_digest: dict[bytes, int] = {}
         self._digest_of_page: dict[int, bytes] = {}
-        self.has_draft = bytearray(num_pages)
-        """1 where a page holds the draft's keys and values as well."""
+        self.num_uses = [0] * num_pages
+        """How often each page has been taken: with that, what it held before is lost."""
 
     @property
     def num_free(self) -> int:
@@ -77,7 +78,7 @@ class PagePool:
         if digest is not None:
             del self._page_of_digest[digest]
         self.holders[page] = 1
-        self.has_draft[page] = 0
+        self.num_uses[page] += 1
         return page
 
     def hold(self, page: int) -> None:
@@ -101,6 +102,11 @@ class PagePool:
         if digest not in self._page_of_digest and page not in self._digest_of_page:
             self._page_of_digest[digest] = page
             self._digest_of_page[page] = digest
+
+    def unpublish_all(self) -> None:
+        """Forget what every page was published as."""
+        self._page_of_digest.clear()
+        self._digest_of_page.clear()
 
     def find(self, digest: bytes) -> int | None:
         return self._page_of_digest.get(digest)
@@ -144,7 +150,6 @@ class KVCache:
             self.pool.hold(page)
             self._append(table, page)
         table.num_published = len(hits)
-        table.num_drafted_pages = next((n for n, page in enumerate(hits) if not self.pool.has_draft[page]), len(hits))
         for _ in range(num_new):
             self._append(table, self.pool.take())
         if may_share:
@@ -177,7 +182,7 @@ class KVCache:
         for page in parent.ids[: pages_for(num_tokens)].tolist():
             self.pool.hold(page)
             self._append(child, page)
-        child.num_published, child.num_drafted_pages = parent.num_published, parent.num_drafted_pages
+        child.num_published = parent.num_published
         child.digests = list(parent.digests)
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_committed: int) -> None:
@@ -188,27 +193,6 @@ class KVCache:
             self.pool.publish(int(table.ids[number]), table.digest(number, tokens))
             table.num_published = number + 1
 
-    def mark_drafted(self, table: BlockTable, num_tokens: int) -> None:
-        """Note that the draft has computed the first `num_tokens` tokens, all of them committed."""
-        for number in range(table.num_drafted_pages, num_tokens // PAGE_SIZE):
-            self.pool.has_draft[table.ids[number]] = 1
-            table.num_drafted_pages = number + 1
-
-    @staticmethod
-    def num_drafted_tokens(table: BlockTable) -> int:
-        """Leading tokens of a sequence whose keys and values of the draft are in its pages."""
-        return table.num_drafted_pages * PAGE_SIZE
-
-    def skip_drafted(self, table: BlockTable, start: int, stop: int, filled: set[int]) -> int:
-        """The first of tokens [start, stop] that the draft must compute; at the latest, `stop`.
-
-        Skips whole pages that are in `filled` or hold the draft's keys and values already.
-        """
-        page = start // PAGE_SIZE
-        while page < stop // PAGE_SIZE and (self.pool.has_draft[table.ids[page]] or table.ids[page] in filled):
-            page += 1
-        return max(start, page * PAGE_SIZE)
-
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Give back the pages past `num_tokens` tokens: the roll-back of rejected drafts."""
         self._cut(table, pages_for(num_tokens))
@@ -216,7 +200,12 @@ class KVCache:
     def free(self, table: BlockTable) -> None:
         """Give back all pages, the last first, so that the beginning of a sequence stays findable longest."""
         self._cut(table, 0)
-        table.num_published = table.num_drafted_pages = 0
+        table.num_published = 0
+        table.num_returns += 1
+
+    def forget_prefixes(self) -> None:
+        """Let nobody find the pages of before: what they hold is no longer what their tokens would give."""
+        self.pool.unpublish_all()
 
     def _find_prefix(self, table: BlockTable, tokens: Sequence[int]) -> list[int]:
         pages: list[int] = []

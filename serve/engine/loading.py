@@ -10,11 +10,13 @@ from model.config import ModelConfig
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
+from model.kv_format import KV_FORMATS
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
-from serve.config import NGRAM, EngineConfig
+from serve.config import EngineConfig
+from serve.engine.drafts.base import draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS
 from serve.engine.kv_cache import PAGE_SIZE, pages_for
 from serve.engine.runner import LanguageModel
@@ -42,14 +44,15 @@ class Models:
     def page_bytes(self) -> int:
         """Bytes of one page, target and draft together."""
         configs = [self.target.config] + ([self.draft.config] if self.draft else [])
-        return PAGE_SIZE * sum(config.kv_bytes_per_token(self.dtype.itemsize) for config in configs)
+        return PAGE_SIZE * sum(map(KV_FORMATS[self.dtype].bytes_per_token, configs))
 
 
 def load_models(config: EngineConfig) -> Models:
     """Read target, draft and tokenizer. ValueError (or a subclass) with one sentence when they do not fit together."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    draft = config.draft if config.draft != NGRAM else None
+    kind = draft_kind(config.draft)
+    draft = config.draft if kind is not None and kind.needs_model else None
     for folder in (config.model, draft, *config.adapters.values()):
         if folder is not None and (Path(folder) / MANIFEST_NAME).exists():
             open_artifact(folder, verify=config.verify_artifact)
@@ -72,6 +75,18 @@ def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device)
     if folders and adapted_layers(model):
         raise ValueError(f"{config.model} carries an adapter itself; serve its base, and name this adapter too")
     return model.fuse(load_adapters(model, folders))
+
+
+def load_weights(
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The tensors of another model of the same configuration. ValueError with one sentence for one of another."""
+    if (Path(folder) / MANIFEST_NAME).exists():
+        open_artifact(folder)
+    model = load_model(folder, dtype=dtype, device=device)
+    if model.config != config:
+        raise ValueError(f"{folder} holds a model of another configuration than the one that is served")
+    return dict(model.named_parameters())
 
 
 def check_same_vocabulary(model: str, draft: str) -> None:

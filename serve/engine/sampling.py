@@ -1,13 +1,29 @@
-"""From rows of logits to tokens, each request by its own parameters and its own random stream.
+"""From rows of logits to tokens: drawn by each request's parameters and random stream, or drafted and verified.
 
 A distribution depends on a sequence's tokens, a random draw on (seed, choice, position, purpose) and on nothing else.
-So a token does not depend on the batch company, on chunking, on preemption or on the device. Nothing here reads what
-the device computes: parameters and positions are the host's own, tokens stay where they are drawn.
+So a token does not depend on the batch company, on chunking, on preemption or on the device.
 
-N rows, V vocabulary, n most draft tokens before a row.
+A draft proposes tokens, the target verifies them in one pass, and the output is the target's own. Two exact rules
+accept a draft token; without draft tokens both are plain sampling:
+
+- *Matching.* The target draws its own token at every position; draft tokens are accepted while they equal it, and what
+  is emitted is always the target's draw. For greedy requests and for requests with a seed (draft and target share the
+  random draws of a position, so they mostly agree, and the output does not depend on speculation at all) and for
+  deterministic drafts, where no rule accepts more.
+- *Rejection sampling* for the rest: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
+  It accepts with probability 1 - TV(p, q), the most that any rule can. Source: https://arxiv.org/abs/2211.17192.
+
+p and q are the distributions after penalties, masks, temperature and truncation; q is what the draft's token was drawn
+from. Roll-back is by length alone: the target's pass over [last, d_1 .. d_k] fills k + 1 slots; after m acceptances the
+first m + 1 of them hold, the rest is overwritten later.
+
+All of it happens on the device: the host reads nothing before a step's tokens. Parameters and positions are its own.
+
+N rows, V vocabulary, k draft tokens, g sequences that are verified at once.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,90 +33,217 @@ from kernels.common.rows import ROWS_PER_BLOCK
 from kernels.sampling.logit_adjustments import adjust_scores
 from kernels.sampling.random import Purpose, exponential
 from kernels.sampling.sample import adjusted_probabilities, sample, sample_tokens
-from kernels.sampling.token_logprobs import Logprobs
-from serve.engine.batch_state import Places
-from serve.engine.sequence import Sequence
-from serve.engine.transfer import upload
+from kernels.sampling.token_logprobs import Logprobs, token_logprobs
+from kernels.sampling.verification import match_drafts, verify
+from serve.engine.batch_state import BatchState, Download, upload
+from serve.engine.drafts.tree import NO_DRAFT, DraftTree
+from serve.engine.requests import NonFiniteLogitsError, Sequence
+from serve.engine.token_mask import allowed_tokens, forbid
 from serve.outputs import TokenLogprobs
 
 GPU_ROWS_PER_BLOCK = 512
 """Enough to keep a GPU busy; more distributions at a time would take memory from the pages."""
 
 
-class NonFiniteLogitsError(RuntimeError):
-    """The model's scores for a request are not numbers."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of logits and what they decide, `[N]` int64 each, on the device."""
 
-    places: Tensor
+    batch_rows: Tensor
     """Whose next token it is."""
     num_before: Tensor
     """Draft tokens between the sequence's own and the row."""
     positions: Tensor
     """Number of the output token that the row decides, from 0."""
     adjusted: Tensor
-    """The places of those whose scores are adjusted, -1 for the others."""
+    """The batch rows of those whose scores are adjusted, -1 for the others."""
     is_adjusted: bool
     """Whether any is."""
     most_before: int
+    masked: list[tuple[int, Sequence, int]]
+    """Rows whose sequence has a token mask: number, sequence, draft tokens before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Rows [first_row, first_row + k + 1) of a step's logits, which decide what one sequence emits."""
+
+    sequence: Sequence
+    first_row: int
+    draft: DraftTree = NO_DRAFT
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one sequence emits, read by the host."""
+
+    sequence: Sequence
+    tokens: list[int] = field(default_factory=list)
+    """The accepted draft tokens and one of the target's own."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token, when asked for."""
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSamples:
+    """What sequences with equally many draft tokens emit, on its way to the host."""
+
+    numbers: list[int]
+    """Of the sequences, in the step."""
+    sequences: list[Sequence]
+    tokens: Download
+    """`[g, k + 1]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers. `[g]` int32:
+    how many of them were drafted. `[g]` int32: draft tokens that were meant."""
+    logprobs: Download | None
+
+    def read(self) -> dict[int, Sampled]:
+        """By number; waits for the device. What failed for one sequence alone is in its error."""
+        tokens, accepted, counts = (part.tolist() for part in self.tokens.wait())
+        scores = None if self.logprobs is None else Logprobs(*self.logprobs.wait())
+        found = {}
+        for at, (number, sequence) in enumerate(zip(self.numbers, self.sequences, strict=True)):
+            emitted, num_top = tokens[at][: accepted[at] + 1], sequence.params.logprobs
+            if emitted[-1] < 0:
+                found[number] = Sampled(sequence, error=NonFiniteLogitsError("logits are not finite"))
+                continue
+            entries = None
+            if scores is not None and num_top is not None:
+                first = at * len(tokens[at])
+                own = Logprobs(*(part[first : first + len(emitted)] for part in scores))
+                entries = logprob_entries(emitted, own, num_top)
+            found[number] = Sampled(sequence, emitted, counts[at], accepted[at], entries)
+        return found
 
 
 class Sampler:
-    """Draws tokens from rows of logits by the state of the sequences' places."""
+    """Draws and verifies tokens from rows of logits by the state of the sequences' batch rows."""
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
+    def __init__(self, state: BatchState) -> None:
+        self.state = state
+
+    def sample(self, logits: Tensor, asked: list[SequenceRows]) -> list[PendingSamples]:
+        """Launch what each sequence emits, from the target's `logits [R, V]`; exact for every sampling setting.
+
+        Leaves in the batch state what the next step starts from.
+        """
+        groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        for number, one in enumerate(asked):
+            groups[one.draft.num_tokens, bool(one.draft.distributions)].append(number)
+        pending = []
+        for (k, by_rejection), numbers in groups.items():
+            for some in self.blocks(numbers, num_rows=k + 1) if by_rejection else [numbers]:
+                pending.append(self._sample_group(logits, some, [asked[number] for number in some]))
+        return pending
+
+    def _sample_group(self, logits: Tensor, numbers: list[int], asked: list[SequenceRows]) -> PendingSamples:
+        k, state, sequences = asked[0].draft.num_tokens, self.state, [one.sequence for one in asked]
+        row_numbers = [one.first_row + before for one in asked for before in range(k + 1)]
+        logits = select(logits, row_numbers)
+        rows = self.rows([sequence for sequence in sequences for _ in range(k + 1)], list(range(k + 1)) * len(asked))
+        counts, batch_rows = self._counts(asked, k), rows.batch_rows[:: k + 1]
+        if asked[0].draft.distributions:
+            target_p = self.probabilities(logits, rows).view(len(asked), k + 1, -1)
+            draft_p = torch.stack([q for one in asked for q in one.draft.distributions]).view(len(asked), k, -1)
+            stream = state.stream(batch_rows, rows.positions[:: k + 1])
+            drafted = state.drafts(batch_rows, k)
+            output = verify(target_p, draft_p, drafted, counts=counts, lengths=counts, stream=stream)
+            tokens, num_accepted = output.tokens, output.num_accepted
+        else:
+            tokens, num_accepted = self.draw(logits, rows).view(len(asked), k + 1), counts
+            if k:
+                output = match_drafts(tokens, state.drafts(batch_rows, k), counts=counts, lengths=counts)
+                tokens, num_accepted = output.tokens, output.num_accepted
+        self._advance(sequences, tokens)
+        wanted = [sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None]
+        download, logprobs = Download([tokens, num_accepted, counts]), None
+        if wanted:
+            logprobs = Download(list(token_logprobs(logits, tokens.flatten(), max(wanted))))
+        return PendingSamples(numbers, sequences, download, logprobs)
+
+    def _counts(self, asked: list[SequenceRows], k: int) -> Tensor:
+        if asked[0].draft.count is None:
+            return torch.full((len(asked),), k, dtype=torch.int32, device=self.state.device)
+        return torch.stack([one.draft.count for one in asked if one.draft.count is not None]).clamp_(max=k)
+
+    def _advance(self, sequences: list[Sequence], tokens: Tensor) -> None:
+        table = [(s.batch_row, s.num_drawn, s.batch_row if s.params.has_penalties else -1) for s in sequences]
+        columns = np.array(table).T.copy()
+        batch_rows, lengths, counted = upload(columns, tokens.device)
+        is_counted = bool((columns[2] >= 0).any())
+        self.state.advance(batch_rows, tokens, lengths=lengths, counted=counted if is_counted else None)
 
     def rows(self, sequences: list[Sequence], num_before: list[int]) -> Rows:
         """Rows that follow the tokens of `sequences` and as many of their draft tokens."""
-        table = []
-        for sequence, ahead in zip(sequences, num_before, strict=True):
+        table, masked = [], []
+        for number, (sequence, ahead) in enumerate(zip(sequences, num_before, strict=True)):
             position = sequence.num_drawn - sequence.num_prompt_tokens + ahead
-            table.append((sequence.place, ahead, position, sequence.place if _adjusts(sequence, position) else -1))
+            adjusted = sequence.batch_row if _adjusts(sequence, position) else -1
+            table.append((sequence.batch_row, ahead, position, adjusted))
+            if sequence.mask is not None:
+                masked.append((number, sequence, ahead))
         columns = np.array(table, dtype=np.int64).T.copy()
-        places, before, positions, adjusted = upload(columns, self.places.device)
-        return Rows(places, before, positions, adjusted, bool((columns[3] >= 0).any()), max(num_before))
+        is_adjusted = bool((columns[3] >= 0).any())
+        rows, before, positions, adjusted_rows = upload(columns, self.state.device)
+        return Rows(rows, before, positions, adjusted_rows, is_adjusted, max(num_before), masked)
 
     def draw(self, logits: Tensor, rows: Rows) -> Tensor:
         """The target's token for each row, `[N]` int64, of `logits [N, V]`; -1 where the scores are not numbers."""
-        scores, places = self._scores(logits, rows), self.places
-        return sample_tokens(scores, places.filters(rows.places), places.stream(rows.places, rows.positions))
+        scores, state = self._scores(logits, rows), self.state
+        return sample_tokens(scores, state.filters(rows.batch_rows), state.stream(rows.batch_rows, rows.positions))
 
     def draw_with_probabilities(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """A draft's token for each row, `[N]` int64, and the distributions `[N, V]` that they are drawn from."""
         probabilities = self.probabilities(logits, rows)
-        stream = self.places.stream(rows.places, rows.positions)
+        stream = self.state.stream(rows.batch_rows, rows.positions)
         return sample(probabilities, exponential(stream, logits.shape[1], Purpose.DRAFT)), probabilities
 
     def probabilities(self, logits: Tensor, rows: Rows) -> Tensor:
-        """`[N, V]` fp32: each row's distribution after bias, penalties, temperature, top-k, top-p and min-p."""
-        filters = self.places.filters(rows.places)
+        """`[N, V]` fp32: each row's distribution after bias, penalties, mask, temperature, top-k, top-p and min-p."""
+        filters = self.state.filters(rows.batch_rows)
         return adjusted_probabilities(self._scores(logits, rows), **filters._asdict())
 
     def blocks(self, numbers: list[int], *, num_rows: int = 1) -> list[list[int]]:
         """`numbers`, of `num_rows` rows each, in parts whose distributions are made at once."""
-        most = ROWS_PER_BLOCK if self.places.device.type == "cpu" else GPU_ROWS_PER_BLOCK
+        most = ROWS_PER_BLOCK if self.state.device.type == "cpu" else GPU_ROWS_PER_BLOCK
         size = max(1, most // num_rows)
         return [numbers[at : at + size] for at in range(0, len(numbers), size)]
 
     def _scores(self, logits: Tensor, rows: Rows) -> Tensor:
-        if not rows.is_adjusted:
-            return logits
-        drafted = None
-        if rows.most_before:
-            drafted = self.places.drafts(rows.places, rows.most_before)
-            columns = torch.arange(rows.most_before, device=drafted.device)
-            drafted = torch.where(columns < rows.num_before[:, None], drafted, -1)
-        state = self.places.adjustments
-        return adjust_scores(logits, state, slots=rows.adjusted, positions=rows.positions, drafted=drafted)
+        if rows.is_adjusted:
+            drafted = None
+            if rows.most_before:
+                drafted = self.state.drafts(rows.batch_rows, rows.most_before)
+                columns = torch.arange(rows.most_before, device=drafted.device)
+                drafted = torch.where(columns < rows.num_before[:, None], drafted, -1)
+            state = self.state.adjustments
+            logits = adjust_scores(logits, state, slots=rows.adjusted, positions=rows.positions, drafted=drafted)
+        return self._mask(logits, rows) if rows.masked else logits
+
+    def _mask(self, scores: Tensor, rows: Rows) -> Tensor:
+        """The scores with minus infinity for what masks forbid; the host reads the draft tokens that decide it."""
+        numbers = [number for number, _, _ in rows.masked]
+        drafted = self.state.drafts(rows.batch_rows[numbers], rows.most_before).tolist()
+        allowed = [
+            allowed_tokens(sequence.mask, sequence.tokens[sequence.num_prompt_tokens :], tokens[:ahead])
+            for (_, sequence, ahead), tokens in zip(rows.masked, drafted, strict=True)
+            if sequence.mask is not None
+        ]
+        return forbid(scores, numbers, allowed)
 
 
 def _adjusts(sequence: Sequence, position: int) -> bool:
     params = sequence.params
     return params.has_penalties or bool(params.logit_bias) or position < params.min_tokens
+
+
+def select(x: Tensor, rows: list[int]) -> Tensor:
+    """`x[rows]`, without a copy where they lie side by side."""
+    if rows[-1] - rows[0] == len(rows) - 1 and rows == list(range(rows[0], rows[-1] + 1)):
+        return x[rows[0] : rows[-1] + 1]
+    return x[upload(np.array(rows, dtype=np.int64), x.device)]
 
 
 def logprob_entries(tokens: list[int], logprobs: Logprobs, num_top: int) -> list[TokenLogprobs]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.engine.kv_cache import KVCache
-from serve.engine.sequence import Sequence
+from serve.engine.requests import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._free_places = list(range(max_num_seqs - 1, -1, -1))
+        self._free_batch_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_order)
@@ -79,7 +79,6 @@ class Scheduler:
         for child in siblings:
             self.cache.fork(parent.table, child.table, parent.num_computed)
             child.num_computed = parent.num_computed
-            child.num_draft_computed = parent.num_draft_computed
             child.num_cached = parent.num_cached
             child.is_running = True
             bisect.insort(self.running, child, key=_order)
@@ -92,7 +91,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.is_running = False
-        self._leave_place(sequence)
+        self._give_back_row(sequence)
         self.cache.free(sequence.table)
 
     def schedule(self, draft_length: Callable[[Sequence], int] = _no_drafts) -> Schedule:
@@ -142,45 +141,44 @@ class Scheduler:
         self.running.remove(sequence)
         self.cache.free(sequence.table)
         for choice in (sequence, *sequence.siblings):
-            self._leave_place(choice)
+            self._give_back_row(choice)
         sequence.is_running = False
-        sequence.num_computed = sequence.num_draft_computed = 0
+        sequence.num_computed = 0
         self.add(sequence)
 
     def _admit_waiting(self, step: "_Step") -> None:
-        num_places = sum(sequence.num_places for sequence in self.running)
+        num_batch_rows = sum(sequence.num_batch_rows for sequence in self.running)
         while self.waiting and step.budget > 0:
             sequence = self.waiting[0]
-            if num_places + sequence.num_places > self.max_num_seqs:
+            if num_batch_rows + sequence.num_batch_rows > self.max_num_seqs:
                 break
             if sequence.num_unread:  # preempted a moment ago: what it will say last is still on its way
                 break
             # Each running sequence keeps a page to grow into, else the newcomer would soon be preempted again. Cached
             # pages have no logits, so a prompt whose log-probabilities are wanted is computed in full.
             found = self.cache.admit(
-                sequence.table, sequence.tokens, headroom=num_places, may_share=sequence.prompt_logprobs is None
+                sequence.table, sequence.tokens, headroom=num_batch_rows, may_share=sequence.prompt_logprobs is None
             )
             if found is None:
                 break
             self._start(sequence, found)
-            num_places += sequence.num_places
+            num_batch_rows += sequence.num_batch_rows
             step.add(sequence, min(sequence.num_pending, step.budget))
 
     def _start(self, sequence: Sequence, num_found: int) -> None:
         self.waiting.pop(0)
         bisect.insort(self.running, sequence, key=_order)
         for choice in (sequence, *sequence.siblings):
-            choice.place = self._free_places.pop()
+            choice.batch_row = self._free_batch_rows.pop()
         sequence.is_running = True
         sequence.num_computed = num_found
-        sequence.num_draft_computed = self.cache.num_drafted_tokens(sequence.table)
         if sequence.num_output == 0:
             sequence.num_cached = num_found
 
-    def _leave_place(self, sequence: Sequence) -> None:
-        if sequence.place >= 0:
-            self._free_places.append(sequence.place)
-            sequence.place = -1
+    def _give_back_row(self, sequence: Sequence) -> None:
+        if sequence.batch_row >= 0:
+            self._free_batch_rows.append(sequence.batch_row)
+            sequence.batch_row = -1
 
 
 class _Step:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from serve.config import NGRAM, EngineConfig, target_and_draft
+from serve.config import DRAFT_MODEL, DRAFTS, EngineConfig, target_and_draft
 
 API_KEY_VARIABLE = "POTSTILL_API_KEY"
 
@@ -90,7 +90,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-enable-prefix-caching", "do not share the KV pages of equal prefixes", action="store_false",
         dest="enable_prefix_caching")  # fmt: skip
     add("--verify", "serve TARGET's distribution, with MODEL as its draft", metavar="TARGET")
-    add("--speculative-config", 'JSON: {"model": DRAFT or "ngram", "num_speculative_tokens": N}', type=_speculative)
+    methods = " or ".join(f'"{name}"' for name in DRAFTS)
+    speculative = f'JSON: {{"method": {methods}, "model": DRAFT, "num_speculative_tokens": N}}'
+    add("--speculative-config", speculative, type=_speculative)
     add("--adapter", "LoRA adapter that requests choose as model NAME; repeatable", action="append", dest="adapters",
         type=_adapter, metavar="NAME=FOLDER")  # fmt: skip
     add("--seed", "seed of requests that bring none", type=int)
@@ -210,9 +212,10 @@ def _speculative(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict) or set(value) - {"model", "method", "num_speculative_tokens"}:
         raise argparse.ArgumentTypeError('expected {"model": ..., "num_speculative_tokens": ...} and nothing else')
-    if value.get("method", "draft_model") not in ("draft_model", NGRAM):
-        raise argparse.ArgumentTypeError(f'method must be "draft_model" or "{NGRAM}"')
-    draft = NGRAM if value.get("method") == NGRAM else value.get("model")
+    method = value.get("method", DRAFT_MODEL)
+    if method not in DRAFTS:
+        raise argparse.ArgumentTypeError(f"method must be one of {', '.join(DRAFTS)}, not {method!r}")
+    draft = value.get("model") if method == DRAFT_MODEL else method
     tokens = value.get("num_speculative_tokens")
     if draft is not None and not isinstance(draft, str):
         raise argparse.ArgumentTypeError("model must be a string")

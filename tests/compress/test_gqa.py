@@ -19,6 +19,7 @@ from compress.prune.depth import prune_depth
 from kernels.attention.rotary import apply_rotary, rope_frequencies, rotary_tables
 from model.config import ARCHITECTURES
 from model.files.checkpoint import load_model, save_model
+from model.kv_format import KV_FORMATS
 from model.transformer import Transformer
 from tests.compress.conversions import Text, convert, difference, plans_for, texts
 from tests.tiny import tiny_model
@@ -185,7 +186,7 @@ def test_layers_may_differ(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, num_kv_heads=4)
     mixed, plans = convert(model, [1, 2], "subspace"), plans_for(model, 1, "subspace")
     assert mixed.config.kv_heads == (1, 2) and mixed.config.num_kv_heads == 2
-    assert mixed.config.kv_bytes_per_token(2) == 2 * (1 + 2) * 16 * 2
+    assert KV_FORMATS[torch.bfloat16].bytes_per_token(mixed.config) == 2 * (1 + 2) * 16 * 2
     assert mixed.config.num_parameters() == sum(parameter.numel() for parameter in mixed.parameters())
     alone = group_kv_heads(model, plans).model.layers[0].self_attn
     assert torch.equal(mixed.model.layers[0].self_attn.k_proj.weight, alone.k_proj.weight)

@@ -17,8 +17,9 @@ from compress.mod import (
 )
 from compress.token_costs import TokenCosts, fit_routers, skipping_costs
 from kernels.attention.rotary_write import qk_norm_rope
-from model.attention import PackedAttention, Turn
+from model.attention import PackedAttention
 from model.config import MixtureOfDepths
+from model.kv_format import NormRope
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_config, tiny_model
 from train.packing import Batch
@@ -108,10 +109,12 @@ def turned_down(
     """The loss when one token takes part in one layer with this weight."""
 
     class Part(PackedAttention):
-        def __call__(self, number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn) -> torch.Tensor:
+        def __call__(
+            self, number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, norm_rope: NormRope
+        ) -> torch.Tensor:
             if number != layer or route == "mlp":
-                return super().__call__(number, q, k, v, turn)
-            q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
+                return super().__call__(number, q, k, v, norm_rope)
+            q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             weights = torch.einsum("nhd,mhd->hnm", q, k).div(q.shape[2] ** 0.5).exp().tril()
             weights[:, :, token] *= part

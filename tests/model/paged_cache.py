@@ -7,8 +7,9 @@ from torch import Tensor
 
 from kernels.attention._kv_quantization import dequantize_rows, quantize_rows_reference
 from kernels.attention.rotary_write import qk_norm_rope
-from model.attention import PackedAttention, PagedAttention, PagedBatch, Turn
+from model.attention import PackedAttention, PagedAttention, PagedBatch
 from model.config import ModelConfig
+from model.kv_format import KV_FORMATS, NormRope
 from model.transformer import Transformer
 
 PAGE_SIZE = 16
@@ -21,20 +22,14 @@ class PagedCache:
         self, model: Transformer, lengths: Sequence[int], *, num_pages: int = 20, dtype: torch.dtype | None = None
     ) -> None:
         """Room for one sequence of each length, on the device of the model; `dtype`: int8 or fp8, else the model's."""
-        config = model.config
-        shape = (num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         self.model, self.device = model, model.device
-        self.scales: dict[str, list[Tensor]] = {}
-        if dtype is not None:  # int8 has no NaN, but a scale of NaN does as well
-            self.scales = {name: self._pool(shape[:3]) for name in ("k_scales", "v_scales")}
-        self.k_pages, self.v_pages = (
-            [pages if dtype is None else pages.new_zeros(shape).to(dtype) for pages in self._pool(shape)]
-            for _ in range(2)
-        )
-        mixture, slots = config.mixture_of_depths, num_pages * PAGE_SIZE + 1
-        self.present = {
-            layer: torch.arange(slots, device=self.device) % 3 == 0 for layer in (mixture.layers if mixture else ())
-        }
+        self.pages = KV_FORMATS[dtype or model.dtype].allocate(model.config, num_pages, PAGE_SIZE, self.device)
+        for pages in self.pages.layers:
+            for part in pages:
+                if part is not None and part.dtype in (torch.float32, torch.bfloat16):
+                    part.fill_(torch.nan)  # int8 has no NaN, but a scale of NaN does as well
+        for slots in self.pages.present.values():
+            slots.copy_(torch.arange(len(slots), device=self.device) % 3 == 0)
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
         self.tables = [[order.pop() for _ in range(-(-length // PAGE_SIZE))] for length in lengths]
 
@@ -57,14 +52,9 @@ class PagedCache:
             kv_lengths=self._tensor([done + len(new) for _, done, new in chunks]).int(),
             page_size=PAGE_SIZE,
         )
-        attention = PagedAttention(
-            self.model.config, batch, self.k_pages, self.v_pages, present=self.present, **self.scales
-        )
+        attention = PagedAttention(self.model.config, batch, self.pages)
         with torch.no_grad():
             return self.model.logits(self.model(tokens, positions, attention))
-
-    def _pool(self, shape: tuple[int, ...]) -> list[Tensor]:
-        return [torch.full(shape, torch.nan, device=self.device) for _ in range(self.model.config.num_layers)]
 
     def _tensor(self, values: list) -> Tensor:
         return torch.tensor(values, device=self.device)
@@ -77,7 +67,7 @@ class RoundedAttention(PackedAttention):
         super().__init__(config, torch.tensor([0, *lengths], device=device).cumsum(0).int())
         self.dtype = dtype
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn) -> Tensor:
-        q, k = qk_norm_rope(q, k, rotary=turn.rotary, norms=turn.norms)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
+        q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
         k, v = (dequantize_rows(*quantize_rows_reference(x, self.dtype), x.dtype) for x in (k, v))
-        return super().__call__(layer, q, k, v, Turn(norms=None, rotary=None))
+        return super().__call__(layer, q, k, v, NormRope(norms=None, rotary=None))

@@ -63,8 +63,7 @@ def served_pages(folder: Path) -> tuple[int, int]:
     from serve.llm import LLM
 
     engine = LLM(str(folder), dtype="float32", kv_cache_bytes=49_152, max_model_len=64).engine
-    pages = [*engine.target.runner.k_pages, *engine.target.runner.v_pages]
-    return engine.num_pages, sum(tensor.nbytes for tensor in pages)
+    return engine.num_pages, sum(tensor.nbytes for tensor in engine.runner.pages.tensors())
 
 
 def greedy(folder: Path, prompt: list[int], new_tokens: int) -> list[int]:

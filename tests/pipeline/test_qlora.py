@@ -141,6 +141,19 @@ def test_its_folder_can_be_named_where_a_model_is_served(finished: tuple[Path, R
     assert resolve_served(str(home / "run"), verify=base) == Served(adapted, base, "tiny")
 
 
+def test_the_default_dropout_passes_parity_and_is_not_measured(tmp_path: Path) -> None:
+    """Quality and parity are those of the model as it is served: the same files measured twice give the same."""
+    adapter = {"rank": 4, "alpha": 64}
+    result = run(tmp_path, adapter=adapter)[-1]
+    config = RunFolder(tmp_path / "run").recipe().stages[0][1]
+    assert config.adapter.dropout == 0.05, "the default"
+    assert result.parity is not None and result.parity.passed and result.output is not None
+    folder = tmp_path / "run" / "01-qlora" / "model"
+    tokens = list(range(3, 75))
+    first, second = (full_logits(load_model(folder), tokens) for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_a_server_that_loses_the_adapter_fails_the_parity_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def losing(*args: Any, **kwargs: Any) -> Transformer:
         model = load_model(*args, **kwargs)
@@ -148,8 +161,9 @@ def test_a_server_that_loses_the_adapter_fails_the_parity_gate(tmp_path: Path, m
         return model
 
     monkeypatch.setattr("serve.engine.loading.load_model", losing)
-    with pytest.raises(GateRefused):
+    with pytest.raises(GateRefused, match="01-qlora fails parity, trainer and server differ by") as refused:
         run(tmp_path)
+    assert "gate" not in str(refused.value), "the recipe sets none"
     folder = RunFolder(tmp_path / "run")
     parity = folder.results(folder.recipe())[-1].parity
     assert parity and not parity.passed and not (folder.path / "01-qlora" / "model").exists()

@@ -12,7 +12,7 @@ from model.files.safe_io import sha256_of
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.stages.import_model.config import ModelSource
-from pipeline.stages.import_model.run import HUB_FILES, import_model, read_config
+from pipeline.stages.import_model.run import HUB_FILES, import_model, shape
 from pipeline.stages.import_model.wheel import fetch_gguf
 from tests.model.test_gguf import write_model
 from tests.pipeline.tiny_run import write_teacher
@@ -139,7 +139,7 @@ def test_of_a_model_on_the_hub_a_plan_fetches_the_configuration_alone(
         return str(teacher)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert read_config(ModelSource(origin="org/name"), tmp_path) == load_config(teacher)
+    assert shape(ModelSource(origin="org/name"), tmp_path) == load_config(teacher)
     assert asked == [["config.json"]]
 
 

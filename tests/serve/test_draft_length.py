@@ -9,7 +9,7 @@ import pytest
 from model.transformer import Transformer
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, PassCosts, expected_tokens
 from serve.engine.engine import Engine
-from serve.engine.sequence import Sequence
+from serve.engine.requests import Sequence
 from serve.sampling_params import SamplingParams
 from tests.serve.test_sampling import sequence as make_sequence
 from tests.serve.toys import drain, greedy, make_engine, random_prompts
@@ -25,9 +25,15 @@ def test_expected_tokens(acceptance: float, k: int, expected: float) -> None:
     assert expected_tokens(acceptance, k) == pytest.approx(expected, abs=5e-5)
 
 
+def adaptive_length(read: dict[Sequence, int] | None = None) -> AdaptiveLength:
+    """A controller without an engine; `read`: tokens of each sequence that the draft has read."""
+    known = {} if read is None else read
+    return AdaptiveLength(PassCosts(), PassCosts(), lambda sequence: sequence.num_tokens - known.get(sequence, 0))
+
+
 def trained(acceptance: float, *, draft_s: float, row_s: float = 0.0, num_decoding: int = 1) -> AdaptiveLength:
     """A controller that has seen many verifications, a target of 1 s + row_s a row, and a draft of draft_s."""
-    adaptive = AdaptiveLength()
+    adaptive = adaptive_length()
     for rows in range(1, 10 * num_decoding):
         adaptive.target_costs.record(rows, 1 + row_s * rows)
     adaptive.draft_costs.record(num_decoding, draft_s)
@@ -80,7 +86,8 @@ class Load:
 
 def served(load: Load, length: int | None) -> float:
     """Tokens a second over 400 simulated steps; `length` None is adaptive."""
-    adaptive, random_ = AdaptiveLength(), random.Random(1)
+    read: dict[Sequence, int] = {}
+    adaptive, random_ = adaptive_length(read), random.Random(1)
     sequences = [load.next_sequence(number) for number in range(load.num_decoding)]
     num_tokens, seconds = 0, 0.0
     for _ in range(400):
@@ -88,7 +95,7 @@ def served(load: Load, length: int | None) -> float:
         lengths = [adaptive(sequence) if length is None else length for sequence in sequences]
         for number in range(max(lengths)):
             drafting = [s for s, own in zip(sequences, lengths, strict=True) if own > number]
-            rows = len(drafting) if number else sum(s.num_tokens - s.num_draft_computed for s in drafting)
+            rows = len(drafting) if number else sum(map(adaptive.num_missing, drafting))
             adaptive.draft_costs.record(rows, load.draft_pass_s(rows))
             seconds += load.draft_pass_s(rows)
         rows = load.num_decoding + sum(lengths)
@@ -98,7 +105,7 @@ def served(load: Load, length: int | None) -> float:
             accepted = next((n for n in range(own) if random_.random() > load.acceptance), own)
             if own:
                 adaptive.observe(sequence, own, accepted)
-                sequence.num_draft_computed = sequence.num_tokens + min(accepted, own - 1)
+                read[sequence] = sequence.num_tokens + min(accepted, own - 1)
             sequence.tokens += [3] * (accepted + 1)
             num_tokens += accepted + 1
         ended = [number for number, sequence in enumerate(sequences) if sequence.num_tokens_left <= 0]

@@ -19,6 +19,7 @@ from tests.serve.toys import (
     CountingModel,
     TableModel,
     drain,
+    end_with,
     generate,
     greedy,
     greedy_oracle,
@@ -176,7 +177,7 @@ def test_the_end_of_a_sequence() -> None:
     for token in range(8):
         table[token, (token + 1) % 8] = 1.0  # 2 -> 3 -> ... -> 7 -> 0 -> 1 (eos) -> 2
     engine = make_engine(TableModel(table))
-    engine.eos_token_ids = (EOS,)
+    end_with(engine, EOS)
     cases = {
         "eos": (SamplingParams(temperature=0, max_tokens=50), [5, 6, 7, 0, 1], "stop", None),
         "length": (SamplingParams(temperature=0, max_tokens=3), [5, 6, 7], "length", None),
@@ -209,7 +210,7 @@ def test_min_tokens_keeps_every_end_away() -> None:
     table = torch.full((8, 8), 0.01)
     table[:, EOS] = 1.0
     engine = make_engine(TableModel(table))
-    engine.eos_token_ids = (EOS,)
+    end_with(engine, EOS)
     engine.add_request("r", [4], SamplingParams(temperature=0, min_tokens=5, max_tokens=9))
     tokens = drain(engine)[("r", 0)].new_token_ids
     assert len(tokens) == 6 and tokens[-1] == EOS and EOS not in tokens[:-1]

@@ -202,19 +202,30 @@ def test_the_longest_free_page_is_reused_first() -> None:
     assert cache.pool.find(BlockTable(8).digest(0, old)) is None
 
 
-def test_only_pages_that_the_draft_computed_count_for_the_draft() -> None:
+def test_a_page_that_is_taken_again_counts_another_use() -> None:
+    """By that a draft, which keeps its own at the same page ids, knows that what it left there is gone."""
     cache = KVCache(16)
     tokens = list(range(50))
     table = computed(cache, tokens)
-    cache.mark_drafted(table, 37)
+    full = table.ids[:3].tolist()
+    uses = [cache.pool.num_uses[page] for page in full]
+    cache.free(table)
     again = BlockTable(64)
     assert cache.admit(again, tokens) == 48
-    assert cache.num_drafted_tokens(again) == 32
-    cache.free(table)
+    assert again.ids[:3].tolist() == full and [cache.pool.num_uses[page] for page in full] == uses
     cache.free(again)
+    assert (table.num_returns, again.num_returns) == (1, 1)
     for _ in range(16):
         cache.pool.take()
-    assert not any(cache.pool.has_draft)
+    assert [cache.pool.num_uses[page] for page in full] == [use + 1 for use in uses]
+
+
+def test_forgotten_prefixes_are_not_found() -> None:
+    cache = KVCache(16)
+    tokens = list(range(50))
+    cache.free(computed(cache, tokens))
+    cache.forget_prefixes()
+    assert cache.admit(BlockTable(64), tokens) == 0
 
 
 def test_sharing_can_be_switched_off() -> None:

@@ -12,11 +12,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.serve.decode_trace import find_gaps
 from kernels.common.triton_support import interpreted
 from model.transformer import Transformer
-from serve.engine.drafts.speculate import NgramDraft
+from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
 from serve.sampling_params import SamplingParams
 from tests.serve.test_speculation import noisy_twin
-from tests.serve.toys import EOS, CountingModel, TableModel, drain, generate, greedy, make_engine, random_prompts
+from tests.serve.toys import (
+    EOS,
+    CountingModel,
+    TableModel,
+    drain,
+    end_with,
+    generate,
+    greedy,
+    make_engine,
+    random_prompts,
+)
 from tests.tiny import tiny_model
 
 PROMPTS = random_prompts(12, seed=1)
@@ -89,7 +99,7 @@ def test_an_end_that_only_the_token_tells_wastes_one_token(params: dict[str, Any
         table[token, (token + 1) % 8] = 1.0  # 4 -> 5 -> 6 -> 7 -> 0 -> 1 (eos)
     counting = CountingModel(TableModel(table))
     engine = overlapped(counting)
-    engine.eos_token_ids = (EOS,)
+    end_with(engine, EOS)
     params = {key: (engine.tokenizer.decode([7]),) if key == "stop" else value for key, value in params.items()}
     engine.add_request("r", [4], SamplingParams(temperature=0, max_tokens=9, **params))
     output = drain(engine)[("r", 0)]
@@ -180,7 +190,7 @@ def test_launching_a_step_reads_nothing(draft: str | None) -> None:
         engine.add_request(str(number), PROMPTS[number][:6] * 2, own)
     with interpreted():
         engine.step()
-        engine.target.launch = blinded(engine.target.launch)  # type: ignore[method-assign]
+        engine._launch_pass = blinded(engine._launch_pass)  # type: ignore[method-assign]
         if engine.draft is not None:
             engine.draft.propose = blinded(engine.draft.propose)  # type: ignore[method-assign]
         drain(engine)
@@ -218,7 +228,7 @@ def test_launching_a_step_on_a_gpu_waits_for_nothing(draft: str | None) -> None:
     device = torch.device("cuda")
     source: Any = noisy_twin(model).to(device) if draft == "twin" else draft
     engine = make_engine(model.to(device), source, device="cuda", num_speculative_tokens=2)
-    launch, propose = engine.target.launch, engine.draft and engine.draft.propose
+    launch, propose = engine._launch_pass, engine.draft and engine.draft.propose
 
     def strict(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -230,7 +240,7 @@ def test_launching_a_step_on_a_gpu_waits_for_nothing(draft: str | None) -> None:
 
         return run
 
-    engine.target.launch = strict(launch)  # type: ignore[method-assign]
+    engine._launch_pass = strict(launch)  # type: ignore[method-assign]
     if engine.draft is not None and propose is not None:
         engine.draft.propose = strict(propose)  # type: ignore[method-assign]
     for number, (prompt, params) in enumerate(zip(PROMPTS, mixed_params(20), strict=True)):

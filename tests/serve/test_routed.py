@@ -139,8 +139,8 @@ def make_runner(route: str) -> Runner:
 
 def test_copies_of_pages_take_along_who_is_there() -> None:
     runner = make_runner("block")
-    runner.present[1][:PAGE_SIZE] = torch.arange(PAGE_SIZE) % 2 == 0
+    runner.pages.present[1][:PAGE_SIZE] = torch.arange(PAGE_SIZE) % 2 == 0
     runner.copy_pages(((0, 3),))
-    assert torch.equal(runner.present[1][3 * PAGE_SIZE : 4 * PAGE_SIZE], runner.present[1][:PAGE_SIZE])
-    assert not runner.present[1][PAGE_SIZE : 3 * PAGE_SIZE].any() and not runner.present[2].any()
-    assert runner.present.keys() == {1, 2} and not make_runner("mlp").present
+    assert torch.equal(runner.pages.present[1][3 * PAGE_SIZE : 4 * PAGE_SIZE], runner.pages.present[1][:PAGE_SIZE])
+    assert not runner.pages.present[1][PAGE_SIZE : 3 * PAGE_SIZE].any() and not runner.pages.present[2].any()
+    assert runner.pages.present.keys() == {1, 2} and not make_runner("mlp").pages.present

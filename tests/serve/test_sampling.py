@@ -10,11 +10,10 @@ from scipy import stats
 
 from kernels.sampling.token_logprobs import token_logprobs
 from model.transformer import Transformer
-from serve.engine.batch_state import Places
+from serve.engine.batch_state import BatchState
 from serve.engine.kv_cache import BlockTable
+from serve.engine.requests import Sequence, TextStream
 from serve.engine.sampling import Sampler, logprob_entries
-from serve.engine.sequence import Sequence
-from serve.engine.text import TextStream
 from serve.outputs import TokenLogprobs
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import drain, greedy, make_engine, random_prompts
@@ -38,15 +37,15 @@ def sequence(params: SamplingParams, prompt: list[int], output: list[int], *, id
         end_token_ids=(1, *params.stop_token_ids),
         table=BlockTable(1),
         text=TextStream(None),  # type: ignore[arg-type]
-        place=id,
+        batch_row=id,
     )
 
 
 def sampler_of(sequences: list[Sequence], *, max_drafts: int = 0) -> Sampler:
-    """A sampler where each sequence has a place, its id."""
-    places = Places(len(sequences), V, max_drafts=max_drafts, device=torch.device("cpu"))
-    places.seat(sequences)
-    return Sampler(places)
+    """A sampler where each sequence has a row, its id."""
+    state = BatchState(len(sequences), V, max_drafts=max_drafts, device=torch.device("cpu"))
+    state.add(sequences)
+    return Sampler(state)
 
 
 def slowly_adjusted(scores: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -92,24 +91,24 @@ def test_adjustments_are_those_of_the_definitions(params: dict[str, Any], drafte
     other = sequence(SamplingParams(logit_bias={3: 1.0, 4: 1.0, 5: 1.0}), [2], [3], id=0)
     sampler = sampler_of([other], max_drafts=4)
     one = sequence(own, prompt, output)
-    one.id = 1  # it takes the place that the other has left
-    sampler.places.seat([one])
-    sampler.places.write_drafts(torch.tensor([0]), torch.tensor([[*drafted, 7]]))
+    one.id = 1  # it takes the row that the other has left
+    sampler.state.add([one])
+    sampler.state.write_drafts(torch.tensor([0]), torch.tensor([[*drafted, 7]]))
     probabilities = sampler.probabilities(scores[None], sampler.rows([one], [len(drafted)]))
     torch.testing.assert_close(probabilities[0], torch.tensor(expected).softmax(0))
 
 
 def test_counts_follow_what_is_drawn() -> None:
-    """Penalties see the tokens of earlier steps, though nobody has told the place of them but the steps."""
+    """Penalties see the tokens of earlier steps, though nobody has told the row of them but the steps."""
     own = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.7, max_tokens=20)
     one, plain = sequence(own, [2, 3], [5], id=0), sequence(SamplingParams(), [2], [5], id=1)
     sampler = sampler_of([one, plain])
     for tokens in ([[5, 8, 8], [5, 8, 8]], [[3, -1, -1], [4, -1, -1]]):
         found, lengths = torch.tensor(tokens), torch.tensor([4, 3])
-        sampler.places.advance(torch.tensor([0, 1]), found, lengths=lengths, counted=torch.tensor([0, -1]))
+        sampler.state.advance(torch.tensor([0, 1]), found, lengths=lengths, counted=torch.tensor([0, -1]))
         for sequence_, row in zip((one, plain), tokens, strict=True):
             sequence_.tokens += [token for token in row if token >= 0]
-    assert sampler.places.feed[:, 0].tolist() == [3, 4]
+    assert sampler.state.feed[:, 0].tolist() == [3, 4]
     scores = torch.randn(V, generator=torch.Generator().manual_seed(0))
     probabilities = sampler.probabilities(scores.expand(2, V), sampler.rows([one, plain], [0, 0]))
     expected = slowly_adjusted(scores.tolist(), own, [2, 3], [5, 5, 8, 8, 3])

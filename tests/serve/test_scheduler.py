@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from serve.engine.kv_cache import BlockTable, KVCache, pages_for
+from serve.engine.requests import Sequence, TextStream
 from serve.engine.scheduler import Schedule, Scheduler
-from serve.engine.sequence import Sequence
-from serve.engine.text import TextStream
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import toy_tokenizer
 
@@ -61,7 +60,7 @@ class Bench:
         assert schedule.num_tokens <= self.scheduler.max_num_batched_tokens
         assert len(scheduled) == len(schedule.chunks)
         assert decoding <= scheduled | set(schedule.preempted), "a decode was left out"
-        assert sum(s.num_places for s in self.scheduler.running) <= self.scheduler.max_num_seqs
+        assert sum(s.num_batch_rows for s in self.scheduler.running) <= self.scheduler.max_num_seqs
         assert self.scheduler.running == sorted(self.scheduler.running, key=lambda s: s.order)
         for chunk in schedule.chunks:
             sequence = self.sequences[chunk.sequence_id]
@@ -182,7 +181,7 @@ def test_drafts_stop_at_the_longest_sequence() -> None:
     assert chunk.start + 1 + chunk.num_drafts == 32 == bench.scheduler.max_model_len
 
 
-def test_choices_take_places_before_they_fork() -> None:
+def test_choices_take_batch_rows_before_they_fork() -> None:
     bench = Bench(max_num_seqs=4)
     leader = bench.add(40, 5, n=3)
     other = bench.add(4, 5, n=2)

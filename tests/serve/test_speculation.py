@@ -13,10 +13,10 @@ from torch import Tensor
 from kernels.sampling import verification
 from kernels.sampling.verification import VerifyOutput
 from model.transformer import Transformer
-from serve.engine.drafts import speculate
+from serve.engine import sampling
+from serve.engine.requests import Sequence
 from serve.engine.runner import LanguageModel
 from serve.engine.sampling import Rows, Sampler
-from serve.engine.sequence import Sequence
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import (
@@ -275,12 +275,12 @@ def test_the_test_notices_the_classic_mistake(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_test_notices_a_draft_that_misreports_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = speculate.verify
+    right = sampling.verify
 
     def wrong(target_p: Tensor, draft_p: Tensor, *rest: Any, **more: Any) -> VerifyOutput:
         return right(target_p, torch.full_like(draft_p, 1 / V), *rest, **more)
 
-    monkeypatch.setattr(speculate, "verify", wrong)
+    monkeypatch.setattr(sampling, "verify", wrong)
     assert p_value(joint_counts("partial", 2, {}, length=3), exact_joint(1.0, 0, 3)) < 1e-6
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.text.detokenizer import StreamDecoder
-from serve.engine.text import TextStream
+from serve.engine.requests import TextStream
 from tests.serve.toys import toy_tokenizer
 
 TOKENIZER = toy_tokenizer()

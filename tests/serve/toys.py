@@ -1,6 +1,8 @@
 """Toys for the engine's tests: a tokenizer of 512 tokens, models that are a table, engines over tiny models."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +60,9 @@ class TableModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.log_table[hidden[:, 0].long()]
 
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.log_table = weights["table"].log()
+
 
 class CountingModel:
     """A model that counts the tokens it computes and may fail at a chosen token."""
@@ -76,6 +81,9 @@ class CountingModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
 
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.model.update_weights(weights)
+
 
 def make_engine(target: LanguageModel, draft: LanguageModel | str | None = None, **options: Any) -> Engine:
     """An fp32 engine on the CPU; `draft` is a model or "ngram"."""
@@ -84,6 +92,11 @@ def make_engine(target: LanguageModel, draft: LanguageModel | str | None = None,
     tokenizer = toy_tokenizer(target.config.vocab_size)
     device = torch.device("cpu" if config.device == "auto" else config.device)
     return Engine(config, Models(target, tokenizer, None if isinstance(draft, str) else draft, device=device))
+
+
+def end_with(engine: Engine, token: int) -> None:
+    """Let this token alone end sequences, as if the model's configuration said so."""
+    engine.requests.limits = replace(engine.requests.limits, eos_token_ids=(token,))
 
 
 def drain(engine: Engine) -> dict[tuple[str, int], RequestOutput]:

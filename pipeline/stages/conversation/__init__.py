@@ -6,16 +6,15 @@ from pipeline.report.section import Curves, Section
 from pipeline.results import NoDetails, Result
 from pipeline.stages.base import StageKind
 from pipeline.stages.conversation.config import Conversation
-from pipeline.stages.conversation.report import sections
 
 
-class ConversationKind(StageKind[Conversation, NoDetails]):
-    """Its answers are in every result's `answers`."""
+def sections(results: Sequence[Result[NoDetails]], curves: Curves) -> list[Section]:
+    """All answers together."""
+    text = (
+        "Asked over HTTP. Marked tokens were proposed by the draft and accepted by the model being served; the others "
+        "are its own."
+    )
+    return [Section("Conversation", text, answers=[answer for result in results for answer in result.answers])]
 
-    name, config, details = "conversation", Conversation, NoDetails
 
-    def sections(self, results: Sequence[Result[NoDetails]], curves: Curves) -> list[Section]:
-        return sections(results, curves)
-
-
-KIND = ConversationKind()
+KIND = StageKind("conversation", Conversation, NoDetails, sections)

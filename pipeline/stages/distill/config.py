@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pipeline.results import TrainingDetails
 from pipeline.settings import COUNTS, setting
 from pipeline.stages.shared.config import Recovery
 
@@ -27,3 +28,12 @@ class Distill(Recovery):
 
     teacher: str = setting(refers="model")
     student: Student = setting()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillDetails(TrainingDetails):
+    """Which layers of its origin the student has."""
+
+    kept_layers: tuple[int, ...]
+    importance: tuple[float, ...]
+    """Of each layer of the origin; empty where all were kept."""

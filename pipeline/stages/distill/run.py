@@ -4,6 +4,7 @@ importance → prune → measure → train
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
+from model.config import ModelConfig
 from model.files.checkpoint import load_model
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer, different_token
@@ -18,8 +20,7 @@ from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.results import Quality, Result, write_atomically
-from pipeline.stages.distill.config import Distill
-from pipeline.stages.distill.report import DistillDetails
+from pipeline.stages.distill.config import Distill, DistillDetails
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import (
     Teacher,
@@ -31,6 +32,7 @@ from pipeline.stages.shared.training import (
     training_text,
     write_model,
 )
+from train.memory import Setup
 from train.objectives import objective_of
 
 if TYPE_CHECKING:
@@ -76,6 +78,15 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
         details=DistillDetails(kept_layers=start.kept_layers, importance=start.importance),
         teacher=Teacher(config.teacher, teacher, start.teacher, start.before),
     )
+
+
+def setup(config: Distill, shapes: Mapping[str, ModelConfig]) -> Setup:
+    """What its training holds in memory. Which layers are kept is not known yet, and all are of one size."""
+    origin = shapes[config.student.origin]
+    count = config.student.layers or origin.num_layers
+    if count > origin.num_layers:
+        raise UserError(f"{config.student.origin} has {origin.num_layers} layers, so {count} cannot be kept.")
+    return Setup(origin.keep_layers(tuple(range(count))), config, teacher=shapes[config.teacher])
 
 
 def _check_vocabularies(context: StageContext, config: Distill) -> None:

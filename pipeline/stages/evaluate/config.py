@@ -1,9 +1,11 @@
 """Settings of the stage `evaluate`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pipeline.schema import Recipe
 from pipeline.settings import setting
-from pipeline.stages.shared.config import Gate, Speed
+from pipeline.stages.shared.config import NO_FALL, REFERENCE_BOUNDS, Gate, Speed, nothing_to_bound
 
 
 @dataclass(frozen=True)
@@ -17,3 +19,9 @@ class Evaluate:
     held_out_tokens: int = setting(16_384, count=True, range=(16, 1e12))
     speed: Speed = field(default_factory=Speed)
     gate: Gate = field(default_factory=Gate)
+
+
+def mistakes(config: Evaluate, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Bounds of its gate that compare with what it does not have."""
+    missing = {} if config.against else dict.fromkeys(REFERENCE_BOUNDS, "`against` is not set")
+    yield from nothing_to_bound(config.gate, missing | NO_FALL)

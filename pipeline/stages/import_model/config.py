@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pipeline.settings import setting
 
@@ -20,3 +21,15 @@ class ModelSource:
     """Commit, branch or tag of a hub id. A commit makes the run repeatable."""
     sha256: str | None = setting(None, pattern=re.compile("[0-9a-f]{64}"), meaning="64 hexadecimal digits")
     """Hash that the wheel or the .gguf file must have, as 64 hexadecimal digits."""
+
+
+def file_times(source: ModelSource) -> Any:
+    """Sizes and times of a local source's files: when they change, the model is imported anew.
+
+    An import that gives the same files has the same digest, so the stages after it do not run again for nothing.
+    """
+    path = Path(source.origin).expanduser()
+    if source.origin.startswith("wheel:") or not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -12,6 +12,7 @@ from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import load_config, load_model, save_model
 from model.files.safe_io import sha256_of
 from model.formats.gguf import gguf_config, import_gguf
+from model.kv_format import KV_FORMATS
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
@@ -55,11 +56,11 @@ def report_of(label: str, folder: Path) -> ModelReport:
         label=label,
         parameters=config.num_parameters(),
         weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        kv_bytes_per_token=config.kv_bytes_per_token(PUBLISHED_DTYPE.itemsize),
+        kv_bytes_per_token=KV_FORMATS[PUBLISHED_DTYPE].bytes_per_token(config),
     )
 
 
-def read_config(source: ModelSource, cache: Path) -> ModelConfig:
+def shape(source: ModelSource, cache: Path) -> ModelConfig:
     """The configuration alone: of a model on the hub nothing else is fetched. Raises as `run` does."""
     found = _locate(source, cache, ["config.json"])
     return gguf_config(found) if found.is_file() else load_config(found)

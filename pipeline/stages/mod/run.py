@@ -6,7 +6,7 @@ What is measured and timed follows the served rule, a threshold on each token's 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -53,6 +53,7 @@ from pipeline.stages.shared.training import (
     training_text,
     write_model,
 )
+from train.memory import Setup
 from train.objectives import RoutingConfig, objective_of
 
 if TYPE_CHECKING:
@@ -112,6 +113,15 @@ def run(context: StageContext) -> Result[ModDetails] | None:
         teacher=Teacher(config.model, parent, start.parent, start.converted),
     )
     return _with_speeds(context, data, result) if result.output else result
+
+
+def setup(config: Mod, shapes: Mapping[str, ModelConfig]) -> Setup:
+    """What its training holds in memory. Layers keep as much as without routers: early every token passes."""
+    parent = shapes[config.model]
+    adapter = LoraConfig(rank=config.adapter_rank) if config.train == "adapters" else None
+    routers = config.least_important or len(named_layers(config, parent.num_layers))
+    trained = routers if config.train == "router" else 0
+    return Setup(parent, config, teacher=parent, adapter=adapter, routers=trained, fp32_base=True)
 
 
 def _check(model: ModelConfig, config: Mod) -> None:

@@ -1,9 +1,11 @@
 """Settings of the stage `pretrain`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pipeline.schema import Recipe
 from pipeline.settings import COUNTS, POSITIVE, setting
-from pipeline.stages.shared.config import Training
+from pipeline.stages.shared import config as shared
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,16 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Pretrain(Training):
+class Pretrain(shared.Training):
     """Stage: a new model, trained on text from fresh weights that `seed` decides."""
 
     tokenizer: str = setting(refers="model")
     """Name of the model whose tokenizer it uses."""
     architecture: Architecture = setting()
+
+
+def mistakes(config: Pretrain, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Of its batches, and bounds of its gate that compare with another model."""
+    yield from shared.mistakes(config, recipe)
+    missing = dict.fromkeys(shared.REFERENCE_BOUNDS, "it has no teacher")
+    yield from shared.nothing_to_bound(config.gate, missing | shared.NO_FALL)

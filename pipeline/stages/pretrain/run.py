@@ -3,6 +3,7 @@
 initialize → train → measure
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,15 @@ from pipeline.results import Result
 from pipeline.stages.pretrain.config import Architecture, Pretrain
 from pipeline.stages.pretrain.report import PretrainDetails, TrainingFlops
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import curve_of, finish, held_out_text, published_form, train, write_model
+from pipeline.stages.shared.training import (
+    curve_of,
+    finish,
+    held_out_text,
+    published_form,
+    train,
+    write_model,
+)
+from train.memory import Setup
 from train.objectives import LanguageModelling
 
 if TYPE_CHECKING:
@@ -27,22 +36,27 @@ if TYPE_CHECKING:
 def run(context: StageContext) -> Result[PretrainDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Pretrain = context.stage.config
-    tokenizer = tokenizer_of(config, context.inputs[config.tokenizer].folder)
-    model = Transformer(model_config(config.architecture, tokenizer))
+    own = tokenizer(config, {name: entry.folder for name, entry in context.inputs.items()})
+    model = Transformer(model_config(config.architecture, own))
     model.initialize(config.seed)
-    data = context.data(config.data, tokenizer)
+    data = context.data(config.data, own)
     training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
     if not context.processes.is_main:
         return None
     details = _describe(context, data, model, trained_tokens=training.tokens)
-    return finish(context, data, partial(write_model, model, tokenizer), training=training, details=details)
+    return finish(context, data, partial(write_model, model, own), training=training, details=details)
 
 
-def tokenizer_of(config: Pretrain, folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`, or the most common part of it. Raises UserError."""
-    tokenizer, size = Tokenizer.load(folder), config.architecture.vocab_size
+def setup(config: Pretrain, shapes: Mapping[str, ModelConfig]) -> Setup:
+    """What its training holds in memory."""
+    return Setup(model_config(config.architecture, shapes[config.tokenizer]), config)
+
+
+def tokenizer(config: Pretrain, folders: Mapping[str, Path]) -> Tokenizer:
+    """The whole of another model's tokenizer, or the most common part of it. Raises UserError."""
+    whole, size = Tokenizer.load(folders[config.tokenizer]), config.architecture.vocab_size
     try:
-        return tokenizer if size is None else tokenizer.shortened(size)
+        return whole if size is None else whole.shortened(size)
     except TokenizerError as error:
         raise UserError(f"pretrain: {error}") from None
 

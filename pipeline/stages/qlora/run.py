@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import torch
 from compress.lora import inject, merge, merge_requantized
 from compress.mod import calibrate
 from compress.quantize.round_to_nearest import quantize_folder
+from model.config import ModelConfig
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
 from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
@@ -47,6 +48,7 @@ from pipeline.stages.shared.training import (
     training_text,
     write_model,
 )
+from train.memory import Setup
 from train.objectives import LanguageModelling
 
 if TYPE_CHECKING:
@@ -82,10 +84,20 @@ def run(context: StageContext) -> Result[QloraDetails] | None:
     training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
     if not context.processes.is_main:
         return None
-    model.eval()
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
     return _publish(replace(context, inputs=inputs), data, model, adapter, training=training)
+
+
+def setup(config: Qlora, shapes: Mapping[str, ModelConfig]) -> Setup:
+    """What its training holds in memory."""
+    return Setup(
+        shapes[config.model],
+        config,
+        adapter=config.adapter,
+        quantization=config.quantization,
+        double_quantization=config.double_quantization,
+    )
 
 
 def _check(config: Qlora) -> None:

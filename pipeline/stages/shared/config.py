@@ -1,7 +1,9 @@
 """Settings that several kinds of stages have in common."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from pipeline.schema import Recipe
 from pipeline.settings import FRACTION, POSITIVE, setting
 from train.config import Loss, TrainingConfig
 
@@ -61,3 +63,26 @@ class Speed:
     prompt_tokens: int = setting(64, count=True, range=(1, 1e6))
     new_tokens: int = setting(64, count=True, range=(1, 1e6))
     """Tokens generated for each request."""
+
+
+REFERENCE_BOUNDS = ("max_kl", "min_acceptance", "min_agreement")
+"""Bounds of a gate that need a model to compare with."""
+NO_FALL = {"max_kl_ratio": "no KL falls by training here"}
+
+
+def mistakes(config: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What is wrong with the batches of a stage that trains."""
+    length, micro_batch = recipe.data[config.data].sequence_length, config.micro_batch_tokens
+    if config.batch_tokens % micro_batch:
+        multiple = f"it must be a multiple of micro_batch_tokens, which is {micro_batch:,}"
+        yield "batch_tokens", f"is {config.batch_tokens:,}; {multiple}"
+    if micro_batch < length:
+        least = f"it must be at least the sequence_length of its data, which is {length:,}"
+        yield "micro_batch_tokens", f"is {micro_batch:,}; {least}"
+
+
+def nothing_to_bound(gate: Gate, missing: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Mistakes of a gate that sets one of the `missing` bounds, each of which is mapped to why."""
+    for name, reason in missing.items():
+        if getattr(gate, name) is not None:
+            yield f"gate.{name}", f"has nothing to bound: {reason}"

@@ -7,9 +7,14 @@ Before its first tokens for a sequence the draft must read all of it, which a sh
 
 import bisect
 import heapq
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from serve.engine.sequence import Sequence
+import torch
+
+from serve.engine.requests import Sequence
 
 MAX_DRAFT_TOKENS = 8
 """The longest draft that is tried; beyond it the gain is small at any acceptance rate worth drafting for."""
@@ -88,6 +93,33 @@ class PassCosts:
         return (1 - weight) * self._seconds[at - 1] + weight * self._seconds[at]
 
 
+class PassTimer:
+    """Measures passes in the device's time and records what they cost as soon as that is known."""
+
+    def __init__(self, costs: PassCosts, device: torch.device) -> None:
+        self._costs = costs
+        self._is_cuda = device.type == "cuda"
+        self._measuring: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        """Passes that the device may not have finished: rows, beginning, end."""
+
+    @contextmanager
+    def measure(self, num_rows: int) -> Iterator[None]:
+        """Measure what is launched within this context; a pass that raises is not recorded."""
+        if not self._is_cuda:
+            began = time.perf_counter()
+            yield
+            self._costs.record(num_rows, time.perf_counter() - began)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._measuring.append((num_rows, begin, end))
+        while self._measuring and self._measuring[0][2].query():
+            rows, began_at, ended_at = self._measuring.pop(0)
+            self._costs.record(rows, began_at.elapsed_time(ended_at) / 1000)
+
+
 def _bucket(num_rows: int) -> int:
     """Row counts above 16 share a bucket with those that agree in their five highest bits."""
     shift = max(0, num_rows.bit_length() - 5)
@@ -101,8 +133,9 @@ class AdaptiveLength:
     worth their rows in the target's pass gets less.
     """
 
-    def __init__(self) -> None:
-        self.target_costs, self.draft_costs = PassCosts(), PassCosts()
+    def __init__(self, target_costs: PassCosts, draft_costs: PassCosts, num_missing: Callable[[Sequence], int]) -> None:
+        """`num_missing`: `Draft.num_missing`."""
+        self.target_costs, self.draft_costs, self.num_missing = target_costs, draft_costs, num_missing
         self._accepted = INITIAL_WEIGHT * INITIAL_ACCEPTANCE
         self._rejected = INITIAL_WEIGHT * (1 - INITIAL_ACCEPTANCE)
         self._length = 0
@@ -169,7 +202,7 @@ class AdaptiveLength:
 
     def _catch_up_seconds(self, sequence: Sequence) -> float:
         """What it takes the draft to read what it has not read of a sequence, beyond what every step takes."""
-        num_missing = sequence.num_tokens - sequence.num_draft_computed
+        num_missing = self.num_missing(sequence)
         return self._draft_seconds(num_missing) - self._draft_seconds(2) if num_missing > 2 else 0.0
 
     def _target_seconds(self, num_rows: int) -> float:
@@ -220,8 +253,8 @@ class AdaptiveLength:
 class FixedLength(AdaptiveLength):
     """Always the same number of draft tokens; measures all the same."""
 
-    def __init__(self, length: int) -> None:
-        super().__init__()
+    def __init__(self, length: int, target_costs: PassCosts, draft_costs: PassCosts) -> None:
+        super().__init__(target_costs, draft_costs, num_missing=lambda sequence: 0)
         self._length = length
 
     def begin_step(self, decoding: list[Sequence]) -> None:

@@ -1,0 +1,138 @@
+"""In which numbers keys and values are cached: what a format allocates, takes, writes and attends over.
+
+    plain        k and v as the model computes them
+    8 bits       integers or floats, each head of a token with an fp32 scale for its key and one for its value
+
+`KV_FORMATS` lists them by their dtype.
+
+Legend: T tokens, P pages, Hq query heads, Hkv KV heads, d head dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.attention.paged import PagedPlan, paged_attention
+from kernels.attention.rotary_write import HeadNorms, rotate_and_write
+from model.config import ModelConfig
+
+
+class NormRope(NamedTuple):
+    """What queries and keys go through before they meet; None where a layer leaves a step out."""
+
+    norms: HeadNorms | None
+    """The normalisation of each head."""
+    rotary: tuple[Tensor, Tensor] | None
+    """Cosine and sine of each token's angles, by `kernels.attention.rotary.rotary_tables`."""
+
+
+class LayerPages(NamedTuple):
+    """Keys and values of one layer, `[P, page_size, Hkv, d]`; in 8 bits with scales, fp32 `[P, page_size, Hkv]`."""
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    def write(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, norm_rope: NormRope) -> Tensor:
+        """Normalises and rotates q and k, writes k and v `[T, Hkv, d]` to `slots [T]`; returns q `[T, Hq, d]`."""
+        scales = None if self.k_scales is None or self.v_scales is None else (self.k_scales, self.v_scales)
+        return rotate_and_write(
+            q, k, v, self.k, self.v, slots, rotary=norm_rope.rotary, norms=norm_rope.norms, scales=scales
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        block_tables: Tensor,
+        cu_seqlens: Tensor,
+        kv_lengths: Tensor,
+        *,
+        window: int | None,
+        plan: PagedPlan,
+    ) -> Tensor:
+        """Attention of q `[T, Hq, d]` over the pages, as `paged_attention` has it."""
+        pages = self.k, self.v, block_tables, cu_seqlens, kv_lengths
+        return paged_attention(q, *pages, window=window, plan=plan, k_scales=self.k_scales, v_scales=self.v_scales)
+
+    def as_single_slots(self) -> "LayerPages":
+        """The same memory as pages of one slot."""
+        return LayerPages(*(None if part is None else part.flatten(0, 1)[:, None] for part in self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class KVPages:
+    """The cache of a model."""
+
+    layers: Sequence[LayerPages] | Mapping[int, LayerPages]
+    present: Mapping[int, Tensor]
+    """`[P * page_size + 1]` bool, by layer, for those whose attention is routed: which slots have a key there. The last
+    one is nobody's: what belongs to no sequence and has the slot -1 is noted there."""
+    page_size: int
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that a page holds, each `[P, page_size, …]`."""
+        layers = self.layers.values() if isinstance(self.layers, Mapping) else self.layers
+        yield from (part for pages in layers for part in pages if part is not None)
+        yield from (slots[:-1].view(-1, self.page_size) for slots in self.present.values())
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copies pages in all layers; every source is read before any destination is written."""
+        for pages in self.tensors():
+            pages[destinations] = pages[sources]
+
+
+@dataclass(frozen=True)
+class KVFormat(ABC):
+    """One format."""
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def head_bytes(self, head_dim: int) -> int:
+        """Of one head's key, or value, of one token."""
+
+    @abstractmethod
+    def new_layer(self, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
+        """Pages of one layer, of the shape `[P, page_size, Hkv, d]`."""
+
+    def bytes_per_token(self, config: ModelConfig) -> int:
+        """Bytes of keys and values that one token holds in the cache, all layers together."""
+        return 2 * sum(config.kv_heads) * self.head_bytes(config.head_dim)
+
+    def allocate(self, config: ModelConfig, num_pages: int, page_size: int, device: torch.device) -> KVPages:
+        """An empty cache."""
+        layers = [self.new_layer((num_pages, page_size, heads, config.head_dim), device) for heads in config.kv_heads]
+        slots = num_pages * page_size + 1
+        present = {layer: torch.zeros(slots, dtype=torch.bool, device=device) for layer in config.routed_attention}
+        return KVPages(layers, present, page_size)
+
+
+class PlainKV(KVFormat):
+    """Floats."""
+
+    def head_bytes(self, head_dim: int) -> int:
+        return head_dim * self.dtype.itemsize
+
+    def new_layer(self, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
+        return LayerPages(*(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)))
+
+
+class EightBitKV(KVFormat):
+    """8 bits, and a scale for each head of each token."""
+
+    def head_bytes(self, head_dim: int) -> int:
+        return head_dim + torch.float32.itemsize
+
+    def new_layer(self, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
+        pages = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
+        return LayerPages(*pages, *(torch.zeros(shape[:3], device=device) for _ in range(2)))
+
+
+_PLAIN, _EIGHT_BITS = (torch.float32, torch.bfloat16, torch.float16), (torch.int8, torch.float8_e4m3fn)
+KV_FORMATS: dict[torch.dtype, KVFormat] = {dtype: PlainKV(dtype) for dtype in _PLAIN}
+KV_FORMATS |= {dtype: EightBitKV(dtype) for dtype in _EIGHT_BITS}

@@ -1,0 +1,68 @@
+"""What a draft is to the engine. Its kinds are listed in `serve.config.DRAFTS`; no other file knows any of them."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import ClassVar, Protocol
+
+import torch
+
+from serve.config import DRAFT_MODEL, DRAFTS
+from serve.engine.drafts.length import PassTimer
+from serve.engine.drafts.tree import DraftTree
+from serve.engine.kv_cache import KVCache
+from serve.engine.requests import Sequence
+from serve.engine.runner import LanguageModel
+from serve.engine.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What an engine gives its draft to work with."""
+
+    sampler: Sampler
+    """The target's; its state holds the feed, into which draft tokens are written."""
+    cache: KVCache
+    """The pages of each sequence, under whose ids the draft may keep what it likes."""
+    model: LanguageModel | None
+    """What `Models.draft` holds, for kinds that need a model."""
+    dtype: torch.dtype
+    max_tokens: int
+    """Most rows of one pass."""
+    timer: PassTimer
+    """Measures the draft's passes."""
+
+
+class Draft(Protocol):
+    """A source of guesses. What it guesses decides how fast the target is, never what it says."""
+
+    needs_model: ClassVar[bool]
+    """Whether EngineConfig.draft is the folder of a model, to be loaded before."""
+    needs_text: ClassVar[bool]
+    """Whether it looks into `BatchState.text`."""
+
+    def __init__(self, context: DraftContext) -> None: ...
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, DraftTree]:
+        """Guess up to k tokens for each (sequence, k), k > 0. Keys are sequence ids; a sequence may be left out."""
+        ...
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Hear what became of a proposal, before the accepted tokens join the sequence."""
+        ...
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy (source, destination) pages of its own, as the target's are copied."""
+        ...
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that it has still to read before it can guess; what it costs is weighed."""
+        ...
+
+
+def draft_kind(name: str | None) -> type[Draft] | None:
+    """The kind of draft that EngineConfig.draft asks for: one of the list by its name, or the folder of a model."""
+    if name is None:
+        return None
+    module, _, kind = DRAFTS[name if name in DRAFTS else DRAFT_MODEL].rpartition(".")
+    found: type[Draft] = getattr(import_module(module), kind)
+    return found

@@ -1,0 +1,171 @@
+"""A smaller model as a draft.
+
+It has fed [.., last, d_1 .. d_(k-1)] when the target verifies: after full acceptance it lacks d_k and is fed two tokens
+next time. That is one case of a general rule: before drafting, the draft is fed all tokens that it lacks, be it two, a
+prompt, or what was decoded while drafting did not pay. Roll-back is by length alone.
+
+k draft tokens, R rows, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from serve.engine.batch_state import feed_reference
+from serve.engine.drafts.base import DraftContext
+from serve.engine.drafts.tree import DraftTree
+from serve.engine.kv_cache import PAGE_SIZE, BlockTable
+from serve.engine.requests import Sequence
+from serve.engine.runner import Runner, SequenceInput
+from serve.engine.sampling import select
+
+
+@dataclass(slots=True)
+class _Guess:
+    """A draft in the making."""
+
+    sequence: Sequence
+    length: int
+    """Tokens wanted."""
+    distributions: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the draft has read of a sequence."""
+
+    num_returns: int
+    """Of the block table when this was written: with another number the pages are others."""
+    num_computed: int
+    """Tokens whose keys and values it has in the pages."""
+    num_noted: int
+    """Leading pages of them that are noted as filled."""
+
+
+class ModelDraft:
+    """A smaller model of the same vocabulary, with pages of its own under the target's page ids."""
+
+    needs_model: ClassVar[bool] = True
+    needs_text: ClassVar[bool] = False
+
+    def __init__(self, context: DraftContext) -> None:
+        if context.model is None:
+            raise ValueError("a model that drafts must be loaded")
+        state, cache = context.sampler.state, context.cache
+        self.runner = Runner(context.model, cache.num_pages, dtype=context.dtype, feed=state.feed)
+        self.sampler, self.pool = context.sampler, cache.pool
+        self.max_tokens, self.timer = context.max_tokens, context.timer
+        self.last_token = context.model.config.vocab_size - 1
+        self._filled = [-1] * cache.num_pages
+        """For each page the use (`PagePool.num_uses`) in which the draft has filled it."""
+        self._progress: WeakKeyDictionary[BlockTable, _Progress] = WeakKeyDictionary()
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, DraftTree]:
+        inputs, guesses = self._catch_up(wanted)
+        proposed, num_drawn = list(guesses), 0
+        while inputs:
+            with self.timer.measure(sum(len(own.tokens) for own in inputs)):
+                hidden = self.runner.hidden(inputs)
+                if guesses:
+                    self._extend(guesses, self._logits(hidden), num_drawn)
+            num_drawn += 1
+            guesses = [guess for guess in guesses if num_drawn < guess.length]
+            inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
+        return {guess.sequence.id: DraftTree(guess.length, None, guess.distributions) for guess in proposed}
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        progress = self._read(sequence)
+        progress.num_computed = sequence.num_tokens + min(num_accepted, num_drafted - 1)
+        for page in sequence.table.ids[progress.num_noted : progress.num_computed // PAGE_SIZE].tolist():
+            self._filled[page] = self.pool.num_uses[page]
+            progress.num_noted += 1
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        self.runner.copy_pages(copies)
+
+    def num_missing(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - self._read(sequence).num_computed
+
+    def _read(self, sequence: Sequence) -> _Progress:
+        """What is known of a sequence; of one whose pages are new to the draft, what others have left in them."""
+        table = sequence.table
+        progress = self._progress.get(table)
+        if progress is None or progress.num_returns != table.num_returns:
+            num_filled = self._skip_filled(table, 0, sequence.num_tokens - 1, set()) // PAGE_SIZE
+            progress = _Progress(table.num_returns, num_filled * PAGE_SIZE, num_filled)
+            self._progress[table] = progress
+        return progress
+
+    def _skip_filled(self, table: BlockTable, start: int, stop: int, filling: set[int]) -> int:
+        """The first of tokens [start, stop] that must be computed; at the latest, `stop`.
+
+        Skips whole pages that are in `filling` or hold the draft's keys and values already.
+        """
+        number = start // PAGE_SIZE
+        while number < stop // PAGE_SIZE:
+            page = int(table.ids[number])
+            if self._filled[page] != self.pool.num_uses[page] and page not in filling:
+                break
+            number += 1
+        return max(start, number * PAGE_SIZE)
+
+    def _catch_up(self, wanted: list[tuple[Sequence, int]]) -> tuple[list[SequenceInput], list[_Guess]]:
+        """Inputs that bring the draft to each sequence's last token, as far as one pass goes, and who can guess then.
+
+        A sequence that needs more is brought nearer and guesses in a later step. Pages that another sequence fills, or
+        has filled, are skipped: a pass writes all keys and values of a layer before it reads any. Where two fill the
+        same page, they write the same; what the draft's cache holds decides how often it is right, never what is
+        emitted.
+        """
+        inputs: list[SequenceInput] = []
+        guesses = []
+        filled: set[int] = set()
+        room = self.max_tokens
+        for sequence, length in wanted:
+            progress = self._read(sequence)
+            start = self._skip_filled(sequence.table, progress.num_computed, sequence.num_tokens - 1, filled)
+            # What the target says of its embedding's padding is no token of the draft: any other serves as well.
+            tokens = [min(token, self.last_token) for token in sequence.tokens[start : start + room]]
+            stop = start + len(tokens)
+            if not tokens:
+                continue
+            room -= len(tokens)
+            filled.update(sequence.table.ids[start // PAGE_SIZE : stop // PAGE_SIZE].tolist())
+            is_complete = stop == sequence.num_tokens
+            inputs.append(SequenceInput(tokens, start, sequence.table, num_rows=int(is_complete)))
+            if is_complete:
+                guesses.append(_Guess(sequence, length))
+            else:
+                progress.num_computed = stop
+        return inputs, guesses
+
+    def _next_input(self, sequence: Sequence, num_drawn: int) -> SequenceInput:
+        """The latest draft token, to be fed for the one after it."""
+        token = feed_reference(sequence.batch_row, num_drawn, self.runner.feed.shape[1])
+        return SequenceInput([token], sequence.num_tokens + num_drawn - 1, sequence.table, num_rows=1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The draft's logits on the target's vocabulary `[R, V]`; either may be padded at its end."""
+        logits, vocab_size = self.runner.logits(hidden), self.sampler.state.vocab_size
+        missing = vocab_size - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :vocab_size]
+
+    def _extend(self, guesses: list[_Guess], logits: Tensor, num_drawn: int) -> None:
+        """Draw one token for each guess."""
+        matched = [n for n, guess in enumerate(guesses) if not guess.sequence.verifies_by_rejection]
+        tested = [n for n, guess in enumerate(guesses) if guess.sequence.verifies_by_rejection]
+        state = self.sampler.state
+        if matched:
+            rows = self.sampler.rows([guesses[n].sequence for n in matched], [num_drawn] * len(matched))
+            tokens = self.sampler.draw(select(logits, matched), rows)
+            state.write_drafts(rows.batch_rows, tokens[:, None], first=num_drawn)
+        for some in self.sampler.blocks(tested):
+            rows = self.sampler.rows([guesses[n].sequence for n in some], [num_drawn] * len(some))
+            tokens, distributions = self.sampler.draw_with_probabilities(select(logits, some), rows)
+            state.write_drafts(rows.batch_rows, tokens[:, None], first=num_drawn)
+            for n, distribution in zip(some, distributions, strict=True):
+                guesses[n].distributions.append(distribution)

@@ -1,0 +1,400 @@
+"""The lifecycle of requests: how they come, what they have said so far, how they finish.
+
+Nothing here knows of batches or models. A step hands in what was drawn for a sequence; what its client is told of it,
+and whether that was its end, is decided here.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from model.text.detokenizer import StreamDecoder
+from model.text.tokenizer import Tokenizer
+from serve.config import NO_ADAPTER, EngineConfig
+from serve.engine.kv_cache import BlockTable, pages_for
+from serve.engine.token_mask import TokenMask
+from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
+from serve.sampling_params import MAX_SEED, SamplingParams
+
+log = logging.getLogger("potstill.engine")
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The model's scores for a request are not numbers."""
+
+
+class TextStream:
+    """Turns output tokens into text that is safe to show.
+
+    Text that might be the beginning of a stop string is held back until the next tokens decide.
+    """
+
+    def __init__(self, decoder: StreamDecoder, stop: tuple[str, ...] = ()) -> None:
+        self._decoder = decoder
+        self._stop = stop
+        self._ready = ""
+        """Safe to show, not taken yet."""
+        self._held = ""
+        """Decoded text that a stop string may still claim."""
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
+        """Add one token. Returns the stop string that it completes, if any; the text then ends before it.
+
+        Text pushed with `may_stop` false belongs to no stop string.
+        """
+        self._held += self._decoder.push((token_id,))
+        if not self._stop or not may_stop:
+            self._ready, self._held = self._ready + self._held, ""
+            return None
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda match: match[0])
+            self._ready, self._held = self._ready + self._held[:at], ""
+            return stop
+        num_held = self._num_undecided()
+        cut = len(self._held) - num_held
+        self._ready, self._held = self._ready + self._held[:cut], self._held[cut:]
+        return None
+
+    def take(self) -> str:
+        """What became safe to show since the last call."""
+        text, self._ready = self._ready, ""
+        return text
+
+    def finish(self) -> str:
+        """The rest, for a choice that no stop string ended; an incomplete character shows as U+FFFD."""
+        text = self._ready + self._held + self._decoder.flush()
+        self._ready = self._held = ""
+        return text
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the held text that some stop string begins with."""
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """One choice: prompt plus output tokens, and how much of them the cache holds.
+
+    `num_computed` tokens have keys and values in the cache. A sequence decodes when that is all but the last token;
+    with less it is still (or, after preemption, again) computing its prompt; there is no other difference.
+    """
+
+    id: int
+    """Unique in the engine, ascending in order of arrival."""
+    request_id: str
+    index: int
+    """Which choice of the request, 0..n-1."""
+    params: SamplingParams
+    tokens: list[int]
+    """Prompt and output, all committed; the device may have drawn one more that the host has not read yet."""
+    num_prompt_tokens: int
+    arrival: float
+    """Monotonic clock, seconds."""
+    priority: int
+    """Lower goes first."""
+    deadline: float | None
+    """Monotonic clock, seconds."""
+    seed: int
+    """Keys all random draws of this choice, together with their positions."""
+    end_token_ids: tuple[int, ...]
+    """Tokens that end it: end-of-sequence unless ignored, and stop_token_ids."""
+    table: BlockTable
+    text: TextStream
+    adapter: int = NO_ADAPTER
+    """Number of the adapter that the target computes it with; a draft has none."""
+
+    mask: TokenMask | None = None
+    """Which tokens may come next; None: all."""
+    batch_row: int = -1
+    """Its row in the running batch, where the device keeps its state; -1 while it has none."""
+    num_unread: int = 0
+    """Tokens that steps have drawn, or are drawing, and that the host has not read yet."""
+    num_computed: int = 0
+    siblings: list["Sequence"] = field(default_factory=list)
+    """Choices 1..n-1 of the same request, until the prompt that they share has been computed."""
+    is_running: bool = False
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache on first admission."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Grows with the computed prompt, when asked for; None again once it is complete and has been reported."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    recent_accepted: float = 0.0
+    """Decaying count of accepted draft tokens."""
+    recent_rejected: float = 0.0
+    """Decaying count of rejections."""
+
+    @property
+    def verifies_by_rejection(self) -> bool:
+        """Nothing but the distribution of its tokens is promised, so drafts can be accepted as often as possible."""
+        return self.params.seed is None and not self.params.is_greedy
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Who goes first: sort key of waiting and running; the last is preempted first."""
+        return (self.priority, self.arrival, self.id)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """The most that it may still emit."""
+        return self.params.max_tokens - self.num_output
+
+    @property
+    def num_drawn(self) -> int:
+        """All its tokens, those included that the host has not read yet."""
+        return len(self.tokens) + self.num_unread
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 while decoding."""
+        return len(self.tokens) + self.num_unread - self.num_computed
+
+    @property
+    def num_batch_rows(self) -> int:
+        """Rows that it takes in the running batch: its own and those of the siblings that it will fork into."""
+        return 1 + len(self.siblings)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against, and what ends them."""
+
+    vocab_size: int
+    """Token ids that they may name are below this."""
+    max_num_seqs: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Requests:
+    """All unfinished requests of an engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        *,
+        enqueue: Callable[[Sequence], None],
+        release: Callable[[Sequence], None],
+    ) -> None:
+        """`enqueue` takes the first choice of a new request; `release` frees whatever a sequence still holds."""
+        self.limits = limits
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        """Of all requests since the engine started; prompts count once they have been computed."""
+        self._tokenizer = tokenizer
+        self._enqueue, self._release = enqueue, release
+        self._adapters = {name: number for number, name in enumerate(config.adapters)}
+        self._random = random.Random(config.seed)
+        self._next_id = 0
+        self._sequences: dict[int, Sequence] = {}
+        """Unfinished choices of all requests, by sequence id."""
+        self._requests: dict[str, list[Sequence]] = {}
+        """The same, by request."""
+        self._masked: set[int] = set()
+        """Ids of those that have a token mask."""
+        self._unreported: list[RequestOutput] = []
+        """Outputs that came up between two steps."""
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival: float | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        """Queue a request. ValueError with one sentence when it can never be served; nothing has changed then.
+
+        Times are seconds of `time.monotonic()`. Lower `priority` goes first. When `deadline` passes, queued or running,
+        it ends with finish_reason "deadline". Only requests of equal `adapter` (a name in EngineConfig.adapters; None:
+        the base) and `cache_salt` share cached prefixes.
+        """
+        self._check(request_id, prompt_token_ids, params)
+        number = self._adapter_number(adapter)
+        choices = [
+            Sequence(
+                id=self._next_id + index,
+                request_id=request_id,
+                index=index,
+                params=params,
+                tokens=list(prompt_token_ids),
+                num_prompt_tokens=len(prompt_token_ids),
+                arrival=time.monotonic() if arrival is None else arrival,
+                priority=priority,
+                deadline=deadline,
+                seed=self._random.randrange(MAX_SEED) if params.seed is None else params.seed,
+                end_token_ids=(() if params.ignore_eos else self.limits.eos_token_ids) + params.stop_token_ids,
+                table=BlockTable(pages_for(self.limits.max_model_len), f"{number}:{cache_salt or ''}"),
+                text=TextStream(StreamDecoder(self._tokenizer, continues=True), params.stop),
+                adapter=number,
+            )
+            for index in range(params.n)
+        ]
+        self._next_id += params.n
+        leader = choices[0]
+        leader.siblings = choices[1:]
+        leader.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        self._requests[request_id] = choices
+        self._sequences |= {sequence.id: sequence for sequence in choices}
+        self._enqueue(leader)
+
+    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        limits = self.limits
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id} is already being served")
+        params.validate(limits.vocab_size)
+        if params.n > limits.max_num_seqs:
+            raise ValueError(f"n is {params.n}, but at most {limits.max_num_seqs} sequences run at once")
+        if not prompt:
+            raise ValueError("the prompt has no tokens")
+        if len(prompt) >= limits.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer within "
+                f"the {limits.max_model_len} tokens that this engine can hold of one sequence"
+            )
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < limits.vocab_size:
+                raise ValueError(f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, not {token!r}")
+
+    def _adapter_number(self, name: str | None) -> int:
+        if name is None:
+            return NO_ADAPTER
+        if name not in self._adapters:
+            raise ValueError(f"there is no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
+        return self._adapters[name]
+
+    def set_token_mask(self, request_id: str, mask: TokenMask) -> None:
+        """From here on let all choices of a request emit only what the mask allows. KeyError for an unknown request."""
+        for sequence in self._requests[request_id]:
+            sequence.mask = mask
+            self._masked.add(sequence.id)
+
+    @property
+    def have_masks(self) -> bool:
+        """Whether any unfinished request has a token mask."""
+        return bool(self._masked)
+
+    @property
+    def have_news(self) -> bool:
+        """Whether something came up between two steps."""
+        return bool(self._unreported)
+
+    def find(self, sequence_id: int) -> Sequence | None:
+        """A choice by its id; None once it has finished."""
+        return self._sequences.get(sequence_id)
+
+    def take_news(self) -> list[RequestOutput]:
+        """What came up since the last step, and the ends of requests whose deadline has passed."""
+        now = time.monotonic()
+        late = [s for s in self._sequences.values() if s.deadline is not None and s.deadline <= now]
+        outputs, self._unreported = self._unreported, []
+        return outputs + self._finish_all(late, "deadline")
+
+    def report_later(self, outputs: list[RequestOutput]) -> None:
+        """Have the next step report these."""
+        self._unreported += outputs
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, wherever it is, and free its pages; unknown ids are ignored, they may just have ended.
+
+        The next step reports finish_reason "abort" for each of its unfinished choices.
+        """
+        self._unreported += self._finish_all(self._requests.get(request_id, ()), "abort")
+
+    def fail(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:
+        """End sequences whose computation raised; clients get one sentence without internals, the log gets it all."""
+        log.error("request %s failed", sequences[0].request_id, exc_info=error)
+        outputs = self._finish_all(sequences, "error")
+        is_numeric = isinstance(error, NonFiniteLogitsError)
+        for output in outputs:
+            output.error = "the model's scores are not numbers" if is_numeric else "the engine failed on this request"
+        return outputs
+
+    def extend(
+        self, sequence: Sequence, drawn: list[int], *, num_accepted: int, logprobs: list[TokenLogprobs] | None
+    ) -> RequestOutput:
+        """Add tokens, the first `num_accepted` of which were drafted, up to the one that ends the sequence.
+
+        The output is final when there was one; the sequence is then still to be finished.
+        """
+        if sequence.num_output == 0 and sequence.index == 0:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+        num_before = sequence.num_tokens
+        finish_reason, stop_reason = self._append(sequence, drawn)
+        tokens = sequence.tokens[num_before:]
+        self.num_generation_tokens += len(tokens)
+        output = self._output(sequence, finish_reason, ends_before_stop=isinstance(stop_reason, str))
+        output.new_token_ids, output.stop_reason = tokens, stop_reason
+        output.drafted_mask = [number < num_accepted for number in range(len(tokens))]
+        output.logprobs = None if logprobs is None else logprobs[: len(tokens)]
+        output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        return output
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence and give back what it holds."""
+        self._release(sequence)
+        self._masked.discard(sequence.id)
+        del self._sequences[sequence.id]
+        choices = self._requests[sequence.request_id]
+        choices.remove(sequence)
+        if not choices:
+            del self._requests[sequence.request_id]
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[FinishReason | None, str | int | None]:
+        """Append tokens until one ends the sequence. Returns its finish reason and the stop string or token id."""
+        params = sequence.params
+        for token in tokens:
+            sequence.tokens.append(token)
+            may_stop = sequence.num_output >= params.min_tokens
+            if may_stop and token in sequence.end_token_ids:
+                return "stop", None if token in self.limits.eos_token_ids else token
+            stop = sequence.text.push(token, may_stop=may_stop)
+            if stop is not None:
+                return "stop", stop
+            if sequence.num_output >= params.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
+                return "length", None
+        return None, None
+
+    def _output(
+        self, sequence: Sequence, finish_reason: FinishReason | None, *, ends_before_stop: bool = False
+    ) -> RequestOutput:
+        is_final = finish_reason is not None and not ends_before_stop
+        return RequestOutput(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            new_text=sequence.text.finish() if is_final else sequence.text.take(),
+            finish_reason=finish_reason,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached,
+            num_output_tokens=sequence.num_output,
+            num_drafted=sequence.num_drafted,
+            num_accepted=sequence.num_accepted,
+        )
+
+    def _finish_all(self, sequences: Iterable[Sequence], reason: FinishReason) -> list[RequestOutput]:
+        """End unfinished sequences for a reason of their request's, and report it."""
+        outputs = []
+        for sequence in list(sequences):
+            self.finish(sequence)
+            outputs.append(self._output(sequence, reason))
+        return outputs
