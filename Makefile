@@ -39,8 +39,7 @@ fast: $(INSTALLED)
 bench: $(INSTALLED)   ## beside transformers and peft, and its own kernels, on this machine; writes bench/results/
 	$(BIN)/python -m bench.serve
 	$(BIN)/python -m bench.train.distill
-	$(BIN)/python -m bench.quantized
-	$(BIN)/python -m bench.attention
+	$(BIN)/python -m bench.kernels.decode
 	$(BIN)/python -m bench.train.qlora
 
 bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU (goes on where it stopped), and a QLoRA step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.common.compiled import compiled
 
-# Measured with `python -m bench.quantized`: with more rows torch's matrix products cost less.
+# Measured with `python -m bench.kernels.decode`: with more rows torch's matrix products cost less.
 _MOST_ROWS = 32
 _LANES = 16
 

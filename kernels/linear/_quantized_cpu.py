@@ -23,7 +23,7 @@ from kernels.linear.quantization import (
     nf4_table,
 )
 
-# Measured with `python -m bench.quantized`: with more rows a product of blocks costs less.
+# Measured with `python -m bench.kernels.decode`: with more rows a product of blocks costs less.
 _MOST_FEW_ROWS = 32
 # torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
 # several calls they cost less than expanding the weight up to the second number.

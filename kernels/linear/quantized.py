@@ -43,7 +43,7 @@ from kernels.linear.quantization import QuantizedWeight, pack_int4, pack_nf4
 PreparedQuantizedWeight = TiledWeight | CpuWeight
 
 # Above this many rows expanding the weight first costs less than expanding its tiles for every 64 rows again:
-# 2 · T · N · K operations then take longer than moving 4.5 bytes per weight. Measure with `python -m bench.quantized`.
+# 2 · T · N · K operations then take longer than moving 4.5 bytes per weight. Measure with `python -m bench.kernels.decode`.
 _MOST_FUSED_ROWS = 128
 _MOST_SPLITS = 16
 
@@ -57,7 +57,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By bits a weight and the largest number of rows. 1 row: no tensor cores. Any GPU; `python -m bench.quantized`.
+# By bits a weight and the largest number of rows. 1 row: no tensor cores. Any GPU; `python -m bench.kernels.decode`.
 _FORWARD_TILES = {
     4: {1: Tiles(1, 128, 4, 4), 16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 4), 64: Tiles(64, 128, 4, 3)},
     8: {1: Tiles(1, 128, 4, 4), 16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 3), 64: Tiles(64, 128, 4, 3)},

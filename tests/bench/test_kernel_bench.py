@@ -4,25 +4,19 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import kernel_fused, kernel_goals, kernel_parts, kernel_timing, kernels
-from bench.kernel_cases import Candidate, Case, copied
-from bench.kernel_plot import draw
-from bench.kernel_shapes import (
-    AttentionInputs,
-    AttentionShape,
-    PagedInputs,
-    PagedShape,
-    attention_reference,
-    paged_reference,
-)
-from bench.kernel_timing import GpuClock, HostClock, Lab, Limits, Program, run_case
+from bench.kernels import cases as table
+from bench.kernels import driver, goals, timing
+from bench.kernels.case import Candidate, Case, Shape
+from bench.kernels.inputs.attention import documents, last_rows, paged
+from bench.kernels.plot import draw
+from bench.kernels.timing import GpuClock, HostClock, Lab, Limits, Program, run_case
 from kernels.attention import rotary_write
 from kernels.attention.flash import flash_attention_reference
 from kernels.attention.paged import paged_attention_reference
@@ -41,28 +35,18 @@ def small_case(**candidates: Any) -> Case:
 
     listed = [Candidate("ours", prepare(candidates.pop("ours", lambda x: x + 1)), role="ours")]
     listed += [Candidate(name, prepare(function)) for name, function in candidates.items()]
-    return Case(
-        name="sum",
-        shape={"n": 64},
-        flops=64.0,
-        num_bytes=256.0,
-        make_inputs=Numbers.random,
-        reference=lambda inputs: (inputs.x.double() + 1,),
-        candidates=listed,
-    )
+    return Case(SUM, listed)
 
 
-@dataclass
-class Numbers:
-    x: torch.Tensor
+def numbers(device: torch.device) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(64, dtype=torch.bfloat16, device=device)}
 
-    @classmethod
-    def random(cls, device: torch.device) -> "Numbers":
-        return cls(torch.randn(64, dtype=torch.bfloat16, device=device))
+
+SUM = Shape("sum", {"n": 64}, numbers, lambda inputs: (inputs.x.double() + 1,), num_bytes=256.0, flops=64.0)
 
 
 def run_tiny(out: Path, *arguments: str) -> int:
-    return kernels.main(["--tiny", "--out", str(out), *arguments])
+    return driver.main(["--tiny", "--out", str(out), *arguments])
 
 
 def read(path: Path) -> Any:
@@ -76,9 +60,9 @@ def test_every_part_runs_through_the_interpreter(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "µs" not in done.stdout and "/s" not in done.stdout, "a tiny run has no speeds to show"
     joined = read(tmp_path / "kernels-tiny.json")
-    assert {part["part"] for part in joined["parts"]} == set(kernel_parts.PARTS)
+    assert {part["part"] for part in joined["parts"]} == set(table.PARTS)
     for part in joined["parts"]:
-        names = [case.name for case in kernel_parts.PARTS[part["part"]](True)]
+        names = [case.shape.name for case in table.PARTS[part["part"]].cases(tiny=True)]
         assert [case["name"] for case in part["cases"]] == names
         for case in part["cases"]:
             assert case["candidates"]["potstill"]["status"] == "measured", case
@@ -88,17 +72,17 @@ def test_every_part_runs_through_the_interpreter(tmp_path: Path) -> None:
 
 def test_there_are_parts_for_everything_the_goals_name() -> None:
     expected = {"flash_forward", "flash_backward", "decode", "verify", "prefill_paged", "fused"}
-    assert expected <= set(kernel_parts.PARTS)
-    for build in kernel_parts.PARTS.values():
-        names = [case.name for case in build(False)]
+    assert expected <= set(table.PARTS)
+    for part in table.PARTS.values():
+        names = [case.shape.name for case in part.cases(tiny=False)]
         assert len(names) == len(set(names)), "cases are found again by their names"
-        assert build.__doc__
+        assert part.text
 
 
 def test_without_a_gpu_it_says_how_to_try_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert kernels.main(["--out", str(tmp_path)]) == 2
+    assert driver.main(["--out", str(tmp_path)]) == 2
     assert "--tiny" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -111,9 +95,9 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_a_wrong_kernel_gets_no_speed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    right = kernel_fused.swiglu
+    right = table.swiglu
     scaled = lambda gate, up: (1.01 * right(gate.float(), up.float())).to(gate.dtype)  # noqa: E731
-    monkeypatch.setattr(kernel_fused, "swiglu", scaled)
+    monkeypatch.setattr(table, "swiglu", scaled)
     assert run_tiny(tmp_path, "--parts", "fused", "--only", "swiglu") == 1
     out, err = capsys.readouterr()
     assert "potstill: red error 0.01" in err
@@ -153,7 +137,7 @@ def test_what_is_measured_is_not_measured_again(
     forward, both = seeds("--only", "forward+backward", "--again")[:2]
     assert forward not in first or both not in first
     # Another state of the sources is another measurement.
-    monkeypatch.setattr(kernels, "identify", lambda *, tiny: {"gpu": None, "tiny": tiny, "sources": "others"})
+    monkeypatch.setattr(driver, "identify", lambda *, tiny: {"gpu": None, "tiny": tiny, "sources": "others"})
     assert not set(seeds("--only", "swiglu 32x80")) & set(first)
 
 
@@ -208,7 +192,7 @@ def test_rates_and_ratios_follow_from_the_times() -> None:
 
 
 def test_inputs_outgrow_the_cache_and_short_calls_share_a_graph() -> None:
-    made: list[Numbers] = []
+    made: list[torch.Tensor] = []
 
     class Recorder(HostClock):
         calls: tuple[int, ...] = ()
@@ -217,17 +201,17 @@ def test_inputs_outgrow_the_cache_and_short_calls_share_a_graph() -> None:
             self.calls = (*self.calls, len(runs))
             return super().program(runs)
 
-    def make(device: torch.device) -> Numbers:
-        made.append(Numbers.random(CPU))
-        return made[-1]
+    def make(device: torch.device) -> dict[str, torch.Tensor]:
+        made.append(numbers(CPU)["x"])
+        return {"x": made[-1]}
 
     clock = Recorder()
     # A device that is no CPU, so that calls are grouped as they are on a GPU: 128 bytes a set, 10 µs a call.
     lab = Lab(torch.device("meta"), clock, l2_bytes=6400, limits=Limits(25.6e6, 1e12), rounds=4)
-    result = run_case(replace(small_case(), make_inputs=make), lab, 60.0)
+    result = run_case(Case(replace(SUM, make=make), small_case().candidates), lab, 60.0)
     assert clock.calls == (5,) * 20
     assert len(made) == result["input_sets"] == 100 >= 2 * 6400 / 128
-    assert len({numbers.x.sum().item() for numbers in made}) > 90, "every set has its own random numbers"
+    assert len({x.sum().item() for x in made}) > 90, "every set has its own random numbers"
 
 
 def test_who_overwrites_inputs_works_on_copies() -> None:
@@ -300,23 +284,22 @@ def test_integers_must_be_equal() -> None:
     def outputs(last: int) -> Any:
         return lambda inputs: lambda: (torch.tensor([1000, 2000, last]),)
 
-    case = small_case()
     listed = [Candidate("ours", outputs(3000), role="ours"), Candidate("near", outputs(3001))]
-    case = replace(case, candidates=listed, reference=lambda inputs: (torch.tensor([1000, 2000, 3000]),))
+    case = Case(replace(SUM, reference=lambda inputs: (torch.tensor([1000, 2000, 3000]),)), listed)
     found = run_case(case, LAB, 60.0)["candidates"]
     assert found["ours"]["status"] == "measured" and found["near"]["status"] == "red"
     assert found["near"]["error"] == pytest.approx(1 / 3)
 
 
 def test_long_rounds_are_fewer() -> None:
-    rounds = [kernel_timing._number_of_rounds(seconds) for seconds in (1e-3, 1 / 60, 0.1, 0.25, 2.0)]
+    rounds = [timing._number_of_rounds(seconds) for seconds in (1e-3, 1 / 60, 0.1, 0.25, 2.0)]
     assert rounds == [240, 120, 60, 40, 20]
 
 
 def test_a_family_of_parts_has_a_name() -> None:
-    assert kernel_parts.parts_named("decode") == ["decode"]
-    assert kernel_parts.parts_named("losses") == ["losses_cross_entropy", "losses_distillation"]
-    assert len(kernel_parts.parts_named("quantized")) == 6 and not kernel_parts.parts_named("quant")
+    assert table.parts_named("decode") == ["decode"]
+    assert table.parts_named("losses") == ["losses_cross_entropy", "losses_distillation"]
+    assert len(table.parts_named("quantized")) == 6 and not table.parts_named("quant")
 
 
 def test_memory_is_compared_and_shown() -> None:
@@ -325,9 +308,9 @@ def test_memory_is_compared_and_shown() -> None:
         "dense": measured("peer", 30, peak_bytes=14e9),
     }
     case = small_case()
-    kernel_timing._compare(case, LAB, found)
+    timing._add_rates(case, LAB, found)
     assert found["dense"]["times_our_peak"] == 7.0 and "times_our_peak" not in found["potstill"]
-    line = kernels.describe({"name": "x", "bound": "compute", "candidates": found}, speeds=True)
+    line = driver.describe({"name": "x", "bound": "compute", "candidates": found}, speeds=True)
     assert "2.00 GB" in line and "dense 3.00x, 7.0x the memory" in line
 
 
@@ -340,35 +323,36 @@ def test_slow_compilers_are_left_out_when_time_runs_out() -> None:
 
 
 def test_references_in_pieces_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.kernel_shapes._BAND", 7)
-    inputs = AttentionInputs.random(AttentionShape(2, 30, 4, 2, 8), CPU, gradients=True)
+    monkeypatch.setattr("bench.kernels.inputs.attention.BAND", 7)
+    inputs = documents(2, 30, 4, 2, 8, "forward+backward").inputs(CPU)
     leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = flash_attention_reference(*leaves, inputs.cu_seqlens)
     expected = (out.detach(), *torch.autograd.grad(out, leaves, inputs.grad.double()))
-    check_all_close(attention_reference(inputs), expected)
-    check_all_close(attention_reference(inputs, output=False), expected[1:])
+    check_all_close(inputs.shape.reference(inputs), expected)
+    alone = documents(2, 30, 4, 2, 8, "backward")
+    check_all_close(alone.reference(inputs.replace(shape=alone)), expected[1:])
 
 
 def test_paged_inputs_are_what_they_say() -> None:
-    inputs = PagedInputs.random(PagedShape(3, 2, 40, 4, 2, 8, ragged=True), CPU)
+    shape = paged(3, 2, 40, 4, 2, 8, ragged=True)
+    inputs = shape.inputs(CPU)
     assert inputs.lengths == [16, 28, 40] and inputs.kv_lengths.tolist() == [16, 28, 40]
     used = [inputs.block_tables[row, : -(-length // 16)].tolist() for row, length in enumerate(inputs.lengths)]
     assert sorted(page for pages in used for page in pages) == list(range(6)), "every page belongs to one sequence"
     wide = [x.double() for x in (inputs.q, inputs.k_pages, inputs.v_pages)]
     whole = paged_attention_reference(*wide, inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths)
-    check_close(paged_reference(inputs)[0], whole)
-    last = inputs.last_rows()
-    check_close(paged_reference(last)[0], whole[1::2])
+    check_close(shape.reference(inputs)[0], whole)
+    check_close(shape.reference(last_rows(inputs))[0], whole[1::2])
 
 
 def test_costs_are_the_textbook_ones() -> None:
-    shape = AttentionShape(1, 16_384, 16, 16, 128)
-    assert shape.forward_flops() == 4 * 16_384**2 * 2048 / 2
-    assert shape.forward_bytes() == 4 * 16_384 * 2048 * 2
-    decode = PagedShape(8, 1, 8192, 32, 8, 128)
-    assert decode.num_bytes() == 8 * (8192 * 8 * 128 * 2 * 2 + 2 * 32 * 128 * 2 + 512 * 4)
-    assert decode.flops() == 8 * 4 * 8192 * 32 * 128
-    assert PagedShape(1, 4, 10, 1, 1, 1).flops() == 4 * (7 + 8 + 9 + 10)
+    shape = documents(1, 16_384, 16, 16, 128)
+    assert shape.flops == 4 * 16_384**2 * 2048 / 2
+    assert shape.num_bytes == 4 * 16_384 * 2048 * 2
+    decode = paged(8, 1, 8192, 32, 8, 128)
+    assert decode.num_bytes == 8 * (8192 * 8 * 128 * 2 * 2 + 2 * 32 * 128 * 2 + 512 * 4)
+    assert decode.flops == 8 * 4 * 8192 * 32 * 128
+    assert paged(1, 4, 10, 1, 1, 1).flops == 4 * (7 + 8 + 9 + 10)
 
 
 LIMITS = {"copy_bytes_per_s": 4e12, "matmul_flop_per_s": 7e14}
@@ -405,40 +389,34 @@ def test_merging_keeps_to_one_gpu(capsys: pytest.CaptureFixture[str], tmp_path: 
         (tmp_path / "kernels").mkdir(exist_ok=True)
         (tmp_path / "kernels" / f"{name}.json").write_text(json.dumps(content))
 
-    assert kernels.main(["--merge", "--out", str(tmp_path)]) == 2
+    assert driver.main(["--merge", "--out", str(tmp_path)]) == 2
     part("decode", "NVIDIA A100", 1.0)
     part("fused", "NVIDIA H200", 2.0)
     part("verify", "NVIDIA H200", 3.0)
-    assert kernels.main(["--merge", "--out", str(tmp_path)]) == 0
+    assert driver.main(["--merge", "--out", str(tmp_path)]) == 0
     joined = read(tmp_path / "kernels-nvidia-h200.json")
     assert [part["part"] for part in joined["parts"]] == ["fused", "verify"]
     assert "decode" in capsys.readouterr().err
 
 
-def test_goals_are_judged_by_the_worst_shape() -> None:
+def test_goals_are_compared_by_the_worst_shape() -> None:
     def case(name: str, head_dim: int, length: int, flash: float | None) -> dict[str, Any]:
         found = {"status": "failed"} if flash is None else {"times_ours": flash}
         return {"name": name, "shape": {"head_dim": head_dim, "length": length}, "candidates": {"sdpa_flash": found}}
 
     cases = [case("a", 128, 4096, 1.9), case("b", 128, 8192, 1.5), case("c", 128, 2048, 1.0), case("d", 64, 8192, 1.1)]
     forward = {"part": "flash_forward", "cases": [*cases, case("e", 128, 4096, None)]}
-    first, second, *_ = kernel_goals.judge([forward])
+    first, second, *_ = goals.compare([forward])
     assert (first["worst"], first["worst_shape"], first["shapes"], first["reached"]) == (1.5, "b", 2, False)
-    assert second["reached"] is None and "not measured" in kernel_goals.describe(second)
+    assert second["reached"] is None and "not measured" in goals.describe(second)
     cases[1] = case("b", 128, 8192, 1.7)
-    assert next(kernel_goals.judge([{"part": "flash_forward", "cases": cases}]))["reached"]
+    assert next(goals.compare([{"part": "flash_forward", "cases": cases}]))["reached"]
 
 
 def test_goals_name_parts_and_candidates_that_exist() -> None:
-    for goal in kernel_goals.GOALS:
-        cases = kernel_parts.PARTS[goal.part](False)
-        concerned = [case for case in cases if goal.concerns({"shape": case.shape, "bytes": case.num_bytes})]
+    for goal in goals.GOALS:
+        cases = table.PARTS[goal.part].cases(tiny=False)
+        shown = [({"shape": case.shape.fields, "bytes": case.shape.num_bytes}, case) for case in cases]
+        concerned = [case for result, case in shown if goal.concerns(result)]
         assert concerned, goal.text
         assert all(goal.candidate in {one.name for one in case.candidates} for case in concerned), goal.text
-
-
-def test_inputs_are_copied_whole() -> None:
-    inputs = PagedInputs.random(PagedShape(1, 1, 20, 2, 1, 8), CPU)
-    twin = copied(inputs)
-    twin.k_pages.zero_()
-    assert inputs.k_pages.any() and twin.lengths == inputs.lengths

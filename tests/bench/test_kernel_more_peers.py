@@ -11,26 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import kernel_cases, kernel_parts
-from bench import kernel_quantized_peers as quantized
-from bench.kernel_cases import Case, NotItsTask
-from bench.kernel_drafts import _is_possible
-from bench.kernel_losses import KINDS, LossInputs, LossShape, plain_distillation
-from bench.kernel_quantized import FORMATS, LinearInputs, product_reference, weight_bytes
-from bench.kernel_sampling import PenaltyInputs, _are_kept, penalized_reference
-from bench.kernel_timing import HostClock, Lab, Limits, run_case
+from bench.kernels import case as case_module
+from bench.kernels.case import Case, Inputs, NotItsTask
+from bench.kernels.cases import PARTS
+from bench.kernels.inputs.linear import QUANTIZERS, product, weight_bytes
+from bench.kernels.inputs.losses import KINDS, loss
+from bench.kernels.inputs.sampling import are_kept, are_possible, penalties
+from bench.kernels.peers import linear as quantized
+from bench.kernels.peers.losses import plain_loss
+from bench.kernels.timing import HostClock, Lab, Limits, run_case
 from kernels.linear.quantization import NF4_TABLE
 from kernels.losses.linear_distillation import linear_distillation_reference
 from kernels.sampling.logit_adjustments import adjust_scores_reference
-from tests.compare import check_all_close, check_close
+from tests.compare import check_close
 
 CPU = torch.device("cpu")
 LAB = Lab(CPU, HostClock(), l2_bytes=0, limits=Limits(1e10, 1e11), rounds=2)
 K, N, ROWS, GROUP = 256, 128, 3, 128
 
 
-def linear_inputs(format_name: str, rows: int = ROWS) -> LinearInputs:
-    return LinearInputs.random(format_name, K, N, rows, CPU, backward=False)
+def linear_inputs(format_name: str, rows: int = ROWS) -> Inputs:
+    return product(format_name, K, N, rows).inputs(CPU)
 
 
 class Layer:
@@ -243,8 +244,8 @@ MODULES = {
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every package, and a GPU for who asks; what torch packs for tinygemm stays as it is."""
-    monkeypatch.setattr(kernel_cases, "find_spec", lambda name: name)
-    monkeypatch.setattr(kernel_cases, "import_module", MODULES.__getitem__)
+    monkeypatch.setattr(case_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(case_module, "import_module", MODULES.__getitem__)
     monkeypatch.setattr(quantized, "_need_gpu", lambda inputs: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(quantized, "_tuned_gemlite", quantized._tuned_gemlite.__wrapped__)
@@ -259,9 +260,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def adapters() -> list[tuple[str, str]]:
     names = {
         "nf4": ("bitsandbytes",),
-        "int4": ("torch_int4", "gemlite_int4", "torchao_int4", "vllm_marlin", "marlin"),
-        "int8": ("torch_int8", "gemlite_int8", "torchao_int8", "vllm_marlin"),
-        "fp8": ("gemlite_fp8", "torchao_fp8"),
+        "int4": ("torch_int4", "gemlite", "torchao", "vllm_marlin", "marlin"),
+        "int8": ("torch_int8", "gemlite", "torchao", "vllm_marlin"),
+        "fp8": ("gemlite", "torchao"),
     }
     return [(format_name, name) for format_name, listed in names.items() for name in listed]
 
@@ -270,22 +271,21 @@ def adapters() -> list[tuple[str, str]]:
 @pytest.mark.usefixtures("installed")
 def test_quantized_peers_multiply_with_our_codes(format_name: str, adapter: str) -> None:
     inputs = linear_inputs(format_name)
-    run = getattr(quantized, adapter)(inputs)
-    check_all_close(run(), product_reference(inputs), dtype=torch.bfloat16)
+    multiply = getattr(quantized, adapter)(inputs)
+    check_close(multiply(inputs.x), inputs.shape.reference(inputs)[0], dtype=torch.bfloat16)
 
 
 @pytest.mark.usefixtures("installed")
 def test_bitsandbytes_for_one_row() -> None:
     inputs = linear_inputs("nf4", rows=1)
-    check_all_close(quantized.bitsandbytes_gemv(inputs)(), product_reference(inputs), dtype=torch.bfloat16)
+    multiply = quantized.bitsandbytes_gemv(inputs)
+    check_close(multiply(inputs.x), inputs.shape.reference(inputs)[0], dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", QUANTIZERS)
 def test_who_needs_a_gpu_says_so(format_name: str) -> None:
     inputs = linear_inputs(format_name)
-    adapter = {"nf4": quantized.bitsandbytes_gemv, "int4": quantized.torch_int4, "int8": quantized.gemlite_int8}.get(
-        format_name, quantized.gemlite_fp8
-    )
+    adapter = {"nf4": quantized.bitsandbytes_gemv, "int4": quantized.torch_int4}.get(format_name, quantized.gemlite)
     with pytest.raises(NotItsTask, match="only on a GPU"):
         adapter(inputs)
 
@@ -307,7 +307,7 @@ def test_gemlite_gets_the_tuning_of_the_same_chip(monkeypatch: pytest.MonkeyPatc
 
 
 def cases_with(part: str, candidate: str) -> list[Case]:
-    return [case for case in kernel_parts.PARTS[part](True) if candidate in {one.name for one in case.candidates}]
+    return [case for case in PARTS[part].cases(tiny=True) if candidate in {one.name for one in case.candidates}]
 
 
 @pytest.mark.parametrize(
@@ -330,24 +330,25 @@ def test_peers_of_losses_and_sampling_are_right(part: str, peer: str, count: int
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_losses_are_the_reference(kind: Any) -> None:
-    inputs = LossInputs.random(LossShape(6, 40, 16, 24), CPU)
-    wide = LossInputs(*(x.double() if x.is_floating_point() else x for x in vars(inputs).values()))
-    plain = plain_distillation(wide.student, wide.student_head, wide, slice(None), kind=kind)
+    inputs = loss(6, 40, 16, 24, kind).inputs(CPU)
+    heads = {name: x.double() for name, x in vars(inputs).items() if name.startswith(("student", "teacher"))}
+    plain = plain_loss(heads["student"], heads["student_head"], inputs.replace(**heads), slice(None))
     alpha = 0.5 if kind == "jsd" else 0.1
-    expected = linear_distillation_reference(*vars(wide).values(), kind=kind, alpha=alpha).loss
-    check_close(plain.double(), expected, dtype=torch.float32)
+    names = ("student", "student_head", "teacher", "teacher_head")
+    sums = linear_distillation_reference(*(heads[name] for name in names), inputs.labels, kind=kind, alpha=alpha)
+    check_close(plain.double(), sums.loss, dtype=torch.float32)
 
 
 def test_penalties_of_the_benchmark_are_the_reference() -> None:
-    inputs = PenaltyInputs.random(3, 50, CPU)
+    inputs = penalties(3, 50).inputs(CPU)
     expected = adjust_scores_reference(inputs.logits, inputs.state, slots=inputs.slots, positions=inputs.positions)
-    check_close(penalized_reference(inputs)[0], expected)
+    check_close(inputs.shape.reference(inputs)[0], expected)
 
 
 def test_a_token_that_a_filter_dropped_is_seen() -> None:
     probabilities = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
     for tokens, kept in (([1, 0], [True, True]), ([1, 1], [True, False]), ([3, -1], [False, False])):
-        (found,), (wanted,) = _are_kept((torch.tensor(tokens),), (torch.empty(0), probabilities))
+        (found,), (wanted,) = are_kept((torch.tensor(tokens),), (torch.empty(0), probabilities))
         assert found.tolist() == kept and wanted.all()
 
 
@@ -357,5 +358,5 @@ def test_a_commitment_that_cannot_be_is_seen() -> None:
     expected = (target_p, torch.tensor([[[0.8, 0.2, 0.0]]]), torch.tensor([[0]]))
     possible = {(0, 1), (1, -1), (2, -1)}
     for committed in [(first, second) for first in (-1, 0, 1, 2, 3) for second in (-1, 0, 1, 2, 3)]:
-        (found,), _ = _is_possible((torch.tensor([committed]),), expected)
+        (found,), _ = are_possible((torch.tensor([committed]),), expected)
         assert found.tolist() == [committed in possible], committed

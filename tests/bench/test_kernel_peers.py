@@ -3,6 +3,7 @@
 The stand-ins compute with our references, so a wrong page list, layout or argument shows on a CPU already.
 """
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,21 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import kernel_cases
-from bench import kernel_peers as peers
-from bench.kernel_parts import PARTS
-from bench.kernel_shapes import (
-    AttentionInputs,
-    AttentionShape,
-    NormInputs,
-    PagedInputs,
-    PagedShape,
-    RotaryInputs,
-    attention_reference,
-    norm_reference,
-    paged_reference,
-    written_reference,
-)
+from bench.kernels import case as case_module
+from bench.kernels.case import Shape
+from bench.kernels.cases import PARTS
+from bench.kernels.inputs.attention import documents, paged
+from bench.kernels.inputs.elementwise import norm, rotary
+from bench.kernels.peers import attention, elementwise
 from kernels.attention.flash import flash_attention_reference
 from kernels.attention.paged import paged_attention_reference
 from kernels.rms_norm import rms_norm_reference
@@ -33,7 +25,7 @@ from tests.compare import check_all_close, check_close
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 CPU = torch.device("cpu")
-SHAPES = [PagedShape(3, 1, 40, 4, 2, 16, ragged=True), PagedShape(2, 5, 37, 4, 2, 16)]
+SHAPES = [paged(3, 1, 40, 4, 2, 16, ragged=True), paged(2, 5, 37, 4, 2, 16)]
 
 
 def rows_ends(q: Tensor) -> Tensor:
@@ -137,63 +129,65 @@ MODULES = {
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cases, "find_spec", lambda name: name)
-    monkeypatch.setattr(kernel_cases, "import_module", MODULES.__getitem__)
+    monkeypatch.setattr(case_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(case_module, "import_module", MODULES.__getitem__)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("adapter", ["fa3_paged", "vllm_fa3", "vllm_triton", "flashinfer_prefill", "flashinfer_decode"])
 @pytest.mark.usefixtures("installed")
-def test_peers_over_pages(shape: PagedShape, adapter: str) -> None:
-    if shape.rows > 1 and adapter == "flashinfer_decode":
+def test_peers_over_pages(shape: Shape, adapter: str) -> None:
+    if shape["rows"] > 1 and adapter == "flashinfer_decode":
         pytest.skip("takes one query a sequence")
-    inputs = PagedInputs.random(shape, CPU)
-    [out] = getattr(peers, adapter)(inputs)()
-    check_close(out.reshape(inputs.q.shape), paged_reference(inputs)[0])
+    inputs = shape.inputs(CPU)
+    [out] = getattr(attention, adapter)(inputs)()
+    check_close(out.reshape(inputs.q.shape), shape.reference(inputs)[0])
 
 
 @pytest.mark.parametrize("backend", ["sdpa_flash", "contiguous_flex"])
 def test_contiguous_peers(backend: str) -> None:
-    inputs = PagedInputs.random(SHAPES[1], CPU)
-    adapt = peers.contiguous_flex if backend == "contiguous_flex" else peers.contiguous_sdpa(backend)
+    inputs = SHAPES[1].inputs(CPU)
+    adapt = attention.contiguous_flex if backend == "contiguous_flex" else attention.contiguous_sdpa(backend)
     try:
         [out] = adapt(inputs)()
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"not on a CPU: {error}")
-    check_close(out.reshape(inputs.q.shape), paged_reference(inputs)[0])
+    check_close(out.reshape(inputs.q.shape), SHAPES[1].reference(inputs)[0])
 
 
 @pytest.mark.usefixtures("installed")
 def test_dense_peers() -> None:
-    inputs = AttentionInputs.random(AttentionShape(2, 30, 4, 2, 16), CPU, gradients=False)
-    for adapter in (peers.sdpa("sdpa_flash"), peers.flex, peers.fa3):
+    shape = documents(2, 30, 4, 2, 16)
+    inputs = shape.inputs(CPU)
+    for adapter in (attention.sdpa("sdpa_flash"), attention.flex, attention.fa3):
         out = adapter(inputs)(inputs.q, inputs.k, inputs.v)
-        check_close(out.reshape(inputs.q.shape), attention_reference(inputs)[0])
+        check_close(out.reshape(inputs.q.shape), shape.reference(inputs)[0])
 
 
 @pytest.mark.usefixtures("installed")
 def test_small_peers() -> None:
-    rotary = RotaryInputs.random(32, query_heads=4, kv_heads=2, head_dim=16, device=CPU)
-    expected = written_reference(rotary)
-    for adapter in (peers.plain_rotary_write, peers.liger_rotary_write):
-        check_all_close(adapter(RotaryInputs(**{k: x.clone() for k, x in vars(rotary).items()}))(), expected)
-    norm = NormInputs.random(8, 48, CPU, gradients=False)
-    leaves = (norm.x, norm.residual, norm.weight)
-    wanted = norm_reference(norm)
-    check_all_close(peers.plain_norm(*leaves), wanted)
-    check_all_close(peers.liger_norm(norm)(*leaves), wanted)
-    check_all_close(peers.flashinfer_norm(norm)(), wanted)
+    written = rotary(32, 4, 2, 16, write=True)
+    inputs = written.inputs(CPU)
+    expected = written.reference(inputs)
+    for adapter in (elementwise.compiled_rotary_write, elementwise.liger_rotary_write):
+        check_all_close(adapter(deepcopy(inputs))(), expected)
+    normed = norm(8, 48)
+    inputs = normed.inputs(CPU)
+    leaves, wanted = (inputs.x, inputs.residual, inputs.weight), normed.reference(inputs)
+    check_all_close(elementwise.plain_norm(*leaves), wanted)
+    check_all_close(elementwise.liger_norm(inputs)(*leaves), wanted)
+    check_all_close(elementwise.flashinfer_norm(inputs)(), wanted)
 
 
 def test_what_is_not_installed_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cases, "find_spec", lambda name: None)
+    monkeypatch.setattr(case_module, "find_spec", lambda name: None)
     packages = {"fa3", "vllm_fa3", "vllm_triton", "flashinfer", "liger", "liger + index_copy"}
     packages |= {"bitsandbytes", "torchao", "marlin", "marlin fp16"}
     seen = set()
-    for build in PARTS.values():
-        for case in build(True):
+    for part in PARTS.values():
+        for case in part.cases(tiny=True):
             named = [candidate for candidate in case.candidates if candidate.name in packages]
             seen |= {candidate.name for candidate in named}
-            inputs = case.make_inputs(CPU) if named else None
-            assert all(candidate.prepare(inputs) is None for candidate in named), case.name
+            inputs = case.shape.inputs(CPU) if named else None
+            assert all(candidate.prepare(inputs) is None for candidate in named), case.shape.name
     assert seen == packages

@@ -2,7 +2,7 @@
 
 A goal names a candidate, one of its figures, and the least that the figure may be, over all shapes of a part that the
 goal is about. `times_ours` of a peer is how many times as long as ours it takes, `times_our_peak` how many times as
-much memory. `judge` finds the worst shape.
+much memory. `compare` finds the worst shape.
 """
 
 from collections.abc import Callable, Iterator
@@ -103,7 +103,7 @@ GOALS = (
 )
 
 
-def judge(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def compare(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """For each goal its worst case; none where nothing that it concerns was measured."""
     cases = {part["part"]: part["cases"] for part in parts}
     for goal in GOALS:

@@ -1,7 +1,7 @@
 """How a kernel is timed and checked: beside its peers in one process, on inputs that no cache still holds.
 
 A case is one shape: random inputs, what the work costs, a reference in fp64, and the candidates that compute it. Each
-candidate is compared with the reference first, and a wrong one gets no time. The right ones run in turn (A B C,
+candidate is compared with the reference first, and a wrong one gets no time. The right ones run by turns (A B C,
 B C A, …), each time on the next of several sets of inputs that together are larger than twice the L2 cache. On a GPU,
 one CUDA graph of each candidate and set is replayed between two events; calls of a few microseconds share a graph, a
 set each, so that the events measure them and not the launch. Times are medians. The limits that they are compared
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bench.kernel_cases import Candidate, Case, NotItsTask, Outputs, Run, copied, tensors
+from bench.kernels.case import Candidate, Case, NotItsTask, Outputs, Run, Shape, tensors
 from tests.compare import BOUNDS, relative_rms
 
 FEWEST_ROUNDS, ROUNDS, MOST_ROUNDS = 20, 60, 240
@@ -106,14 +107,14 @@ class Limits:
     copy_bytes_per_s: float
     matmul_flop_per_s: float
 
-    def floor_s(self, case: Case) -> float:
-        return max(self.bytes_s(case), self.flops_s(case))
+    def floor_s(self, shape: Shape) -> float:
+        return max(self.bytes_s(shape), self.flops_s(shape))
 
-    def bytes_s(self, case: Case) -> float:
-        return case.num_bytes / self.copy_bytes_per_s
+    def bytes_s(self, shape: Shape) -> float:
+        return shape.num_bytes / self.copy_bytes_per_s
 
-    def flops_s(self, case: Case) -> float:
-        return case.flops / self.matmul_flop_per_s
+    def flops_s(self, shape: Shape) -> float:
+        return shape.flops / self.matmul_flop_per_s
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,9 @@ def measure_limits(device: torch.device, clock: Clock, elements: int, n: int) ->
 def run_case(case: Case, lab: Lab, budget_s: float) -> dict[str, Any]:
     """Check every candidate, time those that are right, and return all of it as JSON."""
     torch.compiler.reset()
-    seed = torch.seed()
-    inputs = case.make_inputs(lab.device)
-    expected = case.reference(inputs)
+    seed, shape = torch.seed(), case.shape
+    inputs = shape.inputs(lab.device)
+    expected = shape.reference(inputs)
     found: dict[str, dict[str, Any]] = {}
     for candidate in case.candidates:
         if candidate.compiles and budget_s < COMPILING_S:
@@ -170,21 +171,21 @@ def run_case(case: Case, lab: Lab, budget_s: float) -> dict[str, Any]:
             found[candidate.name] = _check(candidate, case, inputs, expected)
         found[candidate.name]["role"] = candidate.role
     right = [candidate for candidate in case.candidates if found[candidate.name]["status"] == "right"]
-    sets = [inputs, *(case.make_inputs(lab.device) for _ in range(_number_of_sets(case, inputs, lab) - 1))]
+    sets = [inputs, *(shape.inputs(lab.device) for _ in range(_number_of_sets(case, inputs, lab) - 1))]
     programs = _build_programs(case, right, sets, lab, found)
     _check_replays(case, right, programs, inputs, expected, found)
     times = _interleave({name: built for name, built in programs.items() if found[name]["status"] == "right"}, lab)
     for name, samples in times.items():
         found[name] |= {"status": "measured", "launch": programs[name][0].launch, **_spread(samples)}
-    _compare(case, lab, found)
+    _add_rates(case, lab, found)
     return {
-        "name": case.name,
-        "shape": dict(case.shape),
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "flops": case.flops,
-        "bytes": case.num_bytes,
-        "floor_s": lab.limits.floor_s(case),
-        "bound": "compute" if lab.limits.flops_s(case) > lab.limits.bytes_s(case) else "memory",
+        "name": shape.name,
+        "shape": dict(shape.fields),
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "flops": shape.flops,
+        "bytes": shape.num_bytes,
+        "floor_s": lab.limits.floor_s(shape),
+        "bound": "compute" if lab.limits.flops_s(shape) > lab.limits.bytes_s(shape) else "memory",
         "seed": seed,
         "input_sets": len(sets),
         "candidates": found,
@@ -196,10 +197,10 @@ def _check(candidate: Candidate, case: Case, inputs: Any, expected: Outputs) -> 
         run = _prepare(candidate, inputs)
         if run is None:
             return {"status": "absent", "reason": "not installed"}
-        verdict = _judge(candidate, run(), expected, case.dtype)
+        checked = _compared(candidate, run(), expected, case.shape.dtype)
         if case.measures_memory and torch.cuda.is_available():
-            verdict["peak_bytes"] = _peak_bytes(run)
-        return verdict
+            checked["peak_bytes"] = _peak_bytes(run)
+        return checked
     except NotItsTask as reason:
         return {"status": "left out", "reason": str(reason)}
     except Exception as error:
@@ -210,10 +211,10 @@ def _check(candidate: Candidate, case: Case, inputs: Any, expected: Outputs) -> 
 
 def _prepare(candidate: Candidate, inputs: Any) -> Run | None:
     """Who overwrites inputs gets a copy, so that everybody else works on random numbers."""
-    return candidate.prepare(copied(inputs) if candidate.in_place else inputs)
+    return candidate.prepare(deepcopy(inputs) if candidate.in_place else inputs)
 
 
-def _judge(candidate: Candidate, outputs: Outputs, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
+def _compared(candidate: Candidate, outputs: Outputs, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
     """Right if no output is off by more than the bound that the tests use for this dtype; integers must be equal."""
     errors, is_right = [], True
     for actual, wanted in zip(*candidate.compare(outputs, expected), strict=True):
@@ -251,7 +252,7 @@ def _number_of_sets(case: Case, inputs: Any, lab: Lab) -> int:
 def _calls_in_a_graph(case: Case, lab: Lab) -> int:
     if lab.device.type == "cpu":
         return 1
-    return min(MOST_CALLS, math.ceil(SHORT_S / lab.limits.floor_s(case)))
+    return min(MOST_CALLS, math.ceil(SHORT_S / lab.limits.floor_s(case.shape)))
 
 
 def _build_programs(
@@ -289,9 +290,9 @@ def _check_replays(
                 if output.untyped_storage().data_ptr() not in given:
                     _poison(output)
         first.play()
-        verdict = _judge(candidate, first.outputs, expected, case.dtype)
-        if verdict["status"] == "red":
-            found[candidate.name] |= verdict | {"reason": "right when called, wrong when replayed from a graph"}
+        checked = _compared(candidate, first.outputs, expected, case.shape.dtype)
+        if checked["status"] == "red":
+            found[candidate.name] |= checked | {"reason": "right when called, wrong when replayed from a graph"}
 
 
 def _poison(output: Tensor) -> None:
@@ -338,16 +339,16 @@ def _spread(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _compare(case: Case, lab: Lab, found: dict[str, dict[str, Any]]) -> None:
+def _add_rates(case: Case, lab: Lab, found: dict[str, dict[str, Any]]) -> None:
     """Add rates, the fraction of the floor, and how many times as long as ours each takes; as much memory likewise."""
     ours = next((one for one in found.values() if one["role"] == "ours" and "median_s" in one), None)
     for one in found.values():
         if "median_s" not in one:
             continue
         if one["role"] != "baseline":
-            one["tflop_per_s"] = case.flops / one["median_s"] / 1e12
-            one["gb_per_s"] = case.num_bytes / one["median_s"] / 1e9
-            one["roofline_fraction"] = lab.limits.floor_s(case) / one["median_s"]
+            one["tflop_per_s"] = case.shape.flops / one["median_s"] / 1e12
+            one["gb_per_s"] = case.shape.num_bytes / one["median_s"] / 1e9
+            one["roofline_fraction"] = lab.limits.floor_s(case.shape) / one["median_s"]
         if ours is not None and one["role"] != "ours":
             one["times_ours"] = one["median_s"] / ours["median_s"]
             if "peak_bytes" in one and "peak_bytes" in ours:

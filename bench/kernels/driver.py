@@ -12,8 +12,7 @@ kernels and benchmark, GPU, torch and Triton are the same. All parts of a GPU ar
 bench/results/kernels-GPU.json and drawn in kernels-GPU.svg. A candidate that is not right gets no time; the exit code
 is 1 when that is one of ours, and 2 when there is nothing to run on.
 
-bench/kernel_parts.py holds the parts, bench/kernel_timing.py says how they are timed, bench/kernel_goals.py what they
-should reach.
+cases.py holds the parts, timing.py says how they are timed, goals.py what they should reach.
 """
 
 import argparse
@@ -34,9 +33,9 @@ from typing import Any
 
 import torch
 
-from bench import kernel_goals
 from bench.common import RESULTS, ROOT, machine
-from bench.kernel_plot import draw
+from bench.kernels import goals
+from bench.kernels.plot import draw
 from pipeline.results import write_atomically
 
 PART_S = 200.0
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         # Triton reads this when a kernel is defined: before the kernels are imported, which is why that waits.
         os.environ["TRITON_INTERPRET"] = "1"
-    from bench.kernel_parts import PARTS, parts_named
+    from bench.kernels.cases import PARTS, parts_named
 
     wanted = list(PARTS) if options.parts is None else options.parts.split(",")
     unknown = [name for name in wanted if not parts_named(name)]
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.", file=sys.stderr)
         return 2
     for name in dict.fromkeys(name for family in wanted for name in parts_named(family)):
-        run_part(name, PARTS[name](options.tiny), out / "kernels" / f"{name}.json", options)
+        run_part(name, PARTS[name].cases(tiny=options.tiny), out / "kernels" / f"{name}.json", options)
     return merge(out, tiny=options.tiny)
 
 
@@ -93,16 +92,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Namespace) -> None:
     """Run the cases that `path` does not hold yet, for at most PART_S, and write it after each."""
     identity = identify(tiny=options.tiny)
-    wanted = [case for case in cases if options.only in case.name]
+    wanted = [case for case in cases if options.only in case.shape.name]
     done = read_cases(path, identity)
     if options.again:
-        done = {key: found for key, found in done.items() if key not in {case.name for case in wanted}}
-    todo = [case for case in wanted if case.name not in done]
+        done = {key: found for key, found in done.items() if key not in {case.shape.name for case in wanted}}
+    todo = [case for case in wanted if case.shape.name not in done]
     if not todo:
         if wanted:
             print(f"{name}: already measured, see {path} (--again measures it anew)")
         return
-    from bench.kernel_timing import Lab, one_line, run_case, side_stream
+    from bench.kernels.timing import Lab, one_line, run_case, side_stream
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = time.monotonic()
@@ -114,15 +113,17 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
             if left_s <= 0:
                 print(f"{name}: out of time; run it again for the other {len(todo) - number}", file=sys.stderr)
                 break
-            print(f"{name} {number + 1}/{len(todo)}, {left_s:.0f} s left: {case.name}", file=sys.stderr, flush=True)
+            print(
+                f"{name} {number + 1}/{len(todo)}, {left_s:.0f} s left: {case.shape.name}", file=sys.stderr, flush=True
+            )
             try:
-                done[case.name] = run_case(case, lab, left_s / (len(todo) - number))
+                done[case.shape.name] = run_case(case, lab, left_s / (len(todo) - number))
             except Exception as error:  # a shape that cannot even be set up is written down, and no reason to stop
-                done[case.name] = {"name": case.name, "failed": one_line(error), "candidates": {}}
-            print(describe(done[case.name], speeds=not options.tiny), flush=True)
-            for line in complaints(done[case.name]):
+                done[case.shape.name] = {"name": case.shape.name, "failed": one_line(error), "candidates": {}}
+            print(describe(done[case.shape.name], speeds=not options.tiny), flush=True)
+            for line in complaints(done[case.shape.name]):
                 print(line, file=sys.stderr, flush=True)
-            ordered = [done[case.name] for case in cases if case.name in done]
+            ordered = [done[case.shape.name] for case in cases if case.shape.name in done]
             limits = {**vars(lab.limits), "l2_bytes": lab.l2_bytes}
             write(path, {"part": name, "identity": identity, "limits": limits, "cases": ordered})
             release_memory()
@@ -142,13 +143,13 @@ def merge(out: Path, *, tiny: bool) -> int:
     parts = [part for part in parts if part["identity"]["gpu"] == gpu]
     title = "tiny" if tiny else re.sub(r"[^a-z0-9]+", "-", str(gpu).lower()).strip("-")
     path = out / f"kernels-{title}.json"
-    goals = [] if tiny else list(kernel_goals.judge(parts))
-    joined = {"command": "python -m bench.kernels", "gpu": gpu, "tiny": tiny, "goals": goals, "parts": parts}
+    reached = [] if tiny else list(goals.compare(parts))
+    joined = {"command": "python -m bench.kernels", "gpu": gpu, "tiny": tiny, "goals": reached, "parts": parts}
     write_atomically(path, (json.dumps(joined, indent=1) + "\n").encode())
     write_atomically(path.with_suffix(".svg"), draw(joined).encode())
     print(f"written to {path} and {path.with_suffix('.svg').name}")
-    for goal in goals:
-        print(kernel_goals.describe(goal))
+    for goal in reached:
+        print(goals.describe(goal))
     wrong = [f"{part['part']} {case['name']}" for part in parts for case in part["cases"] if not ours_right(case)]
     for name in wrong:
         print(f"NOT RIGHT: {name}", file=sys.stderr)
@@ -195,8 +196,8 @@ def complaints(case: dict[str, Any]) -> Iterator[str]:
 def identify(*, tiny: bool) -> dict[str, Any]:
     """What a measurement depends on; results of another identity are measured anew."""
     digest = hashlib.sha256()
-    for path in sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "bench").glob("kernel*.py")]):
-        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(path for room in ("kernels", "bench/kernels") for path in (ROOT / room).rglob("*.py")):
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return {
         "sources": digest.hexdigest()[:16],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -248,7 +249,3 @@ def _interpreted_on(device: torch.device) -> AbstractContextManager[None]:
     from kernels.common.triton_support import interpreted
 
     return interpreted() if device.type == "cpu" else nullcontext()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

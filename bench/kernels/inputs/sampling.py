@@ -1,0 +1,220 @@
+"""From logits to tokens, penalties, log-probabilities; verification of chains and trees; look-up in the text.
+
+Everybody begins with the bf16 logits that the head leaves. Our tokens must be those of the reference, which draws the
+same numbers; others draw their own, so each of their tokens must be possible: `are_kept`, `are_possible`.
+
+Legend: B sequences, V vocabulary, M biases a request, n drafted tokens, S tokens of a text.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernels.case import Inputs, Outputs, Shape, normal
+from kernels.sampling.logit_adjustments import ALWAYS, IN_PROMPT, RequestState
+from kernels.sampling.ngram import find_ngrams_reference
+from kernels.sampling.random import Purpose, Stream, exponential, uniform
+from kernels.sampling.sample import Filters, adjusted_probabilities_reference, sample
+from kernels.sampling.token_logprobs import Logprobs, token_logprobs_reference
+from kernels.sampling.verification import verify_reference
+
+TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 50, 0.9, 0.05
+PROMPT, OUTPUT, BIASES = 1000, 300, 4
+"""Tokens that a request has seen, and its biases."""
+DRAFT_NOISE = 0.5
+"""Standard deviation of the draft's logits around the target's: it is right often, and wrong often."""
+LETTERS, DRAFTED = 20, 5
+"""Kinds of tokens of a text, so that about half of the texts repeat their last three."""
+
+
+def random_logits(batch: int, vocabulary: int, device: torch.device) -> Tensor:
+    """Of a standard deviation of 3: most of the mass in some thousand tokens."""
+    return normal(batch, vocabulary, device=device) * 3
+
+
+def random_stream(batch: int, device: torch.device) -> Stream:
+    seeds, positions = (torch.randint(0, 2**31 - 1, (batch,), device=device) for _ in range(2))
+    return Stream(seeds, torch.zeros(batch, dtype=torch.int32, device=device), positions.int())
+
+
+def _on_host(stream: Stream) -> Stream:
+    """There random numbers come from another form of the generator."""
+    return Stream(*(x.cpu() for x in stream))
+
+
+def tokens(mode: str, batch: int, vocabulary: int) -> Shape:
+    """logits [B, V] bf16, and the filter that is on."""
+
+    def make(device: torch.device) -> dict[str, Any]:
+        def of_all(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((batch,), value, dtype=dtype, device=device)
+
+        filters = Filters(
+            temperature=of_all(TEMPERATURE),
+            top_k=of_all(TOP_K if "top-k" in mode else 0, torch.int32),
+            top_p=of_all(TOP_P if "top-p" in mode else 1.0),
+            min_p=of_all(MIN_P if "min-p" in mode else 0.0),
+        )
+        logits = random_logits(batch, vocabulary, device)
+        return {"logits": logits, "filters": filters, "stream": random_stream(batch, device)}
+
+    fields = {"mode": mode, "batch": batch, "vocabulary": vocabulary}
+    return Shape(f"{mode} x{batch}", fields, make, _sampled, num_bytes=2 * batch * vocabulary + 8 * batch)
+
+
+def _sampled(inputs: Inputs) -> Outputs:
+    """The tokens, and the probability that the filters leave to each."""
+    probabilities = adjusted_probabilities_reference(inputs.logits, **inputs.filters._asdict())
+    draws = exponential(_on_host(inputs.stream), probabilities.shape[1], Purpose.TARGET).to(probabilities.device)
+    return sample(probabilities, draws), probabilities
+
+
+def are_kept(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
+    """Whether each token is one that the filters leave."""
+    (tokens,), (_, probabilities) = outputs, expected
+    chosen = tokens.long().clamp(0, probabilities.shape[1] - 1)
+    kept = (chosen == tokens) & (probabilities.gather(1, chosen[:, None])[:, 0] > 0)
+    return (kept,), (torch.ones_like(kept),)
+
+
+def penalties(batch: int, vocabulary: int) -> Shape:
+    """logits [B, V] bf16, one slot a row, in any order; positions [B]."""
+
+    def make(device: torch.device) -> dict[str, Any]:
+        def tokens(count: int) -> Tensor:
+            return torch.randint(0, vocabulary, (batch, count), device=device)
+
+        counts = torch.zeros(batch, vocabulary, dtype=torch.int32, device=device)
+        counts.scatter_(1, tokens(min(PROMPT, vocabulary // 2)), IN_PROMPT)
+        emitted = tokens(min(OUTPUT, vocabulary // 4))
+        counts.scatter_add_(1, emitted, torch.ones_like(emitted, dtype=torch.int32))
+        repetition, *others = (torch.rand(batch, device=device) for _ in range(3))
+        until = torch.full((batch, BIASES), ALWAYS, dtype=torch.int32, device=device)
+        biases = tokens(BIASES).int(), torch.randn(batch, BIASES, device=device), until
+        slots = torch.randperm(batch, device=device).int()
+        state, positions = RequestState(counts, 1 + repetition, *others, *biases), torch.full_like(slots, OUTPUT)
+        logits = random_logits(batch, vocabulary, device)
+        return {"logits": logits, "state": state, "slots": slots, "positions": positions}
+
+    fields, num_bytes = (
+        {"mode": "penalties", "batch": batch, "vocabulary": vocabulary},
+        batch * vocabulary * (2 + 4 + 4),
+    )
+    return Shape(f"penalties x{batch}", fields, make, _penalized, num_bytes, dtype=torch.float32)
+
+
+def _penalized(inputs: Inputs) -> Outputs:
+    return (penalized(inputs.logits.double(), inputs),)
+
+
+def penalized(scores: Tensor, inputs: Inputs) -> Tensor:
+    """Scores [B, V], of which `scores` is overwritten, after biases that hold at every position, and penalties."""
+    state, slot = inputs.state, inputs.slots.long()
+    counts = state.counts[slot]
+    scores.scatter_add_(1, state.bias_tokens[slot].long(), state.bias_values[slot].to(scores.dtype))
+    repetition, frequency, presence = (x[slot, None].to(scores.dtype) for x in state[1:4])
+    repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = torch.where(counts > 0, repeated, scores)
+    emitted = counts % IN_PROMPT
+    return scores - frequency * emitted - presence * (emitted > 0)
+
+
+def logprobs(num_top: int, batch: int, vocabulary: int) -> Shape:
+    """logits [B, V] bf16, tokens [B]."""
+
+    def make(device: torch.device) -> dict[str, Any]:
+        tokens = torch.randint(0, vocabulary, (batch,), device=device)
+        return {"logits": random_logits(batch, vocabulary, device), "tokens": tokens}
+
+    def reference(inputs: Inputs) -> Outputs:
+        return tuple(token_logprobs_reference(inputs.logits, inputs.tokens, num_top))
+
+    fields = {"mode": "logprobs", "num_top": num_top, "batch": batch, "vocabulary": vocabulary}
+    num_bytes = 2 * batch * vocabulary + 8 * batch
+    return Shape(f"top {num_top} logprobs x{batch}", fields, make, reference, num_bytes, dtype=torch.float32)
+
+
+def in_any_order(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
+    """Without the most likely tokens themselves: others may order equal ones otherwise."""
+    ours, wanted = (Logprobs(*fields) for fields in (outputs, expected))
+    return (ours.chosen, ours.ranks, ours.top), (wanted.chosen, wanted.ranks, wanted.top)
+
+
+def drafted(tree: bool, nodes: int, batch: int, vocabulary: int) -> Shape:
+    """target_p [B, n + 1, V] and draft_p [B, n, V] fp32; tokens [B, n]; parents [B, n], None for chains."""
+
+    def make(device: torch.device) -> dict[str, Any]:
+        logits = random_logits(batch * (nodes + 1), vocabulary, device).float().unflatten(0, (batch, -1))
+        draft_p = (logits[:, :-1] + DRAFT_NOISE * torch.randn_like(logits[:, :-1])).softmax(dim=-1)
+        # In a tree every node has two children, drawn from the same distribution.
+        parents = torch.arange(nodes, device=device) // (2 if tree else 1)
+        drawn = draft_p[:, parents] / torch.empty_like(draft_p).exponential_()
+        return {
+            "target_p": logits.softmax(dim=-1),
+            "draft_p": draft_p,
+            "tokens": drawn.argmax(dim=-1),
+            "parents": parents.expand(batch, -1).contiguous() if tree else None,
+            "counts": torch.full((batch,), nodes, dtype=torch.int32, device=device),
+            "lengths": torch.randint(100, 1000, (batch,), dtype=torch.int32, device=device),
+            "stream": random_stream(batch, device),
+        }
+
+    fields = {"tree": tree, "nodes": nodes, "batch": batch, "vocabulary": vocabulary}
+    num_bytes = 8 * batch * vocabulary  # p and q of one node
+    name = f"{'tree' if tree else 'chain'} of {nodes} x{batch}"
+    return Shape(name, fields, make, _verified, num_bytes, dtype=torch.float32)
+
+
+def _verified(inputs: Inputs) -> Outputs:
+    """The five results, one sequence after the other in fp64; then what a commitment is checked against."""
+    (batch, nodes), vocabulary, stream = inputs.tokens.shape, inputs.target_p.shape[2], _on_host(inputs.stream)
+    u, draws = uniform(stream, nodes, Purpose.ACCEPT), exponential(stream, vocabulary, Purpose.RESIDUAL)
+    parents = [list(range(nodes))] * batch if inputs.parents is None else inputs.parents.tolist()
+    found = []
+    for row, tokens in enumerate(inputs.tokens.tolist()):
+        distributions = (x[row].cpu().numpy() for x in (inputs.target_p, inputs.draft_p))
+        noise = {"u": u[row].numpy(), "exponential": draws[row].numpy()}
+        path, next_token = verify_reference(*distributions, tokens, parents[row], **noise)
+        committed = [tokens[node - 1] for node in path] + [next_token]
+        padding = [-1] * (nodes + 1 - len(committed))
+        length = int(inputs.lengths[row]) + len(committed)
+        found.append((len(path), next_token, committed + padding, [*path, -1, *padding], length))
+    output = (torch.tensor(column, device=inputs.tokens.device) for column in zip(*found, strict=True))
+    return *output, inputs.target_p, inputs.draft_p, inputs.tokens
+
+
+def are_possible(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
+    """Whether each row of committed tokens is a beginning of its draft, a token that may follow it, and −1."""
+    (committed,), (target_p, draft_p, tokens) = outputs, expected[-3:]
+    rows, nodes = torch.arange(len(tokens), device=tokens.device), tokens.shape[1]
+    accepted = (committed[:, :nodes] == tokens).cumprod(dim=1).sum(dim=1)
+    left = target_p[rows, accepted]
+    rejected = draft_p[rows, accepted.clamp(max=nodes - 1)]
+    left = torch.where((accepted < nodes)[:, None], left - rejected, left)
+    following = committed.gather(1, accepted[:, None]).long()
+    chosen = following.clamp(0, target_p.shape[2] - 1)
+    columns = torch.arange(nodes + 1, device=tokens.device)
+    ends = ((committed == -1) | (columns <= accepted[:, None])).all(dim=1)
+    possible = ends & (chosen == following)[:, 0] & (left.gather(1, chosen)[:, 0] > 0)
+    return (possible,), (torch.ones_like(possible),)
+
+
+def texts(num_tokens: int, batch: int) -> Shape:
+    """text [B, S] int64, of which `lengths` [B] are there: half of the tokens to all."""
+
+    def make(device: torch.device) -> dict[str, Any]:
+        lengths = torch.randint(num_tokens // 2, num_tokens + 1, (batch,), dtype=torch.int32, device=device)
+        return {"text": torch.randint(0, LETTERS, (batch, num_tokens), device=device), "lengths": lengths}
+
+    fields, num_bytes = {"tokens": num_tokens, "batch": batch}, 8 * batch * num_tokens * 0.75
+    return Shape(f"n-gram in {num_tokens} x{batch}", fields, make, _ngrams, num_bytes)
+
+
+def _ngrams(inputs: Inputs) -> Outputs:
+    """Drafts [B, k] with −1 behind them, counts [B]."""
+    listed = zip(inputs.text.tolist(), inputs.lengths.tolist(), strict=True)
+    drafts = [find_ngrams_reference(text[:length], DRAFTED) for text, length in listed]
+    padded = [draft + [-1] * (DRAFTED - len(draft)) for draft in drafts]
+    device = inputs.text.device
+    return torch.tensor(padded, device=device), torch.tensor([len(draft) for draft in drafts], device=device)

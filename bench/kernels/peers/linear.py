@@ -1,0 +1,185 @@
+"""Products with weights in 4 and 8 bits.
+
+Every adapter repacks the codes and scales that it is given into its peer's layout; nobody quantizes anew.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.case import BF16, Inputs, NotItsTask, installed, needs
+from kernels.linear.quantization import NF4_BLOCK, Int4Weight, dynamic_table, nf4_table
+from kernels.swiglu import swiglu
+
+Product = Callable[[Tensor], Tensor]
+TORCH_INNER_TILES = 8
+GEMLITE_CONFIGURATION = "h100.json"
+"""The tuning that GemLite ships for Hopper; it knows its GPUs by name, and an H200 by none."""
+
+
+def _need_gpu(inputs: Inputs) -> None:
+    if not inputs.x.is_cuda:
+        raise NotItsTask("only on a GPU")
+
+
+def cublas(inputs: Inputs) -> Product:
+    """The same matrix in bf16: what quantization must beat."""
+    weight = inputs.weight.dequantize(BF16)
+    return lambda x: F.linear(x, weight)
+
+
+def cublas_adapters(inputs: Inputs) -> Product:
+    """The matrix in bf16, and every row's adapter gathered and multiplied."""
+    weight, adapters, slots = inputs.weight.dequantize(BF16), inputs.adapters, inputs.slots.clamp_min(0).long()
+    scales = torch.where(inputs.slots >= 0, adapters.scales[slots], 0.0).to(BF16)[:, None]
+
+    def multiply(x: Tensor) -> Tensor:
+        low = torch.bmm(adapters.a[slots], x[:, :, None])
+        return F.linear(x, weight) + scales * torch.bmm(adapters.b[slots], low)[:, :, 0]
+
+    return multiply
+
+
+def cublas_gate(inputs: Inputs) -> Product:
+    """The matrix in bf16, then our gate."""
+    multiply = cublas(inputs)
+    return lambda x: swiglu(*multiply(x).chunk(2, dim=1))
+
+
+# bitsandbytes
+
+
+@needs("bitsandbytes")
+def bitsandbytes(package: Any, inputs: Inputs) -> Product:
+    """Picks its kernel by the number of rows, or expands W, as backward always does; absmax doubly quantized."""
+    weight, device = inputs.weight, inputs.x.device
+    state_of = package.functional.QuantState
+    nested = state_of(weight.nested_absmax, code=dynamic_table(device), blocksize=256, dtype=torch.float32)
+    state = _nf4_state(package, inputs, weight.absmax, offset=weight.offset, state2=nested)
+    codes = weight.codes.view(-1, 1)
+    return lambda x: package.matmul_4bit(x, codes, quant_state=state)
+
+
+def bitsandbytes_gemv(inputs: Inputs) -> Product | None:
+    """Its older kernel for one row, with absmax in fp32: it would expand doubly quantized ones in every call."""
+    _need_gpu(inputs)  # on a CPU it takes another layout
+    if (package := installed("bitsandbytes")) is None:
+        return None
+    state, codes = _nf4_state(package, inputs, inputs.weight.block_scales().clone()), inputs.weight.codes.view(-1, 1)
+    return lambda x: package.functional.gemv_4bit(x, codes, state=state)
+
+
+def _nf4_state(package: Any, inputs: Inputs, absmax: Tensor, **nested: Any) -> Any:
+    shape, code = torch.Size(inputs.weight.shape), nf4_table(inputs.x.device)
+    fixed = {"blocksize": NF4_BLOCK, "quant_type": "nf4", "dtype": BF16}
+    return package.functional.QuantState(absmax, shape=shape, code=code, **fixed, **nested)
+
+
+# torch
+
+
+def torch_int4(inputs: Inputs) -> Product:
+    """torch's int4 operation (tinygemm): W = (code − 8) · scale + 0."""
+    packed, scales_and_zeros = _tinygemm(inputs)
+    group = inputs.weight.group
+    return lambda x: torch.ops.aten._weight_int4pack_mm(x, packed, group, scales_and_zeros)
+
+
+def _tinygemm(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The codes, the even one of a byte in its high nibble, packed; scales and zeros [G, N, 2]."""
+    _need_gpu(inputs)
+    codes, scales = inputs.weight.codes, inputs.weight.scales.to(BF16).t()
+    packed = torch.ops.aten._convert_weight_to_int4pack((codes << 4 | codes >> 4).contiguous(), TORCH_INNER_TILES)
+    return packed, torch.stack((scales, torch.zeros_like(scales)), dim=-1).contiguous()
+
+
+def torch_int8(inputs: Inputs) -> Product:
+    """torch's int8 operation."""
+    codes, scales = inputs.weight.codes, inputs.weight.scales.to(BF16)
+    return lambda x: torch.ops.aten._weight_int8pack_mm(x, codes, scales)
+
+
+# torchao: its tensors, given our codes
+
+
+@needs("torchao.quantization")
+def torchao(package: Any, inputs: Inputs) -> Product:
+    """The tensors of its Int8- and Float8WeightOnlyConfig; of Int4WeightOnlyConfig, without further packages, the one
+    with torch's operation inside. x stays in bf16."""
+    name, shape = inputs.shape["format"], torch.Size(inputs.weight.shape)
+    if name == "int4":
+        weight = package.Int4TilePackedTo4dTensor(*_tinygemm(inputs), [1, inputs.weight.group], shape)
+    else:
+        kind = package.Int8Tensor if name == "int8" else package.Float8Tensor
+        weight = kind(*_row_scaled(inputs), dtype=BF16)
+    return lambda x: F.linear(x, weight)
+
+
+def _row_scaled(inputs: Inputs) -> tuple[Tensor, Tensor, list[int]]:
+    """Codes [N, K], scales [N, 1], and the block that shares one."""
+    return inputs.weight.codes, inputs.weight.scales.to(BF16)[:, None], [1, inputs.weight.shape[1]]
+
+
+# GemLite: for shapes that its configuration lacks, the first call tunes it
+
+
+def gemlite(inputs: Inputs) -> Product | None:
+    _need_gpu(inputs)  # the package asks for the name of the GPU when it is imported
+    if (package := _tuned_gemlite()) is None:
+        return None
+    weight, name = inputs.weight, inputs.shape["format"]
+    names = {"int4": "A16W4_HQQ_INT", "int8": "A16W8_INT8", "fp8": "A16W8_FP8"}
+    layer = getattr(package.helper, names[name])(device=inputs.x.device, dtype=BF16)
+    if name != "int4":
+        return layer.from_weights(weight.codes, scales=weight.scales[:, None])
+    scales = weight.scales.to(BF16)
+    return layer.from_weights(weight.elements(), scales, torch.full_like(scales, 8))
+
+
+@cache
+def _tuned_gemlite() -> Any | None:
+    package = installed("gemlite")
+    if package is not None and "h200" in torch.cuda.get_device_name().lower():
+        package.load_config(str(Path(package.__file__).parent / "configs" / GEMLITE_CONFIGURATION))
+    return package
+
+
+# Marlin
+
+
+def vllm_marlin(inputs: Inputs) -> Product | None:
+    """vLLM's build of Marlin, for symmetric INT4 and INT8, bf16 activations."""
+    utilities = installed("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    operations, types = installed("vllm._custom_ops"), installed("vllm.scalar_type")
+    if utilities is None or operations is None or types is None:
+        return None
+    weight, (n, k), device = inputs.weight, inputs.weight.shape, inputs.x.device
+    is_int4 = isinstance(weight, Int4Weight)
+    kind = types.scalar_types.uint4b8 if is_int4 else types.scalar_types.uint8b128
+    codes = weight.codes if is_int4 else weight.codes.view(torch.uint8) ^ 128
+    # 32 bits hold neighbours in K, the first in the lowest: [K · bits / 32, N], as GPTQ stores them.
+    words = codes.view(torch.int32).t().contiguous()
+    empty = utilities.marlin_make_empty_g_idx(device)
+    words = operations.gptq_marlin_repack(words, empty, k, n, 4 if is_int4 else 8)
+    scales = weight.scales.to(BF16).view(n, -1).t().contiguous()
+    scales = utilities.marlin_permute_scales(scales, k, n, weight.group if is_int4 else -1)
+    workspace = utilities.marlin_make_workspace_new(device)
+    multiply = utilities.apply_gptq_marlin_linear
+    return lambda x: multiply(x, words, scales, empty, empty, empty, workspace, kind, n, k, True)
+
+
+@needs("marlin")
+def marlin(package: Any, inputs: Inputs) -> Product:
+    """The original package: fp16 scales, and activations that were converted before."""
+    weight, (n, k) = inputs.weight, inputs.weight.shape
+    linear = torch.nn.Linear(k, n, bias=False, dtype=torch.float16, device=inputs.x.device)
+    linear.weight.data = weight.dequantize(torch.float16)
+    layer = package.Layer(k, n, groupsize=weight.group).to(inputs.x.device)
+    layer.pack(linear, weight.scales.half())
+    x_half = inputs.x.half()
+    return lambda x: layer(x_half)
