@@ -5,6 +5,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,22 +35,26 @@ def run_alone(module: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def machine() -> dict[str, Any]:
     """Hardware and versions, for the record beside every figure."""
-    packages = {}
-    for name in ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
+    names = ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes")
     return {
-        "cpu": _cpu_name(),
+        "cpu": _cpu_info("model name") or platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "bf16_instructions": [flag for flag in ("amx_bf16", "avx512_bf16") if flag in _cpu_flags()],
+        "bf16_instructions": [flag for flag in ("amx_bf16", "avx512_bf16") if flag in _cpu_info("flags").split()],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "packages": packages,
+        "packages": dict.fromkeys(names) | versions(names),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -67,11 +73,3 @@ def _cpu_info(field: str) -> str:
     except OSError:
         return ""
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
-
-
-def _cpu_name() -> str:
-    return _cpu_info("model name") or platform.processor()
-
-
-def _cpu_flags() -> set[str]:
-    return set(_cpu_info("flags").split())

@@ -94,7 +94,7 @@ def adamw_8bit_reference(
 
 
 @triton.jit
-def _encode(b_values, p_codes, p_absmax, p_bounds, blocks, places, num_blocks, TINIEST: tl.constexpr):
+def _encode(b_values, p_codes, p_absmax, p_bounds, blocks, offsets, num_blocks, TINIEST: tl.constexpr):
     """Stores codes and absmax of fp32 values [blocks, 256]. The code is found by bisection."""
     b_absmax = tl.max(tl.abs(b_values), axis=1)
     b_scaled = b_values * (1.0 / tl.maximum(b_absmax, TINIEST))[:, None]
@@ -102,7 +102,7 @@ def _encode(b_values, p_codes, p_absmax, p_bounds, blocks, places, num_blocks, T
     for bit in tl.static_range(8):
         b_next = b_codes + (128 >> bit)
         b_codes = tl.where(b_scaled > tl.load(p_bounds + b_next - 1), b_next, b_codes)
-    tl.store(p_codes + places, b_codes.to(tl.uint8), mask=(blocks < num_blocks)[:, None])
+    tl.store(p_codes + offsets, b_codes.to(tl.uint8), mask=(blocks < num_blocks)[:, None])
     tl.store(p_absmax + blocks, b_absmax, mask=blocks < num_blocks)
 
 
@@ -115,20 +115,20 @@ def _update_kernel(
 ):  # fmt: skip
     """BLOCKS blocks of weights and of both moments, in place."""
     blocks = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)).to(tl.int64)
-    places = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    m_blocks, m_weights = blocks < num_blocks, places < num_weights
-    b_grad = tl.load(p_grad + places, mask=m_weights, other=0.0).to(tl.float32)
-    b_code = tl.load(p_exp_avg + places, mask=m_blocks[:, None], other=0).to(tl.int32)
+    offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m_blocks, m_weights = blocks < num_blocks, offsets < num_weights
+    b_grad = tl.load(p_grad + offsets, mask=m_weights, other=0.0).to(tl.float32)
+    b_code = tl.load(p_exp_avg + offsets, mask=m_blocks[:, None], other=0).to(tl.int32)
     b_mean = tl.load(p_signed + b_code) * tl.load(p_exp_avg_absmax + blocks, mask=m_blocks, other=0.0)[:, None]
     b_mean += one_minus_beta1 * (b_grad - b_mean)
-    b_code = tl.load(p_exp_avg_sq + places, mask=m_blocks[:, None], other=0).to(tl.int32)
+    b_code = tl.load(p_exp_avg_sq + offsets, mask=m_blocks[:, None], other=0).to(tl.int32)
     b_square = tl.load(p_unsigned + b_code) * tl.load(p_exp_avg_sq_absmax + blocks, mask=m_blocks, other=0.0)[:, None]
     b_square = beta2 * b_square + one_minus_beta2 * b_grad * b_grad
-    b_weight = tl.load(p_weight + places, mask=m_weights, other=0.0).to(tl.float32)
+    b_weight = tl.load(p_weight + offsets, mask=m_weights, other=0.0).to(tl.float32)
     b_weight = b_weight * kept - step_size * (b_mean / (tl.sqrt(b_square) * inverse_correction + eps))
-    tl.store(p_weight + places, b_weight.to(p_weight.dtype.element_ty), mask=m_weights)
-    _encode(b_mean, p_exp_avg, p_exp_avg_absmax, p_signed_bounds, blocks, places, num_blocks, TINIEST)
-    _encode(b_square, p_exp_avg_sq, p_exp_avg_sq_absmax, p_unsigned_bounds, blocks, places, num_blocks, TINIEST)
+    tl.store(p_weight + offsets, b_weight.to(p_weight.dtype.element_ty), mask=m_weights)
+    _encode(b_mean, p_exp_avg, p_exp_avg_absmax, p_signed_bounds, blocks, offsets, num_blocks, TINIEST)
+    _encode(b_square, p_exp_avg_sq, p_exp_avg_sq_absmax, p_unsigned_bounds, blocks, offsets, num_blocks, TINIEST)
 
 
 @torch.no_grad()

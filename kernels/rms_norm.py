@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.common.triton_support import check_rows, num_processors, runs_triton
 
 # Up to this many rows a call costs more than its arithmetic.
-_FEW_ROWS = 16
+_MOST_SMALL_ROWS = 16
 _MAX_SIZE = 16_384
 
 
@@ -232,7 +232,7 @@ def _scaled(normalized: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _normalize(x: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) in the dtype of x or fp32."""
     size = x.shape[-1]
-    if x.numel() <= _FEW_ROWS * size:
+    if x.numel() <= _MOST_SMALL_ROWS * size:
         # One fused kernel instead of five: (x, −x) has the mean 0 and the variance mean(x²).
         return F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), eps=eps)[..., :size]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,8 +1,8 @@
 """The tokens that a router selects: gathered into a block of fixed size, worked on, and added back.
 
-    index = places of the selected tokens, in order;   y = x;   y[index] = x[index] + gate · delta
+    index = positions of the selected tokens, in order;   y = x;   y[index] = x[index] + gate · delta
 
-The block has `capacity` rows whatever the router decides, so one CUDA graph serves every decision: places beyond the
+The block has `capacity` rows whatever the router decides, so one CUDA graph serves every decision: rows beyond the
 number of selected tokens hold T, gather zeros and add nothing. Rows that are not selected keep their bits. Nothing is
 added by atomics, so that results are the same in every run.
 
@@ -25,8 +25,8 @@ _MOST_UNCOUNTED = 256
 
 def select_tokens_reference(mask: list[bool], capacity: int) -> tuple[list[int], int]:
     """`select_tokens` in its plainest form."""
-    places = [place for place, is_selected in enumerate(mask) if is_selected][:capacity]
-    return places + [len(mask)] * (capacity - len(places)), len(places)
+    rows = [row for row, is_selected in enumerate(mask) if is_selected][:capacity]
+    return rows + [len(mask)] * (capacity - len(rows)), len(rows)
 
 
 @triton.jit
@@ -40,8 +40,8 @@ def _select_kernel(p_mask, p_index, p_count, num_tokens, capacity, BLOCK: tl.con
     before = tl.sum(b_before, axis=0)
     tokens = first + lanes
     b_selected = tl.load(p_mask + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
-    b_place = before + tl.cumsum(b_selected, axis=0) - 1
-    tl.store(p_index + b_place, tokens.to(tl.int64), mask=(b_selected > 0) & (b_place < capacity))
+    b_row = before + tl.cumsum(b_selected, axis=0) - 1
+    tl.store(p_index + b_row, tokens.to(tl.int64), mask=(b_selected > 0) & (b_row < capacity))
     if tl.program_id(0) == tl.num_programs(0) - 1:
         total = tl.minimum(before + tl.sum(b_selected, axis=0), capacity)
         tl.store(p_count, total)
@@ -53,25 +53,25 @@ def _select_kernel(p_mask, p_index, p_count, num_tokens, capacity, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(p_x, p_index, p_out, num_tokens, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (place, block): part of a gathered row, zeros where the place is empty."""
-    place, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(p_index + place)
+    """Program (row, block): part of a gathered row, zeros where the row is unused."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(p_index + row)
     mask = (columns < SIZE) & (token >= 0) & (token < num_tokens)
     b_x = tl.load(p_x + token * x_stride + columns, mask=mask, other=0.0)
-    tl.store(p_out + place * SIZE + columns, b_x, mask=columns < SIZE)
+    tl.store(p_out + row * SIZE + columns, b_x, mask=columns < SIZE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _add_kernel(
     p_x, p_index, p_delta, p_gate, num_tokens, x_stride, delta_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (place, block): x[index] += gate · delta, the product and the sum in fp32."""
-    place, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(p_index + place)
+    """Program (row, block): x[index] += gate · delta, the product and the sum in fp32."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(p_index + row)
     mask = (columns < SIZE) & (token >= 0) & (token < num_tokens)
-    b_delta = tl.load(p_delta + place * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    b_delta = tl.load(p_delta + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if p_gate is not None:
-        b_delta *= tl.load(p_gate + place).to(tl.float32)
+        b_delta *= tl.load(p_gate + row).to(tl.float32)
     p_row = p_x + token * x_stride + columns
     b_x = tl.load(p_row, mask=mask, other=0.0).to(tl.float32)
     tl.store(p_row, (b_x + b_delta).to(p_x.dtype.element_ty), mask=mask)
@@ -82,27 +82,27 @@ def _add_backward_kernel(
     p_grad, p_index, p_delta, p_gate, p_grad_delta, p_grad_gate, num_tokens, grad_stride, delta_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One place: dΔ = gate · dy[index], dgate = Σ dy[index] · Δ; zeros where the place is empty."""
-    place = tl.program_id(0).to(tl.int64)
-    token = tl.load(p_index + place)
+    """One row: dΔ = gate · dy[index], dgate = Σ dy[index] · Δ; zeros where the row is unused."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(p_index + row)
     is_token = (token >= 0) & (token < num_tokens)
-    gate = tl.load(p_gate + place).to(tl.float32)
+    gate = tl.load(p_gate + row).to(tl.float32)
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for first in range(0, SIZE, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = (columns < SIZE) & is_token
         b_grad = tl.load(p_grad + token * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        b_delta = tl.load(p_delta + place * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        b_delta = tl.load(p_delta + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
         b_sum += b_grad * b_delta
         b_out = (b_grad * gate).to(p_grad_delta.dtype.element_ty)
-        tl.store(p_grad_delta + place * SIZE + columns, b_out, mask=columns < SIZE)
-    tl.store(p_grad_gate + place, tl.sum(b_sum, axis=0).to(p_grad_gate.dtype.element_ty))
+        tl.store(p_grad_delta + row * SIZE + columns, b_out, mask=columns < SIZE)
+    tl.store(p_grad_gate + row, tl.sum(b_sum, axis=0).to(p_grad_gate.dtype.element_ty))
 
 
 def select_tokens(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return (index [C] int64, number of places used, int32 of no dimension) for mask [T] bool.
+    """Return (index [C] int64, number of rows used, int32 of no dimension) for mask [T] bool.
 
-    The first `capacity` selected tokens, in order; places that stay empty hold T.
+    The first `capacity` selected tokens, in order; unused rows hold T.
     """
     if mask.dim() != 1 or mask.dtype != torch.bool or capacity < 0:
         raise ValueError(f"select_tokens takes one bool a token and a capacity ≥ 0: {mask.dtype}, {capacity}")
@@ -114,18 +114,18 @@ def select_tokens(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
             mask.contiguous().view(torch.uint8), index, count, tokens, capacity, BLOCK=_SELECT_BLOCK
         )
         return index, count
-    places = mask.cumsum(0) - 1
-    places = torch.where(mask & (places < capacity), places, capacity)
+    rows = mask.cumsum(0) - 1
+    rows = torch.where(mask & (rows < capacity), rows, capacity)
     index = torch.full((capacity + 1,), tokens, device=mask.device)
-    index.scatter_(0, places, torch.arange(tokens, device=mask.device))
+    index.scatter_(0, rows, torch.arange(tokens, device=mask.device))
     return index[:capacity], mask.sum().clamp(max=capacity).int()
 
 
 def selected_rows(mask: Tensor) -> Tensor:
-    """Return the places of the tokens that mask [T] bool selects, [C] int64, as `select_tokens` does.
+    """Return the positions of the tokens that mask [T] bool selects, [C] int64, as `select_tokens` does.
 
-    There are as many places as selected tokens on the CPU, and for many tokens, whose saved work is worth a wait for
-    the device. For few there are T, without a wait: a decode step then stays one CUDA graph, and its empty places cost
+    There are as many rows as selected tokens on the CPU, and for many tokens, whose saved work is worth a wait for
+    the device. For few there are T, without a wait: a decode step then stays one CUDA graph, and its unused rows cost
     next to nothing.
     """
     if not runs_triton(mask):
@@ -153,7 +153,7 @@ def scatter_add_rows(
     """
     _check(x, index)
     if delta.shape != (len(index), x.shape[1]) or (gate is not None and gate.shape != index.shape):
-        raise ValueError(f"scatter_add_rows takes a row of delta and a gate a place, {len(index)}: {delta.shape}")
+        raise ValueError(f"scatter_add_rows takes a row of delta and a gate of each index, {len(index)}: {delta.shape}")
     return _add(x, index, delta, gate) if in_place else _ScatterAdd.apply(x, index, delta, gate)
 
 
@@ -166,8 +166,8 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     if not runs_triton(x):
         if _all_are_tokens(index, len(x)):
             return x.index_select(0, index)
-        is_token, places = _places(x, index)
-        return torch.where(is_token, x[places], 0) if len(x) else x.new_zeros(len(index), x.shape[1])
+        is_token, rows = _rows(x, index)
+        return torch.where(is_token, x[rows], 0) if len(x) else x.new_zeros(len(index), x.shape[1])
     check_rows(x=x)
     out = torch.empty(len(index), x.shape[1], dtype=x.dtype, device=x.device)
     if out.numel():
@@ -214,15 +214,15 @@ def _add_backward(grad: Tensor, index: Tensor, delta: Tensor, gate: Tensor) -> t
 
 
 def _all_are_tokens(index: Tensor, tokens: int) -> bool:
-    """Return whether every place is in use; asks the device, which on the CPU costs less than masks."""
+    """Return whether every row is in use; asks the device, which on the CPU costs less than masks."""
     if not len(index):
         return True
     low, high = index.aminmax()
     return low.item() >= 0 and high.item() < tokens
 
 
-def _places(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each place of the index is in use, [C, 1], and its token, [C]."""
+def _rows(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each row of the index is in use, [C, 1], and its token, [C]."""
     return ((index >= 0) & (index < len(x)))[:, None], index.clamp(0, max(len(x) - 1, 0))
 
 

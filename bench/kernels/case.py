@@ -168,11 +168,11 @@ def tensors(inputs: Any) -> Iterator[Tensor]:
     """The tensors in a set of inputs: of tensors, dataclasses and tuples of them, and what else it needs."""
     if isinstance(inputs, Tensor):
         yield inputs
-    elif isinstance(inputs, SimpleNamespace) or dataclasses.is_dataclass(inputs):
-        for value in vars(inputs).values():
-            yield from tensors(value)
-    elif isinstance(inputs, tuple):
-        for part in inputs:
+    elif dataclasses.is_dataclass(inputs):
+        for field in dataclasses.fields(inputs):
+            yield from tensors(getattr(inputs, field.name))
+    elif isinstance(inputs, SimpleNamespace | tuple):
+        for part in vars(inputs).values() if isinstance(inputs, SimpleNamespace) else inputs:
             yield from tensors(part)
 
 

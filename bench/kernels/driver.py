@@ -26,14 +26,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.common import RESULTS, ROOT, machine
+from bench.common import RESULTS, ROOT, machine, versions
 from bench.kernels import goals
 from bench.kernels.plot import draw
 from pipeline.results import write_atomically
@@ -43,16 +43,7 @@ NO_GPU = (
     "There is no NVIDIA GPU here, so there is nothing to measure; "
     "`python -m bench.kernels --tiny` runs every part on tiny shapes through Triton's interpreter."
 )
-PEER_PACKAGES = (
-    "flashinfer-python",
-    "flash-attn-3",
-    "vllm",
-    "liger-kernel",
-    "bitsandbytes",
-    "gemlite",
-    "torchao",
-    "marlin",
-)
+PEERS = ["flashinfer-python", "flash-attn-3", "vllm", "liger-kernel", "bitsandbytes", "gemlite", "torchao", "marlin"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,11 +93,12 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
             print(f"{name}: already measured, see {path} (--again measures it anew)")
         return
     from bench.kernels.timing import Lab, one_line, run_case, side_stream
+    from kernels.common.triton_support import interpreted
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = time.monotonic()
     print(name if options.tiny else f"{name}: ours; the others with how many times as long as ours they take")
-    with side_stream(device), _interpreted_on(device):
+    with side_stream(device), interpreted() if device.type == "cpu" else nullcontext():
         lab = Lab.open(device)
         for number, case in enumerate(todo):
             left_s = start + PART_S - time.monotonic()
@@ -126,7 +118,9 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
             ordered = [done[case.shape.name] for case in cases if case.shape.name in done]
             limits = {**vars(lab.limits), "l2_bytes": lab.l2_bytes}
             write(path, {"part": name, "identity": identity, "limits": limits, "cases": ordered})
-            release_memory()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 def merge(out: Path, *, tiny: bool) -> int:
@@ -157,8 +151,8 @@ def merge(out: Path, *, tiny: bool) -> int:
 
 
 def ours_right(case: dict[str, Any]) -> bool:
-    ours = [found for found in case["candidates"].values() if found["role"] != "peer"]
-    return bool(ours) and all(found["status"] == "measured" for found in ours)
+    ours = [found["status"] for found in case["candidates"].values() if found["role"] != "peer"]
+    return set(ours) == {"measured"}
 
 
 def describe(case: dict[str, Any], *, speeds: bool) -> str:
@@ -167,10 +161,9 @@ def describe(case: dict[str, Any], *, speeds: bool) -> str:
         return f"  {case['name']:34} FAILED {case['failed']}"
     words = []
     for name, found in case["candidates"].items():
-        if found["status"] != "measured":
-            words.append(
-                f"{name} {found['status'].upper() if found['status'] in ('red', 'failed') else found['status']}"
-            )
+        status = found["status"]
+        if status != "measured":
+            words.append(f"{name} {status.upper() if status in ('red', 'failed') else status}")
         elif not speeds:
             words.append(f"{name} right")
         elif found["role"] == "ours":
@@ -219,33 +212,11 @@ def read_cases(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]
 
 def write(path: Path, part: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {**part, "written": time.time(), "commit": commit(), "machine": machine(), "peers": peer_versions()}
+    record = {**part, "written": time.time(), "commit": commit(), "machine": machine(), "peers": versions(PEERS)}
     write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
-
-
-def peer_versions() -> dict[str, str]:
-    versions = {}
-    for name in PEER_PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def commit() -> str | None:
     """The checked-out commit; None where there is no repository, as in a copy of the working tree."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or None
-
-
-def release_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _interpreted_on(device: torch.device) -> AbstractContextManager[None]:
-    from kernels.common.triton_support import interpreted
-
-    return interpreted() if device.type == "cpu" else nullcontext()

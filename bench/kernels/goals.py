@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGE_BYTES = 256 * 2**20
-LARGE_MATRIX_BYTES = 32e6
-LONG_LOSS = {"tokens": 8192, "vocabulary": 131_072}
-QUANTIZED = ("nf4", "int4", "int8", "fp8")
+FORMATS = ("nf4", "int4", "int8", "fp8")
+Concerns = Callable[[dict[str, Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,19 @@ class Goal:
     candidate: str
     figure: str
     at_least: float
-    concerns: Callable[[dict[str, Any]], bool]
+    concerns: Concerns
 
 
-def _heads_of(size: int) -> Callable[[dict[str, Any]], bool]:
+def _heads_of(size: int) -> Concerns:
     return lambda case: case["shape"]["head_dim"] == size and case["shape"]["length"] >= 4096
+
+
+def _rows(number: int, at_least_bytes: float = 0) -> Concerns:
+    return lambda case: case["shape"]["rows"] == number and case["bytes"] >= at_least_bytes
+
+
+def _long_loss(**more: Any) -> Concerns:
+    return lambda case: {"tokens": 8192, "vocabulary": 131_072, **more}.items() <= case["shape"].items()
 
 
 def _any(case: dict[str, Any]) -> bool:
@@ -43,64 +50,36 @@ def _few_sequences(case: dict[str, Any]) -> bool:
     return case["shape"]["batch"] <= 8
 
 
-def _rows(number: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda case: case["shape"]["rows"] == number
-
-
-def _one_row_of_a_large_matrix(case: dict[str, Any]) -> bool:
-    return case["shape"]["rows"] == 1 and case["bytes"] >= LARGE_MATRIX_BYTES
-
-
-def _long_loss(case: dict[str, Any]) -> bool:
-    return LONG_LOSS.items() <= case["shape"].items()
-
-
-def _long_jsd(case: dict[str, Any]) -> bool:
-    return _long_loss(case) and case["shape"]["kind"] == "jsd"
-
-
-def _quantized_goals() -> Iterator[Goal]:
-    for peer, part in (
-        ("bitsandbytes", "nf4"),
-        ("bitsandbytes gemv", "nf4"),
-        ("torch_int4", "int4"),
-        ("gemlite", "int4"),
-    ):
-        yield Goal(f"{part}, 1 row, over {peer}", f"quantized_{part}", peer, "times_ours", 1.0, _rows(1))
-    yield Goal("nf4, 16 rows, over bitsandbytes", "quantized_nf4", "bitsandbytes", "times_ours", 1.3, _rows(16))
-    yield Goal("int4, 16 rows, over GemLite", "quantized_int4", "gemlite", "times_ours", 2.0, _rows(16))
-    yield Goal("int4, 16 rows, over Marlin", "quantized_int4", "marlin", "times_ours", 0.95, _rows(16))
-    for name in QUANTIZED:
-        part, concerned = f"quantized_{name}", _one_row_of_a_large_matrix
-        yield Goal(f"{name}, 1 row, fraction from 32 MB", part, "potstill", "roofline_fraction", 0.75, concerned)
-        yield Goal(f"{name}, 64 rows, over bf16", part, "cublas", "times_ours", 1.0, _rows(64))
-        yield Goal(f"{name}, 256 rows, over bf16", part, "cublas", "times_ours", 0.95, _rows(256))
-
-
-LOSSES = "losses_distillation"
-
-GOALS = (
-    Goal("forward d128, 4k-16k, over SDPA flash", "flash_forward", "sdpa_flash", "times_ours", 1.6, _heads_of(128)),
-    Goal("forward d128, 4k-16k, over SDPA cuDNN", "flash_forward", "sdpa_cudnn", "times_ours", 1.0, _heads_of(128)),
-    Goal("forward d64, 4k-16k, over SDPA cuDNN", "flash_forward", "sdpa_cudnn", "times_ours", 1.0, _heads_of(64)),
-    Goal(
-        "forward + backward d128, 4k-16k, over SDPA cuDNN",
-        "flash_forward_backward",
-        "sdpa_cudnn",
-        "times_ours",
-        0.95,
-        _heads_of(128),
-    ),
-    Goal("decode over FlashInfer", "decode", "flashinfer", "times_ours", 1.0, _any),
-    Goal("decode over vLLM's Triton", "decode", "vllm_triton", "times_ours", 1.1, _any),
-    Goal("decode, fraction of the limit from 256 MB", "decode", "potstill", "roofline_fraction", 0.85, _large),
-    Goal("verification: plain decode over ours", "verify", "decode", "times_ours", 1 / 1.05, _any),
-    Goal("verification over vLLM's Triton, batch to 8", "verify", "vllm_triton", "times_ours", 1.5, _few_sequences),
-    *_quantized_goals(),
-    Goal("distillation, 8k x 128k, over chunks", LOSSES, "chunked", "times_ours", 1.5, _long_loss),
-    Goal("distillation, 8k x 128k, over Liger's JSD", LOSSES, "liger", "times_ours", 1.2, _long_jsd),
-    Goal("distillation, 8k x 128k, memory of dense", LOSSES, "dense", "times_our_peak", 1 / 0.15, _long_loss),
+# fmt: off
+_ROWS = (
+    ("nf4", "bitsandbytes", 1, 1.0), ("nf4", "bitsandbytes gemv", 1, 1.0), ("int4", "torch_int4", 1, 1.0),
+    ("int4", "gemlite", 1, 1.0), ("nf4", "bitsandbytes", 16, 1.3), ("int4", "gemlite", 16, 2.0),
+    ("int4", "marlin", 16, 0.95),
+    *((name, "cublas", rows, ratio) for name in FORMATS for rows, ratio in ((64, 1.0), (256, 0.95))),
 )
+"""Format, peer, rows, and how many times as long as ours it takes."""
+GOALS = tuple(Goal(*fields) for fields in (
+    ("forward d128, 4k-16k, over SDPA flash", "flash_forward", "sdpa_flash", "times_ours", 1.6, _heads_of(128)),
+    ("forward d128, 4k-16k, over SDPA cuDNN", "flash_forward", "sdpa_cudnn", "times_ours", 1.0, _heads_of(128)),
+    ("forward d64, 4k-16k, over SDPA cuDNN", "flash_forward", "sdpa_cudnn", "times_ours", 1.0, _heads_of(64)),
+    ("forward + backward d128, 4k-16k, over SDPA cuDNN", "flash_forward_backward", "sdpa_cudnn", "times_ours", 0.95,
+     _heads_of(128)),
+    ("decode over FlashInfer", "decode", "flashinfer", "times_ours", 1.0, _any),
+    ("decode over vLLM's Triton", "decode", "vllm_triton", "times_ours", 1.1, _any),
+    ("decode, fraction of the limit from 256 MB", "decode", "potstill", "roofline_fraction", 0.85, _large),
+    ("verification: plain decode over ours", "verify", "decode", "times_ours", 1 / 1.05, _any),
+    ("verification over vLLM's Triton, batch to 8", "verify", "vllm_triton", "times_ours", 1.5, _few_sequences),
+    *((f"{name}, {rows} row{'s' * (rows > 1)}, over {'bf16' if peer == 'cublas' else peer}", f"quantized_{name}", peer,
+       "times_ours", ratio, _rows(rows)) for name, peer, rows, ratio in _ROWS),
+    *((f"{name}, 1 row, fraction from 32 MB", f"quantized_{name}", "potstill", "roofline_fraction", 0.75,
+       _rows(1, 32e6)) for name in FORMATS),
+    ("distillation, 8k x 128k, over chunks", "losses_distillation", "chunked", "times_ours", 1.5, _long_loss()),
+    ("distillation, 8k x 128k, over Liger's JSD", "losses_distillation", "liger", "times_ours", 1.2,
+     _long_loss(kind="jsd")),
+    ("distillation, 8k x 128k, memory of dense", "losses_distillation", "dense", "times_our_peak", 1 / 0.15,
+     _long_loss()),
+))
+# fmt: on
 
 
 def compare(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -1,19 +1,18 @@
 """How a kernel is timed and checked: beside its peers in one process, on inputs that no cache still holds.
 
-A case is one shape: random inputs, what the work costs, a reference in fp64, and the candidates that compute it. Each
-candidate is compared with the reference first, and a wrong one gets no time. The right ones run by turns (A B C,
-B C A, …), each time on the next of several sets of inputs that together are larger than twice the L2 cache. On a GPU,
-one CUDA graph of each candidate and set is replayed between two events; calls of a few microseconds share a graph, a
-set each, so that the events measure them and not the launch. Times are medians. The limits that they are compared
-with, copy bandwidth and the rate of a bf16 matrix product, are measured in the same process. Where memory counts,
-calls are not captured, and the most that one holds beside its inputs is kept beside its time.
+Each candidate is compared with the case's reference first, and a wrong one gets no time. The right ones run by turns
+(A B C, B C A, …), each time on the next of several sets of inputs that together are larger than twice the L2 cache. On
+a GPU, one CUDA graph of each candidate and set is replayed between two events; calls of a few microseconds share a
+graph, a set each, so that the events measure them and not the launch. Times are medians. The limits that they are
+compared with, copy bandwidth and the rate of a bf16 matrix product, are measured in the same process. Where memory
+counts, calls are not captured, and the most that one holds beside its inputs is kept beside its time.
 """
 
 import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bench.kernels.case import Candidate, Case, NotItsTask, Outputs, Run, Shape, tensors
+from bench.kernels.case import Candidate, Case, Inputs, NotItsTask, Outputs, Run, Shape, tensors
 from tests.compare import BOUNDS, relative_rms
 
 FEWEST_ROUNDS, ROUNDS, MOST_ROUNDS = 20, 60, 240
@@ -31,9 +30,8 @@ MEASURED_S, LONGEST_S = 2.0, 10.0
 """How long a case is timed: in up to MOST_ROUNDS if they are short, and in less than ROUNDS if these are too long."""
 WARM_UP_S = 0.1
 ROUNDS_IN_FLIGHT = 10
-SHORT_S = 50e-6
-"""Calls whose floor is below this share a CUDA graph, at most MOST_CALLS of them."""
-MOST_CALLS = 32
+SHORT_S, MOST_CALLS = 50e-6, 32
+"""Calls whose floor is below this share a CUDA graph, at most so many."""
 ONE_SET_BYTES = 4 * 2**30
 """Inputs of this size are far larger than any cache, alone."""
 COMPILING_S = 8.0
@@ -50,6 +48,14 @@ class Program:
     outputs: Outputs = ()
     """Where a replay writes what the first call returns; empty where nothing is replayed."""
 
+    @classmethod
+    def uncaptured(cls, runs: Sequence[Run], launch: str = "call") -> "Program":
+        def play() -> None:
+            for run in runs:
+                run()
+
+        return cls(play, len(runs), launch)
+
 
 class Clock(Protocol):
     def program(self, runs: Sequence[Run]) -> Program: ...
@@ -57,10 +63,10 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For --tiny on a CPU: shows that everything runs; its times mean nothing."""
+    """For --tiny on a CPU, where it shows that everything runs, and for `bench.kernels.decode`."""
 
     def program(self, runs: Sequence[Run]) -> Program:
-        return _uncaptured(runs)
+        return Program.uncaptured(runs)
 
     def seconds(self, programs: Sequence[Program]) -> list[float]:
         elapsed_s = []
@@ -85,7 +91,7 @@ class GpuClock:
         except Exception as error:
             _abandon(graph)
             torch.cuda.synchronize()
-            return Program(partial(_call_all, runs), len(runs), f"no graph: {one_line(error)}")
+            return Program.uncaptured(runs, f"no graph: {one_line(error)}")
         return Program(graph.replay, len(runs), "graph", outputs[0])
 
     def seconds(self, programs: Sequence[Program]) -> list[float]:
@@ -100,6 +106,15 @@ class GpuClock:
         return [start.elapsed_time(stop) / 1e3 for start, stop in events]
 
 
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that failed. Its random generator would go on believing in it; one with a copy of its state not."""
+    with suppress(Exception):
+        graph.capture_end()
+    with suppress(Exception):
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the machine does at best, measured in the same run."""
@@ -108,13 +123,11 @@ class Limits:
     matmul_flop_per_s: float
 
     def floor_s(self, shape: Shape) -> float:
-        return max(self.bytes_s(shape), self.flops_s(shape))
+        return max(shape.num_bytes / self.copy_bytes_per_s, shape.flops / self.matmul_flop_per_s)
 
-    def bytes_s(self, shape: Shape) -> float:
-        return shape.num_bytes / self.copy_bytes_per_s
-
-    def flops_s(self, shape: Shape) -> float:
-        return shape.flops / self.matmul_flop_per_s
+    def bound(self, shape: Shape) -> str:
+        is_compute = shape.flops / self.matmul_flop_per_s > shape.num_bytes / self.copy_bytes_per_s
+        return "compute" if is_compute else "memory"
 
 
 @dataclass(frozen=True)
@@ -130,11 +143,9 @@ class Lab:
     @classmethod
     def open(cls, device: torch.device) -> "Lab":
         if device.type == "cuda":
-            clock: Clock = GpuClock()
-            properties = torch.cuda.get_device_properties(device)
-            return cls(device, clock, properties.L2_cache_size, measure_limits(device, clock, 2**29, 8192))
-        clock = HostClock()
-        return cls(device, clock, 0, measure_limits(device, clock, 2**20, 128), rounds=2)
+            l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            return cls(device, GpuClock(), l2_bytes, measure_limits(device, GpuClock(), 2**29, 8192))
+        return cls(device, HostClock(), 0, measure_limits(device, HostClock(), 2**20, 128), rounds=2)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -144,13 +155,11 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 def measure_limits(device: torch.device, clock: Clock, elements: int, n: int) -> Limits:
     """Copy `elements` fp32 numbers (bytes read and written both count); multiply two n × n bf16 matrices."""
-    source = torch.randn(elements, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(a)
+    source, (a, b) = torch.randn(elements, device=device), torch.randn(2, n, n, device=device).bfloat16()
+    target, result = torch.empty_like(source), torch.empty_like(a)
     programs = [
-        Program(lambda: target.copy_(source), 1, "call"),
-        Program(lambda: torch.mm(a, b, out=product), 1, "call"),
+        Program(partial(target.copy_, source), 1, "call"),
+        Program(partial(torch.mm, a, b, out=result), 1, "call"),
     ]
     clock.seconds(programs * 5)
     times = clock.seconds(programs * 30)
@@ -161,68 +170,106 @@ def run_case(case: Case, lab: Lab, budget_s: float) -> dict[str, Any]:
     """Check every candidate, time those that are right, and return all of it as JSON."""
     torch.compiler.reset()
     seed, shape = torch.seed(), case.shape
-    inputs = shape.inputs(lab.device)
-    expected = shape.reference(inputs)
-    found: dict[str, dict[str, Any]] = {}
-    for candidate in case.candidates:
-        if candidate.compiles and budget_s < COMPILING_S:
-            found[candidate.name] = {"status": "left out", "reason": f"only {budget_s:.0f} s for this shape"}
-        else:
-            found[candidate.name] = _check(candidate, case, inputs, expected)
-        found[candidate.name]["role"] = candidate.role
-    right = [candidate for candidate in case.candidates if found[candidate.name]["status"] == "right"]
-    sets = [inputs, *(shape.inputs(lab.device) for _ in range(_number_of_sets(case, inputs, lab) - 1))]
-    programs = _build_programs(case, right, sets, lab, found)
-    _check_replays(case, right, programs, inputs, expected, found)
-    times = _interleave({name: built for name, built in programs.items() if found[name]["status"] == "right"}, lab)
-    for name, samples in times.items():
-        found[name] |= {"status": "measured", "launch": programs[name][0].launch, **_spread(samples)}
-    _add_rates(case, lab, found)
+    measurement = _Measurement(case, lab, shape.inputs(lab.device))
+    found = measurement.run(budget_s)
     return {
-        "name": shape.name,
-        "shape": dict(shape.fields),
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "flops": shape.flops,
-        "bytes": shape.num_bytes,
-        "floor_s": lab.limits.floor_s(shape),
-        "bound": "compute" if lab.limits.flops_s(shape) > lab.limits.bytes_s(shape) else "memory",
-        "seed": seed,
-        "input_sets": len(sets),
-        "candidates": found,
-    }
+        "name": shape.name, "shape": dict(shape.fields), "dtype": str(shape.dtype).removeprefix("torch."),
+        "flops": shape.flops, "bytes": shape.num_bytes, "floor_s": lab.limits.floor_s(shape),
+        "bound": lab.limits.bound(shape), "seed": seed, "input_sets": measurement.num_sets, "candidates": found,
+    }  # fmt: skip
 
 
-def _check(candidate: Candidate, case: Case, inputs: Any, expected: Outputs) -> dict[str, Any]:
-    try:
-        run = _prepare(candidate, inputs)
-        if run is None:
-            return {"status": "absent", "reason": "not installed"}
-        checked = _compared(candidate, run(), expected, case.shape.dtype)
-        if case.measures_memory and torch.cuda.is_available():
-            checked["peak_bytes"] = _peak_bytes(run)
-        return checked
-    except NotItsTask as reason:
-        return {"status": "left out", "reason": str(reason)}
-    except Exception as error:
-        if candidate.role != "peer":
-            traceback.print_exc()
-        return {"status": "failed", "reason": one_line(error)}
+class _Measurement:
+    """One case; `found` is what is known of each candidate."""
+
+    def __init__(self, case: Case, lab: Lab, inputs: Inputs) -> None:
+        self.case, self.lab, self.inputs = case, lab, inputs
+        self.expected = case.shape.reference(inputs)
+        self.found: dict[str, dict[str, Any]] = {}
+        self.programs: dict[str, list[Program]] = {}
+        self.calls, self.num_sets = self._sizes()
+
+    def run(self, budget_s: float) -> dict[str, dict[str, Any]]:
+        for candidate in self.case.candidates:
+            if candidate.compiles and budget_s < COMPILING_S:
+                found = {"status": "left out", "reason": f"only {budget_s:.0f} s for this shape"}
+            else:
+                found = self._check(candidate)
+            self.found[candidate.name] = found | {"role": candidate.role}
+        sets = [self.inputs, *(self.case.shape.inputs(self.lab.device) for _ in range(self.num_sets - 1))]
+        for candidate in self.case.candidates:
+            if self.found[candidate.name]["status"] == "right":
+                self._build(candidate, sets)
+        programs = {name: built for name, built in self.programs.items() if self.found[name]["status"] == "right"}
+        for name, samples in _interleave(programs, self.lab).items():
+            launch = {"status": "measured", "launch": programs[name][0].launch}
+            self.found[name] |= launch | _spread(samples)
+        add_rates(self.case.shape, self.lab.limits, self.found)
+        return self.found
+
+    def _check(self, candidate: Candidate) -> dict[str, Any]:
+        try:
+            run = _prepare(candidate, self.inputs)
+            if run is None:
+                return {"status": "absent", "reason": "not installed"}
+            checked = self._compare(candidate, run())
+            if self.case.measures_memory and torch.cuda.is_available():
+                checked["peak_bytes"] = _peak_bytes(run)
+            return checked
+        except NotItsTask as reason:
+            return {"status": "left out", "reason": str(reason)}
+        except Exception as error:
+            if candidate.role != "peer":
+                traceback.print_exc()
+            return {"status": "failed", "reason": one_line(error)}
+
+    def _compare(self, candidate: Candidate, outputs: Outputs) -> dict[str, Any]:
+        """Right if no output is off by more than the tests' bound for this dtype; integers must be equal."""
+        errors, is_right = [], True
+        for actual, wanted in zip(*candidate.compare(outputs, self.expected), strict=True):
+            error = _error(actual.detach().reshape(wanted.shape), wanted)
+            is_right &= error <= (BOUNDS[self.case.shape.dtype] if wanted.is_floating_point() else 0)
+            errors.append(error)
+        worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+        return {"status": "right" if is_right else "red", "error": worst if math.isfinite(worst) else str(worst)}
+
+    def _sizes(self) -> tuple[int, int]:
+        """How many calls share a graph, and how many sets of inputs there are."""
+        size = sum(x.numel() * x.element_size() for x in tensors(self.inputs))
+        if size >= ONE_SET_BYTES:
+            return 1, 1
+        floor_s = self.lab.limits.floor_s(self.case.shape)
+        calls = 1 if self.lab.device.type == "cpu" else min(MOST_CALLS, math.ceil(SHORT_S / floor_s))
+        return calls, calls * max(2, math.ceil(2 * self.lab.l2_bytes / (size * calls)))
+
+    def _build(self, candidate: Candidate, sets: Sequence[Inputs]) -> None:
+        """A program for each group of sets. What a graph writes is filled with NaN, replayed and compared again."""
+        uncaptured = self.case.measures_memory or candidate.reads_on_host
+        launch = Program.uncaptured if uncaptured else self.lab.clock.program
+        try:
+            groups = [sets[start : start + self.calls] for start in range(0, len(sets), self.calls)]
+            runs = [[_prepare(candidate, one) for one in group] for group in groups]
+            programs = [launch([run for run in group if run]) for group in runs]
+        except Exception as error:
+            self.found[candidate.name] |= {"status": "failed", "reason": one_line(error)}
+            return
+        self.programs[candidate.name] = programs
+        if not programs[0].outputs or candidate.in_place:
+            return
+        given = {x.untyped_storage().data_ptr() for x in tensors(self.inputs)}
+        for output in programs[0].outputs:
+            if output.untyped_storage().data_ptr() not in given:
+                _poison(output.detach())
+        programs[0].play()
+        checked = self._compare(candidate, programs[0].outputs)
+        if checked["status"] == "red":
+            reason = {"reason": "right when called, wrong when replayed from a graph"}
+            self.found[candidate.name] |= checked | reason
 
 
-def _prepare(candidate: Candidate, inputs: Any) -> Run | None:
+def _prepare(candidate: Candidate, inputs: Inputs) -> Run | None:
     """Who overwrites inputs gets a copy, so that everybody else works on random numbers."""
     return candidate.prepare(deepcopy(inputs) if candidate.in_place else inputs)
-
-
-def _compared(candidate: Candidate, outputs: Outputs, expected: Outputs, dtype: torch.dtype) -> dict[str, Any]:
-    """Right if no output is off by more than the bound that the tests use for this dtype; integers must be equal."""
-    errors, is_right = [], True
-    for actual, wanted in zip(*candidate.compare(outputs, expected), strict=True):
-        error = _error(actual.detach().reshape(wanted.shape), wanted)
-        is_right &= error <= (BOUNDS[dtype] if wanted.is_floating_point() else 0)
-        errors.append(error)
-    worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-    return {"status": "right" if is_right else "red", "error": worst if math.isfinite(worst) else str(worst)}
 
 
 def _error(actual: Tensor, wanted: Tensor) -> float:
@@ -241,60 +288,6 @@ def _peak_bytes(run: Run) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _number_of_sets(case: Case, inputs: Any, lab: Lab) -> int:
-    size = sum(x.numel() * x.element_size() for x in tensors(inputs))
-    if size >= ONE_SET_BYTES:
-        return 1
-    calls = _calls_in_a_graph(case, lab)
-    return calls * max(2, math.ceil(2 * lab.l2_bytes / (size * calls)))
-
-
-def _calls_in_a_graph(case: Case, lab: Lab) -> int:
-    if lab.device.type == "cpu":
-        return 1
-    return min(MOST_CALLS, math.ceil(SHORT_S / lab.limits.floor_s(case.shape)))
-
-
-def _build_programs(
-    case: Case, candidates: Sequence[Candidate], sets: Sequence[Any], lab: Lab, found: dict[str, dict[str, Any]]
-) -> dict[str, list[Program]]:
-    calls = min(_calls_in_a_graph(case, lab), len(sets))
-    groups = [sets[start : start + calls] for start in range(0, len(sets), calls)]
-    programs = {}
-    for candidate in candidates:
-        try:
-            runs = [[_prepare(candidate, one) for one in group] for group in groups]
-            launch = _uncaptured if case.measures_memory or candidate.reads_on_host else lab.clock.program
-            programs[candidate.name] = [launch([run for run in group if run]) for group in runs]
-        except Exception as error:
-            found[candidate.name] |= {"status": "failed", "reason": one_line(error)}
-    return programs
-
-
-def _check_replays(
-    case: Case,
-    candidates: Sequence[Candidate],
-    programs: Mapping[str, list[Program]],
-    inputs: Any,
-    expected: Outputs,
-    found: dict[str, dict[str, Any]],
-) -> None:
-    """Fill what a graph writes with NaN, replay it and compare again: what is timed is what was checked."""
-    given = {x.untyped_storage().data_ptr() for x in tensors(inputs)}
-    for candidate in candidates:
-        first = programs.get(candidate.name, [None])[0]
-        if first is None or not first.outputs or candidate.in_place:
-            continue
-        with torch.no_grad():
-            for output in first.outputs:
-                if output.untyped_storage().data_ptr() not in given:
-                    _poison(output)
-        first.play()
-        checked = _compared(candidate, first.outputs, expected, case.shape.dtype)
-        if checked["status"] == "red":
-            found[candidate.name] |= checked | {"reason": "right when called, wrong when replayed from a graph"}
-
-
 def _poison(output: Tensor) -> None:
     """NaN; for integers the least, which is no token and no count."""
     if output.is_floating_point():
@@ -303,7 +296,7 @@ def _poison(output: Tensor) -> None:
         output.fill_(torch.iinfo(output.dtype).min)
 
 
-def _interleave(programs: Mapping[str, list[Program]], lab: Lab) -> dict[str, list[float]]:
+def _interleave(programs: dict[str, list[Program]], lab: Lab) -> dict[str, list[float]]:
     """Seconds of one call of each candidate, a sample a round."""
     names = list(programs)
     if not names:
@@ -313,64 +306,41 @@ def _interleave(programs: Mapping[str, list[Program]], lab: Lab) -> dict[str, li
     round_s = sum(lab.clock.seconds(one_of_each))
     while time.monotonic() < warm_up_ends:
         round_s = sum(lab.clock.seconds(one_of_each))
-    rounds = lab.rounds if lab.rounds < ROUNDS else _number_of_rounds(round_s)
-    order = [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(rounds)]
+    rounds = lab.rounds if lab.rounds < ROUNDS else number_of_rounds(round_s)
+    order = [names[number % len(names) :] + names[: number % len(names)] for number in range(rounds)]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for first in range(0, rounds, ROUNDS_IN_FLIGHT):
         block = range(first, min(first + ROUNDS_IN_FLIGHT, rounds))
-        turns = [(name, programs[name][turn % len(programs[name])]) for turn in block for name in order[turn]]
-        for (name, program), elapsed_s in zip(turns, lab.clock.seconds([p for _, p in turns]), strict=True):
+        played = [(name, programs[name][number % len(programs[name])]) for number in block for name in order[number]]
+        for (name, program), elapsed_s in zip(played, lab.clock.seconds([p for _, p in played]), strict=True):
             samples[name].append(elapsed_s / program.calls)
     return samples
 
 
-def _number_of_rounds(round_s: float) -> int:
+def number_of_rounds(round_s: float) -> int:
     fewest = max(FEWEST_ROUNDS, min(ROUNDS, int(LONGEST_S / round_s)))
     return max(fewest, min(MOST_ROUNDS, int(MEASURED_S / round_s)))
 
 
 def _spread(samples: Sequence[float]) -> dict[str, Any]:
-    deciles = statistics.quantiles(samples, n=10, method="inclusive")
-    return {
-        "rounds": len(samples),
-        "median_s": statistics.median(samples),
-        "p10_s": deciles[0],
-        "p90_s": deciles[-1],
-    }
+    deciles, median = statistics.quantiles(samples, n=10, method="inclusive"), statistics.median(samples)
+    return {"rounds": len(samples), "median_s": median, "p10_s": deciles[0], "p90_s": deciles[-1]}
 
 
-def _add_rates(case: Case, lab: Lab, found: dict[str, dict[str, Any]]) -> None:
-    """Add rates, the fraction of the floor, and how many times as long as ours each takes; as much memory likewise."""
+def add_rates(shape: Shape, limits: Limits, found: dict[str, dict[str, Any]]) -> None:
+    """Rates, the fraction of the floor, and how many times as long as ours each takes; as much memory likewise."""
     ours = next((one for one in found.values() if one["role"] == "ours" and "median_s" in one), None)
     for one in found.values():
         if "median_s" not in one:
             continue
         if one["role"] != "baseline":
-            one["tflop_per_s"] = case.shape.flops / one["median_s"] / 1e12
-            one["gb_per_s"] = case.shape.num_bytes / one["median_s"] / 1e9
-            one["roofline_fraction"] = lab.limits.floor_s(case.shape) / one["median_s"]
+            one["tflop_per_s"] = shape.flops / one["median_s"] / 1e12
+            one["gb_per_s"] = shape.num_bytes / one["median_s"] / 1e9
+            one["roofline_fraction"] = limits.floor_s(shape) / one["median_s"]
         if ours is not None and one["role"] != "ours":
             one["times_ours"] = one["median_s"] / ours["median_s"]
             if "peak_bytes" in one and "peak_bytes" in ours:
                 one["times_our_peak"] = one["peak_bytes"] / ours["peak_bytes"]
-
-
-def _uncaptured(runs: Sequence[Run]) -> Program:
-    return Program(partial(_call_all, runs), len(runs), "call")
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture that failed. Its random generator would go on believing in it; one with a copy of its state not."""
-    with suppress(Exception):
-        graph.capture_end()
-    with suppress(Exception):
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
-
-
-def _call_all(runs: Sequence[Run]) -> None:
-    for run in runs:
-        run()
 
 
 def one_line(error: Exception) -> str:

@@ -133,13 +133,10 @@ def one_at_a_time(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> di
         server.stop()
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     return {
-        "prompt_tokens": 64,
-        "new_tokens": new_tokens,
-        "tokens_per_s": medians,
-        "all_tokens_per_s": speeds,
+        "prompt_tokens": 64, "new_tokens": new_tokens, "tokens_per_s": medians, "all_tokens_per_s": speeds,
         "ratio_engine": medians["potstill_engine"] / medians["transformers"],
         "ratio_http": medians["potstill_http"] / medians["transformers"],
-    }
+    }  # fmt: skip
 
 
 def many_at_once(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> dict[str, Any]:
@@ -167,14 +164,11 @@ def many_at_once(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> dic
             theirs.append(wanted / seconds(lambda: peer.generate_in_batches(prompts, lengths, best)))
         print(f"  potstill {ours[-1]:.0f} tokens/s, transformers {theirs[-1]:.0f}", flush=True)
     return {
-        "requests": len(lengths),
-        "new_tokens": wanted,
+        "requests": len(lengths), "new_tokens": wanted,
         "tokens_per_s": {"potstill_engine": statistics.median(ours), "transformers": statistics.median(theirs)},
-        "all_tokens_per_s": {"potstill_engine": ours, "transformers": theirs},
-        "static_batch_tokens_per_s": static,
-        "best_static_batch": best,
-        "ratio_engine": statistics.median(ours) / statistics.median(theirs),
-    }
+        "all_tokens_per_s": {"potstill_engine": ours, "transformers": theirs}, "static_batch_tokens_per_s": static,
+        "best_static_batch": best, "ratio_engine": statistics.median(ours) / statistics.median(theirs),
+    }  # fmt: skip
 
 
 def main() -> None:

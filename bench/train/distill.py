@@ -60,13 +60,9 @@ def documents_of(tokens: np.ndarray, sequence_length: int) -> TokenizedDocuments
     length = sequence_length + 1
     count = len(tokens) // length
     return TokenizedDocuments(
-        name="bench",
-        tokens=tokens,
-        offsets=np.arange(count + 1) * length,
-        labels_mask=None,
-        num_bytes_per_document=np.full(count, length),
-        digest="bench",
-    )
+        name="bench", tokens=tokens, offsets=np.arange(count + 1) * length, labels_mask=None,
+        num_bytes_per_document=np.full(count, length), digest="bench",
+    )  # fmt: skip
 
 
 def potstill(teacher_path: Path, student_path: Path, tokens: np.ndarray, scratch: Path) -> dict[str, Any]:
@@ -79,13 +75,9 @@ def potstill(teacher_path: Path, student_path: Path, tokens: np.ndarray, scratch
     loaded = peak_bytes()
     step_tokens = SEQUENCE * SEQUENCES
     config = TrainingConfig(
-        tokens=STEPS * step_tokens,
-        batch_tokens=step_tokens,
-        micro_batch_tokens=step_tokens,
-        learning_rate=LEARNING_RATE,
-        schedule="constant",
-        warmup_fraction=0.0,
-    )
+        tokens=STEPS * step_tokens, batch_tokens=step_tokens, micro_batch_tokens=step_tokens,
+        learning_rate=LEARNING_RATE, schedule="constant", warmup_fraction=0.0,
+    )  # fmt: skip
     recorder = Recorder()
     Trainer(
         student,
@@ -145,11 +137,10 @@ def prepare_inputs(teacher: Path, scratch: Path) -> None:
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     speeds = [speed for run in runs for speed in run["tokens_per_s"]]
     return {
-        "tokens_per_s": statistics.median(speeds),
-        "all_tokens_per_s": speeds,
+        "tokens_per_s": statistics.median(speeds), "all_tokens_per_s": speeds,
         "peak_bytes_above_models": statistics.median(run["peak_bytes_above_models"] for run in runs),
         "losses": runs[0]["losses"],
-    }
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -177,13 +168,10 @@ def main() -> None:
     sides = {side: summary(of_side) for side, of_side in runs.items()}
     ours, theirs = sides["potstill"], sides["transformers"]
     result = {
-        "sequence_length": SEQUENCE,
-        "micro_batch_tokens": SEQUENCE * SEQUENCES,
-        "student_layers": len(STUDENT_LAYERS),
-        "sides": sides,
-        "ratio_speed": ours["tokens_per_s"] / theirs["tokens_per_s"],
+        "sequence_length": SEQUENCE, "micro_batch_tokens": SEQUENCE * SEQUENCES, "student_layers": len(STUDENT_LAYERS),
+        "sides": sides, "ratio_speed": ours["tokens_per_s"] / theirs["tokens_per_s"],
         "ratio_peak_memory": ours["peak_bytes_above_models"] / theirs["peak_bytes_above_models"],
-    }
+    }  # fmt: skip
     print(f"  speed {result['ratio_speed']:.2f}x, peak memory {result['ratio_peak_memory']:.2f}x")
     path = write_result("distill-cpu", "python -m bench.train.distill", result)
     print(f"written to {path.relative_to(ROOT)}")

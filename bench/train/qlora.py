@@ -78,14 +78,9 @@ class Case:
     def stage(self, steps: int) -> Qlora:
         """The recipe's stage: its defaults, but rank 16 and no dropout, which would draw other numbers on each side."""
         return Qlora(
-            model="base",
-            data="text",
-            tokens=steps * self.step_tokens,
-            batch_tokens=self.step_tokens,
-            micro_batch_tokens=self.step_tokens,
-            warmup_fraction=0.0,
-            adapter=Adapter(rank=16, alpha=32.0, dropout=0.0),
-        )
+            model="base", data="text", tokens=steps * self.step_tokens, batch_tokens=self.step_tokens,
+            micro_batch_tokens=self.step_tokens, warmup_fraction=0.0, adapter=Adapter(rank=16, alpha=32.0, dropout=0.0),
+        )  # fmt: skip
 
     def documents(self) -> TokenizedDocuments:
         return documents_of(np.load(Path(self.scratch) / "tokens.npy"), self.sequence_length)
@@ -129,11 +124,9 @@ class _UnsavedTrainer(Trainer):
 def peft(case: Case, steps: int, folder: Path) -> Side:
     stage = case.stage(steps)
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+    )  # fmt: skip
     dense = Path(case.scratch) / "dense"
     model = AutoModelForCausalLM.from_pretrained(
         dense, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": DEVICE}
@@ -141,12 +134,9 @@ def peft(case: Case, steps: int, folder: Path) -> Side:
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=stage.activation_checkpointing)
     adapter = stage.adapter
     settings = LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        lora_dropout=adapter.dropout,
-        target_modules="all-linear",
+        r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, target_modules="all-linear",
         task_type="CAUSAL_LM",
-    )
+    )  # fmt: skip
     model = get_peft_model(model, settings).train()
     model.config.use_cache = False
     states = [parameter.quant_state for parameter in model.parameters() if hasattr(parameter, "quant_state")]
@@ -278,12 +268,9 @@ def planned(case: Case) -> dict[str, int]:
     """What `potstill plan` says of this step."""
     stage = case.stage(case.steps)
     setup = Setup(
-        load_config(Path(case.scratch) / "dense"),
-        stage,
-        adapter=stage.adapter,
-        quantization="nf4",
+        load_config(Path(case.scratch) / "dense"), stage, adapter=stage.adapter, quantization="nf4",
         on_gpu=DEVICE != "cpu",
-    )
+    )  # fmt: skip
     return asdict(setup.memory())
 
 
@@ -313,16 +300,12 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
     print(f"  and {theirs / 2**20:,.0f} MiB, {ours / theirs:.2f}x; planned {plan['peak'] / 2**20:,.0f} MiB", flush=True)
     timed = time_sides(case, rounds)
     result = {
-        "device": DEVICE,
-        "sequence_length": case.sequence_length,
-        "micro_batch_tokens": case.step_tokens,
-        "first_losses": losses,
-        "sides": {name: checked[name] | timed[name] for name in SIDES},
-        "planned_bytes": plan,
+        "device": DEVICE, "sequence_length": case.sequence_length, "micro_batch_tokens": case.step_tokens,
+        "first_losses": losses, "sides": {name: checked[name] | timed[name] for name in SIDES}, "planned_bytes": plan,
         "planned_over_measured": plan["peak"] / ours,
         "ratio_speed": timed["potstill"]["tokens_per_s"] / timed["peft"]["tokens_per_s"],
         "ratio_peak_memory": ours / theirs,
-    }
+    }  # fmt: skip
     print(f"  speed {result['ratio_speed']:.2f}x")
     return result
 

@@ -183,7 +183,7 @@ INLINE void merge(const Batch *batch, const Sequence *owner, int64_t query, int6
 }
 
 /* The rows of out that are queries of these sequences. */
-void attend_few(const Batch *batch, int threads) {
+void attend_decode(const Batch *batch, int threads) {
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic)

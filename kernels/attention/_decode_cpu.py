@@ -37,7 +37,7 @@ class _Batch(ctypes.Structure):
     )
 
 
-class FewPlan(NamedTuple):
+class DecodePlan(NamedTuple):
     """The same for every layer of a step."""
 
     sequences: np.ndarray
@@ -53,7 +53,7 @@ class FewPlan(NamedTuple):
     window: int | None
 
 
-def plan_few(sequences: np.ndarray, block_tables: np.ndarray, page_size: int, window: int | None) -> FewPlan:
+def plan_decode(sequences: np.ndarray, block_tables: np.ndarray, page_size: int, window: int | None) -> DecodePlan:
     """sequences [S, 5] int64: row of the tables, first query, queries, first key, length."""
     queries, first_key, length = sequences[:, 2:].T
     first_chunk = first_key // _CHUNK
@@ -62,11 +62,11 @@ def plan_few(sequences: np.ndarray, block_tables: np.ndarray, page_size: int, wi
     owners = np.repeat(np.arange(len(sequences)), chunks)
     numbers = np.arange(len(owners)) + (first_chunk - np.cumsum(chunks) + chunks)[owners]
     sequences = np.column_stack((sequences, parts - chunks * queries))
-    return FewPlan(sequences, owners, numbers, int(parts[-1]), block_tables, page_size, window)
+    return DecodePlan(sequences, owners, numbers, int(parts[-1]), block_tables, page_size, window)
 
 
 def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
-    """Whether `attend_few` does q [T, Hq, d] over keys and values [slots, Hkv, d]."""
+    """Whether `attend_decode` does q [T, Hq, d] over keys and values [slots, Hkv, d]."""
     return (
         q.dtype == torch.bfloat16
         and q.shape[2] % _COLUMNS == 0
@@ -75,7 +75,7 @@ def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
     )
 
 
-def attend_few(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: FewPlan, out: Tensor, scale: float) -> None:
+def attend_decode(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: DecodePlan, out: Tensor, scale: float) -> None:
     """Write the attention of the planned queries into out [T, Hq, d]; `takes` must accept the tensors."""
     (_, heads, d), tables = q.shape, plan.block_tables
     parts = torch.empty(plan.num_parts, heads, d + 2)
@@ -85,13 +85,13 @@ def attend_few(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: FewPlan, out: 
         q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), tables.ctypes.data, plan.sequences.ctypes.data,
         plan.owners.ctypes.data, plan.numbers.ctypes.data, parts.data_ptr(), out.data_ptr(), scale / math.log(2),
     )  # fmt: skip
-    _library().attend_few(batch, torch.get_num_threads())
+    _library().attend_decode(batch, torch.get_num_threads())
 
 
 @cache
 def _library() -> Any:
     library = compiled(Path(__file__).with_name("_decode.c"), needs=frozenset({"avx512_bf16"}))
     if library is not None:
-        library.attend_few.argtypes = (ctypes.POINTER(_Batch), ctypes.c_int)
-        library.attend_few.restype = None
+        library.attend_decode.argtypes = (ctypes.POINTER(_Batch), ctypes.c_int)
+        library.attend_decode.restype = None
     return library

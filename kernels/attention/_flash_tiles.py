@@ -1,16 +1,17 @@
-"""How the kernels of flash attention cut their work, on which processor.
+"""How the kernels of flash attention cut their work, on which processor, and what their launches share.
 
 Larger tiles read keys and values less often; the sums of a tile (O, or dK and dV) must stay in registers for that. The
 tables hold the largest tiles whose inner loops spill few registers or none when Triton 3.6 compiles them, and that fit
 the shared memory: 227 KiB on Hopper, 99 KiB on the smallest processors since Ampere.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from kernels.common.ragged_tiles import padded_width
-from kernels.common.triton_support import shared_memory_bytes
+from kernels.common.ragged_tiles import padded_width, plan_tiles
+from kernels.common.triton_support import is_interpreted, l2_bytes, lend_scratch, num_processors, shared_memory_bytes
 
 
 class Tile(NamedTuple):
@@ -60,3 +61,78 @@ def choose_tiles(head_dim: int, dtype: torch.dtype, device: torch.device) -> Til
     if dtype == torch.float32:
         return _FP32_TILES[width]
     return _LARGE_TILES[width] if shared_memory_bytes(device) >= 227 * 1024 else _SMALL_TILES[width]
+
+
+class Settings(NamedTuple):
+    """What a call asks for beside its tensors."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    deterministic: bool
+
+
+class Inputs(NamedTuple):
+    """Shapes as in `flash_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> "Inputs":
+        return cls(q, k, v, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+
+
+def common_arguments(inputs: Inputs, settings: Settings, tile: Tile) -> dict[str, Any]:
+    """Return the arguments that all three kernels take by these names."""
+    q, k = inputs.q, inputs.k
+    return {
+        "window": settings.window or 0,
+        "scale": settings.scale,
+        "group": q.shape[1] // k.shape[1],
+        "CAUSAL": settings.causal,
+        "WINDOWED": settings.window is not None,
+        "D": q.shape[2],
+        "WIDTH": padded_width(q.shape[2]),
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "INTERPRETED": is_interpreted(q),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def plan_queries(inputs: Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
+    """List the tiles of queries; the last queries of a document see the most keys."""
+    bounds = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    return plan_tiles(*bounds, num_rows=inputs.q.shape[0], rows_per_tile=tile.queries, last_first=True)
+
+
+def grid_of(tiles_listed: Tensor, rows: Tensor, tiles: Tiles) -> tuple[int]:
+    """Return the number of programs for as many tiles as there may be of rows [*, heads, d]."""
+    num_items = tiles_listed.shape[0] * rows.shape[1]
+    if tiles.programs_per_processor == 0:
+        return (num_items,)
+    return (min(num_items, tiles.programs_per_processor * num_processors(rows.device)),)
+
+
+def strides_of(inputs: Inputs) -> tuple[int, ...]:
+    """Return the strides of tokens and heads."""
+    return tuple(stride for x in inputs[:3] for stride in x.stride()[:2])
+
+
+def section_of(x: Tensor, y: Tensor) -> int:
+    """Return how many heads of x and y [*, heads, d], walked over again and again, fill half of the L2 cache."""
+    bytes_per_head = (x.shape[0] + y.shape[0]) * x.shape[2] * x.element_size()
+    return max(1, min(x.shape[1], l2_bytes(x.device) // 2 // max(1, bytes_per_head)))
+
+
+def takes_descriptors(tile: Tile, *tensors: Tensor) -> bool:
+    """Return whether these tensors go through descriptors; each row of a head must start at a multiple of 16 bytes."""
+    if not tile.descriptors:
+        return False
+    lend_scratch(tensors[0].device)
+    return all(offset * x.element_size() % 16 == 0 for x in tensors for offset in (x.storage_offset(), *x.stride()[:2]))

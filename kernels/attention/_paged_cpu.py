@@ -1,6 +1,6 @@
 """Paged attention in PyTorch, for the CPU: kernels/attention/paged.py says what it computes.
 
-Sequences with few queries go to `_decode.c` where it takes them. Else they are grouped by similar length. One
+Decoding and verifying sequences go to `_decode.c` where it takes them. Else they are grouped by similar length. One
 gather per group lines up their keys, and one call of torch's attention serves the group: the G query heads of a
 key/value head go in as G rows, so that keys are read once instead of G times. A sequence whose pages lie side by side
 is used in place when it is alone in its group.
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention._decode_cpu import FewPlan, attend_few, plan_few, takes
+from kernels.attention._decode_cpu import DecodePlan, attend_decode, plan_decode, takes
 from kernels.attention._flash_cpu import attend_causally
 
 # Sequences with more queries than this (prompts) are attended one by one.
@@ -75,25 +75,27 @@ class GroupedPlan:
         self.tables, self.page_size, self.window = block_tables.numpy(), page_size, window
         self._batch_invariant = batch_invariant
         bounds = cu_seqlens_q.tolist()
-        self._few: list[_Sequence] = []
+        self._short: list[_Sequence] = []
         self._many: list[_Sequence] = []
         for row, length in enumerate(kv_lengths.tolist()):
             queries = bounds[row + 1] - bounds[row]
             first_key = 0 if window is None else max(0, length - queries - window + 1)
             if queries:
-                sequences = self._few if queries <= min(length, _MOST_QUERIES_TO_GROUP) else self._many
+                sequences = self._short if queries <= min(length, _MOST_QUERIES_TO_GROUP) else self._many
                 sequences.append(_Sequence(row, bounds[row], queries, first_key, length))
 
     @cached_property
-    def few(self) -> FewPlan | None:
-        """Sequences with few queries, for the kernel in C."""
-        return plan_few(np.array(self._few), self.tables, self.page_size, self.window) if self._few else None
+    def decode(self) -> DecodePlan | None:
+        """Decoding and verifying sequences, for the kernel in C."""
+        return plan_decode(np.array(self._short), self.tables, self.page_size, self.window) if self._short else None
 
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
-        """Sequences with few queries, for torch."""
-        teams: Iterable[list[_Sequence]] = [[s] for s in self._few] if self._batch_invariant else _similar(self._few)
-        return tuple(_plan_group(members, self.tables, self.page_size, self.window) for members in teams)
+        """Decoding and verifying sequences, for torch."""
+        groups: Iterable[list[_Sequence]] = (
+            [[s] for s in self._short] if self._batch_invariant else _similar(self._short)
+        )
+        return tuple(_plan_group(members, self.tables, self.page_size, self.window) for members in groups)
 
     @cached_property
     def prompts(self) -> tuple[_Group, ...]:
@@ -142,8 +144,8 @@ def _find_keys(members: list[_Sequence], tables: np.ndarray, page_size: int) -> 
     row, first_key, length = np.array([(s.row, s.first_key, s.length) for s in members]).T[:, :, None]
     positions = first_key + np.arange(max(s.keys for s in members))
     np.copyto(positions, first_key, where=positions >= length)
-    page, place = np.divmod(positions, page_size) if page_size > 1 else (positions, 0)
-    slots = (tables[row, page].astype(np.int64) * page_size + place).ravel()
+    page, offset = np.divmod(positions, page_size) if page_size > 1 else (positions, 0)
+    slots = (tables[row, page].astype(np.int64) * page_size + offset).ravel()
     if len(members) == 1 and len(slots) and (slots[1:] - slots[:-1] == 1).all():
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return torch.from_numpy(slots)
@@ -165,8 +167,8 @@ def attend_groups(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: GroupedPlan
     """Return the attention of all queries, [T, Hq, d] in and out."""
     k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if plan.few is not None and takes(q, k_slots, v_slots):
-        attend_few(q, k_slots, v_slots, plan.few, out, scale)
+    if plan.decode is not None and takes(q, k_slots, v_slots):
+        attend_decode(q, k_slots, v_slots, plan.decode, out, scale)
     elif len(plan.groups) == 1 and not plan.prompts:
         return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
     else:

@@ -19,7 +19,7 @@ s_k keys. Document B stands for the rows past the last document: its queries see
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -28,14 +28,23 @@ from torch import Tensor
 
 from kernels.attention._flash_cpu import attend_causally as attend_causally
 from kernels.attention._flash_cpu import attend_documents, documents, visible_keys
-from kernels.attention._flash_tiles import Tile, Tiles, choose_tiles
+from kernels.attention._flash_tiles import (
+    Inputs,
+    Settings,
+    choose_tiles,
+    common_arguments,
+    grid_of,
+    plan_queries,
+    section_of,
+    strides_of,
+    takes_descriptors,
+)  # fmt: skip
 from kernels.common.ragged_tiles import (
     as_operand,
     dot,
     head_rows,
     load_numbers,
     load_tile,
-    padded_width,
     plan_tiles,
     store_tile,
     tile_mask,
@@ -45,10 +54,6 @@ from kernels.common.ragged_tiles import (
 )
 from kernels.common.triton_support import (
     check_rows,
-    is_interpreted,
-    l2_bytes,
-    lend_scratch,
-    num_processors,
     runs_triton,
 )
 
@@ -314,13 +319,6 @@ def _grad_keys_kernel(
         store_tile(grad_v_rows, b_grad_v, key, s_k, num_kv_heads * D, D, KEYS, WIDTH)
 
 
-class _Settings(NamedTuple):
-    causal: bool
-    window: int | None
-    scale: float
-    deterministic: bool
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -362,7 +360,7 @@ def flash_attention(
     window = None if window is not None and window >= k.shape[0] else window
     # torch.compile takes no tensor twice, so equal documents stay None.
     documents_q, documents_k = (x if x is None else x.int().contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-    return _FlashAttention.apply(q, k, v, documents_q, documents_k, _Settings(causal, window, scale, deterministic))
+    return _FlashAttention.apply(q, k, v, documents_q, documents_k, Settings(causal, window, scale, deterministic))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -391,9 +389,9 @@ class _FlashAttention(torch.autograd.Function):
         v: Tensor,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor | None,
-        settings: _Settings,
+        settings: Settings,
     ) -> Tensor:
-        out, lse = _attend(_Inputs.of(q, k, v, cu_seqlens_q, cu_seqlens_k), settings)
+        out, lse = _attend(Inputs.of(q, k, v, cu_seqlens_q, cu_seqlens_k), settings)
         ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse)
         ctx.settings = settings
         return out
@@ -401,7 +399,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
-        inputs = _Inputs.of(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        inputs = Inputs.of(q, k, v, cu_seqlens_q, cu_seqlens_k)
         settings, grad_out = ctx.settings, grad_out.contiguous()
         delta = torch.empty_like(lse)
         grad_q = _grad_queries(inputs, settings, out, lse, grad_out, delta)
@@ -409,40 +407,28 @@ class _FlashAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-class _Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> "_Inputs":
-        return cls(q, k, v, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
-
-
-def _attend(inputs: _Inputs, settings: _Settings) -> tuple[Tensor, Tensor]:
+def _attend(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return O [T, Hq, d] and L [Hq, T]."""
     q, k, v = inputs[:3]
     tiles = choose_tiles(q.shape[2], q.dtype, q.device)
     tile = tiles.forward
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    plan = _plan_queries(inputs, tile)
-    _forward_kernel[_grid(plan[0], q, tiles)](
+    plan = plan_queries(inputs, tile)
+    _forward_kernel[grid_of(plan[0], q, tiles)](
         *(q, k, v, out, lse, *plan),
-        *_strides(inputs),
+        *strides_of(inputs),
         num_queries=q.shape[0],
-        section=_section(k, v) * (q.shape[1] // k.shape[1]),
+        section=section_of(k, v) * (q.shape[1] // k.shape[1]),
         num_heads=q.shape[1],
-        DESCRIPTORS=_describes(tile, k, v),
-        **_common(inputs, settings, tile),
+        DESCRIPTORS=takes_descriptors(tile, k, v),
+        **common_arguments(inputs, settings, tile),
     )
     return out, lse
 
 
 def _grad_queries(
-    inputs: _Inputs, settings: _Settings, out: Tensor, lse: Tensor, grad_out: Tensor, delta: Tensor
+    inputs: Inputs, settings: Settings, out: Tensor, lse: Tensor, grad_out: Tensor, delta: Tensor
 ) -> Tensor:
     """Write δ into delta [Hq, T]; return dQ [T, Hq, d], or zeros in fp32 to which `_grad_keys` adds it up."""
     q, k, v = inputs[:3]
@@ -453,22 +439,22 @@ def _grad_queries(
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     else:
         grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    plan = _plan_queries(inputs, tile)
-    _grad_queries_kernel[_grid(plan[0], q, tiles)](
+    plan = plan_queries(inputs, tile)
+    _grad_queries_kernel[grid_of(plan[0], q, tiles)](
         *(q, k, v, out, grad_out, lse, delta, grad_q, *plan),
-        *_strides(inputs),
+        *strides_of(inputs),
         num_queries=q.shape[0],
-        section=_section(k, v) * (q.shape[1] // k.shape[1]),
+        section=section_of(k, v) * (q.shape[1] // k.shape[1]),
         num_heads=q.shape[1],
         ONLY_DELTA=is_added_later,
-        DESCRIPTORS=_describes(tile, k, v),
-        **_common(inputs, settings, tile),
+        DESCRIPTORS=takes_descriptors(tile, k, v),
+        **common_arguments(inputs, settings, tile),
     )
     return grad_q
 
 
 def _grad_keys(
-    inputs: _Inputs, settings: _Settings, grad_q: Tensor, lse: Tensor, grad_out: Tensor, delta: Tensor
+    inputs: Inputs, settings: Settings, grad_q: Tensor, lse: Tensor, grad_out: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return dK and dV [S, Hkv, d]; if the order of additions is free, add dQ to grad_q."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
@@ -478,70 +464,14 @@ def _grad_keys(
     grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     # The first keys of a document are seen by the most queries.
     plan = plan_tiles(cu_seqlens_k, cu_seqlens_q, num_rows=k.shape[0], rows_per_tile=tile.keys, last_first=False)
-    _grad_keys_kernel[_grid(plan[0], k, tiles)](
+    _grad_keys_kernel[grid_of(plan[0], k, tiles)](
         *(q, k, v, grad_out, lse, delta, grad_q, grad_k, grad_v, *plan),
-        *_strides(inputs),
+        *strides_of(inputs),
         num_queries=q.shape[0],
-        section=max(1, _section(q, grad_out) // (q.shape[1] // k.shape[1])),
+        section=max(1, section_of(q, grad_out) // (q.shape[1] // k.shape[1])),
         num_kv_heads=k.shape[1],
         ADD_GRAD_Q=tiles.adds_grad_q and not settings.deterministic,
-        DESCRIPTORS=_describes(tile, q, grad_out),
-        **_common(inputs, settings, tile),
+        DESCRIPTORS=takes_descriptors(tile, q, grad_out),
+        **common_arguments(inputs, settings, tile),
     )
     return grad_k, grad_v
-
-
-def _common(inputs: _Inputs, settings: _Settings, tile: Tile) -> dict[str, Any]:
-    """Return the arguments that all three kernels take by these names."""
-    q, k = inputs.q, inputs.k
-    return {
-        "window": settings.window or 0,
-        "scale": settings.scale,
-        "group": q.shape[1] // k.shape[1],
-        "CAUSAL": settings.causal,
-        "WINDOWED": settings.window is not None,
-        "D": q.shape[2],
-        "WIDTH": padded_width(q.shape[2]),
-        "QUERIES": tile.queries,
-        "KEYS": tile.keys,
-        "INTERPRETED": is_interpreted(q),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-
-
-def _plan_queries(inputs: _Inputs, tile: Tile) -> tuple[Tensor, Tensor]:
-    """List the tiles of queries; the last queries of a document see the most keys."""
-    return plan_tiles(
-        inputs.cu_seqlens_q,
-        inputs.cu_seqlens_k,
-        num_rows=inputs.q.shape[0],
-        rows_per_tile=tile.queries,
-        last_first=True,
-    )
-
-
-def _grid(tiles_listed: Tensor, rows: Tensor, tiles: Tiles) -> tuple[int]:
-    """Return the number of programs for as many tiles as there may be of rows [*, heads, d]."""
-    num_items = tiles_listed.shape[0] * rows.shape[1]
-    if tiles.programs_per_processor == 0:
-        return (num_items,)
-    return (min(num_items, tiles.programs_per_processor * num_processors(rows.device)),)
-
-
-def _strides(inputs: _Inputs) -> tuple[int, ...]:
-    return tuple(stride for x in inputs[:3] for stride in x.stride()[:2])
-
-
-def _section(x: Tensor, y: Tensor) -> int:
-    """Return how many heads of x and y [*, heads, d], walked over again and again, fill half of the L2 cache."""
-    bytes_per_head = (x.shape[0] + y.shape[0]) * x.shape[2] * x.element_size()
-    return max(1, min(x.shape[1], l2_bytes(x.device) // 2 // max(1, bytes_per_head)))
-
-
-def _describes(tile: Tile, *tensors: Tensor) -> bool:
-    """Return whether these tensors go through descriptors; each row of a head must start at a multiple of 16 bytes."""
-    if not tile.descriptors:
-        return False
-    lend_scratch(tensors[0].device)
-    return all(offset * x.element_size() % 16 == 0 for x in tensors for offset in (x.storage_offset(), *x.stride()[:2]))

@@ -270,10 +270,10 @@ def _attend_kernel(
 def _merge_kernel(
     p_partial, p_l, p_merges, p_firsts, p_out, most_merges, num_sequences,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    FEW: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of each split tile, FEW rows at a time, in the order of the keys. Grid: any."""
-    PARTS: tl.constexpr = ROWS // FEW
+    """Merge the partial results of each split tile, MERGED rows at a time, in the order of the keys. Grid: any."""
+    PARTS: tl.constexpr = ROWS // MERGED
     column = tl.arange(0, D)
     num_tasks = tl.load(p_firsts + 3 * num_sequences + 5) * KV_HEADS * PARTS
     for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
@@ -282,11 +282,11 @@ def _merge_kernel(
         start, queries = tl.load(p_merge).to(tl.int64), tl.load(p_merge + most_merges)
         first_partial = tl.load(p_merge + 3 * most_merges).to(tl.int64)
         distance, splits = tl.load(p_merge + 4 * most_merges), tl.load(p_merge + 5 * most_merges)
-        o_row = task % PARTS * FEW + tl.arange(0, FEW)
+        o_row = task % PARTS * MERGED + tl.arange(0, MERGED)
         b_row = tl.load(p_merge + 2 * most_merges) + o_row
         m_rows = b_row < queries * GROUP
-        b_total, b_weight = tl.zeros([FEW, D], tl.float32), tl.zeros([FEW], tl.float32)
-        b_top = tl.full([FEW], float("-inf"), tl.float32)
+        b_total, b_weight = tl.zeros([MERGED, D], tl.float32), tl.zeros([MERGED], tl.float32)
+        b_top = tl.full([MERGED], float("-inf"), tl.float32)
         # Eight at a time: their loads do not wait for one another.
         for first in range(0, splits, 8):
             for more in tl.static_range(8):
@@ -419,8 +419,8 @@ def _launch(
         EVICT="evict_first" if tiles.rows <= 32 else "", num_warps=tiles.warps,
         num_stages=1 + tiles.ahead * loads_in_a_row, **shape,
     )  # fmt: skip
-    few = _ROWS_PER_MERGE
-    most_tasks = work.merges.shape[1] * num_kv_heads * (tiles.rows // few)
+    merged = _ROWS_PER_MERGE
+    most_tasks = work.merges.shape[1] * num_kv_heads * (tiles.rows // merged)
     if most_tasks:
         _merge_kernel[(min(most_tasks, programs * 16),)](
             partial,
@@ -430,7 +430,7 @@ def _launch(
             out,
             work.merges.shape[1],
             plan.kv_lengths.shape[0],
-            FEW=few,
+            MERGED=merged,
             **shape,
         )
     return out

@@ -1,11 +1,11 @@
 """Rotary position embedding (RoPE) in the half-split layout of Hugging Face's Llama.
 
-Feature pair (i, i + d/2) of a head is turned by the angle position · inv_freq[i]:
+Feature pair (i, i + d/2) of a head is rotated by the angle position · inv_freq[i]:
 
     first'  = first · cos − second · sin
     second' = second · cos + first · sin
 
-The Triton kernel turns q and k in one launch: a program takes some heads of one token, and the backward pass is the
+The Triton kernel rotates q and k in one launch: a program takes some heads of one token, and the backward pass is the
 same kernel with the angles negated.
 
 Source: https://arxiv.org/abs/2104.09864. Legend: T tokens, Hq query heads, Hkv key/value heads, d head dim.
@@ -62,19 +62,19 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 def apply_rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rotary` in its plainest form: a product of complex numbers."""
     half = q.shape[-1] // 2
-    turn = torch.complex(cos[..., half:], sin[..., half:])
+    rotation = torch.complex(cos[..., half:], sin[..., half:])
 
     def rotate(x: Tensor) -> Tensor:
         first, second = x.to(cos.dtype).chunk(2, dim=-1)
-        turned = torch.complex(first, second) * turn
-        return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
+        rotated = torch.complex(first, second) * rotation
+        return torch.cat((rotated.real, rotated.imag), dim=-1).to(x.dtype)
 
     return rotate(q), rotate(k)
 
 
 @triton.jit
 def rotate(b_first, b_second, b_cos, b_sin):
-    """Turn pairs of features, all fp32. Fused explicitly, so that it rounds alike in every kernel."""
+    """Rotate pairs of features, all fp32. Fused explicitly, so that it rounds alike in every kernel."""
     return tl.fma(b_first, b_cos, -(b_second * b_sin)), tl.fma(b_second, b_cos, b_first * b_sin)
 
 
@@ -132,7 +132,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         check_rotary(q, k, cos, sin)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         return _Rotary.apply(q, k, cos, sin)
-    return _turn(q, k, cos, sin, back=False)
+    return _apply(q, k, cos, sin, back=False)
 
 
 def check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -146,8 +146,8 @@ def check_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             raise ValueError(f"rotary tables must be as rotary_tables makes them, not {table.shape} {table.dtype}")
 
 
-def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
-    """Rotate q and k, or turn them `back` by the same angles."""
+def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    """Rotate q and k, or rotate them `back` by the same angles."""
     return _launch(q, k, cos, sin, back=back) if runs_triton(q) else _rotate(q, k, cos, -sin if back else sin)
 
 
@@ -177,19 +177,19 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tu
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     heads = torch.cat((q, k), dim=1)
     wide = heads.to(torch.promote_types(heads.dtype, cos.dtype))
-    turned = torch.addcmul(wide * cos, wide.roll(heads.shape[-1] // 2, dims=-1), sin).to(heads.dtype)
-    return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
+    rotated = torch.addcmul(wide * cos, wide.roll(heads.shape[-1] // 2, dims=-1), sin).to(heads.dtype)
+    return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
 
 class _Rotary(torch.autograd.Function):
-    """The gradient of a rotation is turned back by the same angles; q and k need not be kept."""
+    """The gradient of a rotation is rotated back by the same angles; q and k need not be kept."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turn(q, k, cos, sin, back=False)
+        return _apply(q, k, cos, sin, back=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        return *_turn(grad_q, grad_k, *ctx.saved_tensors, back=True), None, None
+        return *_apply(grad_q, grad_k, *ctx.saved_tensors, back=True), None, None

@@ -67,7 +67,7 @@ def rotate_and_write_reference(
 
 
 @triton.jit
-def _load_turned(p_in, p_weight, p_cos, p_sin, o_head, m_heads, eps, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+def _load_heads(p_in, p_weight, p_cos, p_sin, o_head, m_heads, eps, HEAD_DIM: tl.constexpr, D: tl.constexpr):
     """Some heads of one token, [HEADS, D] in the dtype of p_in, normalised if there is a weight, rotated if tables."""
     DTYPE: tl.constexpr = p_in.dtype.element_ty
     columns = tl.arange(0, D)
@@ -96,22 +96,22 @@ def _load_turned(p_in, p_weight, p_cos, p_sin, o_head, m_heads, eps, HEAD_DIM: t
 @triton.jit
 def _write_heads(
     p_in, p_weight, p_cos, p_sin, p_pages, p_scales, slot, first_head,
-    head_stride, page_stride, place_stride, page_head_stride,
-    scale_page_stride, scale_place_stride, scale_head_stride, eps,
+    head_stride, page_stride, offset_stride, page_head_stride,
+    scale_page_stride, scale_offset_stride, scale_head_stride, eps,
     PAGE: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Turn HEADS of a token's heads and store them at its slot, in 8 bits with their scales if LIMIT > 0."""
+    """Normalise, rotate and store HEADS of a token's heads at its slot, in 8 bits with their scales if LIMIT > 0."""
     heads, columns = first_head + tl.arange(0, HEADS), tl.arange(0, D)
     m_heads = heads < NUM_HEADS
     heads = heads.to(tl.int64)
-    b_x = _load_turned(p_in, p_weight, p_cos, p_sin, heads * head_stride, m_heads, eps, HEAD_DIM, D)
-    page, place = slot // PAGE, slot % PAGE
+    b_x = _load_heads(p_in, p_weight, p_cos, p_sin, heads * head_stride, m_heads, eps, HEAD_DIM, D)
+    page, offset = slot // PAGE, slot % PAGE
     if LIMIT > 0:
         b_x, b_scales = quantize_rows(b_x.to(tl.float32), LIMIT)
-        o_scales = page * scale_page_stride + place * scale_place_stride + heads * scale_head_stride
+        o_scales = page * scale_page_stride + offset * scale_offset_stride + heads * scale_head_stride
         tl.store(p_scales + o_scales, b_scales, mask=m_heads)
-    o_heads = page * page_stride + place * place_stride + heads * page_head_stride
+    o_heads = page * page_stride + offset * offset_stride + heads * page_head_stride
     mask = m_heads[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(p_pages + o_heads[:, None] + columns[None, :], b_x.to(p_pages.dtype.element_ty), mask=mask)
 
@@ -120,7 +120,7 @@ def _write_heads(
 def _rotate_and_write_kernel(
     p_q, p_k, p_v, p_q_weight, p_k_weight, p_cos, p_sin, p_slots, p_out, p_k_pages, p_v_pages, p_k_scales, p_v_scales,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token,
-    page_stride, place_stride, page_head_stride, scale_page_stride, scale_place_stride, scale_head_stride, eps,
+    page_stride, offset_stride, page_head_stride, scale_page_stride, scale_offset_stride, scale_head_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, KV_BLOCKS: tl.constexpr,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def _rotate_and_write_kernel(
         heads, columns = block * HEADS + tl.arange(0, HEADS), tl.arange(0, D)
         m_heads = heads < Q_HEADS
         o_head = heads.to(tl.int64) * q_head
-        b_q = _load_turned(p_q + token * q_token, p_q_weight, p_cos, p_sin, o_head, m_heads, eps, HEAD_DIM, D)
+        b_q = _load_heads(p_q + token * q_token, p_q_weight, p_cos, p_sin, o_head, m_heads, eps, HEAD_DIM, D)
         o_out = (token * Q_HEADS + heads)[:, None] * HEAD_DIM + columns[None, :]
         tl.store(p_out + o_out, b_q, mask=m_heads[:, None] & (columns < HEAD_DIM)[None, :])
     else:
@@ -142,15 +142,15 @@ def _rotate_and_write_kernel(
             if block < Q_BLOCKS + KV_BLOCKS:
                 _write_heads(
                     p_k + token * k_token, p_k_weight, p_cos, p_sin, p_k_pages, p_k_scales,
-                    slot, (block - Q_BLOCKS) * HEADS, k_head, page_stride, place_stride, page_head_stride,
-                    scale_page_stride, scale_place_stride, scale_head_stride, eps,
+                    slot, (block - Q_BLOCKS) * HEADS, k_head, page_stride, offset_stride, page_head_stride,
+                    scale_page_stride, scale_offset_stride, scale_head_stride, eps,
                     PAGE=PAGE, NUM_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, LIMIT=LIMIT, HEADS=HEADS, D=D,
                 )  # fmt: skip
             else:
                 _write_heads(
                     p_v + token * v_token, None, None, None, p_v_pages, p_v_scales,
-                    slot, (block - Q_BLOCKS - KV_BLOCKS) * HEADS, v_head, page_stride, place_stride, page_head_stride,
-                    scale_page_stride, scale_place_stride, scale_head_stride, eps,
+                    slot, (block - Q_BLOCKS - KV_BLOCKS) * HEADS, v_head, page_stride, offset_stride, page_head_stride,
+                    scale_page_stride, scale_offset_stride, scale_head_stride, eps,
                     PAGE=PAGE, NUM_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, LIMIT=LIMIT, HEADS=HEADS, D=D,
                 )  # fmt: skip
 
@@ -167,7 +167,7 @@ def rotate_and_write(
     norms: HeadNorms | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Normalise and rotate queries and keys, and write keys and values into pages. Returns q turned, [T, Hq, d].
+    """Normalise and rotate queries and keys, and write keys and values into pages. Returns the new q, [T, Hq, d].
 
     q [T, Hq, d], k and v [T, Hkv, d], slots, k_pages and v_pages as in `write_pages`; `rotary`: the two tables by
     `rotary_tables`, or None; `scales`: k_scales and v_scales of 8-bit pages. For inference only. Without rotary and
@@ -222,10 +222,10 @@ def _launch(
     _check(q, k, v, (k_pages, v_pages), (k_scales, v_scales), rotary=rotary, norms=norms)
     (tokens, q_heads, d), kv_heads = q.shape, k.shape[1]
     cos, sin = rotary or (None, None)
-    turns = rotary is not None or norms is not None
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if turns else q
+    changes_q = rotary is not None or norms is not None
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if changes_q else q
     heads, half, warps = split_heads(d, max(q_heads, kv_heads))
-    q_blocks, kv_blocks = triton.cdiv(q_heads, heads) if turns else 0, triton.cdiv(kv_heads, heads)
+    q_blocks, kv_blocks = triton.cdiv(q_heads, heads) if changes_q else 0, triton.cdiv(kv_heads, heads)
     _rotate_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
         q, k, v, None if norms is None else norms.q_weight, None if norms is None else norms.k_weight, cos, sin,
         slots.contiguous(), out, k_pages, v_pages, k_scales, v_scales,

@@ -54,8 +54,8 @@ def _visible_slots_kernel(
         page = tl.load(p_tables + sequence * stride_table + position // PAGE, mask=m_position, other=0)
         b_slot = page * PAGE + position % PAGE
         b_present = tl.load(p_present + b_slot.to(tl.int64), mask=m_position, other=0).to(tl.int32)
-        place = count + tl.cumsum(b_present, axis=0) - 1
-        tl.store(p_slots + sequence * most_slots + place, b_slot, mask=b_present > 0)
+        index = count + tl.cumsum(b_present, axis=0) - 1
+        tl.store(p_slots + sequence * most_slots + index, b_slot, mask=b_present > 0)
         count += tl.sum(b_present, axis=0)
     tl.store(p_counts + sequence, count)
 

@@ -1,6 +1,6 @@
 """Writing new keys and values into the pages of the cache, as they are or in 8 bits.
 
-    page, place = slot // page size, slot % page size;    pages[page, place] = x
+    page, offset = slot // page size, slot % page size;    pages[page, offset] = x
 
 In 8 bits a token's scale per head is stored beside it (kernels/attention/_kv_quantization.py).
 Source: https://arxiv.org/abs/2309.06180.
@@ -38,30 +38,30 @@ def write_pages_reference(
         for token, slot in enumerate(slots.tolist()):
             if slot < 0:
                 continue
-            place = divmod(slot, pages.shape[1])
+            at = divmod(slot, pages.shape[1])
             if scales is None:
-                pages[place] = x[token]
+                pages[at] = x[token]
             else:
-                pages[place], scales[place] = quantize_rows_reference(x[token], pages.dtype)
+                pages[at], scales[at] = quantize_rows_reference(x[token], pages.dtype)
 
 
 @triton.jit
 def _write_heads(
-    p_x, p_pages, p_scales, page, place,
-    stride_head, stride_page, stride_place, stride_page_head,
-    stride_scale_page, stride_scale_place, stride_scale_head,
+    p_x, p_pages, p_scales, page, offset,
+    stride_head, stride_page, stride_offset, stride_page_head,
+    stride_scale_page, stride_scale_offset, stride_scale_head,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Store the heads of one token, whose first number p_x points to, at its place in a page."""
+    """Store the heads of one token, whose first number p_x points to, at its offset in a page."""
     head, column = tl.arange(0, HEADS), tl.arange(0, D)
     m_heads = head < NUM_HEADS
     m_x = m_heads[:, None] & (column < HEAD_DIM)[None, :]
     b_x = tl.load(p_x + head[:, None] * stride_head + column[None, :], mask=m_x, other=0.0)
     if LIMIT > 0:
         b_x, b_scales = quantize_rows(b_x.to(tl.float32), LIMIT)
-        o_scales = page * stride_scale_page + place * stride_scale_place + head * stride_scale_head
+        o_scales = page * stride_scale_page + offset * stride_scale_offset + head * stride_scale_head
         tl.store(p_scales + o_scales, b_scales, mask=m_heads)
-    o_page = page * stride_page + place * stride_place + head * stride_page_head
+    o_page = page * stride_page + offset * stride_offset + head * stride_page_head
     tl.store(p_pages + o_page[:, None] + column[None, :], b_x.to(p_pages.dtype.element_ty), mask=m_x)
 
 
@@ -70,7 +70,7 @@ def _write_kernel(
     p_k, p_v, p_k_pages, p_v_pages, p_k_scales, p_v_scales, p_slots,
     stride_k, stride_k_head, stride_v, stride_v_head,
     stride_k_page, stride_k_place, stride_k_page_head, stride_v_page, stride_v_place, stride_v_page_head,
-    stride_scale_page, stride_scale_place, stride_scale_head,
+    stride_scale_page, stride_scale_offset, stride_scale_head,
     PAGE: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -78,16 +78,16 @@ def _write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(p_slots + token).to(tl.int64)
     if slot >= 0:
-        page, place = slot // PAGE, slot % PAGE
+        page, offset = slot // PAGE, slot % PAGE
         _write_heads(
-            p_k + token * stride_k, p_k_pages, p_k_scales, page, place,
+            p_k + token * stride_k, p_k_pages, p_k_scales, page, offset,
             stride_k_head, stride_k_page, stride_k_place, stride_k_page_head,
-            stride_scale_page, stride_scale_place, stride_scale_head, NUM_HEADS, HEADS, HEAD_DIM, D, LIMIT,
+            stride_scale_page, stride_scale_offset, stride_scale_head, NUM_HEADS, HEADS, HEAD_DIM, D, LIMIT,
         )  # fmt: skip
         _write_heads(
-            p_v + token * stride_v, p_v_pages, p_v_scales, page, place,
+            p_v + token * stride_v, p_v_pages, p_v_scales, page, offset,
             stride_v_head, stride_v_page, stride_v_place, stride_v_page_head,
-            stride_scale_page, stride_scale_place, stride_scale_head, NUM_HEADS, HEADS, HEAD_DIM, D, LIMIT,
+            stride_scale_page, stride_scale_offset, stride_scale_head, NUM_HEADS, HEADS, HEAD_DIM, D, LIMIT,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear._skinny_cpu import expanded_rows, few_rows_product, prepare_for_few_rows
+from kernels.linear._skinny_cpu import expanded_rows, prepare_skinny, skinny_product
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -24,7 +24,7 @@ from kernels.linear.quantization import (
 )
 
 # Measured with `python -m bench.kernels.decode`: with more rows a product of blocks costs less.
-_MOST_FEW_ROWS = 32
+_MOST_SKINNY_ROWS = 32
 # torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
 # several calls they cost less than expanding the weight up to the second number.
 _PACKED_ROWS_AT_ONCE, _MOST_PACKED_ROWS = 16, 64
@@ -54,7 +54,7 @@ def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
     if isinstance(weight, NF4Weight):
         # Reading a doubly quantized absmax takes a quarter of the time of reading a block; in fp32 it costs 0.05 byte.
         weight = replace(weight, absmax=weight.block_scales(), nested_absmax=None, offset=None)
-    taken = prepare_for_few_rows(weight)
+    taken = prepare_skinny(weight)
     return _packed_by_torch(weight) if taken is None else CpuWeight(taken, in_c=True)
 
 
@@ -74,8 +74,8 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-    if weight.in_c and x.dtype == torch.bfloat16 and len(x) <= _MOST_FEW_ROWS:
-        product = few_rows_product(x, weight.held)
+    if weight.in_c and x.dtype == torch.bfloat16 and len(x) <= _MOST_SKINNY_ROWS:
+        product = skinny_product(x, weight.held)
         return product if bias is None else product.add_(bias)
     out = x.new_empty(len(x), weight.shape[0])
     if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.linear.lora import adapters_of_rows, lora_tile
 
 
-class Ending(NamedTuple):
+class Epilogue(NamedTuple):
     """What becomes of the sums before they are stored."""
 
     tensors: tuple[Tensor | None, ...]
@@ -22,7 +22,7 @@ class Ending(NamedTuple):
     constants: dict[str, Any]
 
 
-AS_THEY_ARE = Ending((None,) * 5, (0, 0), {"Z_SPLITS": 0, "RANKS": 0, "GATED": False})
+NO_EPILOGUE = Epilogue((None,) * 5, (0, 0), {"Z_SPLITS": 0, "RANKS": 0, "GATED": False})
 
 
 @triton.jit

@@ -158,7 +158,7 @@ INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, u
 }
 
 /* y [rows, N] of x [⌈rows / tokens⌉, K / 32, tokens, 32], both bf16; `tokens` is 1, 4 or 8. */
-void few_rows_product(const Weight *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t tokens, int threads) {
+void skinny_product(const Weight *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t tokens, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += outputs_of(tokens))
         for (int64_t t = 0; t < rows; t += tokens) {

@@ -32,7 +32,7 @@ class _Weight(ctypes.Structure):
     )
 
 
-def prepare_for_few_rows(weight: QuantizedWeight) -> QuantizedWeight | None:
+def prepare_skinny(weight: QuantizedWeight) -> QuantizedWeight | None:
     """The weight as the functions below take it, in its own memory; None where its shape or the machine does not fit.
 
     NF4 must not be doubly quantized.
@@ -48,7 +48,7 @@ def prepare_for_few_rows(weight: QuantizedWeight) -> QuantizedWeight | None:
     return replace(weight, **whole)
 
 
-def few_rows_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def skinny_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """x Wᵀ, [T, N], of x [T, K], both bf16."""
     rows, k = x.shape
     tile = next((tile for tile in _TILES if tile >= rows), _TILES[-1])
@@ -56,9 +56,7 @@ def few_rows_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     whole = F.pad(x, (0, 0, 0, -rows % tile)) if rows % tile else x.contiguous()
     tiles = whole.view(-1, tile, k // _STEP, _STEP).transpose(1, 2).contiguous()
     out = x.new_empty(rows, weight.shape[0])
-    _library().few_rows_product(
-        _pointers(weight), tiles.data_ptr(), out.data_ptr(), rows, tile, torch.get_num_threads()
-    )
+    _library().skinny_product(_pointers(weight), tiles.data_ptr(), out.data_ptr(), rows, tile, torch.get_num_threads())
     return out
 
 
@@ -75,9 +73,9 @@ def _library() -> Any:
     library = compiled(Path(__file__).with_name("_skinny.c"), needs=frozenset({"avx512_bf16", "avx512vbmi"}))
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.few_rows_product.argtypes = (ctypes.POINTER(_Weight), pointer, pointer, number, number, ctypes.c_int)
+        library.skinny_product.argtypes = (ctypes.POINTER(_Weight), pointer, pointer, number, number, ctypes.c_int)
         library.expand_rows.argtypes = (ctypes.POINTER(_Weight), number, number, pointer, ctypes.c_int, ctypes.c_int)
-        library.few_rows_product.restype = library.expand_rows.restype = None
+        library.skinny_product.restype = library.expand_rows.restype = None
     return library
 
 

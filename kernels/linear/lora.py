@@ -26,7 +26,7 @@ from kernels.common.triton_support import check_rows, is_interpreted, num_proces
 from kernels.linear import _lora_cpu
 
 # Up to this many rows tiles have the fewest rows that tensor cores take, and K is split by its size alone.
-_FEW_ROWS = 64
+_MOST_SKINNY_ROWS = 64
 _INPUTS_PER_SPLIT, _MOST_SPLITS = 512, 8
 # Adapters of one tile that different programs take where rows are few.
 _MOST_PARTS = 16
@@ -223,10 +223,10 @@ def _forward(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor | None) -
     rows, n = out.shape
     if not out.numel():
         return out
-    few = rows <= _FEW_ROWS
-    tokens, outputs = (16, 64) if few else (64, 128)
+    skinny = rows <= _MOST_SKINNY_ROWS
+    tokens, outputs = (16, 64) if skinny else (64, 128)
     operands, numbers, constants = expand_operands(x, weights, slots)
-    parts = min(numbers[0], _MOST_PARTS) if few else 1
+    parts = min(numbers[0], _MOST_PARTS) if skinny else 1
     _expand_kernel[(triton.cdiv(rows, tokens), triton.cdiv(n, outputs), parts)](
         y, *operands, out, rows, n, *numbers, y.stride(0),
         PARTS=parts, TOKENS=tokens, OUTPUTS=outputs, **constants, INTERPRETED=is_interpreted(x), num_warps=4,
@@ -253,12 +253,12 @@ def expand_operands(
 def _shrink(x: Tensor, weights: LoraWeights, slots: Tensor | None, num_adapters: int) -> Tensor:
     """z [SPLITS, T, R] fp32: parts of A x in the order in which they are to be added; unset where rows have none."""
     (rows, k), rank = x.shape, weights.a.shape[1]
-    few = rows <= _FEW_ROWS
-    tokens, inputs, ranks = 16 if few else 64, 128 if x.dtype.itemsize == 2 else 64, _ranks(rank)
-    parts = min(num_adapters, _MOST_PARTS) if few else 1
+    skinny = rows <= _MOST_SKINNY_ROWS
+    tokens, inputs, ranks = 16 if skinny else 64, 128 if x.dtype.itemsize == 2 else 64, _ranks(rank)
+    parts = min(num_adapters, _MOST_PARTS) if skinny else 1
     blocks = triton.cdiv(rows, tokens), triton.cdiv(rank, ranks) * parts
     splits = min(_MOST_SPLITS, triton.cdiv(k, _INPUTS_PER_SPLIT))
-    if not few:
+    if not skinny:
         splits = min(splits, max(1, 2 * num_processors(x.device) // (blocks[0] * blocks[1])))
     inputs_each = triton.cdiv(triton.cdiv(k, splits), inputs) * inputs
     splits = triton.cdiv(k, inputs_each)

@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.common.ragged_tiles import as_operand, dot
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
 from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, prepare_for_cpu
-from kernels.linear._quantized_epilogue import AS_THEY_ARE, Ending, finish, output_columns
+from kernels.linear._quantized_epilogue import NO_EPILOGUE, Epilogue, finish, output_columns
 from kernels.linear._quantized_tiles import (
     TiledWeight,
     element_offsets,
@@ -43,7 +43,7 @@ from kernels.linear.quantization import QuantizedWeight, pack_int4, pack_nf4
 PreparedQuantizedWeight = TiledWeight | CpuWeight
 
 # Above this many rows expanding the weight first costs less than expanding its tiles for every 64 rows again:
-# 2 · T · N · K operations then take longer than moving 4.5 bytes per weight. Measure with `python -m bench.kernels.decode`.
+# 2 · T · N · K operations then take longer than moving 4.5 bytes per weight (`python -m bench.kernels.decode --tune`).
 _MOST_FUSED_ROWS = 128
 _MOST_SPLITS = 16
 
@@ -348,31 +348,33 @@ def fused_product(
     row_blocks = triton.cdiv(rows, tiles.rows)
     splits, tiles_each = _splits(triton.cdiv(n, tiles.outputs) * row_blocks, len(weight.words), x.device)
     operands, adapters, constants = expand_operands(x, lora, slots)
-    ending = Ending((bias, *operands), adapters, constants | {"GATED": gated})
+    epilogue = Epilogue((bias, *operands), adapters, constants | {"GATED": gated})
     if splits == 1:
-        _launch_product(x, weight, ending, out, tiles, tiles_each)
+        _launch_product(x, weight, epilogue, out, tiles, tiles_each)
         return out
     parts = torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
-    _launch_product(x, weight, AS_THEY_ARE, parts, tiles, tiles_each)
+    _launch_product(x, weight, NO_EPILOGUE, parts, tiles, tiles_each)
     tokens, outputs = 1 if rows == 1 else 16, 64
     _add_splits_kernel[(_blocks(columns, outputs, gated=gated), triton.cdiv(rows, tokens))](
-        parts, *ending.tensors, out, rows, n, columns, *ending.adapters, SPLITS=splits, TOKENS=tokens, OUTPUTS=outputs,
-        **ending.constants, INTERPRETED=is_interpreted(x), num_warps=4,
+        parts, *epilogue.tensors, out, rows, n, columns, *epilogue.adapters, SPLITS=splits, TOKENS=tokens,
+        OUTPUTS=outputs, **epilogue.constants, INTERPRETED=is_interpreted(x), num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _launch_product(x: Tensor, weight: TiledWeight, ending: Ending, out: Tensor, tiles: Tiles, tiles_each: int) -> None:
+def _launch_product(
+    x: Tensor, weight: TiledWeight, epilogue: Epilogue, out: Tensor, tiles: Tiles, tiles_each: int
+) -> None:
     """Into `out`, [T, columns] of x's dtype, or [SPLITS, T, N] in fp32: each split sums `tiles_each` tiles of K."""
     rows, k = x.shape
     columns = out.shape[-1]
-    blocks = _blocks(columns, tiles.outputs, gated=ending.constants["GATED"])
+    blocks = _blocks(columns, tiles.outputs, gated=epilogue.constants["GATED"])
     splits = triton.cdiv(len(weight.words), tiles_each)
     # One row needs its sums in fp32 only: its table too.
-    tensors = x, *_tensors(weight, torch.float32 if rows == 1 else x.dtype), *ending.tensors, out
+    tensors = x, *_tensors(weight, torch.float32 if rows == 1 else x.dtype), *epilogue.tensors, out
     sizes = k, weight.shape[0], columns, len(weight.words), len(weight.scales)
-    numbers = *sizes, tiles_each, *ending.adapters
-    options = _constants(weight, tiles) | ending.constants | {"INTERPRETED": is_interpreted(x)}
+    numbers = *sizes, tiles_each, *epilogue.adapters
+    options = _constants(weight, tiles) | epilogue.constants | {"INTERPRETED": is_interpreted(x)}
     if rows == 1:
         _row_kernel[(blocks, splits)](*tensors, *numbers, STAGES=options["num_stages"], **options)
     else:

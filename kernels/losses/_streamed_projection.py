@@ -7,7 +7,7 @@ There are two sources of logits:
 
 - Evaluation multiplies each tile within the program, in registers: no logit is ever in memory.
 - Training, where two walks would multiply everything twice, lets cuBLAS write the logits of a chunk of rows into a
-  buffer of bounded size, and dz takes the student's place there. With `_KEPT_LOGITS` = 0 it does multiply twice: then
+  buffer of bounded size, and dz replaces the student's there. With `_KEPT_LOGITS` = 0 it does multiply twice: then
   dz of one window of the vocabulary is the only buffer.
 
 Nothing waits for the device: rows without a label are masked, not gathered.
@@ -46,8 +46,8 @@ def program_tiles(num_rows, num_ranges, ROWS: tl.constexpr, GROUP: tl.constexpr)
     program, tiles = tl.program_id(0), tl.cdiv(num_rows, ROWS)
     first = program // (GROUP * num_ranges) * GROUP
     width = tl.minimum(tiles - first, GROUP)
-    place = program % (GROUP * num_ranges)
-    return first + place % width, place // width
+    index = program % (GROUP * num_ranges)
+    return first + index % width, index // width
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def _aligned_rows(like: Tensor, num_rows: int, columns: int) -> Tensor:
 
 
 def gradient_windows(source: Source) -> Iterator[tuple[slice, Tensor]]:
-    """Yield windows of the vocabulary, and where to store dz, [R, window]: in the place of kept logits."""
+    """Yield windows of the vocabulary, and where to store dz, [R, window]: over kept logits."""
     if source.weight is None:
         yield slice(0, source.vocabulary), source.rows
         return

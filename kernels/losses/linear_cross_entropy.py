@@ -89,15 +89,15 @@ def _gradient_kernel(
     p_gradient += rows.to(tl.int64)[:, None] * gradient_row
     first = part * tiles_per_range
     for tile in range(first, tl.minimum(first + tiles_per_range, num_tiles)):
-        places = tile * COLUMNS + tl.arange(0, COLUMNS)
-        columns = first_tile * COLUMNS + places
+        offsets = tile * COLUMNS + tl.arange(0, COLUMNS)
+        columns = first_tile * COLUMNS + offsets
         b_logits = logits_tile(
             p_hidden, p_weight, rows, columns, num_rows, vocabulary, hidden_row, weight_row, least,
             D, DEPTH, INTERPRETED,
         )  # fmt: skip
         b_gradient = tl.exp(b_logits - b_normalizer) - tl.where(columns[None, :] == b_labels, 1.0, 0.0)
         b_gradient = tl.where(b_labels != -100, b_gradient, 0.0).to(p_gradient.dtype.element_ty)
-        tl.store(p_gradient + places[None, :], b_gradient, mask=m_rows[:, None] & (columns < vocabulary)[None, :])
+        tl.store(p_gradient + offsets[None, :], b_gradient, mask=m_rows[:, None] & (columns < vocabulary)[None, :])
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -215,8 +215,8 @@ def _divergence_kernel(
     b_kl, b_variation, b_divergence, b_new_mean = b_zero, b_zero, b_zero, b_zero
     first = part * tiles_per_range
     for tile in range(first, tl.minimum(first + tiles_per_range, num_tiles)):
-        places = tile * COLUMNS + tl.arange(0, COLUMNS)
-        columns = first_tile * COLUMNS + places
+        offsets = tile * COLUMNS + tl.arange(0, COLUMNS)
+        columns = first_tile * COLUMNS + offsets
         b_s = logits_tile(
             p_student, p_student_weight, rows, columns, num_rows, vocabulary, student_row, student_weight_row, least,
             DS, DEPTH, INTERPRETED,
@@ -242,7 +242,7 @@ def _divergence_kernel(
         if p_gradient is not None:
             b_soft = b_q - b_p if KIND == "forward_kl" else (b_slope - b_mean) * b_q
             b_gradient = tl.where(b_labels != -100, soft_scale * b_soft + b_hard, 0.0)
-            o_gradient = rows.to(tl.int64)[:, None] * gradient_row + places[None, :]
+            o_gradient = rows.to(tl.int64)[:, None] * gradient_row + offsets[None, :]
             mask = m_rows[:, None] & (columns < vocabulary)[None, :]
             tl.store(p_gradient + o_gradient, b_gradient.to(p_gradient.dtype.element_ty), mask=mask)
     tl.store(p_sums, b_kl, mask=m_rows)

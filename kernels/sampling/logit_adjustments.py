@@ -6,7 +6,7 @@
 
 r repetition, f frequency and s presence penalty, n how often the output holds the token; definitions as in vLLM. A
 request's state lies in its slot from its first token to its last, and a step sends nothing but the slots of its rows.
-The counts are dense, since a sampled token must find its place without a search; biases are short lists.
+The counts are dense, since a sampled token must find its count without a search; biases are short lists.
 
 Legend: N rows, V vocabulary, S slots, M most biases a request, K most drafted tokens before a row.
 """
@@ -177,8 +177,8 @@ def adjust_scores(
 def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor) -> None:
     """Count emitted tokens [N, K], −1 where there is none, in the slots [N] of counts [S, V] int32, in place."""
     is_token = (tokens >= 0) & (slots >= 0)[:, None]
-    places = torch.where(is_token, slots.long()[:, None] * counts.shape[1] + tokens, 0).flatten()
-    counts.view(-1).scatter_add_(0, places, is_token.flatten().to(counts.dtype))
+    indices = torch.where(is_token, slots.long()[:, None] * counts.shape[1] + tokens, 0).flatten()
+    counts.view(-1).scatter_add_(0, indices, is_token.flatten().to(counts.dtype))
 
 
 def _adjust(logits: Tensor, state: RequestState, slots: Tensor, positions: Tensor, drafted: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Drafts from the text itself: what followed the latest earlier occurrence of the last few tokens.
 
-For the largest size ≤ `max_ngram` whose last tokens occur before, the k tokens behind the latest such place are
+For the largest size ≤ `max_ngram` whose last tokens occur before, the k tokens behind the latest such occurrence are
 proposed, fewer where the text ends. On the device, so that the next step's tokens need not be known to the host.
 
 Source: https://github.com/apoorvumang/prompt-lookup-decoding.
@@ -33,7 +33,7 @@ def find_ngrams_reference(
 
 @triton.jit
 def _matches(p_row, columns, length, lowest, age, mask):
-    """Whether the token `age` places before each column is the token `age` places before the last."""
+    """Whether the token `age` tokens before each column is the token `age` tokens before the last."""
     last = tl.load(p_row + tl.maximum(length - 1 - age, 0))
     m_column = mask & (columns - age >= lowest)
     return m_column & (tl.load(p_row + columns - age, mask=m_column, other=0) == last)
@@ -44,7 +44,7 @@ def _ngram_kernel(
     p_tokens, p_rows, p_lengths, p_drafts, p_counts, row_stride,
     MAX_NGRAM: tl.constexpr, SEARCHED: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence. The best place has the largest (tokens that match, place of the last of them)."""
+    """One sequence. The best occurrence has the largest (tokens that match, position of the last of them)."""
     row = tl.program_id(0).to(tl.int64)
     p_row = p_tokens + tl.load(p_rows + row).to(tl.int64) * row_stride
     length = tl.load(p_lengths + row).to(tl.int32)
@@ -107,8 +107,8 @@ def find_ngrams(
 
 def _find(history: Tensor, k: int, max_ngram: int) -> Tensor:
     for size in range(min(max_ngram, len(history) - 1), 0, -1):
-        places = (history.unfold(0, size, 1)[:-1] == history[-size:]).all(dim=1).nonzero()
-        if len(places):
-            after = int(places[-1]) + size
+        occurrences = (history.unfold(0, size, 1)[:-1] == history[-size:]).all(dim=1).nonzero()
+        if len(occurrences):
+            after = int(occurrences[-1]) + size
             return history[after : after + k]
     return history[:0]

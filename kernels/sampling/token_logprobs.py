@@ -73,7 +73,7 @@ def _logprobs_kernel(
     tl.store(p_chosen + row, score - log_sum)
     tl.store(p_ranks + row, tl.sum(b_above, axis=0) + 1)
     last_score, last_index = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
-    for place in range(NUM_TOP):
+    for rank in range(NUM_TOP):
         b_best = tl.full([BLOCK], float("-inf"), tl.float32)
         b_index = tl.full([BLOCK], _NOBODY, tl.int32)
         for first in range(0, vocabulary, BLOCK):
@@ -85,8 +85,8 @@ def _logprobs_kernel(
             b_best, b_index = tl.where(m_better, b_x, b_best), tl.where(m_better, columns, b_index)
         last_score = tl.max(b_best, axis=0)
         last_index = tl.min(tl.where(b_best == last_score, b_index, _NOBODY), axis=0)
-        tl.store(p_top_tokens + row * NUM_TOP + place, last_index.to(tl.int64))
-        tl.store(p_top + row * NUM_TOP + place, last_score - log_sum)
+        tl.store(p_top_tokens + row * NUM_TOP + rank, last_index.to(tl.int64))
+        tl.store(p_top + row * NUM_TOP + rank, last_score - log_sum)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:

@@ -237,11 +237,11 @@ def match_drafts(own_tokens: Tensor, tokens: Tensor, *, counts: Tensor, lengths:
     `verify`.
     """
     n = tokens.shape[1]
-    places = torch.arange(n + 1, device=tokens.device)
-    matches = (own_tokens[:, :n] == tokens) & (places[:n] < counts[:, None])
+    columns = torch.arange(n + 1, device=tokens.device)
+    matches = (own_tokens[:, :n] == tokens) & (columns[:n] < counts[:, None])
     accepted = matches.cumprod(dim=1).sum(dim=1)[:, None]
-    committed = torch.where(places <= accepted, own_tokens, -1)
-    path = torch.where(places < accepted, places + 1, -1).int()
+    committed = torch.where(columns <= accepted, own_tokens, -1)
+    path = torch.where(columns < accepted, columns + 1, -1).int()
     next_tokens = own_tokens.gather(1, accepted)[:, 0]
     return VerifyOutput(accepted[:, 0].int(), next_tokens, committed, path, (lengths + accepted[:, 0] + 1).int())
 

@@ -292,7 +292,7 @@ def test_integers_must_be_equal() -> None:
 
 
 def test_long_rounds_are_fewer() -> None:
-    rounds = [timing._number_of_rounds(seconds) for seconds in (1e-3, 1 / 60, 0.1, 0.25, 2.0)]
+    rounds = [timing.number_of_rounds(seconds) for seconds in (1e-3, 1 / 60, 0.1, 0.25, 2.0)]
     assert rounds == [240, 120, 60, 40, 20]
 
 
@@ -307,8 +307,7 @@ def test_memory_is_compared_and_shown() -> None:
         "potstill": measured("ours", 10, peak_bytes=2e9, roofline_fraction=0.5, tflop_per_s=1.0),
         "dense": measured("peer", 30, peak_bytes=14e9),
     }
-    case = small_case()
-    timing._add_rates(case, LAB, found)
+    timing.add_rates(SUM, LAB.limits, found)
     assert found["dense"]["times_our_peak"] == 7.0 and "times_our_peak" not in found["potstill"]
     line = driver.describe({"name": "x", "bound": "compute", "candidates": found}, speeds=True)
     assert "2.00 GB" in line and "dense 3.00x, 7.0x the memory" in line

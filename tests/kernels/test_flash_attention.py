@@ -245,7 +245,7 @@ def test_triton_every_distance_of_the_diagonal_from_a_tile(
 def test_triton_sections_of_heads(
     device: torch.device, small_tiles: None, monkeypatch: pytest.MonkeyPatch, section: int
 ) -> None:
-    monkeypatch.setattr(flash_attention_module, "_section", lambda *_: section)
+    monkeypatch.setattr(flash_attention_module, "section_of", lambda *_: section)
     check_triton(device, ([18], None), heads=(3, 3))
     check_triton(device, ([5], None), heads=(6, 3))
 

@@ -3,7 +3,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels.losses._projection
 from kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.compare import check_all_close, check_close, check_slopes
 
@@ -21,18 +20,10 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.detach().double().clone().requires_grad_() for x in tensors)
 
 
-@pytest.fixture(params=["one chunk", "chunks, blocks and tiles"])
-def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param != "one chunk":
-        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_CHUNK", 7 * 101)
-        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_BLOCK", 3 * 101)
-        monkeypatch.setattr(kernels.losses._projection, "_VOCABULARY_PER_TILE", 40)
-
-
 @DTYPES
-@pytest.mark.usefixtures("chunked")
-def test_equals_the_reference(dtype: torch.dtype) -> None:
-    hidden, weight, labels = inputs(30, 101, dtype)
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(30, 101), (70, 9000)], ids=["a block", "blocks"])
+def test_equals_the_reference(dtype: torch.dtype, tokens: int, vocabulary: int) -> None:
+    hidden, weight, labels = inputs(tokens, vocabulary, dtype)
     oracle = wide(hidden, weight)
     loss, expected = linear_cross_entropy(hidden, weight, labels), linear_cross_entropy_reference(*oracle, labels)
     assert loss.shape == () and loss.dtype == torch.promote_types(dtype, torch.float32)
@@ -43,13 +34,11 @@ def test_equals_the_reference(dtype: torch.dtype) -> None:
     check_all_close(grads, torch.autograd.grad(expected / 7, oracle))
 
 
-@pytest.mark.usefixtures("chunked")
 def test_gradients_are_slopes() -> None:
     hidden, weight, labels = inputs(30, 101, torch.float64)
     check_slopes(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
 
 
-@pytest.mark.usefixtures("chunked")
 def test_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
     hidden, weight, labels = inputs(30, 101)
     oracle = wide(hidden, weight)
@@ -134,10 +123,15 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_all_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in ("_LOGITS_PER_CHUNK", "_LOGITS_PER_BLOCK"):
-        monkeypatch.setattr(kernels.losses._projection, size, 20 * 101)
-    hidden, weight, labels = inputs(1000, 101)
+def test_all_logits_never_exist_and_chunks_add_up() -> None:
+    """What a chunk is too small for gives what its rows give apart."""
+    tokens, vocabulary = 100, 400_000
+    hidden, weight = torch.randn(tokens, 2).requires_grad_(), torch.randn(vocabulary, 2).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,))
     with LargestTensor() as largest:
-        linear_cross_entropy(hidden, weight, labels).backward()
-    assert largest.elements <= max(hidden.numel(), weight.numel(), 20 * 101) < 0.8 * 1000 * 101
+        loss = linear_cross_entropy(hidden, weight, labels)
+        loss.backward()
+    assert max(hidden.numel(), weight.numel()) < largest.elements <= 0.5 * tokens * vocabulary
+    apart = [linear_cross_entropy(hidden[rows], weight, labels[rows]) for rows in torch.arange(tokens).split(35)]
+    check_close(loss, sum(apart))
+    check_all_close((hidden.grad, weight.grad), torch.autograd.grad(sum(apart), (hidden, weight)))

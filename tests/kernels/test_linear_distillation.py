@@ -1,11 +1,11 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-import kernels.losses._projection
 from kernels.losses.linear_distillation import DistillationSums, linear_distillation, linear_distillation_reference
 from tests.compare import check_all_close, check_close, check_slopes
 
@@ -36,23 +36,38 @@ def logits_as_inputs(student: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
     return student.requires_grad_(), eye, teacher, eye, torch.zeros(len(student), dtype=torch.int64)
 
 
-@pytest.fixture(params=["one chunk", "chunks, blocks and tiles"])
-def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param != "one chunk":
-        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_CHUNK", 7 * 61)
-        monkeypatch.setattr(kernels.losses._projection, "_LOGITS_PER_BLOCK", 3 * 61)
-        monkeypatch.setattr(kernels.losses._projection, "_VOCABULARY_PER_TILE", 25)
-
-
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("hard_weight", [0.0, 0.3, 1.0])
-@pytest.mark.usefixtures("chunked")
 def test_equals_the_reference(kind: str, dtype: torch.dtype, temperature: float, hard_weight: float) -> None:
-    arguments = inputs(dtype=dtype)
+    check(inputs(dtype=dtype), dtype, kind=kind, temperature=temperature, hard_weight=hard_weight)
+
+
+@KINDS
+@DTYPES
+def test_blocks_and_tiles_of_the_vocabulary_add_up(kind: str, dtype: torch.dtype) -> None:
+    check(inputs(70, 9000, 9000, dtype), dtype, kind=kind, temperature=2.0, hard_weight=0.3)
+
+
+def test_chunks_of_rows_add_up() -> None:
+    """What a chunk is too small for gives what its rows give apart."""
+    tokens, vocabulary = 60, 400_000
+    hidden, weight = (torch.randn(size, 2).requires_grad_() for size in (tokens, vocabulary))
+    teacher, teacher_weight = torch.randn(tokens, 2), torch.randn(vocabulary, 2)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    loss = linear_distillation(hidden, weight, teacher, teacher_weight, labels).loss
+    parts = torch.arange(tokens).split(25)
+    apart = sum(linear_distillation(hidden[p], weight, teacher[p], teacher_weight, labels[p]).loss for p in parts)
+    check_close(loss, apart)
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    check_all_close(grads, torch.autograd.grad(apart, (hidden, weight)))
+
+
+def check(arguments: tuple[Tensor, ...], dtype: torch.dtype, **options: Any) -> None:
+    """Sums and gradients against the reference in fp64."""
     oracle = wide(arguments)
-    options = {"kind": kind, "temperature": temperature, "alpha": 0.3, "hard_weight": hard_weight}
+    options["alpha"] = 0.3
     sums, expected = linear_distillation(*arguments, **options), linear_distillation_reference(*oracle, **options)
     for name, one, other in zip(DistillationSums._fields, sums, expected, strict=True):
         assert one.shape == () and one.dtype == torch.promote_types(dtype, torch.float32)
@@ -118,7 +133,6 @@ def test_jsd_at_its_ends_is_the_kl(alpha: float, limit: str) -> None:
 
 
 @pytest.mark.parametrize(("student_vocabulary", "teacher_vocabulary"), [(61, 50), (50, 61)])
-@pytest.mark.usefixtures("chunked")
 def test_padding_of_the_vocabulary_has_no_probability(student_vocabulary: int, teacher_vocabulary: int) -> None:
     arguments = inputs(student_vocabulary=student_vocabulary, teacher_vocabulary=teacher_vocabulary)
     oracle = wide(arguments)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import logit_adjustments
 from kernels.sampling.logit_adjustments import (
     ALWAYS,
     IN_PROMPT,
@@ -17,7 +16,7 @@ from kernels.sampling.logit_adjustments import (
 )
 from tests.compare import check_close
 
-VOCABULARY, SLOTS = 50, 4
+VOCABULARY, SLOTS = 2100, 4
 
 
 def state(device: torch.device) -> RequestState:
@@ -27,8 +26,8 @@ def state(device: torch.device) -> RequestState:
     counts += IN_PROMPT * torch.randint(0, 2, (SLOTS, VOCABULARY), generator=generator, dtype=torch.int32)
     tokens = torch.full((SLOTS, 5), -1, dtype=torch.int32)
     values, until = torch.zeros(SLOTS, 5), torch.full((SLOTS, 5), ALWAYS, dtype=torch.int32)
-    tokens[0] = torch.tensor([3, 49, 3, 17, -1])
-    tokens[2, :2] = torch.tensor([0, 20])
+    tokens[0] = torch.tensor([3, 2099, 3, 1057, -1])
+    tokens[2, :2] = torch.tensor([0, 1020])
     values[0], values[2, :2] = torch.tensor([1.5, -4.0, 0.25, -math.inf, 9.0]), torch.tensor([-100.0, 7.0])
     until[0, 1], until[0, 3] = 4, 6
     penalties = torch.tensor([[1.3, 0.4, 0.7], [0.6, -0.5, 0.2], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
@@ -46,7 +45,7 @@ def rows(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def drafts(device: torch.device) -> Tensor:
     """Tokens with and without a bias, twice the same, in the first block and in the last."""
-    drafted = [[3, 3, -1], [49, 11, 11], [11, -1, -1], [20, 0, 5], [-1, -1, -1], [1, 2, 3], [17, 3, 48], [-1, -1, -1]]
+    drafted = [[3, 3, -1], [2099, 11, 11], [11, -1, -1], [1020, 0, 5], [-1] * 3, [1, 2, 3], [1057, 3, 2048], [-1] * 3]
     return torch.tensor(drafted, device=device)
 
 
@@ -63,10 +62,7 @@ def check(given: dict[str, Tensor], own: RequestState, drafted: Tensor | None) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_equals_the_definitions(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, has_drafts: bool, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(logit_adjustments, "_BLOCK", 16)
+def test_equals_the_definitions(device: torch.device, has_drafts: bool, dtype: torch.dtype) -> None:
     check(rows(device, dtype), state(device), drafts(device) if has_drafts else None)
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import ngram
 from kernels.sampling.ngram import find_ngrams, find_ngrams_reference
 
 
@@ -35,12 +34,12 @@ def test_the_latest_occurrence_is_quoted() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_ngram": 1}, {"max_ngram": 4, "searched": 9}], ids=str)
-@pytest.mark.parametrize(("alphabet", "k"), [(2, 1), (3, 5), (12, 4)])
+@pytest.mark.parametrize(("longest", "alphabet", "k"), [(40, 2, 1), (40, 3, 5), (2500, 12, 4), (2500, 300, 4)])
 def test_equals_the_reference(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, alphabet: int, k: int, options: dict[str, int]
+    device: torch.device, longest: int, alphabet: int, k: int, options: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(ngram, "_BLOCK", 16)
-    tokens, lengths = texts(16, alphabet, 40)
+    """In texts that are one block of a program, and in texts of several."""
+    tokens, lengths = texts(16 if longest < 100 else 6, alphabet, longest)
     tokens = tokens.to(torch.int32 if k == 1 else torch.int64)
     drafts, counts = find_ngrams(tokens.to(device), lengths.to(device), k, **options)
     assert trimmed(drafts, counts) == expected(tokens, lengths, k, **options)

@@ -137,7 +137,7 @@ def test_pages_in_8_bits_under_a_window(device: torch.device, stored: torch.dtyp
         check_close(case.attend(window=18, tiles=tiles), case.expected(window=18))
 
 
-@pytest.mark.parametrize("tiles", [SMALL, MANY_ROWS], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("tiles", [SMALL, MANY_ROWS], ids=["decode", "many rows"])
 @pytest.mark.parametrize("window", [None, 12])
 def test_tree_masks(device: torch.device, tiles: Tiles, window: int | None) -> None:
     case = grow_trees(make_case([(9, 40), (5, 5), (1, 17), (12, 29), (7, 3)], torch.float32, device))
@@ -152,7 +152,7 @@ def test_a_chain_is_a_tree(device: torch.device) -> None:
     assert torch.equal(replace(case, tree_mask=everything).attend(tiles=SMALL), case.attend(tiles=SMALL))
 
 
-@pytest.mark.parametrize("tiles", [SMALL, MANY_ROWS], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("tiles", [SMALL, MANY_ROWS], ids=["decode", "many rows"])
 @pytest.mark.parametrize("window", [None, 12])
 def test_hidden_slots_have_no_key(device: torch.device, tiles: Tiles, window: int | None) -> None:
     """What they hold is NaN; under a short window some queries see nothing at all."""
@@ -211,11 +211,11 @@ def test_batch_invariance(device: torch.device, window: int | None) -> None:
     """The same bits alone and in company, in another order, row by row and chunk by chunk, split or not."""
     case = make_case(INVARIANT, torch.float32, device)
     options = {"batch_invariant": True, "window": window}
-    one_program, few, many = (SMALL._replace(chunk=32, residents=residents) for residents in (1, 2, 100))
-    whole = case.attend(tiles=few, **options)
+    one_program, some, many = (SMALL._replace(chunk=32, residents=residents) for residents in (1, 2, 100))
+    whole = case.attend(tiles=some, **options)
     check_close(whole, case.expected(window=window))
     together = list(whole.split(COUNTS))
-    for number, (result, tiles) in enumerate(zip(together, (one_program, many, few, many), strict=True)):
+    for number, (result, tiles) in enumerate(zip(together, (one_program, many, some, many), strict=True)):
         assert torch.equal(case.sequence(number).attend(tiles=tiles, **options), result)
     rows = [case.sequence(1, i, i + 1).attend(tiles=many, **options) for i in range(4)]
     assert torch.equal(torch.cat(rows), together[1])

@@ -64,7 +64,7 @@ def weight_of(device: torch.device, quantize: Quantize, n: int, k: int) -> Quant
     return to(quantize(0.05 * torch.randn(n, k)), device)
 
 
-# On the CPU: products of few rows (which want K in 32s, NF4 in 64s), and blocks of outputs.
+# On the CPU: skinny products (which want K in 32s, NF4 in 64s), and blocks of outputs.
 @ALL
 @DTYPES
 @pytest.mark.parametrize("shape", [(64, 256), (192, 384), (70, 130), (33, 7)], ids=str)
@@ -75,13 +75,12 @@ def test_cpu(quantize: Quantize, dtype: torch.dtype, shape: tuple[int, int], tok
     check(rows(cpu, tokens, shape[1], dtype=dtype), weight_of(cpu, quantize, *shape), bias if tokens == 8 else None)
 
 
-def test_cpu_expands_the_weight_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_BLOCK_ELEMENTS", "_BLOCK_ELEMENTS_IN_C"):
-        monkeypatch.setattr(f"kernels.linear._quantized_cpu.{name}", 1000)
+def test_cpu_expands_the_weight_block_by_block() -> None:
+    """Weights of more than two million elements, in shapes for C and in others."""
     cpu = torch.device("cpu")
     for name in ("nf4", "int4", "fp8"):
-        for k in (130, 128):
-            check(rows(cpu, 5, k), weight_of(cpu, QUANTIZERS[name], 40, k), rows(cpu, 40).requires_grad_())
+        for n, k in ((5000, 450), (5000, 448)):
+            check(rows(cpu, 40, k), weight_of(cpu, QUANTIZERS[name], n, k), rows(cpu, n).requires_grad_())
 
 
 def test_cpu_takes_rows_that_are_not_neighbours() -> None:

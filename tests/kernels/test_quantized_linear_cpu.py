@@ -22,7 +22,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "prepare_for_few_rows", lambda weight: None)
+    monkeypatch.setattr(module, "prepare_skinny", lambda weight: None)
     yield
 
 

@@ -7,24 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import sample as sampling
 from kernels.sampling.random import Purpose, Stream
 from kernels.sampling.sample import (
     Filters,
-    _race,
     adjusted_probabilities,
     adjusted_probabilities_reference,
     sample_tokens,
 )
 from tests.kernels.test_sampling import check_frequencies, random_parameters
 
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that rows of tests have many blocks, and several programs share one."""
-    monkeypatch.setattr(sampling, "_SEARCH_BLOCK", 64)
-    monkeypatch.setattr(sampling, "_WRITE_BLOCK", 64)
-    monkeypatch.setattr(_race, "BLOCK", 32)
+WIDE = 9000
+"""A vocabulary of several blocks, whose rows several programs share."""
 
 
 def filters(rows: int, device: torch.device | str = "cpu", **given: float) -> Filters:
@@ -41,9 +34,8 @@ def on(device: torch.device, parts: tuple[Tensor, ...]) -> list[Tensor]:
     return [part.to(device) for part in parts]
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
-@pytest.mark.parametrize("vocabulary", [1, 5, 100])
+@pytest.mark.parametrize("vocabulary", [1, 5, 100, WIDE])
 def test_distributions_are_those_of_a_sort(device: torch.device, vocabulary: int, spread: float) -> None:
     logits, settings = spread * torch.randn(8, vocabulary), random_parameters(8)
     expected = adjusted_probabilities_reference(logits, **settings)
@@ -51,6 +43,13 @@ def test_distributions_are_those_of_a_sort(device: torch.device, vocabulary: int
     actual = adjusted_probabilities(logits.to(device), **moved).cpu()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
     assert torch.equal(actual > 0, expected > 0)
+
+
+def spread_out(rows: Tensor) -> Tensor:
+    """The columns in order, with forbidden tokens between them: [..., 240] to [..., WIDE]."""
+    wide = rows.new_full((*rows.shape[:-1], WIDE), -math.inf)
+    wide[..., 11 + 37 * torch.arange(240)] = rows
+    return wide
 
 
 def adversarial_rows() -> dict[str, Tensor]:
@@ -89,7 +88,6 @@ def sorted_distribution(row: Tensor, temperature: Tensor, top_k: Tensor, top_p: 
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", adversarial_rows())
 def test_adversarial_rows(device: torch.device, name: str) -> None:
     row = adversarial_rows()[name]
@@ -99,15 +97,15 @@ def test_adversarial_rows(device: torch.device, name: str) -> None:
     limits = Filters(*(part[:, 0] for part in parts))
     expected = torch.stack([sorted_distribution(row, *limit) for limit in zip(*limits, strict=True)])
     moved = Filters(*on(device, limits))
-    actual = adjusted_probabilities(row.to(device).expand(len(settings), -1), **moved._asdict()).cpu()
+    logits, expected = spread_out(row).expand(len(settings), -1), spread_out(expected).clamp_min(0)
+    actual = adjusted_probabilities(logits.to(device), **moved._asdict()).cpu()
     assert torch.equal(actual > 0, expected > 0)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
-    logits = (3 * torch.randn(9, 100)).to(dtype)
+    logits = (3 * torch.randn(9, WIDE)).to(dtype)
     settings = Filters(**random_parameters(9))
     expected = sample_tokens_on_cpu(logits, settings, stream(9))
     actual = sample_tokens(logits.to(device), Filters(*on(device, settings)), stream(9, device))
@@ -123,9 +121,8 @@ def sample_tokens_on_cpu(logits: Tensor, settings: Filters, own: Stream, purpose
         return sample_tokens(logits, settings, own, purpose=purpose)
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_a_token_does_not_depend_on_the_batch(device: torch.device) -> None:
-    logits = 2 * torch.randn(6, 60, device=device)
+    logits = 2 * torch.randn(6, WIDE, device=device)
     settings, own = Filters(*on(device, tuple(random_parameters(6).values()))), stream(6, device)
     together = sample_tokens(logits, settings, own)
     order = torch.tensor([4, 1, 0], device=device)
@@ -145,14 +142,13 @@ def test_the_cpu_form_follows_the_distribution() -> None:
         check_frequencies(tokens.bincount(minlength=40).float(), expected)
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_greedy_rows_take_the_first_maximum(device: torch.device) -> None:
-    logits = torch.zeros(3, 100, device=device)
-    logits[0, [70, 41, 99]] = 2.0
+    logits = torch.zeros(3, WIDE, device=device)
+    logits[0, [7000, 4100, 8999]] = 2.0
     logits[1, 5] = -math.inf
     logits[2] = -math.inf
-    logits[2, 64] = -1e30
-    assert sample_tokens(logits, filters(3, device, temperature=0.0), stream(3, device)).tolist() == [41, 0, 64]
+    logits[2, 6400] = -1e30
+    assert sample_tokens(logits, filters(3, device, temperature=0.0), stream(3, device)).tolist() == [4100, 0, 6400]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

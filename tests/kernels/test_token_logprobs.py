@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from kernels.sampling import token_logprobs as module
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs, token_logprobs_reference
 from tests.compare import check_close
 
@@ -20,13 +19,13 @@ def check(actual: Logprobs, expected: Logprobs) -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_a_sort(device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_top: int) -> None:
-    monkeypatch.setattr(module, "_BLOCK", 16)
-    logits = (3 * torch.randn(6, 45)).to(dtype)
+def test_equals_a_sort(device: torch.device, dtype: torch.dtype, num_top: int) -> None:
+    """In rows of several blocks."""
+    logits = (3 * torch.randn(6, 9000)).to(dtype)
     logits[1] = logits[1].round()  # ties
     logits[2, 3:] = -math.inf
     logits[3] = 7.0
-    tokens = torch.tensor([0, 44, 1, 20, 5, 9])
+    tokens = torch.tensor([0, 8999, 1, 4097, 5, 9])
     check(
         token_logprobs(logits.to(device), tokens.to(device), num_top), token_logprobs_reference(logits, tokens, num_top)
     )

@@ -1,10 +1,9 @@
-"""Selecting, gathering and adding back of routed tokens: exact places, exact other rows, gradients."""
+"""Selecting, gathering and adding back of routed tokens: exact indices, exact other rows, gradients."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import token_routing
 from kernels.token_routing import gather_rows, scatter_add_rows, select_tokens, select_tokens_reference, selected_rows
 from tests.compare import check_all_close, check_close, check_slopes
 
@@ -17,11 +16,10 @@ def mask_of(pattern: str, tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", ["some", "all", "none"])
-@pytest.mark.parametrize(("tokens", "capacity"), [(1, 1), (70, 9), (70, 70), (33, 50), (64, 16), (0, 3), (5, 0)])
-def test_selected_places(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, pattern: str, tokens: int, capacity: int
-) -> None:
-    monkeypatch.setattr(token_routing, "_SELECT_BLOCK", 16)
+@pytest.mark.parametrize(
+    ("tokens", "capacity"), [(1, 1), (2100, 9), (2100, 2100), (33, 50), (2048, 1100), (0, 3), (5, 0)]
+)
+def test_selected_tokens(device: torch.device, pattern: str, tokens: int, capacity: int) -> None:
     mask = mask_of(pattern, tokens)
     expected, expected_count = select_tokens_reference(mask.tolist(), capacity)
     index, count = select_tokens(mask.to(device), capacity)
@@ -29,7 +27,7 @@ def test_selected_places(
     assert index.dtype == torch.int64 and count.dtype == torch.int32 and count.dim() == 0
 
 
-def test_selected_places_without_triton() -> None:
+def test_selected_tokens_without_triton() -> None:
     for pattern in ("some", "all", "none"):
         mask = mask_of(pattern, 50)
         for capacity in (0, 1, 20, 60):
@@ -38,26 +36,23 @@ def test_selected_places_without_triton() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["some", "all", "none"])
-@pytest.mark.parametrize("most_uncounted", [256, 10])
-def test_places_for_the_selected_tokens(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, pattern: str, most_uncounted: int
-) -> None:
-    """With Triton a place for everybody where few tokens are not worth a count, else for the selected alone."""
-    monkeypatch.setattr(token_routing, "_MOST_UNCOUNTED", most_uncounted)
-    mask = mask_of(pattern, 70)
-    places = mask.nonzero()[:, 0].tolist()
-    empty = [70] * (70 - len(places)) if most_uncounted == 256 else []
-    assert selected_rows(mask.to(device)).tolist() == places + empty
+@pytest.mark.parametrize("tokens", [70, 1000])
+def test_rows_for_the_selected_tokens(device: torch.device, pattern: str, tokens: int) -> None:
+    """With Triton a row for everybody where few tokens are not worth a count, else for the selected alone."""
+    mask = mask_of(pattern, tokens)
+    rows = mask.nonzero()[:, 0].tolist()
+    empty = [tokens] * (tokens - len(rows)) if tokens == 70 else []
+    assert selected_rows(mask.to(device)).tolist() == rows + empty
 
 
-def test_places_without_triton() -> None:
+def test_rows_without_triton() -> None:
     for pattern in ("some", "all", "none"):
         mask = mask_of(pattern, 50)
         assert selected_rows(mask).tolist() == mask.nonzero()[:, 0].tolist()
 
 
 def routed(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x [11, size], index [7] with two empty places, delta, gate, an incoming gradient."""
+    """x [11, size], index [7] with two unused rows, delta, gate, an incoming gradient."""
     index = torch.tensor([0, 3, 4, 8, 10, 11, -1])
     x, delta, grad = (torch.randn(n, size).to(dtype) for n in (11, 7, 11))
     return x, index, delta, torch.rand(7), grad
@@ -65,19 +60,16 @@ def routed(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def plainly_added(x: Tensor, index: Tensor, delta: Tensor, gate: Tensor | None) -> Tensor:
     rows = list(x)
-    for place, token in enumerate(index.tolist()):
+    for row, token in enumerate(index.tolist()):
         if 0 <= token < len(x):
-            rows[token] = rows[token] + (delta[place] if gate is None else gate[place] * delta[place])
+            rows[token] = rows[token] + (delta[row] if gate is None else gate[row] * delta[row])
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("has_gate", [True, False])
-@pytest.mark.parametrize("size", [1, 24, 70])
+@pytest.mark.parametrize("size", [1, 24, 4200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_and_gradients(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, has_gate: bool
-) -> None:
-    monkeypatch.setattr(token_routing, "_ROW_BLOCK", 32)
+def test_values_and_gradients(device: torch.device, dtype: torch.dtype, size: int, has_gate: bool) -> None:
     x, index, delta, gate, grad = (t.to(device) for t in routed(size, dtype))
     leaves = [t.detach().requires_grad_() for t in ((x, delta, gate) if has_gate else (x, delta))]
     oracle = [t.detach().double().requires_grad_() for t in leaves]
@@ -120,12 +112,12 @@ def test_all_selected_and_a_gate_of_one_is_the_dense_layer(device: torch.device)
     assert torch.equal(gather_rows(x, index), x)
 
 
-@pytest.mark.parametrize("empty", ["tokens", "places"])
+@pytest.mark.parametrize("empty", ["tokens", "index"])
 def test_nothing_to_do(device: torch.device, empty: str) -> None:
-    tokens, places = (0, 3) if empty == "tokens" else (3, 0)
-    x, index = torch.randn(tokens, 4, device=device), torch.full((places,), tokens, device=device)
-    assert torch.equal(gather_rows(x, index), torch.zeros(places, 4, device=device))
-    assert torch.equal(scatter_add_rows(x, index, torch.ones(places, 4, device=device)), x)
+    tokens, count = (0, 3) if empty == "tokens" else (3, 0)
+    x, index = torch.randn(tokens, 4, device=device), torch.full((count,), tokens, device=device)
+    assert torch.equal(gather_rows(x, index), torch.zeros(count, 4, device=device))
+    assert torch.equal(scatter_add_rows(x, index, torch.ones(count, 4, device=device)), x)
 
 
 def test_bad_input_is_refused() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import _race, verification
+from kernels.sampling import verification
 from kernels.sampling.random import Purpose, Stream, exponential, uniform
 from kernels.sampling.sample import sample
 from kernels.sampling.verification import VerifyOutput, match_drafts, verify, verify_reference, verify_with
@@ -35,10 +35,10 @@ def random_distributions(generator: torch.Generator, *shape: int) -> Tensor:
 class Cases:
     """Random sequences: some drafts agree with the target, some tokens are impossible, counts and trees differ."""
 
-    def __init__(self, batch: int, *, seed: int, has_draft: bool, is_tree: bool) -> None:
+    def __init__(self, batch: int, *, seed: int, has_draft: bool, is_tree: bool, vocabulary: int = VOCABULARY) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.target_p = random_distributions(generator, batch, NODES + 1, VOCABULARY)
-        draft_p = random_distributions(generator, batch, NODES + 1, VOCABULARY)
+        self.target_p = random_distributions(generator, batch, NODES + 1, vocabulary)
+        draft_p = random_distributions(generator, batch, NODES + 1, vocabulary)
         alike = torch.rand(batch, NODES + 1, generator=generator) < 0.4
         draft_p[alike] = self.target_p[alike]
         self.parents = None
@@ -50,13 +50,13 @@ class Cases:
         flat = draft_p[torch.arange(batch)[:, None], above].flatten(0, 1)
         self.tokens = torch.multinomial(flat, 1, generator=generator).view(batch, NODES)
         foreign = torch.rand(batch, NODES, generator=generator) < 0.1
-        self.tokens[foreign] = torch.randint(0, VOCABULARY, (int(foreign.sum()),), generator=generator)
+        self.tokens[foreign] = torch.randint(0, vocabulary, (int(foreign.sum()),), generator=generator)
         self.draft_p = draft_p if has_draft else None
         self.counts = torch.randint(0, NODES + 1, (batch,), generator=generator, dtype=torch.int32)
         self.lengths = torch.arange(batch, dtype=torch.int32)
         self.u = torch.rand(batch, NODES, generator=generator)
         self.u[torch.rand(batch, NODES, generator=generator) < 0.2] = 0
-        self.exponential = torch.empty(batch, VOCABULARY).exponential_(generator=generator).clamp_min(1e-6)
+        self.exponential = torch.empty(batch, vocabulary).exponential_(generator=generator).clamp_min(1e-6)
 
     def check(self, output: VerifyOutput) -> None:
         """Against the reference, sequence by sequence."""
@@ -80,7 +80,7 @@ class Cases:
 
     def draw_from(self, own: Stream) -> None:
         self.u = uniform(own, NODES, Purpose.ACCEPT)
-        self.exponential = exponential(own, VOCABULARY, Purpose.RESIDUAL)
+        self.exponential = exponential(own, self.target_p.shape[2], Purpose.RESIDUAL)
 
     def verify(self, device: torch.device, own: Stream) -> VerifyOutput:
         def move(x: Tensor | None) -> Tensor | None:
@@ -114,10 +114,9 @@ def test_ten_thousand_cases(has_draft: bool, is_tree: bool) -> None:
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("has_draft", [False, True], ids=["certain", "drawn"])
-def test_the_kernel(device: torch.device, monkeypatch: pytest.MonkeyPatch, has_draft: bool, is_tree: bool) -> None:
-    monkeypatch.setattr(_race, "BLOCK", 4)
-    monkeypatch.setattr(_race, "block_size", lambda vocabulary: 4)
-    cases = Cases(16, seed=9, has_draft=has_draft, is_tree=is_tree)
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 5000], ids=["one block", "programs share a row"])
+def test_the_kernel(device: torch.device, vocabulary: int, has_draft: bool, is_tree: bool) -> None:
+    cases = Cases(16, seed=9, has_draft=has_draft, is_tree=is_tree, vocabulary=vocabulary)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.sampling.random.runs_triton", lambda x: False)
         cases.draw_from(stream(16))

@@ -40,15 +40,11 @@ def documents(batch: int, length: int, query_heads: int, kv_heads: int, head_dim
     moved = {"forward": 2, "backward": 4, "forward+backward": 6}[mode]
     return Shape(
         name=f"d{head_dim} {_short(length)} x{batch} {heads} {mode}",
-        fields=fields | {"head_dim": head_dim, "mode": mode},
-        make=make,
-        reference=_attention_in_bands,
+        fields=fields | {"head_dim": head_dim, "mode": mode}, make=make, reference=_attention_in_bands,
         num_bytes=2 * batch * length * head_dim * moved * (query_heads + kv_heads),
-        flops=flops * 2 * batch * length**2 * query_heads * head_dim,
-        leaves=("q", "k", "v"),
-        grads=("grad",),
+        flops=flops * 2 * batch * length**2 * query_heads * head_dim, leaves=("q", "k", "v"), grads=("grad",),
         mode=mode,
-    )
+    )  # fmt: skip
 
 
 def _attention_in_bands(inputs: Inputs) -> Outputs:
@@ -97,11 +93,11 @@ def paged(
             tables[row, : len(owned)] = owned
         (k_pages, k_scales), (v_pages, v_scales) = pool(device), pool(device)
         return {
-            "q": normal(batch * rows, query_heads, head_dim, device=device),
-            "k_pages": k_pages, "v_pages": v_pages, "k_scales": k_scales, "v_scales": v_scales, "block_tables": tables,
+            "q": normal(batch * rows, query_heads, head_dim, device=device), "k_pages": k_pages, "v_pages": v_pages,
+            "k_scales": k_scales, "v_scales": v_scales, "block_tables": tables,
             "cu_seqlens": torch.arange(batch + 1, dtype=torch.int32, device=device) * rows,
             "kv_lengths": torch.tensor(lengths, dtype=torch.int32, device=device), "lengths": lengths, "rows": rows,
-        }  # fmt: skip
+        }  # fmt: skip  # fmt: skip
 
     more = ("" if rows == 1 else f" q{rows}") + (" ragged" if ragged else "")
     more += "" if page_dtype == BF16 else " " + str(page_dtype).removeprefix("torch.").split("_")[0]
@@ -109,12 +105,11 @@ def paged(
     fields = {"batch": batch, "rows": rows, "context": context, "query_heads": query_heads, "kv_heads": kv_heads}
     return Shape(
         name=f"GQA{query_heads // kv_heads} {_short(context)} x{batch}{more}",
-        fields=fields | {"head_dim": head_dim, "ragged": ragged, "page_dtype": str(page_dtype)},
-        make=make,
+        fields=fields | {"head_dim": head_dim, "ragged": ragged, "page_dtype": str(page_dtype)}, make=make,
         reference=_attention_of_each,
         num_bytes=2 * sum(lengths) * kv_heads * per_head + 4 * sum(pages) + 4 * batch * rows * query_heads * head_dim,
         flops=4 * sum(rows * (length - (rows - 1) / 2) for length in lengths) * query_heads * head_dim,
-    )
+    )  # fmt: skip
 
 
 def _ragged(batch: int, context: int) -> list[int]:

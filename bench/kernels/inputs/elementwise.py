@@ -47,14 +47,9 @@ def _rows(
 
     return Shape(
         name=f"{kernel} {tokens}x{size}{' forward+backward' if backward else ''}",
-        fields={"tokens": tokens, "size": size, "backward": backward},
-        make=make,
-        reference=in_fp64(function),
-        num_bytes=num_bytes,
-        leaves=leaves,
-        grads=grads,
-        mode="forward+backward" if backward else "forward",
-    )
+        fields={"tokens": tokens, "size": size, "backward": backward}, make=make, reference=in_fp64(function),
+        num_bytes=num_bytes, leaves=leaves, grads=grads, mode="forward+backward" if backward else "forward",
+    )  # fmt: skip
 
 
 def rotary(tokens: int, query_heads: int = 32, kv_heads: int = 8, head_dim: int = 128, write: bool = False) -> Shape:
@@ -75,11 +70,10 @@ def rotary(tokens: int, query_heads: int = 32, kv_heads: int = 8, head_dim: int 
     written = 2 * (2 * query_heads + 4 * kv_heads) * head_dim + 4 * head_dim + 8
     return Shape(
         name=f"rotary{'+write' if write else ''} {tokens}",
-        fields={"tokens": tokens, "query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim},
-        make=make,
+        fields={"tokens": tokens, "query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}, make=make,
         reference=_written if write else _rotated,
         num_bytes=tokens * (written if write else 4 * head_dim * (query_heads + kv_heads + 1)),
-    )
+    )  # fmt: skip
 
 
 def _rotated(inputs: Inputs) -> Outputs:
@@ -107,12 +101,9 @@ def routed(verb: str, tokens: int, capacity: int, size: int) -> Shape:
 
     sizes = {"select": tokens + 8 * capacity, "gather": capacity * (4 * size + 8), "add": capacity * (6 * size + 10)}
     return Shape(
-        name=f"{verb} {capacity} of {tokens}",
-        fields={"tokens": tokens, "capacity": capacity, "size": size},
-        make=make,
-        reference={"select": _selected, "gather": _gathered, "add": _added}[verb],
-        num_bytes=sizes[verb],
-    )
+        name=f"{verb} {capacity} of {tokens}", fields={"tokens": tokens, "capacity": capacity, "size": size}, make=make,
+        reference={"select": _selected, "gather": _gathered, "add": _added}[verb], num_bytes=sizes[verb],
+    )  # fmt: skip
 
 
 def _selected(inputs: Inputs) -> Outputs:

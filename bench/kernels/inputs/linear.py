@@ -54,15 +54,11 @@ def product(format_name: str, k: int, n: int, rows: int, backward: bool = False)
 
     return Shape(
         name=f"{f'{format_name} ' if backward else ''}{k}x{n} rows {rows}",
-        fields={"format": format_name, "k": k, "n": n, "rows": rows},
-        make=make,
+        fields={"format": format_name, "k": k, "n": n, "rows": rows}, make=make,
         reference=_gradient if backward else lambda inputs: (_product(inputs),),
-        num_bytes=weight_bytes(format_name, n, k) + 2 * rows * (n + k),
-        flops=2.0 * rows * n * k,
-        leaves=("x",),
-        grads=("grad",),
-        mode="backward" if backward else "forward",
-    )
+        num_bytes=weight_bytes(format_name, n, k) + 2 * rows * (n + k), flops=2.0 * rows * n * k, leaves=("x",),
+        grads=("grad",), mode="backward" if backward else "forward",
+    )  # fmt: skip
 
 
 def _product(inputs: Inputs) -> Tensor:
@@ -85,13 +81,10 @@ def adapted(k: int, n: int, rows: int, adapters: int) -> Shape:
 
     return Shape(
         name=f"{adapters} adapters {k}x{n} rows {rows}",
-        fields={"k": k, "n": n, "rows": rows, "adapters": adapters, "rank": RANK},
-        make=make,
-        reference=_adapted,
+        fields={"k": k, "n": n, "rows": rows, "adapters": adapters, "rank": RANK}, make=make, reference=_adapted,
         num_bytes=weight_bytes("nf4", n, k) + 2 * (adapters * RANK + rows) * (n + k),
-        flops=2.0 * rows * (n * k + RANK * (n + k)),
-        leaves=("x",),
-    )
+        flops=2.0 * rows * (n * k + RANK * (n + k)), leaves=("x",),
+    )  # fmt: skip
 
 
 def _adapted(inputs: Inputs) -> Outputs:
@@ -107,11 +100,8 @@ def _adapted(inputs: Inputs) -> Outputs:
 def gated(k: int, n: int, rows: int) -> Shape:
     """x [T, K], W [N = 2·I, K] in NF4: gate's rows come first."""
     return Shape(
-        name=f"gate+up {k}x{n} rows {rows}",
-        fields={"k": k, "n": n, "rows": rows},
+        name=f"gate+up {k}x{n} rows {rows}", fields={"k": k, "n": n, "rows": rows},
         make=partial(_random, "nf4", k, n, rows),
         reference=lambda inputs: (swiglu_reference(*_product(inputs).chunk(2, dim=1)),),
-        num_bytes=weight_bytes("nf4", n, k) + 2 * rows * (n // 2 + k),
-        flops=2.0 * rows * n * k,
-        leaves=("x",),
-    )
+        num_bytes=weight_bytes("nf4", n, k) + 2 * rows * (n // 2 + k), flops=2.0 * rows * n * k, leaves=("x",),
+    )  # fmt: skip

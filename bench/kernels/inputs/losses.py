@@ -38,11 +38,9 @@ def loss(tokens: int, vocabulary: int, student: int, teacher: int = 0, kind: Div
     return Shape(
         name=f"{kind} {tokens}x{vocabulary} d{sizes}".strip(),
         fields={"tokens": tokens, "vocabulary": vocabulary, "student": student, "teacher": teacher, "kind": kind},
-        make=make,
-        reference=_reference,
-        num_bytes=2.0 * (tokens + vocabulary) * (2 * student + teacher) + 8 * tokens,
+        make=make, reference=_reference, num_bytes=2.0 * (tokens + vocabulary) * (2 * student + teacher) + 8 * tokens,
         flops=2.0 * tokens * vocabulary * (3 * student + teacher),
-    )
+    )  # fmt: skip
 
 
 def alpha_of(kind: str) -> float:

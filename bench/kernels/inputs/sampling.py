@@ -51,11 +51,9 @@ def tokens(mode: str, batch: int, vocabulary: int) -> Shape:
             return torch.full((batch,), value, dtype=dtype, device=device)
 
         filters = Filters(
-            temperature=of_all(TEMPERATURE),
-            top_k=of_all(TOP_K if "top-k" in mode else 0, torch.int32),
-            top_p=of_all(TOP_P if "top-p" in mode else 1.0),
-            min_p=of_all(MIN_P if "min-p" in mode else 0.0),
-        )
+            temperature=of_all(TEMPERATURE), top_k=of_all(TOP_K if "top-k" in mode else 0, torch.int32),
+            top_p=of_all(TOP_P if "top-p" in mode else 1.0), min_p=of_all(MIN_P if "min-p" in mode else 0.0),
+        )  # fmt: skip
         logits = random_logits(batch, vocabulary, device)
         return {"logits": logits, "filters": filters, "stream": random_stream(batch, device)}
 
@@ -151,14 +149,12 @@ def drafted(tree: bool, nodes: int, batch: int, vocabulary: int) -> Shape:
         parents = torch.arange(nodes, device=device) // (2 if tree else 1)
         drawn = draft_p[:, parents] / torch.empty_like(draft_p).exponential_()
         return {
-            "target_p": logits.softmax(dim=-1),
-            "draft_p": draft_p,
-            "tokens": drawn.argmax(dim=-1),
+            "target_p": logits.softmax(dim=-1), "draft_p": draft_p, "tokens": drawn.argmax(dim=-1),
             "parents": parents.expand(batch, -1).contiguous() if tree else None,
             "counts": torch.full((batch,), nodes, dtype=torch.int32, device=device),
             "lengths": torch.randint(100, 1000, (batch,), dtype=torch.int32, device=device),
             "stream": random_stream(batch, device),
-        }
+        }  # fmt: skip
 
     fields = {"tree": tree, "nodes": nodes, "batch": batch, "vocabulary": vocabulary}
     num_bytes = 8 * batch * vocabulary  # p and q of one node

@@ -160,13 +160,9 @@ def fa3_paged(package: Any, inputs: Inputs) -> Run:
 
 def _vllm_arguments(inputs: Inputs) -> dict[str, Any]:
     return {
-        "max_seqlen_q": inputs.rows,
-        "cu_seqlens_q": inputs.cu_seqlens,
-        "max_seqlen_k": max(inputs.lengths),
-        "seqused_k": inputs.kv_lengths,
-        "block_table": inputs.block_tables,
-        "causal": True,
-    }
+        "max_seqlen_q": inputs.rows, "cu_seqlens_q": inputs.cu_seqlens, "max_seqlen_k": max(inputs.lengths),
+        "seqused_k": inputs.kv_lengths, "block_table": inputs.block_tables, "causal": True,
+    }  # fmt: skip
 
 
 @needs("vllm.vllm_flash_attn")
@@ -184,22 +180,14 @@ def vllm_triton(package: Any, inputs: Inputs) -> Run:
     partial = (most_sequences, query_heads, VLLM_SEGMENTS)
     out = torch.empty_like(inputs.q)
     arguments = _vllm_arguments(inputs) | {
-        "q": inputs.q,
-        "k": inputs.k_pages,
-        "v": inputs.v_pages,
-        "out": out,
-        "softmax_scale": head_dim**-0.5,
-        "window_size": (-1, -1),
-        "softcap": 0.0,
-        "q_descale": None,
-        "k_descale": torch.ones(1, device=device),
-        "v_descale": torch.ones(1, device=device),
-        "seq_threshold_3D": most_sequences,
+        "q": inputs.q, "k": inputs.k_pages, "v": inputs.v_pages, "out": out, "softmax_scale": head_dim**-0.5,
+        "window_size": (-1, -1), "softcap": 0.0, "q_descale": None, "k_descale": torch.ones(1, device=device),
+        "v_descale": torch.ones(1, device=device), "seq_threshold_3D": most_sequences,
         "num_par_softmax_segments": VLLM_SEGMENTS,
         "softmax_segm_output": torch.empty(*partial, head_dim, device=device),
         "softmax_segm_max": torch.empty(partial, device=device),
         "softmax_segm_expsum": torch.empty(partial, device=device),
-    }
+    }  # fmt: skip
 
     def run() -> tuple[Tensor]:
         package.unified_attention(**arguments)

@@ -1,4 +1,4 @@
-"""Attention of a few bf16 queries over pages in C on the CPU: against fp64, its bits whatever is beside it."""
+"""Attention of decode and verification in C on the CPU: against fp64, its bits whatever is beside it."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Products of few rows in C on the CPU against fp64 products with the dequantized weight, and its rows to the bit."""
+"""Skinny products in C on the CPU against fp64 products with the dequantized weight, and its rows to the bit."""
 
 import copy
 import dataclasses
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear._skinny_cpu import _library, expanded_rows, few_rows_product, prepare_for_few_rows
+from kernels.linear._skinny_cpu import _library, expanded_rows, prepare_skinny, skinny_product
 from kernels.linear.quantization import (
     Fp8Weight,
     Int8Weight,
@@ -39,7 +39,7 @@ Quantize = Callable[[Tensor], QuantizedWeight]
 
 
 def prepared(weight: QuantizedWeight) -> QuantizedWeight:
-    result = prepare_for_few_rows(weight)
+    result = prepare_skinny(weight)
     assert result is not None
     return result
 
@@ -68,10 +68,10 @@ def test_products_of_any_number_of_rows(quantize: Quantize, n: int) -> None:
     weight = with_random_codes(quantize(torch.randn(n, 320)))
     x = torch.randn(33, 320).bfloat16()
     expected = x.double() @ weight.dequantize(torch.float64).t()
-    every = few_rows_product(x, prepared(weight))
+    every = skinny_product(x, prepared(weight))
     check_close(every, expected)
     for rows in range(33):
-        y = few_rows_product(x[:rows], prepared(weight))
+        y = skinny_product(x[:rows], prepared(weight))
         assert y.shape == (rows, n) and torch.equal(y, every[:rows])
 
 
@@ -83,7 +83,7 @@ def test_threads_change_no_bit(quantize: Quantize) -> None:
         results = []
         for threads in (1, 2, 2, 5):
             torch.set_num_threads(threads)
-            results.append((few_rows_product(x, weight), expanded_rows(weight, torch.bfloat16, slice(0, 100))))
+            results.append((skinny_product(x, weight), expanded_rows(weight, torch.bfloat16, slice(0, 100))))
     finally:
         torch.set_num_threads(before)
     for product, rows in results[1:]:
@@ -94,7 +94,7 @@ def test_threads_change_no_bit(quantize: Quantize) -> None:
 def test_zeros_outliers_and_what_is_not_finite_keep_to_their_row(quantize: Quantize) -> None:
     weight, x = quantize(0.01 * torch.randn(96, 4096)), torch.randn(6, 4096).bfloat16()
     x[1, 17], x[2], x[3], x[4, 5], x[5, 6] = 1e4, 0, 1e30, torch.inf, torch.nan
-    y, expected = few_rows_product(x, prepared(weight)), x.double() @ weight.dequantize(torch.float64).t()
+    y, expected = skinny_product(x, prepared(weight)), x.double() @ weight.dequantize(torch.float64).t()
     for row in (0, 1, 3):
         check_close(y[row], expected[row])
     assert not y[2].any()
@@ -127,7 +127,7 @@ def test_weights_whose_memory_has_gaps(quantize: Quantize) -> None:
     twice = torch.zeros(*weight.codes.shape, 2, dtype=weight.codes.dtype)
     twice[..., 0] = weight.codes
     spread = dataclasses.replace(weight, codes=twice[..., 0])
-    assert torch.equal(few_rows_product(x, prepared(spread)), few_rows_product(x, prepared(weight)))
+    assert torch.equal(skinny_product(x, prepared(spread)), skinny_product(x, prepared(weight)))
 
 
 @pytest.mark.parametrize("shape", [(70, 130), (33, 7), (40, 48)], ids=str)
@@ -135,14 +135,11 @@ def test_shapes_that_do_not_fit_go_elsewhere(shape: tuple[int, int]) -> None:
     x = torch.randn(5, shape[1]).bfloat16()
     for quantize in QUANTIZERS.values():
         weight = quantize(torch.randn(shape))
-        assert prepare_for_few_rows(weight) is None
+        assert prepare_skinny(weight) is None
         y = quantized_linear(x, prepare_quantized_weight(weight))
         check_close(y, x.double() @ weight.dequantize(torch.float64).t())
-    assert prepare_for_few_rows(quantize_int4(torch.randn(4, 128), group=16)) is None
-    assert (
-        prepare_for_few_rows(dataclasses.replace(quantize_int8(torch.randn(4, 128)), scales=torch.ones(4).half()))
-        is None
-    )
+    assert prepare_skinny(quantize_int4(torch.randn(4, 128), group=16)) is None
+    assert prepare_skinny(dataclasses.replace(quantize_int8(torch.randn(4, 128)), scales=torch.ones(4).half())) is None
 
 
 def test_shares_torchs_threads() -> None:
