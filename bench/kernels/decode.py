@@ -80,31 +80,22 @@ def time_sides(sides: Sides, x: Tensor, num_copies: int, expected: dict[str, Ten
 # Products
 
 
+def rotating(make: Callable[[], Any], function: Callable[[Tensor, Any], Tensor], num_copies: int) -> Iterator[Call]:
+    """Products with copies of one weight, one after another for ever."""
+    copies = [make() for _ in range(num_copies)]
+    return itertools.cycle([lambda x, weight=weight: function(x, weight) for weight in copies])
+
+
 def product_sides(weight: Tensor) -> Sides:
     """bf16 twice, then each format."""
-
-    def copies(make: Callable[[], Call], bytes_each: float) -> Iterator[Call]:
-        count = max(2, int(ROTATING_BYTES[weight.device.type] / bytes_each))
-        return itertools.cycle([make() for _ in range(count)])
-
-    def prepared_bf16() -> Call:
-        prepared = prepare_linear_weight(weight.clone())
-        return lambda x: linear(x, prepared)
-
-    def plain_bf16() -> Call:
-        copy = weight.clone()
-        return lambda x: F.linear(x, copy)
-
-    def quantized(original: PreparedQuantizedWeight) -> Call:
-        prepared = deepcopy(original)
-        return lambda x: quantized_linear(x, prepared)
-
-    bits = {"nf4": 4.127, "int4": 4.25, "int8": 8, "fp8": 8}
-    originals = {name: prepare_quantized_weight(quantize(weight)) for name, quantize in QUANTIZERS.items()}
+    bits = {"bf16 prepared": 16, "bf16 plain": 16, "nf4": 4.127, "int4": 4.25, "int8": 8, "fp8": 8}
+    bytes_each = {name: weight.numel() * each / 8 for name, each in bits.items()}
+    copies = {name: max(2, int(ROTATING_BYTES[weight.device.type] / each)) for name, each in bytes_each.items()}
+    prepared = {name: prepare_quantized_weight(quantize(weight)) for name, quantize in QUANTIZERS.items()}
     return {
-        "bf16 prepared": copies(prepared_bf16, 2 * weight.numel()),
-        "bf16 plain": copies(plain_bf16, 2 * weight.numel()),
-        **{name: copies(partial(quantized, it), weight.numel() * bits[name] / 8) for name, it in originals.items()},
+        "bf16 prepared": rotating(lambda: prepare_linear_weight(weight.clone()), linear, copies["bf16 prepared"]),
+        "bf16 plain": rotating(weight.clone, F.linear, copies["bf16 plain"]),
+        **{name: rotating(partial(deepcopy, it), quantized_linear, copies[name]) for name, it in prepared.items()},
     }
 
 
