@@ -39,14 +39,7 @@ def documents(
 
 
 def attend_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: list[tuple[slice, slice]],
-    *,
-    causal: bool,
-    window: int | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[slice, slice]], *, causal: bool, window: int | None, scale: float
 ) -> Tensor:
     """Attend within each document, whose queries and keys lie at `rows`; differentiable. Returns [T, Hq, d]."""
     if _bands_pay(q):

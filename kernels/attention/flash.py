@@ -26,19 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention import _flash_tiles as cut
 from kernels.attention._flash_cpu import attend_causally as attend_causally
 from kernels.attention._flash_cpu import attend_documents, documents, visible_keys
-from kernels.attention._flash_tiles import (
-    Inputs,
-    Settings,
-    choose_tiles,
-    common_arguments,
-    grid_of,
-    plan_queries,
-    section_of,
-    strides_of,
-    takes_descriptors,
-)  # fmt: skip
+from kernels.attention._flash_tiles import Inputs, Settings
 from kernels.common.ragged_tiles import (
     as_operand,
     dot,
@@ -52,10 +43,7 @@ from kernels.common.ragged_tiles import (
     tile_source,
     work_item,
 )
-from kernels.common.triton_support import (
-    check_rows,
-    runs_triton,
-)
+from kernels.common.triton_support import check_rows, runs_triton
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # These change from batch to batch; no kernel is compiled anew because one of them is 1 or a multiple of 16.
@@ -383,13 +371,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor | None,
-        settings: Settings,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, settings: Settings
     ) -> Tensor:
         out, lse = _attend(Inputs.of(q, k, v, cu_seqlens_q, cu_seqlens_k), settings)
         ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse)
@@ -410,19 +392,19 @@ class _FlashAttention(torch.autograd.Function):
 def _attend(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return O [T, Hq, d] and L [Hq, T]."""
     q, k, v = inputs[:3]
-    tiles = choose_tiles(q.shape[2], q.dtype, q.device)
+    tiles = cut.choose_tiles(q.shape[2], q.dtype, q.device)
     tile = tiles.forward
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    plan = plan_queries(inputs, tile)
-    _forward_kernel[grid_of(plan[0], q, tiles)](
+    plan = cut.plan_queries(inputs, tile)
+    _forward_kernel[cut.grid_of(plan[0], q, tiles)](
         *(q, k, v, out, lse, *plan),
-        *strides_of(inputs),
+        *cut.strides_of(inputs),
         num_queries=q.shape[0],
-        section=section_of(k, v) * (q.shape[1] // k.shape[1]),
+        section=cut.section_of(k, v) * (q.shape[1] // k.shape[1]),
         num_heads=q.shape[1],
-        DESCRIPTORS=takes_descriptors(tile, k, v),
-        **common_arguments(inputs, settings, tile),
+        DESCRIPTORS=cut.takes_descriptors(tile, k, v),
+        **cut.common_arguments(inputs, settings, tile),
     )
     return out, lse
 
@@ -432,23 +414,23 @@ def _grad_queries(
 ) -> Tensor:
     """Write δ into delta [Hq, T]; return dQ [T, Hq, d], or zeros in fp32 to which `_grad_keys` adds it up."""
     q, k, v = inputs[:3]
-    tiles = choose_tiles(q.shape[2], q.dtype, q.device)
+    tiles = cut.choose_tiles(q.shape[2], q.dtype, q.device)
     tile = tiles.grad_queries
     is_added_later = tiles.adds_grad_q and not settings.deterministic
     if is_added_later:
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     else:
         grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    plan = plan_queries(inputs, tile)
-    _grad_queries_kernel[grid_of(plan[0], q, tiles)](
+    plan = cut.plan_queries(inputs, tile)
+    _grad_queries_kernel[cut.grid_of(plan[0], q, tiles)](
         *(q, k, v, out, grad_out, lse, delta, grad_q, *plan),
-        *strides_of(inputs),
+        *cut.strides_of(inputs),
         num_queries=q.shape[0],
-        section=section_of(k, v) * (q.shape[1] // k.shape[1]),
+        section=cut.section_of(k, v) * (q.shape[1] // k.shape[1]),
         num_heads=q.shape[1],
         ONLY_DELTA=is_added_later,
-        DESCRIPTORS=takes_descriptors(tile, k, v),
-        **common_arguments(inputs, settings, tile),
+        DESCRIPTORS=cut.takes_descriptors(tile, k, v),
+        **cut.common_arguments(inputs, settings, tile),
     )
     return grad_q
 
@@ -458,20 +440,20 @@ def _grad_keys(
 ) -> tuple[Tensor, Tensor]:
     """Return dK and dV [S, Hkv, d]; if the order of additions is free, add dQ to grad_q."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
-    tiles = choose_tiles(q.shape[2], q.dtype, q.device)
+    tiles = cut.choose_tiles(q.shape[2], q.dtype, q.device)
     tile = tiles.grad_keys
     grad_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     # The first keys of a document are seen by the most queries.
     plan = plan_tiles(cu_seqlens_k, cu_seqlens_q, num_rows=k.shape[0], rows_per_tile=tile.keys, last_first=False)
-    _grad_keys_kernel[grid_of(plan[0], k, tiles)](
+    _grad_keys_kernel[cut.grid_of(plan[0], k, tiles)](
         *(q, k, v, grad_out, lse, delta, grad_q, grad_k, grad_v, *plan),
-        *strides_of(inputs),
+        *cut.strides_of(inputs),
         num_queries=q.shape[0],
-        section=max(1, section_of(q, grad_out) // (q.shape[1] // k.shape[1])),
+        section=max(1, cut.section_of(q, grad_out) // (q.shape[1] // k.shape[1])),
         num_kv_heads=k.shape[1],
         ADD_GRAD_Q=tiles.adds_grad_q and not settings.deterministic,
-        DESCRIPTORS=takes_descriptors(tile, q, grad_out),
-        **common_arguments(inputs, settings, tile),
+        DESCRIPTORS=cut.takes_descriptors(tile, q, grad_out),
+        **cut.common_arguments(inputs, settings, tile),
     )
     return grad_k, grad_v

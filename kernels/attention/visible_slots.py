@@ -23,11 +23,7 @@ _BLOCK = 1024
 
 
 def visible_slots_reference(
-    present: list[bool],
-    block_tables: list[list[int]],
-    kv_lengths: list[int],
-    page_size: int,
-    num_queries: list[int],
+    present: list[bool], block_tables: list[list[int]], kv_lengths: list[int], page_size: int, num_queries: list[int]
 ) -> list[list[int]]:
     """`visible_slots` in its plainest form, without padding."""
     found = []

@@ -97,12 +97,7 @@ def attach_gradients(
 class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        projection: Tensor,
-        loss: Tensor,
-        valid: Tensor | None,
-        gradients: Gradients,
+        ctx: Any, hidden: Tensor, projection: Tensor, loss: Tensor, valid: Tensor | None, gradients: Gradients
     ) -> Tensor:
         ctx.gradients, ctx.valid = gradients, valid
         ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, projection.dtype)

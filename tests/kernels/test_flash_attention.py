@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels.attention.flash as flash_attention_module
+import kernels.attention._flash_tiles as flash_tiles
 from kernels.attention._flash_tiles import Tile, Tiles
 from kernels.attention.flash import flash_attention, flash_attention_reference
 from kernels.common.ragged_tiles import most_tiles, plan_tiles
@@ -171,7 +171,7 @@ def square_tiles(rows: int = 16, **options: bool) -> Tiles:
 @pytest.fixture
 def use_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tiles], None]:
     """Make the Triton kernels use other tiles."""
-    return lambda tiles: monkeypatch.setattr(flash_attention_module, "choose_tiles", lambda *_: tiles)
+    return lambda tiles: monkeypatch.setattr(flash_tiles, "choose_tiles", lambda *_: tiles)
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_triton_every_distance_of_the_diagonal_from_a_tile(
 def test_triton_sections_of_heads(
     device: torch.device, small_tiles: None, monkeypatch: pytest.MonkeyPatch, section: int
 ) -> None:
-    monkeypatch.setattr(flash_attention_module, "section_of", lambda *_: section)
+    monkeypatch.setattr(flash_tiles, "section_of", lambda *_: section)
     check_triton(device, ([18], None), heads=(3, 3))
     check_triton(device, ([5], None), heads=(6, 3))
 

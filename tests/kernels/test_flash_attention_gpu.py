@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.attention.flash as flash_attention_module
+import kernels.attention._flash_tiles as flash_tiles
 from kernels.attention._flash_tiles import Tile, Tiles, choose_tiles
 from kernels.attention.flash import flash_attention, flash_attention_reference
 from tests.compare import check_all_close, check_close
@@ -104,7 +104,7 @@ def test_other_forms_of_the_kernels(monkeypatch: pytest.MonkeyPatch, d: int, cha
     if change is FORMS["descriptors"] and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("needs the tensor memory accelerator")
     tiles = change(choose_tiles(d, torch.bfloat16, torch.device("cuda")))
-    monkeypatch.setattr(flash_attention_module, "choose_tiles", lambda *_: tiles)
+    monkeypatch.setattr(flash_tiles, "choose_tiles", lambda *_: tiles)
     for lengths in LENGTHS:
         check_case(lengths, torch.bfloat16, (8, 2), d)
         check_case(lengths, torch.bfloat16, (8, 2), d, window=50)
