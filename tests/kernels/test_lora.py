@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.linear.lora as module
 from kernels.linear.lora import LoraWeights, lora_add, lora_reference
 from tests.compare import check_all_close, check_close
 from tests.kernels.adapters import DTYPES, double, make_slots, make_weights, rows
@@ -167,10 +166,9 @@ def test_refuses_what_does_not_fit() -> None:
             LoraWeights(*parts)
 
 
-def test_programs_share_the_adapters_of_a_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More adapters than parts: a program takes several, one after another."""
-    monkeypatch.setattr(module, "_MOST_PARTS", 2)
-    shape = (5, 4, 40, 20)
+def test_programs_share_the_adapters_of_a_tile(device: torch.device) -> None:
+    """A tile with more adapters than programs take apart: one takes several, one after another."""
+    shape = (40, 4, 40, 20)
     weights = make_weights(device, shape)
-    y, x = make_rows(device, 20, shape)
-    check(y, x, weights, (torch.arange(20, device=device) % 7 - 1).clamp(max=4).int())
+    y, x = make_rows(device, 40, shape)
+    check(y, x, weights, (torch.arange(40, device=device) * 7 % 41 - 1).int())

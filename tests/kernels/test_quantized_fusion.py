@@ -91,9 +91,8 @@ def test_kernels_whole_and_split(
 
 
 @BOTH
-def test_many_rows_add_afterwards(device: torch.device, product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_FUSED_ROWS", 4)
-    check_variants(product, 5, weight_of(device, 72, 64, "int8"), unfused_dtypes(product))
+def test_many_rows_add_afterwards(device: torch.device, product: Product) -> None:
+    check_variants(product, 130, weight_of(device, 72, 64, "int8"), unfused_dtypes(product))
 
 
 @BOTH
