@@ -7,7 +7,7 @@ The base is frozen in NF4 with double quantization, rank-16 adapters sit on all 
 layers are computed again in the backward pass, gradients are clipped, AdamW updates. Our side is the training loop of
 stage `qlora` with its defaults; theirs is built as their documentation says, and runs under autocast as in their
 trainer. Each side runs in processes of its own, alternating. First both take two steps: the losses of the first one
-must agree, and the memory of all tensors is counted, which is what `potstill plan` foretells. Only then is anything
+must agree, and the memory of all tensors is counted, which is what `potstill plan` predicts. Only then is anything
 timed. Speeds are medians over steps and processes; on the CPU the growth of the process is measured beside them.
 
 (bitsandbytes says that it finds no kernel of Hugging Face's package `kernels`; that one would be for inference alone.)

@@ -204,14 +204,14 @@ class FlashInferSampling:
         assert draft_token_ids.dtype == torch.int32 and draft_probs.shape[1] + 1 == target_probs.shape[1]
         ids = torch.full((len(draft_token_ids), target_probs.shape[1]), -1, dtype=torch.int32)
         for row, tokens in enumerate(draft_token_ids.tolist()):
-            for place, token in enumerate(tokens):
-                left = target_probs[row, place] - draft_probs[row, place]
+            for node, token in enumerate(tokens):
+                left = target_probs[row, node] - draft_probs[row, node]
                 if left[token] < 0:
                     break
-                ids[row, place] = token
+                ids[row, node] = token
             else:
-                place, left = len(tokens), target_probs[row, -1]
-            ids[row, place] = left.argmax()
+                node, left = len(tokens), target_probs[row, -1]
+            ids[row, node] = left.argmax()
         return ids, ids[:, 0], ids[:, 0]
 
 
