@@ -90,8 +90,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-enable-prefix-caching", "do not share the KV pages of equal prefixes", action="store_false",
         dest="enable_prefix_caching")  # fmt: skip
     add("--verify", "serve TARGET's distribution, with MODEL as its draft", metavar="TARGET")
-    methods = " or ".join(f'"{name}"' for name in DRAFTS)
-    speculative = f'JSON: {{"method": {methods}, "model": DRAFT, "num_speculative_tokens": N}}'
+    drafts = " or ".join(["DRAFT", *(f'"{name}"' for name in DRAFTS if name != DRAFT_MODEL)])
+    speculative = f'JSON: {{"model": {drafts}, "num_speculative_tokens": N}}'
     add("--speculative-config", speculative, type=_speculative)
     add("--adapter", "LoRA adapter that requests choose as model NAME; repeatable", action="append", dest="adapters",
         type=_adapter, metavar="NAME=FOLDER")  # fmt: skip
@@ -214,7 +214,7 @@ def _speculative(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError('expected {"model": ..., "num_speculative_tokens": ...} and nothing else')
     method = value.get("method", DRAFT_MODEL)
     if method not in DRAFTS:
-        raise argparse.ArgumentTypeError(f"method must be one of {', '.join(DRAFTS)}, not {method!r}")
+        raise argparse.ArgumentTypeError("method must be " + " or ".join(f'"{name}"' for name in DRAFTS))
     draft = value.get("model") if method == DRAFT_MODEL else method
     tokens = value.get("num_speculative_tokens")
     if draft is not None and not isinstance(draft, str):
