@@ -65,7 +65,7 @@ class EngineStats:
     num_running: int = 0
     """Sequences in the running batch."""
     num_waiting: int = 0
-    """Sequences waiting for a place, preempted ones included."""
+    """Sequences waiting for a batch row, preempted ones included."""
     num_pages: int = 0
     num_pages_used: int = 0
     """Pages held by sequences; cached pages that nobody holds count as free."""
@@ -83,6 +83,6 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    """Accepted tokens by their place in the draft, first place first."""
+    """Accepted tokens by their position in the draft, first position first."""
     speculative_tokens: float = 0.0
     """Mean draft length that the latest steps asked for."""

@@ -282,7 +282,7 @@ class Engine:
 
     def _launch(self, work: list[Work]) -> None:
         """Launch a pass; from here on the next step can be planned with what it will have computed and drawn."""
-        self._pending.append(self._launch_pass(work))
+        self._pending.append(self.launch_pass(work))
         for item in work:
             sequence, samples = item.sequence, item.samples
             sequence.num_computed = item.chunk.start + item.chunk.num_tokens
@@ -291,7 +291,7 @@ class Engine:
                 for choice in (sequence, *self.scheduler.fork(sequence)):
                     choice.num_unread += 1
 
-    def _launch_pass(self, work: list[Work]) -> PendingStep:
+    def launch_pass(self, work: list[Work]) -> PendingStep:
         """One forward pass of the target. Raises what the model raises; batch rows are written and up to date after."""
         self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
         inputs = [item.input(self.runner.feed.shape[1]) for item in work]

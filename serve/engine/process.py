@@ -47,7 +47,7 @@ PR_SET_PDEATHSIG = 1
 log = logging.getLogger("potstill.engine")
 
 
-class Connection:
+class EngineSocket:
     """Messages over a connected Unix socket, in blocking style."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -76,7 +76,7 @@ class Connection:
 class EngineLoop:
     """Drives an engine for the HTTP process until told to stop."""
 
-    def __init__(self, engine: "Engine", connection: Connection, *, queue_wait_s: float) -> None:
+    def __init__(self, engine: "Engine", connection: EngineSocket, *, queue_wait_s: float) -> None:
         self._engine = engine
         self._connection = connection
         self._queue_wait_s = queue_wait_s
@@ -201,7 +201,7 @@ def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
     configure_logging(arguments.log_level)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connected.connect(arguments.socket)
-    connection = Connection(connected)
+    connection = EngineSocket(connected)
     try:
         engine, ready = load(EngineConfig(**msgspec.json.decode(arguments.options)))
     except (ValueError, OSError) as error:

@@ -190,7 +190,7 @@ def test_launching_a_step_reads_nothing(draft: str | None) -> None:
         engine.add_request(str(number), PROMPTS[number][:6] * 2, own)
     with interpreted():
         engine.step()
-        engine._launch_pass = blinded(engine._launch_pass)  # type: ignore[method-assign]
+        engine.launch_pass = blinded(engine.launch_pass)  # type: ignore[method-assign]
         if engine.draft is not None:
             engine.draft.propose = blinded(engine.draft.propose)  # type: ignore[method-assign]
         drain(engine)
@@ -228,7 +228,7 @@ def test_launching_a_step_on_a_gpu_waits_for_nothing(draft: str | None) -> None:
     device = torch.device("cuda")
     source: Any = noisy_twin(model).to(device) if draft == "twin" else draft
     engine = make_engine(model.to(device), source, device="cuda", num_speculative_tokens=2)
-    launch, propose = engine._launch_pass, engine.draft and engine.draft.propose
+    launch, propose = engine.launch_pass, engine.draft and engine.draft.propose
 
     def strict(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -240,7 +240,7 @@ def test_launching_a_step_on_a_gpu_waits_for_nothing(draft: str | None) -> None:
 
         return run
 
-    engine._launch_pass = strict(launch)  # type: ignore[method-assign]
+    engine.launch_pass = strict(launch)  # type: ignore[method-assign]
     if engine.draft is not None and propose is not None:
         engine.draft.propose = strict(propose)  # type: ignore[method-assign]
     for number, (prompt, params) in enumerate(zip(PROMPTS, mixed_params(20), strict=True)):
