@@ -189,14 +189,14 @@ class _SplitWriter:
 
 def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
     train, held_out = (_SplitWriter(folder, split, masked=config.chat) for split in SPLITS)
-    windows: list[tuple[int, int, _Encoded]] = []  # (window's place in its document, document, window)
+    windows: list[tuple[int, int, _Encoded]] = []  # (number of the window in its document, document, window)
     smallest = 1.0
     with Progress(f"tokenizing {config.source}", source.size, enabled=progress) as bar:
         for document in source.documents():
-            place = _place(document, config.seed)
-            smallest = min(smallest, place)
+            fraction = _hash_fraction(document, config.seed)
+            smallest = min(smallest, fraction)
             encoded = _encode(document, tokenizer)
-            if place < config.held_out:
+            if fraction < config.held_out:
                 windows += [
                     (at, held_out.num_documents + len(windows), window)
                     for at, window in enumerate(_cut_windows(encoded, config.sequence_length, tokenizer))
@@ -212,7 +212,7 @@ def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Pat
     seal(folder)
 
 
-def _place(document: Document, seed: int) -> float:
+def _hash_fraction(document: Document, seed: int) -> float:
     """Where the document falls between 0 and 1, by a hash of its content and the seed alone."""
     content = document.content if isinstance(document.content, str) else json.dumps(document.content, sort_keys=True)
     digest = hashlib.sha256(f"{seed}\0{content}".encode("utf-8", "surrogatepass")).digest()
