@@ -201,7 +201,7 @@ def test_the_base_may_be_in_another_format(finished: tuple[Path, Result]) -> Non
     """Made, trained on, gated for parity with the server, published; twice the bits, and closer to the dense model."""
     home, four_bits = finished
     result = run(home, "int8", quantization="int8")[-1]
-    assert result.output and 8 < result.details["quantized"]["bits_per_weight"] < 9
+    assert result.output and 8 < result.details.quantized.bits_per_weight < 9
     formats = {
         layer.format.name for layer in quantized_layers(load_model(home / "int8" / "01-qlora" / "model")).values()
     }
