@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
 from model.config import ModelConfig
 from model.files.checkpoint import load_model
@@ -19,7 +17,7 @@ from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
-from pipeline.results import Quality, Result, write_atomically
+from pipeline.results import Quality, Result
 from pipeline.stages.distill.config import Distill, DistillDetails
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import (
@@ -40,12 +38,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-START_NAME = "start.json"
-
 
 @dataclass(frozen=True)
 class Start:
-    """What is known before the first step; kept, so that a resumed stage need not measure it again."""
+    """What is known before the first step."""
 
     kept_layers: tuple[int, ...]
     importance: tuple[float, ...]
@@ -61,10 +57,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     tokenizer = Tokenizer.load(context.inputs[config.teacher].folder)
     data = context.data(config.data, tokenizer)
     teacher = load_model(context.inputs[config.teacher].folder, dtype=PUBLISHED_DTYPE, device=choose_device())
-    if context.processes.is_main and not (context.folder / START_NAME).exists():
-        _measure_start(context, data, teacher)
-    context.processes.wait()
-    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
+    start = context.start(Start, partial(_measure_start, context, data, teacher))
     student = prune_depth(load_model(context.inputs[config.student.origin].folder), start.kept_layers)
     objective, curve = objective_of(config.loss, teacher), curve_of(context, data, teacher)
     training = train(context, data, student, objective, curve=curve)
@@ -100,21 +93,20 @@ def _check_vocabularies(context: StageContext, config: Distill) -> None:
         )
 
 
-def _measure_start(context: StageContext, data: "PreparedData", teacher: Transformer) -> None:
-    """Chooses the layers, measures teacher and pruned student, writes start.json."""
+def _measure_start(context: StageContext, data: "PreparedData", teacher: Transformer) -> Start:
+    """Chooses the layers, measures teacher and pruned student."""
     config: Distill = context.stage.config
     original = load_model(context.inputs[config.student.origin].folder, dtype=PUBLISHED_DTYPE, device=teacher.device)
     kept, importance = _choose_layers(context, data, original)
     held_out = held_out_text(context, data)
     reference = held_out.states(teacher)
     log.info("measuring the teacher and the student before training, on %d batches", len(held_out.batches))
-    start = Start(
+    return Start(
         kept_layers=kept,
         importance=importance,
         teacher=held_out.quality(teacher),
         before=held_out.quality(prune_depth(original, kept), reference),
     )
-    write_atomically(context.folder / START_NAME, msgspec.json.encode(start))
 
 
 def _choose_layers(

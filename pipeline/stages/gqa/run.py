@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 Measure = Callable[[Transformer], Quality]
 
-START_NAME, PLANS_NAME, REFITTED_NAME, COMPARED_NAME = "start.json", "plans", "refitted", "compared"
+PLANS_NAME, REFITTED_NAME, COMPARED_NAME = "plans", "refitted", "compared"
 REFIT = "+refit"
 """What follows a method's name in a recipe when the output projections are fitted again after it."""
 
@@ -260,19 +260,19 @@ def _trainable(context: StageContext, method: str) -> Transformer:
 def _compare(context: StageContext, data: "PreparedData", parent: Transformer) -> tuple[Start, dict[str, Quality]]:
     """What is known before training, and by method the quality after the small budget (for the main process)."""
     config: Gqa = context.stage.config
-    measure: Measure | None = None
+    held_out, states = held_out_text(context, data), None
     if context.processes.is_main:
         _calibrate(context, data, parent)
         _refit(context, data, parent)
-        held_out = held_out_text(context, data)
-        measure = partial(held_out.quality, reference=held_out.states(parent))
-        if not (context.folder / START_NAME).exists():
-            log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
-            converted = {method: _measure_converted(context, parent, method, measure) for method in _methods(config)}
-            start = Start(held_out.quality(parent), converted)
-            write_atomically(context.folder / START_NAME, msgspec.json.encode(start))
-    context.processes.wait()
-    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
+        states = held_out.states(parent)
+    measure = partial(held_out.quality, reference=states)
+
+    def measure_all() -> Start:
+        log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
+        converted = {method: _measure_converted(context, parent, method, measure) for method in _methods(config)}
+        return Start(held_out.quality(parent), converted)
+
+    start = context.start(Start, measure_all)
     return start, {method: _uptrain_briefly(context, data, parent, method, measure) for method in config.compare}
 
 
@@ -283,7 +283,7 @@ def _measure_converted(context: StageContext, parent: Transformer, method: str, 
 
 
 def _uptrain_briefly(
-    context: StageContext, data: "PreparedData", parent: Transformer, method: str, measure: Measure | None
+    context: StageContext, data: "PreparedData", parent: Transformer, method: str, measure: Measure
 ) -> Quality:
     """Trains one method's model on the small budget, in all processes; the one that can measure does."""
     config: Gqa = context.stage.config
@@ -295,7 +295,7 @@ def _uptrain_briefly(
         student = _trainable(context, method)
         objective = objective_of(config.loss, parent)
         train(context, data, student, objective, folder=folder, tokens=config.compare_tokens)
-        if measure is not None:
+        if context.processes.is_main:
             write_atomically(kept, msgspec.json.encode(measure(published_form(context, data, student))))
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         context.processes.wait()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -37,7 +36,7 @@ from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.measure.speed import measure_decoding, measure_prefill, prompts_from, repeated
-from pipeline.results import Quality, Result, write_atomically
+from pipeline.results import Quality, Result
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.mod.report import AtRandom, Flops, ModDetails, Picture, Speeds
 from pipeline.stages.shared.context import StageContext
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-START_NAME, ROUTERS_NAME = "start.json", "routers.safetensors"
+ROUTERS_NAME = "routers.safetensors"
 PICTURED_TOKENS = 160
 """Of the piece of held-out text that the report shows token by token."""
 FLOPS_CONTEXT = 2048
@@ -89,10 +88,7 @@ def run(context: StageContext) -> Result[ModDetails] | None:
     _check(load_config(source), config)
     data = context.data(config.data, Tokenizer.load(source))
     parent = load_model(source, dtype=PUBLISHED_DTYPE, device=choose_device())
-    if context.processes.is_main and not (context.folder / START_NAME).exists():
-        _convert(context, data, parent)
-    context.processes.wait()
-    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
+    start = context.start(Start, partial(_convert, context, data, parent))
     student = _routed(context, load_model(source), start)
     _freeze(student, config)
     routing = RoutingConfig(config.capacity, config.anneal_fraction, config.auxiliary_weight)
@@ -137,8 +133,8 @@ def _check(model: ModelConfig, config: Mod) -> None:
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
-def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -> None:
-    """Chooses the layers, fits the routers, measures what is left, and writes both files of the start."""
+def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -> Start:
+    """Chooses the layers, fits the routers, keeps these, and measures what is left."""
     config: Mod = context.stage.config
     text = training_text(context, data, config.calibration_tokens)
     costs = None
@@ -158,14 +154,13 @@ def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -
     held_out = held_out_text(context, data)
     log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
     states, capacities = held_out.states(parent), dict.fromkeys(layers, config.capacity)
-    start = Start(
+    return Start(
         layers=layers,
         thresholds=student.config.mixture_of_depths.thresholds if student.config.mixture_of_depths else (),
         parent=held_out.quality(parent),
         converted=held_out.quality(student, states),
         random=held_out.quality(student, states, routing=RandomRouting(capacities)),
     )
-    write_atomically(context.folder / START_NAME, msgspec.json.encode(start))
 
 
 def named_layers(config: Mod, num_layers: int) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from compress.lora import inject, merge, merge_requantized
@@ -34,7 +34,7 @@ from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.gates import check_bound
 from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
-from pipeline.results import Check, ModelReport, Result, write_atomically
+from pipeline.results import Check, ModelReport, Result
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.qlora.report import AdapterSize, MergedQuality, QloraDetails, QuantizedSize
 from pipeline.stages.shared.context import Input, StageContext
@@ -48,6 +48,7 @@ from pipeline.stages.shared.training import (
     training_text,
     write_model,
 )
+from train.loop import TrainingResult
 from train.memory import Setup
 from train.objectives import LanguageModelling
 
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-START_NAME = "start.json"
 GENERATION_NAME = "generation_config.json"
 
 
@@ -78,15 +78,14 @@ def run(context: StageContext) -> Result[QloraDetails] | None:
     base = context.folder / BASE_NAME
     if context.processes.is_main:
         _make_base(context, data, base)
-        _measure_start(context, data, source.folder, base)
-    context.processes.wait()
+    start = context.start(Start, partial(_measure_start, context, data, source.folder, base))
     model, adapter = _adapted(base, source.folder, config)
     training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
     if not context.processes.is_main:
         return None
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
-    return _publish(replace(context, inputs=inputs), data, model, adapter, training=training)
+    return _publish(replace(context, inputs=inputs), data, start, (model, adapter), training)
 
 
 def setup(config: Qlora, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -144,15 +143,13 @@ def _calibrate_base(context: StageContext, data: "PreparedData", folder: Path) -
     replace_config(folder, model.config)
 
 
-def _measure_start(context: StageContext, data: "PreparedData", source: Path, base: Path) -> None:
-    if (context.folder / START_NAME).exists():
-        return
+def _measure_start(context: StageContext, data: "PreparedData", source: Path, base: Path) -> Start:
     held_out = held_out_text(context, data)
     log.info("measuring the base, on %d batches", len(held_out.batches))
     names = {context.stage.config.model: source, f"{context.stage.config.out}, before": base}
     models = {name: load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device()) for name, folder in names.items()}
     dense, frozen = (describe_model(name, model, held_out.quality(model)) for name, model in models.items())
-    write_atomically(context.folder / START_NAME, msgspec.json.encode(Start((dense, frozen))))
+    return Start((dense, frozen))
 
 
 def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, LoraConfig]:
@@ -174,12 +171,16 @@ def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, Lora
 
 
 def _publish(
-    context: StageContext, data: "PreparedData", model: Transformer, adapter: LoraConfig, *, training: Any
+    context: StageContext,
+    data: "PreparedData",
+    start: Start,
+    adapted: tuple[Transformer, LoraConfig],
+    training: TrainingResult,
 ) -> Result[QloraDetails]:
     config: Qlora = context.stage.config
+    model, adapter = adapted
     source, base = context.inputs[config.model].folder, context.folder / BASE_NAME
     tokenizer = Tokenizer.load(source)
-    start = msgspec.json.decode((context.folder / START_NAME).read_bytes(), type=Start)
     merges = _measure_merges(context, data, model)
     details = QloraDetails(
         adapter=AdapterSize(

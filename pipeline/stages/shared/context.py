@@ -7,10 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from model.files.artifact import model_card, publish
 from pipeline.environment import hardware, peak_memory_bytes, versions
 from pipeline.processes import Processes
-from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parity, Result
+from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parity, Result, write_atomically
 from pipeline.schema import DataSource, Recipe, Stage
 from pipeline.settings import to_plain
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from train.data import PreparedData
 
 D = TypeVar("D")
+T = TypeVar("T")
+
+START_NAME = "start.json"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,17 @@ class StageContext:
         if self.processes.is_main:
             self.processes.wait()
         return prepared
+
+    def start(self, kind: type[T], measure: Callable[[], T]) -> T:
+        """What is known before the first step of training, a dataclass `kind`, in every process.
+
+        The main one measures it once and keeps it, so that a stage that goes on need not measure it again.
+        """
+        path = self.folder / START_NAME
+        if self.processes.is_main and not path.exists():
+            write_atomically(path, msgspec.json.encode(measure()))
+        self.processes.wait()
+        return msgspec.json.decode(path.read_bytes(), type=kind)
 
     def publish(
         self,
