@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.prune.depth import PackedBatch, keep_layers
 from model.attention import PackedAttention
-from model.config import MixtureOfDepths, ModelConfig
+from model.config import MixtureOfDepths
 from model.layers import Routing
 from model.routed import routed_layers
 from model.transformer import Transformer
@@ -135,34 +135,6 @@ def measure_selections(model: Transformer, batches: Sequence[PackedBatch]) -> Te
         _forward(model, batch, rule)
         found.append(torch.stack([rule.selected[layer] for layer in mixture.layers]).cpu())
     return torch.cat(found, dim=1)
-
-
-def flops_per_token(config: ModelConfig, context: int, capacities: Sequence[float] = ()) -> float:
-    """Floating-point operations of a forward pass without embeddings and output head, mean over a text of `context`.
-
-    Products and their sums count as two. `capacities`: the part of the tokens that each routed layer selects; a layer's
-    scores then shrink on both sides.
-    """
-    query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = 2 * config.hidden_size * (2 * query + 2 * kv)
-    scores = 2 * 2 * query * context / 2
-    mlp = 2 * 3 * config.hidden_size * config.intermediate_size
-    total = config.num_layers * (projections + scores + mlp)
-    route = config.mixture_of_depths.route if config.mixture_of_depths else None
-    for capacity in capacities if route else ():
-        if route != "mlp":
-            total -= projections * (1 - capacity) + scores * (1 - capacity**2)
-        if route != "attention":
-            total -= mlp * (1 - capacity)
-        total += 2 * config.hidden_size
-    return total
-
-
-def training_flops_per_token(config: ModelConfig, context: int) -> float:
-    """Of forward and backward, which is two forwards' work, with the output head, at the capacity of its routers."""
-    mixture = config.mixture_of_depths
-    capacities = [mixture.capacity] * len(mixture.layers) if mixture else []
-    return 3 * (flops_per_token(config, context, capacities) + 2 * config.hidden_size * config.vocab_size)
 
 
 class RandomRouting:

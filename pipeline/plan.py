@@ -1,6 +1,6 @@
 """`potstill plan`: what each training stage of a recipe will hold in memory, before a weight is loaded or a GPU used.
 
-The arithmetic is that of train/memory.py, for one process on a GPU. Models are known by their configurations; what a
+The arithmetic is that of model/cost.py, for one process on a GPU. Models are known by their configurations; what a
 stage publishes has the shape that its settings say.
 """
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
+from model.cost import Memory, Setup, largest_micro_batch
 from model.mesh import gpus
 from pipeline.errors import UserError
 from pipeline.report.section import Table
 from pipeline.schema import Recipe
 from pipeline.stages.base import kind_of
-from train.memory import Memory, Setup, largest_micro_batch
 
 GIB = 2**30
 COMMON_GIB = (16, 24, 48, 80, 141)

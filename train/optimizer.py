@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from kernels.adamw_8bit import Moments, adamw_8bit
+from model.cost import SMALLEST_IN_8_BITS, SMALLEST_PAGED
 from model.quantized import quantized_tensors
 from train.checkpoint import TrainingStateError
 from train.config import ScheduleName, TrainingConfig
@@ -36,10 +37,6 @@ from train.offload import CudaCopier, prefetched
 log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SMALLEST_IN_8_BITS = 4_096
-"""Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
-SMALLEST_PAGED = 100_000
-"""Moments of parameters with fewer elements stay on the device: each copy costs more than they do."""
 EPS = 1e-8
 
 

@@ -36,6 +36,7 @@ from bench.train.distill import Recorder, documents_of
 from compress.lora import inject
 from compress.quantize.round_to_nearest import quantize_folder
 from model.config import ModelConfig
+from model.cost import Setup
 from model.files.checkpoint import load_config, load_model, tensor_shapes, write_checkpoint
 from model.formats.bitsandbytes import NF4
 from model.quantized import quantized_layers
@@ -45,7 +46,6 @@ from tests import memory
 from tests.tiny import tiny_config
 from train.data import DataConfig, TokenizedDocuments, prepare
 from train.loop import Trainer
-from train.memory import Setup
 from train.objectives import LanguageModelling
 from train.sampler import Sampler
 

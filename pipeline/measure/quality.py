@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from model.kv_format import KV_FORMATS
+from model.cost import kv_bytes_per_token, num_weights, weight_bytes
 from model.layers import Routing
-from model.quantized import quantized_layers
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Quality
@@ -85,11 +83,10 @@ class HeldOut:
 
 def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:
     """The row of one model, sizes in the dtypes in which its weights are."""
-    parameters, quantized = list(model.parameters()), quantized_layers(model).values()
     return ModelReport(
         label=label,
-        parameters=sum(map(Tensor.numel, parameters)) + sum(one.in_features * one.out_features for one in quantized),
-        weight_bytes=sum(one.nbytes for one in parameters) + sum(one.weight_bytes for one in quantized),
-        kv_bytes_per_token=KV_FORMATS[model.dtype].bytes_per_token(model.config),
+        parameters=num_weights(model),
+        weight_bytes=weight_bytes(model),
+        kv_bytes_per_token=kv_bytes_per_token(model.config, model.dtype),
         quality=quality,
     )

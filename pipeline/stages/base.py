@@ -18,10 +18,10 @@ from pipeline.settings import references
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
+    from model.cost import Setup
     from model.text.tokenizer import Tokenizer
     from pipeline.schema import Recipe
     from pipeline.stages.shared.context import StageContext
-    from train.memory import Setup
 
 KINDS = ("import_model", "pretrain", "gqa", "mod", "distill", "qlora", "evaluate", "conversation")
 """Modules of pipeline/stages/; a kind that is not listed does not exist."""

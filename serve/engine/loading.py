@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from model.config import ModelConfig
+from model.cost import kv_bytes_per_token, step_bytes
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
-from model.kv_format import KV_FORMATS
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.text.tokenizer import Tokenizer, different_token
@@ -44,7 +44,7 @@ class Models:
     def page_bytes(self) -> int:
         """Bytes of one page, target and draft together."""
         configs = [self.target.config] + ([self.draft.config] if self.draft else [])
-        return PAGE_SIZE * sum(map(KV_FORMATS[self.dtype].bytes_per_token, configs))
+        return PAGE_SIZE * sum(kv_bytes_per_token(config, self.dtype) for config in configs)
 
 
 def load_models(config: EngineConfig) -> Models:
@@ -146,12 +146,10 @@ def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
     """Bytes of the granted share of the GPU that weights and a step's largest temporaries leave."""
     torch.cuda.empty_cache()  # what torch keeps of unfused weights is free, though the driver does not know it
     free, total = torch.cuda.mem_get_info(models.device)
-    model = models.target.config
-    widths = 4 * model.hidden_size + 3 * model.intermediate_size
-    temporaries = config.max_num_batched_tokens * widths * models.dtype.itemsize
     # Scores, distributions and counts, and with a draft the distributions of both models for every draft token.
     rows = config.max_num_seqs * (5 + 2 * most_draft_tokens(config, models))
-    temporaries += rows * model.vocab_size * torch.float32.itemsize
+    tokens = config.max_num_batched_tokens
+    temporaries = step_bytes(models.target.config, models.dtype, tokens=tokens, rows=rows)
     return int(total * config.gpu_memory_utilization) - (total - free) - temporaries
 
 

@@ -10,7 +10,6 @@ from compress.mod import (
     add_routers,
     calibrate,
     every_nth,
-    flops_per_token,
     least_important,
     measure_selections,
     set_thresholds,
@@ -19,6 +18,7 @@ from compress.token_costs import TokenCosts, fit_routers, skipping_costs
 from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention
 from model.config import MixtureOfDepths
+from model.cost import flops_per_token
 from model.kv_format import NormRope
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_config, tiny_model

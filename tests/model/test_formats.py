@@ -10,6 +10,7 @@ import torch
 
 from compress.lora import inject, merge, start_loftq
 from compress.quantize.round_to_nearest import quantize_folder
+from model.cost import Setup
 from model.files.checkpoint import TensorFiles, load_model, save_model
 from model.formats.registry import FORMATS, format_named
 from model.lora import LoraConfig
@@ -20,7 +21,6 @@ from tests.compare import relative_rms
 from tests.serve.toys import greedy_oracle, toy_tokenizer
 from tests.tiny import full_logits, tiny_model
 from train.config import TrainingConfig
-from train.memory import Setup
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 

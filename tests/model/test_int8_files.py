@@ -15,6 +15,7 @@ from compress.quantize.round_to_nearest import quantize_folder, quantize_model
 from kernels.linear._quantized_tiles import tile_weight
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8
 from kernels.linear.quantized import stored_codes
+from model.cost import Setup
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.compressed_tensors import Int8
 from model.lora import LoraConfig
@@ -27,7 +28,6 @@ from tests.model.test_lora import disturb
 from tests.serve.toys import greedy_oracle, toy_tokenizer
 from tests.tiny import full_logits, tiny_model
 from train.config import TrainingConfig
-from train.memory import Setup
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

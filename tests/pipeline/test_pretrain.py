@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress.mod import training_flops_per_token
 from model.config import MixtureOfDepths
+from model.cost import training_flops_per_token
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_config, load_model
 from model.text.tokenizer import Tokenizer

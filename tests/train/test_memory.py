@@ -11,6 +11,7 @@ from compress.lora import inject
 from compress.mod import add_routers
 from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths, ModelConfig
+from model.cost import Setup, largest_micro_batch
 from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig, LoraError
 from model.quantized import QuantizedLinear
@@ -21,7 +22,6 @@ from tests.tiny import tiny_config
 from tests.train.toy import documents
 from train.config import TrainingConfig
 from train.loop import Trainer
-from train.memory import Setup, largest_micro_batch
 from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
 from train.optimizer import named_moments
 from train.tracking import Tracker

@@ -7,11 +7,12 @@ from typing import get_args
 import pytest
 import torch
 
+from model.cost import SMALLEST_IN_8_BITS
 from tests.tiny import tiny_model
 from tests.train.test_loop import Calls, stop
 from tests.train.toy import adapted_model, toy_config, toy_trainer, weights_hash
 from train.config import OptimizerName
-from train.optimizer import SMALLEST_IN_8_BITS, AdamW, make_optimizer, named_moments
+from train.optimizer import AdamW, make_optimizer, named_moments
 from train.tracking import read_metrics
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
 from model.config import ModelConfig
+from model.cost import Setup
 from model.files.checkpoint import load_model
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer, different_token
@@ -30,7 +31,6 @@ from pipeline.stages.shared.training import (
     training_text,
     write_model,
 )
-from train.memory import Setup
 from train.objectives import objective_of
 
 if TYPE_CHECKING:

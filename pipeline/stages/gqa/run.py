@@ -32,8 +32,8 @@ from compress.gqa import (
 from compress.lora import inject, merge
 from compress.refit import refit_outputs
 from model.config import ModelConfig
+from model.cost import Setup, cached_sequences
 from model.files.checkpoint import load_config, load_model
-from model.kv_format import KV_FORMATS
 from model.lora import LoraConfig
 from model.mesh import choose_device
 from model.routed import routed_layers
@@ -58,7 +58,6 @@ from pipeline.stages.shared.training import (
     training_text,
     write_model,
 )
-from train.memory import Setup
 from train.objectives import objective_of
 
 if TYPE_CHECKING:
@@ -308,7 +307,7 @@ def _capacity(parent: ModelConfig, config: Gqa) -> Capacity:
     tokens = settings.context_tokens + settings.new_tokens
     after = parent.with_kv_heads(config.layer_kv_heads(parent.num_layers))
     before, now = (
-        int(settings.cache_gib * 2**30 // (tokens * KV_FORMATS[PUBLISHED_DTYPE].bytes_per_token(shape)))
+        cached_sequences(shape, PUBLISHED_DTYPE, cache_bytes=settings.cache_gib * 2**30, tokens=tokens)
         for shape in (parent, after)
     )
     return Capacity(settings.cache_gib, tokens, (before, now))

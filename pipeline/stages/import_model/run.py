@@ -8,11 +8,11 @@ import logging
 from pathlib import Path
 
 from model.config import ModelConfig
+from model.cost import kv_bytes_per_token
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import load_config, load_model, save_model
 from model.files.safe_io import sha256_of
 from model.formats.gguf import gguf_config, import_gguf
-from model.kv_format import KV_FORMATS
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
@@ -56,7 +56,7 @@ def report_of(label: str, folder: Path) -> ModelReport:
         label=label,
         parameters=config.num_parameters(),
         weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        kv_bytes_per_token=KV_FORMATS[PUBLISHED_DTYPE].bytes_per_token(config),
+        kv_bytes_per_token=kv_bytes_per_token(config, PUBLISHED_DTYPE),
     )
 
 

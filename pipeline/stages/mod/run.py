@@ -20,13 +20,13 @@ from compress.mod import (
     add_routers,
     calibrate,
     every_nth,
-    flops_per_token,
     least_important,
     measure_selections,
     set_thresholds,
 )
 from compress.token_costs import fit_routers, skipping_costs
 from model.config import MixtureOfDepths, ModelConfig
+from model.cost import Setup, flops_per_token
 from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
 from model.mesh import choose_device
@@ -52,7 +52,6 @@ from pipeline.stages.shared.training import (
     training_text,
     write_model,
 )
-from train.memory import Setup
 from train.objectives import RoutingConfig, objective_of
 
 if TYPE_CHECKING:

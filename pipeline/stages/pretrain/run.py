@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.mod import every_nth, measure_selections, training_flops_per_token
+from compress.mod import every_nth, measure_selections
 from model.config import ARCHITECTURES, ConfigError, MixtureOfDepths, ModelConfig
+from model.cost import Setup, training_flops_per_token
 from model.text.tokenizer import Tokenizer, TokenizerError
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -26,7 +27,6 @@ from pipeline.stages.shared.training import (
     train,
     write_model,
 )
-from train.memory import Setup
 from train.objectives import LanguageModelling
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from compress.lora import inject, merge, merge_requantized
 from compress.mod import calibrate
 from compress.quantize.round_to_nearest import quantize_folder
 from model.config import ModelConfig
+from model.cost import Setup, quantized_size
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
 from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
 from model.formats.registry import NO_FORMAT, format_named
 from model.lora import LoraConfig, LoraError, adapted_layers
 from model.mesh import choose_device
-from model.quantized import quantized_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -49,7 +49,6 @@ from pipeline.stages.shared.training import (
     write_model,
 )
 from train.loop import TrainingResult
-from train.memory import Setup
 from train.objectives import LanguageModelling
 
 if TYPE_CHECKING:
@@ -242,12 +241,8 @@ def _merge_checks(merges: list[MergedQuality], config: Qlora) -> list[Check]:
 
 def _quantized_size(model: Transformer) -> QuantizedSize | None:
     """Bytes of the quantized weights, and bits for each; None without any."""
-    layers = quantized_layers(model).values()
-    if not layers:
-        return None
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    stored = sum(layer.weight_bytes for layer in layers)
-    return QuantizedSize(weights, stored, 8 * stored / weights)
+    weights, stored = quantized_size(model)
+    return QuantizedSize(weights, stored, 8 * stored / weights) if weights else None
 
 
 def _write_adapter(model: Transformer, adapter: LoraConfig, base: Path, tokenizer: Tokenizer, folder: Path) -> None:

@@ -1,6 +1,10 @@
-"""What training holds in memory, by arithmetic on shapes: no weight is made and no GPU is used.
+"""Bytes and operations by arithmetic on shapes: the plan, the report and the engine ask here. Nothing is measured.
 
-A step has three high tides, and the highest is its peak:
+    operations    of a forward pass and of training, for each token
+    serving       weights, keys and values, what a step of an engine needs besides
+    training      `Setup.memory`: no weight is made and no GPU is used
+
+A training step's memory peaks at one of three points:
 
     loss        weights, moments, everything that forward keeps, the buffers of the loss
     backward    the same without those buffers, and what one layer's gradients need on their way; at the other end of
@@ -8,30 +12,103 @@ A step has three high tides, and the highest is its peak:
     update      weights, moments, gradients
 
 Gradients live from backward to the update, and through the whole step where it has several micro-batches. Counted are
-tensors: what the driver, the allocator's rounding and the libraries take comes on top.
-
-A token is what takes memory: attention keeps nothing that grows with the square of a sequence.
+tensors: what the driver, the allocator's rounding and the libraries take comes on top. A token is what takes memory:
+attention keeps nothing that grows with the square of a sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from kernels.adamw_8bit import BLOCK
 from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
 from model.formats.registry import NO_FORMAT, format_named
+from model.kv_format import KV_FORMATS
 from model.layers import Linear
 from model.lora import LoraConfig, matching_layers
+from model.quantized import quantized_layers
 from model.transformer import Transformer
-from train.config import TrainingConfig
-from train.optimizer import SMALLEST_IN_8_BITS, SMALLEST_PAGED
 
 FULL, HALF = 4, 2
 # fp32 buffers of a block of logits on the CPU: of cross-entropy, and of a divergence.
 _LOSS_BLOCKS, _DIVERGENCE_BLOCKS = 2, 6
+SMALLEST_IN_8_BITS = 4_096
+"""Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
+SMALLEST_PAGED = 100_000
+"""Moments of parameters with fewer elements stay on the device: each copy costs more than they do."""
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+
+def flops_per_token(config: ModelConfig, context: int, capacities: Sequence[float] = ()) -> float:
+    """Floating-point operations of a forward pass without embeddings and output head, mean over a text of `context`.
+
+    Products and their sums count as two. `capacities`: the part of the tokens that each routed layer selects; a layer's
+    scores then shrink on both sides.
+    """
+    query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projections = 2 * config.hidden_size * (2 * query + 2 * kv)
+    scores = 2 * 2 * query * context / 2
+    mlp = 2 * 3 * config.hidden_size * config.intermediate_size
+    total = config.num_layers * (projections + scores + mlp)
+    route = config.mixture_of_depths.route if config.mixture_of_depths else None
+    for capacity in capacities if route else ():
+        if route != "mlp":
+            total -= projections * (1 - capacity) + scores * (1 - capacity**2)
+        if route != "attention":
+            total -= mlp * (1 - capacity)
+        total += 2 * config.hidden_size
+    return total
+
+
+def training_flops_per_token(config: ModelConfig, context: int) -> float:
+    """Of forward and backward, which is two forwards' work, with the output head, at the capacity of its routers."""
+    mixture = config.mixture_of_depths
+    capacities = [mixture.capacity] * len(mixture.layers) if mixture else []
+    return 3 * (flops_per_token(config, context, capacities) + 2 * config.hidden_size * config.vocab_size)
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+def num_weights(model: nn.Module) -> int:
+    """Parameters, quantized ones among them."""
+    return sum(map(Tensor.numel, model.parameters())) + quantized_size(model)[0]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all weights, as they are in memory."""
+    return sum(parameter.nbytes for parameter in model.parameters()) + quantized_size(model)[1]
+
+
+def quantized_size(model: nn.Module) -> tuple[int, int]:
+    """How many weights are quantized, and the bytes of their codes and scales."""
+    layers = quantized_layers(model).values()
+    return sum(one.in_features * one.out_features for one in layers), sum(one.weight_bytes for one in layers)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token holds in a cache of this dtype, all layers together."""
+    return KV_FORMATS[dtype].bytes_per_token(config)
+
+
+def cached_sequences(config: ModelConfig, dtype: torch.dtype, *, cache_bytes: float, tokens: int) -> int:
+    """Sequences of so many tokens whose keys and values fit."""
+    return int(cache_bytes // (tokens * kv_bytes_per_token(config, dtype)))
+
+
+def step_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:
+    """The largest temporaries of an engine's step over `tokens`, with `rows` distributions over the vocabulary."""
+    widths = 4 * config.hidden_size + 3 * config.intermediate_size
+    return tokens * widths * dtype.itemsize + rows * config.vocab_size * torch.float32.itemsize
+
+
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,12 +129,27 @@ class Memory:
     """Moments in pinned host memory."""
 
 
+class TrainingStep(Protocol):
+    """What counts of a configuration of training, a frozen dataclass; see `train.config.TrainingConfig`."""
+
+    @property
+    def micro_batch_tokens(self) -> int: ...
+    @property
+    def micro_batches_per_step(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def activation_checkpointing(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is trained, and how."""
 
     model: ModelConfig
-    training: TrainingConfig
+    training: TrainingStep
     teacher: ModelConfig | None = None
     """Of a distillation; bf16."""
     adapter: LoraConfig | None = None
@@ -78,8 +170,9 @@ class Setup:
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with micro-batches of this size, as many in a step as before."""
-        count = self.training.micro_batches_per_step
-        return replace(self, training=replace(self.training, micro_batch_tokens=tokens, batch_tokens=count * tokens))
+        training: Any = self.training
+        batch_tokens = training.micro_batches_per_step * tokens
+        return replace(self, training=replace(training, micro_batch_tokens=tokens, batch_tokens=batch_tokens))
 
 
 def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
@@ -145,13 +238,13 @@ class _Arithmetic:
         kept, work = self._kept(), self._work()
         held = gradients if self.training.micro_batches_per_step > self.setup.processes else 0
         head = 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
-        tides = {
+        peaks = {
             "loss": fixed + held + copies + kept + loss,
             "first layer of backward": fixed + max(held, head) + copies * (not self._recomputes) + kept + work,
             "last layer of backward": fixed + gradients + work + self._layer() * (not self._recomputes),
             "update": fixed + gradients,
         }
-        return Memory(weights, adapters, gradients, optimizer, kept + copies + work, loss, max(tides.values()), host)
+        return Memory(weights, adapters, gradients, optimizer, kept + copies + work, loss, max(peaks.values()), host)
 
     @property
     def _recomputes(self) -> bool:
@@ -180,15 +273,15 @@ class _Arithmetic:
         """Bytes on the device, and in host memory."""
         name = self.training.optimizer
         paged, eight_bit = name.startswith("paged") and self.setup.on_gpu, name.endswith("8bit")
-        near, far, visitors = 0, 0, [0, 0]
+        near, far, staged = 0, 0, [0, 0]
         for count in self.trained:
             small = not eight_bit or count < SMALLEST_IN_8_BITS
             size = 2 * FULL * count if small else -(-count // BLOCK) * 2 * (BLOCK + FULL)
             if paged and count >= SMALLEST_PAGED:
-                far, visitors = far + size, sorted((*visitors, size))[-2:]
+                far, staged = far + size, sorted((*staged, size))[-2:]
             else:
                 near += size
-        return near + sum(visitors), far
+        return near + sum(staged), far
 
     # What a step adds
 
