@@ -9,7 +9,7 @@ from model.files.checkpoint import load_config
 from pipeline.errors import UserError
 from pipeline.processes import Processes
 from pipeline.recipe import load_recipe
-from pipeline.result import Result
+from pipeline.results import Result
 from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
 from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
