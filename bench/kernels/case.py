@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -138,6 +139,31 @@ def of_leaves(adapt: Adapt) -> Prepare:
         return forward if shape.mode == "forward" else both
 
     return prepare
+
+
+def by_name(
+    function: Callable[..., Any], *, dtype: torch.dtype | None = None, compiles: bool = False
+) -> Callable[[Inputs], Run]:
+    """The call of a function with the inputs, or fields of the shape, that its parameters are named after.
+
+    Floating inputs come in `dtype`; a parameter whose name is nowhere keeps its default.
+    """
+
+    def prepare(inputs: Inputs) -> Run:
+        known = {**inputs.shape.fields, **vars(inputs)}
+        given = {name: known[name] for name in signature(function).parameters if name in known}
+        if dtype is not None:
+            is_wide = {name: isinstance(x, Tensor) and x.is_floating_point() for name, x in given.items()}
+            given = {name: x.to(dtype) if is_wide[name] else x for name, x in given.items()}
+        call = compiled(function, next(tensors(inputs)).device) if compiles else function
+        return lambda: _tuple(call(**given))
+
+    return prepare
+
+
+def of_names(function: Callable[..., Any], dtype: torch.dtype | None = torch.float64) -> Callable[[Inputs], Outputs]:
+    """The reference that calls a function as `by_name` does, in fp64 unless told."""
+    return lambda inputs: by_name(function, dtype=dtype)(inputs)()
 
 
 def installed(module: str) -> Any | None:

@@ -4,7 +4,7 @@
 and nothing else. A new part is one more entry in `PARTS`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -13,30 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.case import Candidate, Case, Inputs, Outputs, Prepare, Run, Shape, of_leaves
-from bench.kernels.inputs.attention import PAGE, documents, in_16_bits, last_rows, paged
-from bench.kernels.inputs.elementwise import EPS, gate, norm, rotary, routed
-from bench.kernels.inputs.linear import adapted, gated
-from bench.kernels.inputs.linear import product as weight_product
-from bench.kernels.inputs.losses import KINDS, alpha_of, in_chunks, loss, of_means
-from bench.kernels.inputs.sampling import (
-    DRAFTED,
-    are_kept,
-    are_possible,
-    drafted,
-    in_any_order,
-    logprobs,
-    penalties,
-    texts,
-    tokens,
-)  # fmt: skip
-from bench.kernels.peers import attention, elementwise, linear, losses, sampling
+from bench.kernels.case import Candidate, Case, Inputs, Outputs, Prepare, Run, Shape, by_name, of_leaves
+from bench.kernels.families import attention, elementwise, linear, losses, sampling
+from bench.kernels.families.attention import documents, paged
+from bench.kernels.families.elementwise import EPS, gate, norm, rotary, routed
+from bench.kernels.families.linear import product as weight_product
+from bench.kernels.families.losses import KINDS, alpha_of, loss
 from kernels.attention.flash import flash_attention
 from kernels.attention.paged import paged_attention, plan_paged_attention
 from kernels.attention.rotary import apply_rotary
 from kernels.attention.rotary_write import rotate_and_write
 from kernels.linear.lora import lora_add
-from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized import PreparedQuantizedWeight, prepare_quantized_weight, quantized_linear
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import linear_distillation
@@ -59,10 +47,6 @@ class Group:
     shapes: Sequence[Shape]
     measures_memory: bool = False
 
-    def cases(self, *, tiny: bool) -> Iterator[Case]:
-        for shape in self.tiny if tiny else self.shapes:
-            yield Case(shape, [one for one in self.candidates if one.takes(shape)], self.measures_memory)
-
 
 class Part:
     """What one run of the driver measures, in under 4 minutes."""
@@ -71,43 +55,48 @@ class Part:
         self.text, self.groups = text, groups
 
     def cases(self, *, tiny: bool) -> list[Case]:
-        return [case for group in self.groups for case in group.cases(tiny=tiny)]
+        """Those of all groups, in order."""
+        return [
+            Case(shape, [one for one in group.candidates if one.takes(shape)], group.measures_memory)
+            for group in self.groups
+            for shape in (group.tiny if tiny else group.shapes)
+        ]
 
 
-def _ours(prepare: Prepare, **more: Any) -> Candidate:
-    return Candidate("potstill", prepare, role="ours", **more)
+_ours = partial(Candidate, "potstill", role="ours")
+_baseline = partial(Candidate, role="baseline")
 
 
-def _baseline(name: str, prepare: Prepare, **more: Any) -> Candidate:
-    return Candidate(name, prepare, role="baseline", **more)
+def _on(**wanted: Sequence[Any]) -> Callable[[Shape], bool]:
+    """Whether each of these fields of a shape, or its mode, has one of these values."""
+    return lambda shape: all(({"mode": shape.mode} | shape.fields)[field] in wanted[field] for field in wanted)
 
 
-def _on(field: str, *values: Any) -> Callable[[Shape], bool]:
-    """Whether a shape has one of these values."""
-    return lambda shape: shape[field] in values
+def _only(start: int, stop: int) -> Callable[[Outputs, Outputs], tuple[Outputs, Outputs]]:
+    """Compare with these of the reference's results."""
+    return lambda outputs, expected: (outputs, expected[start:stop])
 
 
 # Attention
 
 
-def _flash(inputs: Inputs, **options: bool) -> attention.Forward:
-    return lambda q, k, v: flash_attention(q, k, v, inputs.cu_seqlens, **options)
+def _flash(**options: bool) -> Prepare:
+    return of_leaves(lambda inputs: lambda q, k, v: flash_attention(q, k, v, inputs.cu_seqlens, **options))
 
 
-def _plan(inputs: Inputs) -> Any:
-    return plan_paged_attention(inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths, PAGE)
+def _paged(inputs: Inputs, plans_anew: bool = False) -> Run:
+    """Planned once, outside of what is timed: all layers of a step share a plan; or in each call."""
+    tables = (inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths)
+    scales = {"k_scales": inputs.k_scales, "v_scales": inputs.v_scales}
 
+    def attend(plan: Any) -> Outputs:
+        return (paged_attention(inputs.q, inputs.k_pages, inputs.v_pages, *tables, plan=plan, **scales),)
 
-def _attend(inputs: Inputs, plan: Any) -> Outputs:
-    pages = (inputs.k_pages, inputs.v_pages, inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths)
-    return (paged_attention(inputs.q, *pages, plan=plan, k_scales=inputs.k_scales, v_scales=inputs.v_scales),)
-
-
-def _paged(inputs: Inputs) -> Run:
-    """Planned once, outside of what is timed: all layers of a step share a plan."""
-    plan = _plan(inputs)
-    _attend(inputs, plan)  # a plan lists its work when it is first used
-    return lambda: _attend(inputs, plan)
+    if plans_anew:
+        return lambda: attend(plan_paged_attention(*tables, attention.PAGE))
+    plan = plan_paged_attention(*tables, attention.PAGE)
+    attend(plan)  # a plan lists its work when it is first used
+    return lambda: attend(plan)
 
 
 def _to_last_rows(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
@@ -116,28 +105,25 @@ def _to_last_rows(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs
 
 
 FLASH = [
-    _ours(of_leaves(_flash)),
+    _ours(_flash()),
     # Without the promise of the same bits each time, which most peers do not give.
-    _baseline(
-        "any order", of_leaves(partial(_flash, deterministic=False)), takes=lambda shape: shape.mode != "forward"
-    ),
-    *(Candidate(backend, of_leaves(attention.sdpa(backend))) for backend in attention.BACKENDS),
+    _baseline("any order", _flash(deterministic=False), takes=_on(mode=("backward", "forward+backward"))),
+    *(Candidate(name, of_leaves(attention.of_documents(attention.DENSE[name]))) for name in attention.BACKENDS),
     Candidate("fa3", of_leaves(attention.fa3)),
-    Candidate("flex", of_leaves(attention.flex), compiles=True),
+    Candidate("flex", of_leaves(attention.of_documents(attention.flex)), compiles=True),
 ]
 PAGED = [
     _ours(_paged),
-    _baseline("with plan", lambda inputs: lambda: _attend(inputs, _plan(inputs))),  # what a step pays once
+    _baseline("with plan", partial(_paged, plans_anew=True)),  # what a step pays once
     Candidate("fa3", attention.fa3_paged),
     Candidate("vllm_fa3", attention.vllm_fa3),
     Candidate("vllm_triton", attention.vllm_triton),
-    *(Candidate(f"contiguous_{backend}", attention.contiguous_sdpa(backend)) for backend in attention.BACKENDS),
-    Candidate("flashinfer", attention.flashinfer_decode, takes=_on("rows", 1)),
-    Candidate("flashinfer", attention.flashinfer_prefill, takes=lambda shape: shape["rows"] > 1),
-    Candidate("contiguous_flex", attention.contiguous_flex, compiles=True),
+    *(Candidate(f"contiguous_{name}", attention.contiguous(attention.DENSE[name])) for name in attention.BACKENDS),
+    Candidate("flashinfer", attention.flashinfer),
+    Candidate("contiguous_flex", attention.contiguous(attention.flex), compiles=True),
 ]
-ONE_ROW = _baseline("decode", lambda inputs: _paged(last_rows(inputs)), compare=_to_last_rows)
-IN_8_BITS = [_ours(_paged), _baseline("bf16 pages", lambda inputs: _paged(in_16_bits(inputs)))]
+ONE_ROW = _baseline("decode", lambda inputs: _paged(attention.last_rows(inputs)), compare=_to_last_rows)
+IN_8_BITS = [_ours(_paged), _baseline("bf16 pages", lambda inputs: _paged(attention.in_16_bits(inputs)))]
 BYTE_TYPES = (torch.int8, torch.float8_e4m3fn)
 LLAMA = (32, 8, 128)
 """Heads of Llama-3-8B."""
@@ -153,48 +139,41 @@ def _flash_group(mode: str) -> Group:
 # Around attention
 
 
-def _write(inputs: Inputs) -> Run:
-    new, pages = (inputs.q, inputs.k, inputs.v), (inputs.k_pages, inputs.v_pages)
-    tables = (inputs.cos, inputs.sin)
-    return lambda: (rotate_and_write(*new, *pages, inputs.slots, rotary=tables), *pages)
-
-
-def _add(inputs: Inputs) -> Run:
-    return lambda: (scatter_add_rows(inputs.x, inputs.index, inputs.delta, inputs.gate, in_place=True),)
+def _write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+) -> Outputs:
+    return rotate_and_write(q, k, v, k_pages, v_pages, slots, rotary=(cos, sin)), k_pages, v_pages
 
 
 NORM = [
     _ours(of_leaves(lambda inputs: lambda x, residual, weight: rms_norm(x, weight, EPS, residual))),
     Candidate("liger", of_leaves(elementwise.liger_norm)),
-    Candidate("flashinfer", elementwise.flashinfer_norm, in_place=True, takes=_on("backward", False)),
+    Candidate("flashinfer", elementwise.flashinfer_norm, in_place=True, takes=_on(backward=(False,))),
     Candidate("torch_compile", of_leaves(elementwise.compiled_norm), compiles=True),
 ]
 GATE = [
     _ours(of_leaves(lambda inputs: lambda gate, up: swiglu(gate, up))),
-    Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on("backward", False)),
-    Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on("backward", True), in_place=True),
+    Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on(backward=(False,))),
+    Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on(backward=(True,)), in_place=True),
     Candidate("torch_compile", of_leaves(elementwise.compiled_swiglu), compiles=True),
 ]
 ROTARY = [
-    _ours(lambda inputs: lambda: apply_rotary(inputs.q, inputs.k, inputs.cos, inputs.sin)),
+    _ours(by_name(apply_rotary)),
     Candidate("liger", elementwise.liger_rotary, in_place=True),
-    Candidate("torch_compile", elementwise.compiled_rotary, compiles=True),
+    Candidate("torch_compile", by_name(elementwise.plain_rotary, compiles=True), compiles=True),
 ]
 ROTARY_WRITE = [
-    _ours(_write, in_place=True),
+    _ours(by_name(_write), in_place=True),
     Candidate("liger + index_copy", elementwise.liger_rotary_write, in_place=True),
     Candidate("torch_compile", elementwise.compiled_rotary_write, in_place=True, compiles=True),
 ]
 ROUTED = {
-    "select": [
-        _ours(lambda inputs: lambda: select_tokens(inputs.mask, len(inputs.index))),
-        Candidate("torch", elementwise.torch_select),
+    "select": [_ours(by_name(select_tokens)), Candidate("torch", elementwise.torch_select)],
+    "gather": [_ours(by_name(gather_rows)), Candidate("torch", by_name(elementwise.torch_gather))],
+    "add": [
+        _ours(by_name(partial(scatter_add_rows, in_place=True)), in_place=True),
+        Candidate("torch", by_name(elementwise.torch_add), in_place=True),
     ],
-    "gather": [
-        _ours(lambda inputs: lambda: (gather_rows(inputs.x, inputs.index),)),
-        Candidate("torch", elementwise.torch_gather),
-    ],
-    "add": [_ours(_add, in_place=True), Candidate("torch", elementwise.torch_add, in_place=True)],
 }
 
 
@@ -206,69 +185,45 @@ ROWS = (1, 16, 64, 256, 4, 32, 128, 2, 8)
 """Decode and verification; those with a goal first."""
 
 
-def _product(inputs: Inputs) -> linear.Product:
-    weight = prepare_quantized_weight(inputs.weight)
-    return lambda x: quantized_linear(x, weight)
+def _prepared(function: Callable[[Tensor, PreparedQuantizedWeight, Inputs], Tensor]) -> Prepare:
+    """Ours, of x, the weight in our layout, and the other inputs."""
+
+    def adapt(inputs: Inputs) -> linear.Product:
+        weight = prepare_quantized_weight(inputs.weight)
+        return lambda x: function(x, weight, inputs)
+
+    return of_leaves(adapt)
 
 
-def _adapted(inputs: Inputs) -> linear.Product:
-    weight = prepare_quantized_weight(inputs.weight)
-    return lambda x: quantized_linear(x, weight, None, inputs.adapters, inputs.slots)
-
-
-def _adapters_after(inputs: Inputs) -> linear.Product:
-    multiply = _product(inputs)
-    return lambda x: lora_add(multiply(x), x, inputs.adapters, inputs.slots)
-
-
-def _gated(inputs: Inputs) -> linear.Product:
-    weight = prepare_quantized_weight(inputs.weight)
-    return lambda x: quantized_swiglu(x, weight)
-
-
-def _gate_after(inputs: Inputs) -> linear.Product:
-    multiply = _product(inputs)
-    return lambda x: swiglu(*multiply(x).chunk(2, dim=1))
-
-
-def _first(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
-    return outputs, expected[:1]
-
-
-def _second(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
-    return outputs, expected[1:]
-
-
-def _is_nf4_row(shape: Shape) -> bool:
-    return (shape["format"], shape["rows"], shape.mode) == ("nf4", 1, "forward")
-
-
-def _forward_on(*formats: str) -> Callable[[Shape], bool]:
-    return lambda shape: shape["format"] in formats and shape.mode == "forward"
-
-
+_product = _prepared(lambda x, w, i: quantized_linear(x, w))
+_forward_on = partial(_on, mode=("forward",))
 LINEAR = [
-    _ours(of_leaves(_product)),
+    _ours(_product),
     Candidate("cublas", of_leaves(linear.cublas)),
-    Candidate("bitsandbytes", of_leaves(linear.bitsandbytes), takes=_on("format", "nf4")),
-    Candidate("torch_int4", of_leaves(linear.torch_int4), takes=_forward_on("int4")),
-    Candidate("torch_int8", of_leaves(linear.torch_int8), takes=_forward_on("int8")),
-    Candidate("gemlite", of_leaves(linear.gemlite), takes=_forward_on("int4", "int8", "fp8")),
-    Candidate("torchao", of_leaves(linear.torchao), takes=_forward_on("int4", "int8", "fp8")),
-    Candidate("marlin", of_leaves(linear.vllm_marlin), takes=_forward_on("int4", "int8")),
-    Candidate("marlin fp16", of_leaves(linear.marlin), takes=_forward_on("int4")),
-    Candidate("bitsandbytes gemv", of_leaves(linear.bitsandbytes_gemv), takes=_is_nf4_row),
+    Candidate("bitsandbytes", of_leaves(linear.bitsandbytes), takes=_on(format=("nf4",))),
+    Candidate("torch_int4", of_leaves(linear.torch_int4), takes=_forward_on(format=("int4",))),
+    Candidate("torch_int8", of_leaves(linear.torch_int8), takes=_forward_on(format=("int8",))),
+    Candidate("gemlite", of_leaves(linear.gemlite), takes=_forward_on(format=("int4", "int8", "fp8"))),
+    Candidate("torchao", of_leaves(linear.torchao), takes=_forward_on(format=("int4", "int8", "fp8"))),
+    Candidate("marlin", of_leaves(linear.vllm_marlin), takes=_forward_on(format=("int4", "int8"))),
+    Candidate("marlin fp16", of_leaves(linear.marlin), takes=_forward_on(format=("int4",))),
+    Candidate("bitsandbytes gemv", of_leaves(linear.bitsandbytes_gemv), takes=_forward_on(format=("nf4",), rows=(1,))),
 ]
 ADAPTERS = [
-    _ours(of_leaves(_adapted), compare=_first),
-    _baseline("two calls", of_leaves(_adapters_after), compare=_first),
-    _baseline("no adapters", of_leaves(_product), compare=_second),
-    Candidate("cublas", of_leaves(linear.cublas_adapters), compare=_first),
+    _ours(_prepared(lambda x, w, i: quantized_linear(x, w, None, i.adapters, i.slots)), compare=_only(0, 1)),
+    _baseline(
+        "two calls",
+        _prepared(lambda x, w, i: lora_add(quantized_linear(x, w), x, i.adapters, i.slots)),
+        compare=_only(0, 1),
+    ),
+    _baseline("no adapters", _product, compare=_only(1, 2)),
+    Candidate("cublas", of_leaves(linear.cublas_adapters), compare=_only(0, 1)),
 ]
+_gate_after = _prepared(lambda x, w, i: swiglu(*quantized_linear(x, w).chunk(2, dim=1)))
 GATED = [
-    _ours(of_leaves(_gated)),
+    _ours(_prepared(lambda x, w, i: quantized_swiglu(x, w))),
     # Triton's interpreter cuts bf16 off where a GPU rounds; three cuts in a row exceed the bound on the tiny shape.
-    _baseline("two calls", of_leaves(_gate_after), takes=lambda shape: shape["k"] > 256),
+    _baseline("two calls", _gate_after, takes=lambda shape: shape["k"] > 256),
     Candidate("cublas", of_leaves(linear.cublas_gate)),
 ]
 
@@ -288,23 +243,19 @@ def _backward(*formats: str, matrices: Sequence[tuple[int, int]] = MATRICES[1:2]
 VOCABULARY = 131_072
 
 
-def _our_loss(inputs: Inputs) -> Run:
-    kind, teacher = inputs.shape["kind"], (inputs.teacher, inputs.teacher_head)
-
-    def loss_of(hidden: Tensor, head: Tensor, inputs: Inputs, rows: slice) -> Tensor:
-        if not kind:
-            return linear_cross_entropy(hidden, head, inputs.labels)
-        return linear_distillation(hidden, head, *teacher, inputs.labels, kind=kind, alpha=alpha_of(kind)).loss
-
-    return lambda: in_chunks(inputs, loss_of, len(inputs.student))
+def _our_loss(hidden: Tensor, head: Tensor, inputs: Inputs, rows: slice) -> Tensor:
+    if not (kind := inputs.shape["kind"]):
+        return linear_cross_entropy(hidden, head, inputs.labels)
+    teacher = (inputs.teacher, inputs.teacher_head)
+    return linear_distillation(hidden, head, *teacher, inputs.labels, kind=kind, alpha=alpha_of(kind)).loss
 
 
 LOSSES = [
-    _ours(_our_loss),
-    Candidate("dense", losses.dense),
-    Candidate("chunked", losses.chunked),
-    Candidate("liger", losses.liger_cross_entropy, takes=_on("kind", "")),
-    Candidate("liger", losses.liger_jsd, compare=of_means, takes=_on("kind", *losses.LIGER_BETA)),
+    _ours(losses.by_rows(_our_loss)),
+    Candidate("dense", losses.by_rows(losses.plain_loss)),
+    Candidate("chunked", losses.by_rows(losses.plain_loss, losses.CHUNK)),
+    Candidate("liger", losses.liger_cross_entropy, takes=_on(kind=("",))),
+    Candidate("liger", losses.liger_jsd, compare=losses.of_means, takes=_on(kind=losses.LIGER_BETA)),
 ]
 _losses = partial(Group, LOSSES, measures_memory=True)
 
@@ -315,40 +266,26 @@ WORDS = 128_256
 BATCHES = (1, 16, 64, 256)
 MODES = ("temperature", "top-k", "top-p", "min-p", "top-k top-p")
 TOPS = (0, 5, 20)
-
-
-def _penalize(inputs: Inputs) -> Run:
-    return lambda: (adjust_scores(inputs.logits, inputs.state, slots=inputs.slots, positions=inputs.positions),)
-
-
-def _logprobs(inputs: Inputs) -> Run:
-    return lambda: tuple(token_logprobs(inputs.logits, inputs.tokens, inputs.shape["num_top"]))
-
-
-def _verify(inputs: Inputs) -> Run:
-    given = {name: getattr(inputs, name) for name in ("counts", "lengths", "parents", "stream")}
-    return lambda: tuple(verify(inputs.target_p, inputs.draft_p, inputs.tokens, **given))
-
-
-def _verified(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
-    return outputs, expected[: len(VerifyOutput._fields)]
-
+_verified = _only(0, len(VerifyOutput._fields))
 
 TOKENS = [
-    _ours(lambda inputs: lambda: (sample_tokens(inputs.logits, inputs.filters, inputs.stream),), compare=_first),
-    Candidate("flashinfer", sampling.flashinfer_sample, compare=are_kept),
-    Candidate("torch", sampling.torch_sample, compare=are_kept),
+    _ours(by_name(sample_tokens), compare=_only(0, 1)),
+    Candidate("flashinfer", sampling.flashinfer_sample, compare=sampling.are_kept),
+    Candidate("torch", by_name(sampling.torch_sample), compare=sampling.are_kept),
 ]
-PENALTIES = [_ours(_penalize), Candidate("torch", sampling.torch_penalties)]
-LOGPROBS = [_ours(_logprobs), Candidate("torch", sampling.torch_logprobs, compare=in_any_order)]
+PENALTIES = [_ours(by_name(adjust_scores)), Candidate("torch", by_name(sampling.torch_penalties))]
+LOGPROBS = [
+    _ours(by_name(token_logprobs)),
+    Candidate("torch", by_name(sampling.torch_logprobs), compare=sampling.in_any_order),
+]
 VERIFICATION = [
-    _ours(_verify, compare=_verified),
-    Candidate("flashinfer", sampling.flashinfer_chain, compare=are_possible, takes=_on("tree", False)),
-    Candidate("torch", sampling.torch_chain, compare=are_possible, takes=_on("tree", False)),
-    Candidate("torch", sampling.torch_tree, compare=_verified, reads_on_host=True, takes=_on("tree", True)),
+    _ours(by_name(verify), compare=_verified),
+    Candidate("flashinfer", sampling.flashinfer_chain, compare=sampling.are_possible, takes=_on(tree=(False,))),
+    Candidate("torch", sampling.torch_chain, compare=sampling.are_possible, takes=_on(tree=(False,))),
+    Candidate("torch", by_name(sampling.torch_tree), compare=_verified, reads_on_host=True, takes=_on(tree=(True,))),
 ]
 NGRAMS = [
-    _ours(lambda inputs: lambda: find_ngrams(inputs.text, inputs.lengths, DRAFTED)),
+    _ours(by_name(lambda text, lengths: find_ngrams(text, lengths, sampling.DRAFTED))),
     Candidate("torch", sampling.torch_ngrams),
 ]
 
@@ -401,9 +338,9 @@ PARTS = {
               [*_backward("nf4", matrices=MATRICES), *_backward("int4", "int8", "fp8")])),
     "quantized_fused": Part(
         "NF4 products with the adapters of 1, 8 or 64 users in a batch of 64 rows; gate and up as one product.",
-        Group(ADAPTERS, [adapted(256, 128, 4, 3)],
-              [adapted(*matrix, 64, users) for matrix in MATRICES[:3] for users in (1, 8, 64)]),
-        Group(GATED, [gated(256, 128, 3)], [gated(4096, 28_672, rows) for rows in (1, 16, 64)])),
+        Group(ADAPTERS, [linear.adapted(256, 128, 4, 3)],
+              [linear.adapted(*matrix, 64, users) for matrix in MATRICES[:3] for users in (1, 8, 64)]),
+        Group(GATED, [linear.gated(256, 128, 3)], [linear.gated(4096, 28_672, rows) for rows in (1, 16, 64)])),
     "losses_cross_entropy": Part(
         "Linear + cross-entropy, forward and backward.",
         _losses([loss(24, 200, 32)], [
@@ -417,17 +354,17 @@ PARTS = {
             *(loss(8192, 49_152, 576, 1024, kind) for kind in ("forward_kl", "jsd"))])),
     "sampling_tokens": Part(
         "One token a row by each kind of filter; penalties; log-probabilities of the token and of the most likely.",
-        Group(TOKENS, [tokens(mode, 2, 300) for mode in MODES],
-              [tokens(mode, batch, WORDS) for mode in MODES for batch in BATCHES]),
-        Group(PENALTIES, [penalties(2, 300)], [penalties(batch, WORDS) for batch in BATCHES]),
-        Group(LOGPROBS, [logprobs(top, 2, 300) for top in TOPS],
-              [logprobs(top, batch, WORDS) for top in TOPS for batch in BATCHES])),
+        Group(TOKENS, [sampling.tokens(mode, 2, 300) for mode in MODES],
+              [sampling.tokens(mode, batch, WORDS) for mode in MODES for batch in BATCHES]),
+        Group(PENALTIES, [sampling.penalties(2, 300)], [sampling.penalties(batch, WORDS) for batch in BATCHES]),
+        Group(LOGPROBS, [sampling.logprobs(top, 2, 300) for top in TOPS],
+              [sampling.logprobs(top, batch, WORDS) for top in TOPS for batch in BATCHES])),
     "sampling_drafts": Part(
         "Verification of drafted chains and trees against the target's distributions; drafts from the text itself.",
-        Group(VERIFICATION, [drafted(False, 4, 2, 300), drafted(True, 8, 2, 300)], [
-            *(drafted(False, 4, batch, WORDS) for batch in BATCHES),
-            *(drafted(True, 8, batch, WORDS) for batch in (1, 16, 64))]),
-        Group(NGRAMS, [texts(100, 2)], [texts(8192, batch) for batch in BATCHES])),
+        Group(VERIFICATION, [sampling.drafted(False, 4, 2, 300), sampling.drafted(True, 8, 2, 300)], [
+            *(sampling.drafted(False, 4, batch, WORDS) for batch in BATCHES),
+            *(sampling.drafted(True, 8, batch, WORDS) for batch in (1, 16, 64))]),
+        Group(NGRAMS, [sampling.texts(100, 2)], [sampling.texts(8192, batch) for batch in BATCHES])),
     "sampling_routing": Part(
         "Find the selected tokens, gather them, add them back: what a mixture of depths does around a layer.",
         *(Group(ROUTED[verb], [routed(verb, 64, 8, 48)], [routed(verb, 256, 32, 4096), routed(verb, 8192, 1024, 4096)])

@@ -28,8 +28,8 @@ from torch import Tensor
 
 import kernels.linear.quantized as module
 from bench.common import write_result
-from bench.kernels.inputs.attention import PAGE
-from bench.kernels.inputs.linear import QUANTIZERS
+from bench.kernels.families.attention import PAGE
+from bench.kernels.families.linear import QUANTIZERS
 from bench.kernels.timing import GpuClock, HostClock, Program, side_stream
 from kernels.attention.paged import paged_attention, plan_paged_attention
 from kernels.linear.dense import linear, prepare_linear_weight

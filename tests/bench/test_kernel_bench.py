@@ -14,7 +14,7 @@ import torch
 from bench.kernels import cases as table
 from bench.kernels import driver, goals, timing
 from bench.kernels.case import Candidate, Case, Shape
-from bench.kernels.inputs.attention import documents, last_rows, paged
+from bench.kernels.families.attention import documents, last_rows, paged
 from bench.kernels.plot import draw
 from bench.kernels.timing import GpuClock, HostClock, Lab, Limits, Program, run_case
 from kernels.attention import rotary_write
@@ -322,7 +322,7 @@ def test_slow_compilers_are_left_out_when_time_runs_out() -> None:
 
 
 def test_references_in_pieces_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.kernels.inputs.attention.BAND", 7)
+    monkeypatch.setattr("bench.kernels.families.attention.BAND", 7)
     inputs = documents(2, 30, 4, 2, 8, "forward+backward").inputs(CPU)
     leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = flash_attention_reference(*leaves, inputs.cu_seqlens)

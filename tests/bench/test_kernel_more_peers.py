@@ -14,11 +14,10 @@ from torch import Tensor
 from bench.kernels import case as case_module
 from bench.kernels.case import Case, Inputs, NotItsTask
 from bench.kernels.cases import PARTS
-from bench.kernels.inputs.linear import QUANTIZERS, product, weight_bytes
-from bench.kernels.inputs.losses import KINDS, loss
-from bench.kernels.inputs.sampling import are_kept, are_possible, penalties
-from bench.kernels.peers import linear as quantized
-from bench.kernels.peers.losses import plain_loss
+from bench.kernels.families import linear as quantized
+from bench.kernels.families.linear import QUANTIZERS, product, weight_bytes
+from bench.kernels.families.losses import KINDS, loss, plain_loss
+from bench.kernels.families.sampling import are_kept, are_possible, penalties
 from bench.kernels.timing import HostClock, Lab, Limits, run_case
 from kernels.linear.quantization import NF4_TABLE
 from kernels.losses.linear_distillation import linear_distillation_reference

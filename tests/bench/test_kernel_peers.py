@@ -14,9 +14,9 @@ from torch import Tensor
 from bench.kernels import case as case_module
 from bench.kernels.case import Shape
 from bench.kernels.cases import PARTS
-from bench.kernels.inputs.attention import documents, paged
-from bench.kernels.inputs.elementwise import norm, rotary
-from bench.kernels.peers import attention, elementwise
+from bench.kernels.families import attention, elementwise
+from bench.kernels.families.attention import documents, paged
+from bench.kernels.families.elementwise import norm, rotary
 from kernels.attention.flash import flash_attention_reference
 from kernels.attention.paged import paged_attention_reference
 from kernels.rms_norm import rms_norm_reference
@@ -134,22 +134,19 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("adapter", ["fa3_paged", "vllm_fa3", "vllm_triton", "flashinfer_prefill", "flashinfer_decode"])
+@pytest.mark.parametrize("adapter", ["fa3_paged", "vllm_fa3", "vllm_triton", "flashinfer"])
 @pytest.mark.usefixtures("installed")
 def test_peers_over_pages(shape: Shape, adapter: str) -> None:
-    if shape["rows"] > 1 and adapter == "flashinfer_decode":
-        pytest.skip("takes one query a sequence")
     inputs = shape.inputs(CPU)
     [out] = getattr(attention, adapter)(inputs)()
     check_close(out.reshape(inputs.q.shape), shape.reference(inputs)[0])
 
 
-@pytest.mark.parametrize("backend", ["sdpa_flash", "contiguous_flex"])
+@pytest.mark.parametrize("backend", ["sdpa_flash", "flex"])
 def test_contiguous_peers(backend: str) -> None:
     inputs = SHAPES[1].inputs(CPU)
-    adapt = attention.contiguous_flex if backend == "contiguous_flex" else attention.contiguous_sdpa(backend)
     try:
-        [out] = adapt(inputs)()
+        [out] = attention.contiguous(attention.DENSE[backend])(inputs)()
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"not on a CPU: {error}")
     check_close(out.reshape(inputs.q.shape), SHAPES[1].reference(inputs)[0])
@@ -159,7 +156,7 @@ def test_contiguous_peers(backend: str) -> None:
 def test_dense_peers() -> None:
     shape = documents(2, 30, 4, 2, 16)
     inputs = shape.inputs(CPU)
-    for adapter in (attention.sdpa("sdpa_flash"), attention.flex, attention.fa3):
+    for adapter in (*(attention.of_documents(attention.DENSE[name]) for name in ("sdpa_flash", "flex")), attention.fa3):
         out = adapter(inputs)(inputs.q, inputs.k, inputs.v)
         check_close(out.reshape(inputs.q.shape), shape.reference(inputs)[0])
 

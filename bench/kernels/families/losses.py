@@ -1,15 +1,19 @@
 """Losses on an output projection: the loss and the gradients of the student's hidden states and head. All rows count.
 
+Peers are PyTorch, as one would write it, with all logits or in chunks, and Liger.
+
 Legend: T tokens, V vocabulary, Ds and Dt hidden sizes of student and teacher.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.case import Inputs, Outputs, Shape, normal
+from bench.kernels.case import Inputs, Outputs, Prepare, Run, Shape, needs, normal
 from kernels.losses._divergence import DivergenceKind
 from kernels.losses.linear_cross_entropy import linear_cross_entropy_reference
 from kernels.losses.linear_distillation import linear_distillation_reference
@@ -81,3 +85,54 @@ def of_means(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
     """The reference's sums as means over the tokens."""
     tokens = len(expected[1])
     return outputs, tuple(x / tokens for x in expected)
+
+
+CHUNK = 1024
+"""Rows that the chunked losses multiply at once: eight chunks at 8k tokens, products at full rate."""
+LIGER_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
+"""The divergences that Liger's JSD becomes."""
+
+
+def by_rows(loss_of: LossOf, rows: int | None = None) -> Prepare:
+    """A loss with its gradients, of `rows` rows at a time, else of all at once."""
+    return lambda inputs: lambda: in_chunks(inputs, loss_of, rows or len(inputs.student))
+
+
+def plain_loss(hidden: Tensor, head: Tensor, inputs: Inputs, rows: slice) -> Tensor:
+    kind, logits = inputs.shape["kind"], F.linear(hidden, head).float()
+    if not kind:
+        return F.cross_entropy(logits, inputs.labels[rows], reduction="sum")
+    log_q = logits.log_softmax(dim=-1)
+    log_p = F.linear(inputs.teacher[rows], inputs.teacher_head).float().log_softmax(dim=-1)
+    if kind == "forward_kl":
+        return _kl(log_p, log_q)
+    if kind == "reverse_kl":
+        return _kl(log_q, log_p)
+    alpha = alpha_of(kind)
+    weight_p = 1 - alpha if kind == "skewed_reverse_kl" else alpha
+    log_m = torch.logaddexp(log_p + math.log(weight_p), log_q + math.log(1 - weight_p))
+    if kind == "jsd":
+        return alpha * _kl(log_p, log_m) + (1 - alpha) * _kl(log_q, log_m)
+    return _kl(log_p if kind == "skewed_forward_kl" else log_q, log_m)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q), summed."""
+    return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+
+@needs("liger_kernel.ops")
+def liger_cross_entropy(liger: Any, inputs: Inputs) -> Run | None:
+    """With sums instead of means, and the gradient of the head added up in fp32, as ours."""
+    options = (None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32)
+    apply = liger.LigerFusedLinearCrossEntropyFunction.apply
+    return by_rows(lambda hidden, head, *_: apply(hidden, head, inputs.labels, *options)[0])(inputs)
+
+
+@needs("liger_kernel.ops")
+def liger_jsd(liger: Any, inputs: Inputs) -> Run | None:
+    """Its generalized JSD, a mean over the tokens."""
+    given = (inputs.teacher, inputs.teacher_head, inputs.labels)
+    options = (LIGER_BETA[inputs.shape["kind"]], -100, 1.0, torch.float32)
+    apply = liger.LigerFusedLinearJSDFunction.apply
+    return by_rows(lambda hidden, head, *_: apply(hidden, head, *given, *options))(inputs)

@@ -1,7 +1,9 @@
 """From logits to tokens, penalties, log-probabilities; verification of chains and trees; look-up in the text.
 
 Everybody begins with the bf16 logits that the head leaves. Our tokens must be those of the reference, which draws the
-same numbers; others draw their own, so each of their tokens must be possible: `are_kept`, `are_possible`.
+same numbers; others draw their own, so each of their tokens must be possible: `are_kept`, `are_possible`. The forms in
+PyTorch are what one would write for a GPU: nothing is read by the host, so that a graph can hold them. Where they draw,
+they draw by torch's own generator.
 
 Legend: B sequences, V vocabulary, M biases a request, n drafted tokens, S tokens of a text.
 """
@@ -9,15 +11,16 @@ Legend: B sequences, V vocabulary, M biases a request, n drafted tokens, S token
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.case import Inputs, Outputs, Shape, normal
+from bench.kernels.case import Inputs, Outputs, Run, Shape, needs, normal, of_names
 from kernels.sampling.logit_adjustments import ALWAYS, IN_PROMPT, RequestState
-from kernels.sampling.ngram import find_ngrams_reference
+from kernels.sampling.ngram import MAX_NGRAM, find_ngrams_reference
 from kernels.sampling.random import Purpose, Stream, exponential, uniform
 from kernels.sampling.sample import Filters, adjusted_probabilities_reference, sample
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs_reference
-from kernels.sampling.verification import verify_reference
+from kernels.sampling.verification import verify_reference, verify_with
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 50, 0.9, 0.05
 PROMPT, OUTPUT, BIASES = 1000, 300, 4
@@ -38,22 +41,18 @@ def random_stream(batch: int, device: torch.device) -> Stream:
     return Stream(seeds, torch.zeros(batch, dtype=torch.int32, device=device), positions.int())
 
 
-def _on_host(stream: Stream) -> Stream:
+def _on_host(inputs: Inputs) -> Stream:
     """There random numbers come from another form of the generator."""
-    return Stream(*(x.cpu() for x in stream))
+    return Stream(*(x.cpu() for x in inputs.stream))
 
 
 def tokens(mode: str, batch: int, vocabulary: int) -> Shape:
     """logits [B, V] bf16, and the filter that is on."""
 
     def make(device: torch.device) -> dict[str, Any]:
-        def of_all(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.full((batch,), value, dtype=dtype, device=device)
-
-        filters = Filters(
-            temperature=of_all(TEMPERATURE), top_k=of_all(TOP_K if "top-k" in mode else 0, torch.int32),
-            top_p=of_all(TOP_P if "top-p" in mode else 1.0), min_p=of_all(MIN_P if "min-p" in mode else 0.0),
-        )  # fmt: skip
+        top_k, top_p, min_p = TOP_K * ("top-k" in mode), TOP_P if "top-p" in mode else 1.0, MIN_P * ("min-p" in mode)
+        wanted = ((TEMPERATURE, None), (top_k, torch.int32), (top_p, None), (min_p, None))
+        filters = Filters(*(torch.full((batch,), value, dtype=dtype, device=device) for value, dtype in wanted))
         logits = random_logits(batch, vocabulary, device)
         return {"logits": logits, "filters": filters, "stream": random_stream(batch, device)}
 
@@ -64,7 +63,7 @@ def tokens(mode: str, batch: int, vocabulary: int) -> Shape:
 def _sampled(inputs: Inputs) -> Outputs:
     """The tokens, and the probability that the filters leave to each."""
     probabilities = adjusted_probabilities_reference(inputs.logits, **inputs.filters._asdict())
-    draws = exponential(_on_host(inputs.stream), probabilities.shape[1], Purpose.TARGET).to(probabilities.device)
+    draws = exponential(_on_host(inputs), probabilities.shape[1], Purpose.TARGET).to(probabilities.device)
     return sample(probabilities, draws), probabilities
 
 
@@ -95,23 +94,17 @@ def penalties(batch: int, vocabulary: int) -> Shape:
         logits = random_logits(batch, vocabulary, device)
         return {"logits": logits, "state": state, "slots": slots, "positions": positions}
 
-    fields, num_bytes = (
-        {"mode": "penalties", "batch": batch, "vocabulary": vocabulary},
-        batch * vocabulary * (2 + 4 + 4),
-    )
-    return Shape(f"penalties x{batch}", fields, make, _penalized, num_bytes, dtype=torch.float32)
+    fields = {"mode": "penalties", "batch": batch, "vocabulary": vocabulary}
+    num_bytes = batch * vocabulary * (2 + 4 + 4)
+    return Shape(f"penalties x{batch}", fields, make, of_names(penalized), num_bytes, dtype=torch.float32)
 
 
-def _penalized(inputs: Inputs) -> Outputs:
-    return (penalized(inputs.logits.double(), inputs),)
-
-
-def penalized(scores: Tensor, inputs: Inputs) -> Tensor:
-    """Scores [B, V], of which `scores` is overwritten, after biases that hold at every position, and penalties."""
-    state, slot = inputs.state, inputs.slots.long()
+def penalized(logits: Tensor, state: RequestState, slots: Tensor) -> Tensor:
+    """Scores [B, V], for which `logits` is overwritten, after biases that hold at every position, and penalties."""
+    slot, dtype = slots.long(), logits.dtype
     counts = state.counts[slot]
-    scores.scatter_add_(1, state.bias_tokens[slot].long(), state.bias_values[slot].to(scores.dtype))
-    repetition, frequency, presence = (x[slot, None].to(scores.dtype) for x in state[1:4])
+    scores = logits.scatter_add_(1, state.bias_tokens[slot].long(), state.bias_values[slot].to(dtype))
+    repetition, frequency, presence = (x[slot, None].to(dtype) for x in state[1:4])
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = torch.where(counts > 0, repeated, scores)
     emitted = counts % IN_PROMPT
@@ -125,12 +118,9 @@ def logprobs(num_top: int, batch: int, vocabulary: int) -> Shape:
         tokens = torch.randint(0, vocabulary, (batch,), device=device)
         return {"logits": random_logits(batch, vocabulary, device), "tokens": tokens}
 
-    def reference(inputs: Inputs) -> Outputs:
-        return tuple(token_logprobs_reference(inputs.logits, inputs.tokens, num_top))
-
     fields = {"mode": "logprobs", "num_top": num_top, "batch": batch, "vocabulary": vocabulary}
-    num_bytes = 2 * batch * vocabulary + 8 * batch
-    return Shape(f"top {num_top} logprobs x{batch}", fields, make, reference, num_bytes, dtype=torch.float32)
+    name, num_bytes = f"top {num_top} logprobs x{batch}", 2 * batch * vocabulary + 8 * batch
+    return Shape(name, fields, make, of_names(token_logprobs_reference, None), num_bytes, dtype=torch.float32)
 
 
 def in_any_order(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
@@ -157,24 +147,21 @@ def drafted(tree: bool, nodes: int, batch: int, vocabulary: int) -> Shape:
         }  # fmt: skip
 
     fields = {"tree": tree, "nodes": nodes, "batch": batch, "vocabulary": vocabulary}
-    num_bytes = 8 * batch * vocabulary  # p and q of one node
-    name = f"{'tree' if tree else 'chain'} of {nodes} x{batch}"
+    name, num_bytes = f"{'tree' if tree else 'chain'} of {nodes} x{batch}", 8 * batch * vocabulary  # p, q of one node
     return Shape(name, fields, make, _verified, num_bytes, dtype=torch.float32)
 
 
 def _verified(inputs: Inputs) -> Outputs:
     """The five results, one sequence after the other in fp64; then what a commitment is checked against."""
-    (batch, nodes), vocabulary, stream = inputs.tokens.shape, inputs.target_p.shape[2], _on_host(inputs.stream)
+    (batch, nodes), vocabulary, stream = inputs.tokens.shape, inputs.target_p.shape[2], _on_host(inputs)
     u, draws = uniform(stream, nodes, Purpose.ACCEPT), exponential(stream, vocabulary, Purpose.RESIDUAL)
     parents = [list(range(nodes))] * batch if inputs.parents is None else inputs.parents.tolist()
     found = []
     for row, tokens in enumerate(inputs.tokens.tolist()):
-        distributions = (x[row].cpu().numpy() for x in (inputs.target_p, inputs.draft_p))
-        noise = {"u": u[row].numpy(), "exponential": draws[row].numpy()}
-        path, next_token = verify_reference(*distributions, tokens, parents[row], **noise)
+        p, q, noise, race = (x[row].cpu().numpy() for x in (inputs.target_p, inputs.draft_p, u, draws))
+        path, next_token = verify_reference(p, q, tokens, parents[row], u=noise, exponential=race)
         committed = [tokens[node - 1] for node in path] + [next_token]
-        padding = [-1] * (nodes + 1 - len(committed))
-        length = int(inputs.lengths[row]) + len(committed)
+        length, padding = int(inputs.lengths[row]) + len(committed), [-1] * (nodes + 1 - len(committed))
         found.append((len(path), next_token, committed + padding, [*path, -1, *padding], length))
     output = (torch.tensor(column, device=inputs.tokens.device) for column in zip(*found, strict=True))
     return *output, inputs.target_p, inputs.draft_p, inputs.tokens
@@ -185,8 +172,7 @@ def are_possible(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]
     (committed,), (target_p, draft_p, tokens) = outputs, expected[-3:]
     rows, nodes = torch.arange(len(tokens), device=tokens.device), tokens.shape[1]
     accepted = (committed[:, :nodes] == tokens).cumprod(dim=1).sum(dim=1)
-    left = target_p[rows, accepted]
-    rejected = draft_p[rows, accepted.clamp(max=nodes - 1)]
+    left, rejected = target_p[rows, accepted], draft_p[rows, accepted.clamp(max=nodes - 1)]
     left = torch.where((accepted < nodes)[:, None], left - rejected, left)
     following = committed.gather(1, accepted[:, None]).long()
     chosen = following.clamp(0, target_p.shape[2] - 1)
@@ -211,6 +197,118 @@ def _ngrams(inputs: Inputs) -> Outputs:
     """Drafts [B, k] with −1 behind them, counts [B]."""
     listed = zip(inputs.text.tolist(), inputs.lengths.tolist(), strict=True)
     drafts = [find_ngrams_reference(text[:length], DRAFTED) for text, length in listed]
-    padded = [draft + [-1] * (DRAFTED - len(draft)) for draft in drafts]
-    device = inputs.text.device
-    return torch.tensor(padded, device=device), torch.tensor([len(draft) for draft in drafts], device=device)
+    found = [draft + [-1] * (DRAFTED - len(draft)) for draft in drafts], [len(draft) for draft in drafts]
+    return tuple(torch.tensor(one, device=inputs.text.device) for one in found)
+
+
+def torch_sample(logits: Tensor, filters: Filters, mode: str) -> Tensor:
+    """By sorting where a filter needs it, then an exponential race."""
+    scores = logits.float() / filters.temperature[:, None]
+    if "top" in mode:
+        ordered, indices = scores.sort(dim=-1)
+        if "top-k" in mode:
+            least = ordered.gather(1, (ordered.shape[1] - filters.top_k.long())[:, None])
+            ordered = ordered.masked_fill(ordered < least, -torch.inf)
+        if "top-p" in mode:
+            dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - filters.top_p[:, None]
+            dropped[:, -1] = False
+            ordered = ordered.masked_fill(dropped, -torch.inf)
+        scores = torch.empty_like(scores).scatter_(1, indices, ordered)
+    probabilities = scores.softmax(dim=-1)
+    if "min-p" in mode:
+        least = filters.min_p[:, None] * probabilities.amax(dim=-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    return _race(probabilities)
+
+
+def _race(weights: Tensor) -> Tensor:
+    """One index a row, by weight."""
+    return (weights / torch.empty_like(weights).exponential_()).argmax(dim=-1)
+
+
+@needs("flashinfer.sampling")
+def flashinfer_sample(flashinfer: Any, inputs: Inputs) -> Run:
+    """Its kernels for this filter; the seed is a tensor, as graphs need it."""
+    (temperature, *limits), mode, draws = inputs.filters, inputs.shape["mode"], _flashinfer_draws(inputs)
+
+    def run() -> Outputs:
+        logits = inputs.logits.float()
+        if mode == "temperature":
+            return (flashinfer.sampling_from_logits(logits / temperature[:, None], **draws),)
+        if mode == "top-k top-p":
+            scaled = logits / temperature[:, None]
+            return (flashinfer.top_k_top_p_sampling_from_logits(scaled, *limits[:2], **draws),)
+        sample = getattr(flashinfer, f"{mode.replace('-', '_')}_sampling_from_probs")
+        limit = limits[("top-k", "top-p", "min-p").index(mode)]
+        return (sample(flashinfer.softmax(logits, temperature), limit, **draws),)
+
+    return run
+
+
+def _flashinfer_draws(inputs: Inputs) -> dict[str, Tensor]:
+    seed = inputs.stream.seeds[:1].clone()
+    return {"seed": seed, "offset": torch.zeros_like(seed)}
+
+
+def torch_penalties(logits: Tensor, state: RequestState, slots: Tensor) -> Tensor:
+    """The reference's steps in fp32."""
+    return penalized(logits.float(), state, slots)
+
+
+def torch_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Outputs:
+    """By a softmax of everything, and a count of the more likely."""
+    logprobs, token = logits.float().log_softmax(dim=-1), tokens[:, None]
+    ranks = (logits > logits.gather(1, token)).sum(dim=-1) + 1
+    top = logprobs.topk(num_top, dim=-1)
+    return logprobs.gather(1, token)[:, 0], ranks, top.indices, top.values
+
+
+def torch_chain(inputs: Inputs) -> Run:
+    """Rejection sampling of chains, all sequences at once; gives the committed tokens."""
+    tokens, target, draft, n = inputs.tokens, inputs.target_p, inputs.draft_p, inputs.shape["nodes"]
+    columns, rows = (torch.arange(count, device=tokens.device) for count in (n + 1, len(tokens)))
+
+    def run() -> Outputs:
+        p, q = (x[:, :n].gather(2, tokens[:, :, None])[:, :, 0] for x in (target, draft))
+        accepted = (torch.rand_like(p) * q < p).cumprod(dim=1).sum(dim=1)
+        left, rejected = target[rows, accepted], draft[rows, accepted.clamp(max=n - 1)]
+        left = torch.where((accepted < n)[:, None], (left - rejected).clamp_min(0), left)
+        committed = F.pad(tokens, (0, 1)).masked_fill(columns > accepted[:, None], -1)
+        return (committed.scatter(1, accepted[:, None], _race(left)[:, None]),)
+
+    return run
+
+
+@needs("flashinfer.sampling")
+def flashinfer_chain(flashinfer: Any, inputs: Inputs) -> Run:
+    """Its rejection sampling of chains; gives the committed tokens."""
+    given, draws = (inputs.draft_p, inputs.tokens.int(), inputs.target_p), _flashinfer_draws(inputs)
+    return lambda: (flashinfer.chain_speculative_sampling(*given, **draws)[0],)
+
+
+def torch_tree(
+    target_p: Tensor, draft_p: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor, parents: Tensor, stream: Stream
+) -> Outputs:
+    """What ours is on a CPU, node after node for all sequences, with the same draws; it reads results on the host."""
+    noise = uniform(stream, tokens.shape[1], Purpose.ACCEPT), exponential(stream, target_p.shape[2], Purpose.RESIDUAL)
+    return tuple(verify_with(target_p, draft_p, tokens, counts, lengths, parents=parents, noise=noise))
+
+
+def torch_ngrams(inputs: Inputs) -> Run:
+    """Compares the last tokens with all others at once."""
+    tokens, last = inputs.text, inputs.lengths.long()[:, None] - 1
+    columns, ahead = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], DRAFTED))
+
+    def run() -> Outputs:
+        same, size = columns < last, torch.zeros_like(tokens)
+        for age in range(MAX_NGRAM):
+            shifted = F.pad(tokens, (age, 0), value=-1)[:, : tokens.shape[1]]
+            same = same & (shifted == tokens.gather(1, last - age))
+            size += same
+        best = (size * tokens.shape[1] + columns).masked_fill(size == 0, -1).amax(dim=1, keepdim=True)
+        start = best % tokens.shape[1] + 1
+        counts = torch.where(best >= 0, (last + 1 - start).clamp(max=DRAFTED), 0)
+        drafts = tokens.gather(1, (start + ahead).clamp(max=tokens.shape[1] - 1))
+        return drafts.masked_fill(ahead >= counts, -1), counts[:, 0]
+
+    return run
