@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from pipeline.results import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -44,6 +46,10 @@ def versions(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def machine() -> dict[str, Any]:
     """Hardware and versions, for the record beside every figure."""
     names = ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes")
@@ -52,7 +58,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "bf16_instructions": [flag for flag in ("amx_bf16", "avx512_bf16") if flag in _cpu_info("flags").split()],
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu_name(),
         "python": platform.python_version(),
         "packages": dict.fromkeys(names) | versions(names),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -61,10 +67,22 @@ def machine() -> dict[str, Any]:
 
 def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
     """Keeps a result as `bench/results/NAME.json` and returns the path."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"command": command, "machine": machine(), **result}, indent=2) + "\n")
+    write_json(path, {"command": command, "machine": machine(), **result})
     return path
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def gpu_peak_bytes(run: Callable[[], object]) -> int:
+    """The most that all tensors on the GPU take at one moment of a call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated()
 
 
 def _cpu_info(field: str) -> str:

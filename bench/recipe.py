@@ -23,10 +23,6 @@ from pipeline.stages.pretrain.report import PretrainDetails, compute_chart
 TOO_LONG = ("groups", "picture")
 
 
-def details_of(result: Result[Any]) -> dict[str, Any]:
-    return msgspec.to_builtins(result.details)
-
-
 def summarize(results: list[Result[Any]]) -> dict[str, Any]:
     """The rows of the run's table, and what each stage took."""
     return {
@@ -38,7 +34,7 @@ def summarize(results: list[Result[Any]]) -> dict[str, Any]:
                 "cost": msgspec.to_builtins(result.cost),
                 "gate": msgspec.to_builtins(result.gate),
                 "parity": msgspec.to_builtins(result.parity),
-                "details": {name: value for name, value in details_of(result).items() if name not in TOO_LONG},
+                "details": {key: it for key, it in msgspec.to_builtins(result.details).items() if key not in TOO_LONG},
             }
             for result in results
         },

@@ -1,16 +1,15 @@
 """The benchmark of QLoRA steps end to end on a tiny model, and that nothing wrong is timed."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.train import qlora
-from bench.train.distill import Recorder
+from bench.train.sides import Benchmark, Case, Recorder, Side
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> qlora.Case:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return qlora.prepare_inputs(tmp_path_factory.mktemp("qlora"), tiny=True)
 
 
@@ -19,19 +18,19 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The parts that ran, in this process instead of their own."""
     parts: list[tuple[str, str]] = []
 
-    def run_here(part: str, side: str, case: qlora.Case) -> dict[str, Any]:
+    def run_here(benchmark: Benchmark, part: str, side: str, case: Case) -> dict[str, Any]:
         parts.append((part, side))
-        return qlora.PARTS[part](side, case)
+        return benchmark.parts[part](benchmark.sides[side], case)
 
-    monkeypatch.setattr(qlora, "run_part", run_here)
+    monkeypatch.setattr(Benchmark, "run", run_here)
     return parts
 
 
-def test_both_sides_take_the_same_step_and_are_timed_by_turns(case: qlora.Case, ran: list[tuple[str, str]]) -> None:
+def test_both_sides_take_the_same_step_and_are_timed_by_turns(case: Case, ran: list[tuple[str, str]]) -> None:
     result = qlora.compare(case, rounds=2)
     assert ran == [(part, side) for part in ("check", "time", "time") for side in ("potstill", "peft")]
     for side in result["sides"].values():
-        assert len(side["all_tokens_per_s"]) == 2 * (case.steps - qlora.WARM_UP) and side["tokens_per_s"] > 0
+        assert len(side["all_tokens_per_s"]) == 2 * (case.steps - case.warm_up) and side["tokens_per_s"] > 0
         assert side["peak_bytes"] > side["weight_bytes"] and side.get("process_bytes", 0) >= 0
         assert len(side["losses"]) == case.steps
     ours, theirs = (result["sides"][name] for name in ("potstill", "peft"))
@@ -42,13 +41,11 @@ def test_both_sides_take_the_same_step_and_are_timed_by_turns(case: qlora.Case, 
     assert result["planned_over_measured"] == planned["peak"] / ours["peak_bytes"]
 
 
-def test_other_losses_are_never_timed(
-    case: qlora.Case, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_losses_are_never_timed(case: Case, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A side whose loss is two percent off."""
 
-    def off(case: qlora.Case, steps: int, folder: Path) -> qlora.Side:
-        side = qlora.peft(case, steps, folder)
+    def off(case: Case) -> Side:
+        side = qlora.peft(case)
 
         class Off(Recorder):
             def __init__(self, recorder: Recorder) -> None:
@@ -57,7 +54,7 @@ def test_other_losses_are_never_timed(
             def log(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
                 self.recorder.log(step, {"loss": 1.02 * metrics["loss"]}, timings)
 
-        return qlora.Side(side.weight_bytes, lambda recorder: side.train(Off(recorder)))
+        return Side(lambda recorder: side.train(Off(recorder)), side.weight_bytes)
 
     monkeypatch.setitem(qlora.SIDES, "peft", off)
     with pytest.raises(RuntimeError, match=r"The first losses are \d+\.\d+ and \d+\.\d+: these are not the same step"):
