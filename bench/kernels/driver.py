@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from bench.common import RESULTS, ROOT, machine, versions
+from bench.common import RESULTS, ROOT, gpu_name, machine, versions, write_json
 from bench.kernels import goals
 from bench.kernels.plot import draw
 from pipeline.results import write_atomically
@@ -83,11 +83,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Namespace) -> None:
     """Run the cases that `path` does not hold yet, for at most PART_S, and write it after each."""
     identity = identify(tiny=options.tiny)
-    wanted = [case for case in cases if options.only in case.shape.name]
+    wanted = {case.shape.name: case for case in cases if options.only in case.shape.name}
     done = read_cases(path, identity)
     if options.again:
-        done = {key: found for key, found in done.items() if key not in {case.shape.name for case in wanted}}
-    todo = [case for case in wanted if case.shape.name not in done]
+        done = {shape: found for shape, found in done.items() if shape not in wanted}
+    todo = [shape for shape in wanted if shape not in done]
     if not todo:
         if wanted:
             print(f"{name}: already measured, see {path} (--again measures it anew)")
@@ -100,36 +100,35 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
     print(name if options.tiny else f"{name}: ours; the others with how many times as long as ours they take")
     with side_stream(device), interpreted() if device.type == "cpu" else nullcontext():
         lab = Lab.open(device)
-        for number, case in enumerate(todo):
+        limits = {**vars(lab.limits), "l2_bytes": lab.l2_bytes}
+        for number, shape in enumerate(todo):
             left_s = start + PART_S - time.monotonic()
             if left_s <= 0:
                 print(f"{name}: out of time; run it again for the other {len(todo) - number}", file=sys.stderr)
                 break
-            print(
-                f"{name} {number + 1}/{len(todo)}, {left_s:.0f} s left: {case.shape.name}", file=sys.stderr, flush=True
-            )
+            print(f"{name} {number + 1}/{len(todo)}, {left_s:.0f} s left: {shape}", file=sys.stderr, flush=True)
             try:
-                done[case.shape.name] = run_case(case, lab, left_s / (len(todo) - number))
+                found = run_case(wanted[shape], lab, left_s / (len(todo) - number))
             except Exception as error:  # a shape that cannot even be set up is written down, and no reason to stop
-                done[case.shape.name] = {"name": case.shape.name, "failed": one_line(error), "candidates": {}}
-            print(describe(done[case.shape.name], speeds=not options.tiny), flush=True)
-            for line in complaints(done[case.shape.name]):
+                found = {"name": shape, "failed": one_line(error), "candidates": {}}
+            done[shape] = found
+            print(describe(found, speeds=not options.tiny), flush=True)
+            for line in complaints(found):
                 print(line, file=sys.stderr, flush=True)
             ordered = [done[case.shape.name] for case in cases if case.shape.name in done]
-            limits = {**vars(lab.limits), "l2_bytes": lab.l2_bytes}
             write(path, {"part": name, "identity": identity, "limits": limits, "cases": ordered})
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
 
 
 def merge(out: Path, *, tiny: bool) -> int:
     """Join all parts of the GPU measured last; say whether everything of ours is right."""
     parts = [json.loads(path.read_text()) for path in sorted((out / "kernels").glob("*.json"))]
-    parts = sorted((part for part in parts if part["identity"]["tiny"] == tiny), key=lambda part: part["written"])
+    parts = [part for part in parts if part["identity"]["tiny"] == tiny]
     if not parts:
         print(f"There are no parts in {out / 'kernels'}.", file=sys.stderr)
         return 2
+    parts.sort(key=lambda part: part["written"])
     gpu = parts[-1]["identity"]["gpu"]
     for part in parts:
         if part["identity"]["gpu"] != gpu:
@@ -139,7 +138,7 @@ def merge(out: Path, *, tiny: bool) -> int:
     path = out / f"kernels-{title}.json"
     reached = [] if tiny else list(goals.compare(parts))
     joined = {"command": "python -m bench.kernels", "gpu": gpu, "tiny": tiny, "goals": reached, "parts": parts}
-    write_atomically(path, (json.dumps(joined, indent=1) + "\n").encode())
+    write_json(path, joined)
     write_atomically(path.with_suffix(".svg"), draw(joined).encode())
     print(f"written to {path} and {path.with_suffix('.svg').name}")
     for goal in reached:
@@ -151,8 +150,7 @@ def merge(out: Path, *, tiny: bool) -> int:
 
 
 def ours_right(case: dict[str, Any]) -> bool:
-    ours = [found["status"] for found in case["candidates"].values() if found["role"] != "peer"]
-    return set(ours) == {"measured"}
+    return {found["status"] for found in case["candidates"].values() if found["role"] != "peer"} == {"measured"}
 
 
 def describe(case: dict[str, Any], *, speeds: bool) -> str:
@@ -189,34 +187,20 @@ def complaints(case: dict[str, Any]) -> Iterator[str]:
 def identify(*, tiny: bool) -> dict[str, Any]:
     """What a measurement depends on; results of another identity are measured anew."""
     digest = hashlib.sha256()
-    for path in sorted(path for room in ("kernels", "bench/kernels") for path in (ROOT / room).rglob("*.py")):
+    for path in sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "bench" / "kernels").rglob("*.py")]):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return {
-        "sources": digest.hexdigest()[:16],
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "tiny": tiny,
-    }
+    packages = {"torch": torch.__version__, "triton": version("triton")}
+    return {"sources": digest.hexdigest()[:16], "gpu": gpu_name(), **packages, "tiny": tiny}
 
 
 def read_cases(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The cases of an earlier run of the same identity, except those in which something of ours was not right."""
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text())
-    if found["identity"] != identity:
-        return {}
-    return {case["name"]: case for case in found["cases"] if ours_right(case)}
+    found = json.loads(path.read_text()) if path.exists() else {"identity": None}
+    cases = found["cases"] if found["identity"] == identity else []
+    return {case["name"]: case for case in cases if ours_right(case)}
 
 
 def write(path: Path, part: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {**part, "written": time.time(), "commit": commit(), "machine": machine(), "peers": versions(PEERS)}
-    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
-
-
-def commit() -> str | None:
-    """The checked-out commit; None where there is no repository, as in a copy of the working tree."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or None
+    # There is no commit where there is no repository, as in a copy of the working tree.
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
+    write_json(path, {**part, "written": time.time(), "commit": head, "machine": machine(), "peers": versions(PEERS)})

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-LARGE_BYTES = 256 * 2**20
 FORMATS = ("nf4", "int4", "int8", "fp8")
 Concerns = Callable[[dict[str, Any]], bool]
 
@@ -38,18 +37,6 @@ def _long_loss(**more: Any) -> Concerns:
     return lambda case: {"tokens": 8192, "vocabulary": 131_072, **more}.items() <= case["shape"].items()
 
 
-def _any(case: dict[str, Any]) -> bool:
-    return True
-
-
-def _large(case: dict[str, Any]) -> bool:
-    return case["bytes"] >= LARGE_BYTES
-
-
-def _few_sequences(case: dict[str, Any]) -> bool:
-    return case["shape"]["batch"] <= 8
-
-
 # fmt: off
 _ROWS = (
     ("nf4", "bitsandbytes", 1, 1.0), ("nf4", "bitsandbytes gemv", 1, 1.0), ("int4", "torch_int4", 1, 1.0),
@@ -64,11 +51,13 @@ GOALS = tuple(Goal(*fields) for fields in (
     ("forward d64, 4k-16k, over SDPA cuDNN", "flash_forward", "sdpa_cudnn", "times_ours", 1.0, _heads_of(64)),
     ("forward + backward d128, 4k-16k, over SDPA cuDNN", "flash_forward_backward", "sdpa_cudnn", "times_ours", 0.95,
      _heads_of(128)),
-    ("decode over FlashInfer", "decode", "flashinfer", "times_ours", 1.0, _any),
-    ("decode over vLLM's Triton", "decode", "vllm_triton", "times_ours", 1.1, _any),
-    ("decode, fraction of the limit from 256 MB", "decode", "potstill", "roofline_fraction", 0.85, _large),
-    ("verification: plain decode over ours", "verify", "decode", "times_ours", 1 / 1.05, _any),
-    ("verification over vLLM's Triton, batch to 8", "verify", "vllm_triton", "times_ours", 1.5, _few_sequences),
+    ("decode over FlashInfer", "decode", "flashinfer", "times_ours", 1.0, lambda case: True),
+    ("decode over vLLM's Triton", "decode", "vllm_triton", "times_ours", 1.1, lambda case: True),
+    ("decode, fraction of the limit from 256 MB", "decode", "potstill", "roofline_fraction", 0.85,
+     lambda case: case["bytes"] >= 256 * 2**20),
+    ("verification: plain decode over ours", "verify", "decode", "times_ours", 1 / 1.05, lambda case: True),
+    ("verification over vLLM's Triton, batch to 8", "verify", "vllm_triton", "times_ours", 1.5,
+     lambda case: case["shape"]["batch"] <= 8),
     *((f"{name}, {rows} row{'s' * (rows > 1)}, over {'bf16' if peer == 'cublas' else peer}", f"quantized_{name}", peer,
        "times_ours", ratio, _rows(rows)) for name, peer, rows, ratio in _ROWS),
     *((f"{name}, 1 row, fraction from 32 MB", f"quantized_{name}", "potstill", "roofline_fraction", 0.75,
@@ -92,14 +81,11 @@ def compare(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             if goal.figure in found and goal.concerns(case):
                 figures[case["name"]] = found[goal.figure]
         worst = min(figures, key=lambda name: figures[name], default=None)
+        figure = None if worst is None else figures[worst]
         yield {
-            "goal": goal.text,
-            "at_least": goal.at_least,
-            "shapes": len(figures),
-            "worst": None if worst is None else figures[worst],
-            "worst_shape": worst,
-            "reached": None if worst is None else figures[worst] >= goal.at_least,
-        }
+            "goal": goal.text, "at_least": goal.at_least, "shapes": len(figures), "worst": figure,
+            "worst_shape": worst, "reached": None if figure is None else figure >= goal.at_least,
+        }  # fmt: skip
 
 
 def describe(goal: dict[str, Any]) -> str:

@@ -41,12 +41,9 @@ def draw(joined: dict[str, Any]) -> str:
     height = TOP + sum(SECTION + ROW * len(part["cases"]) for part in parts) + 12
     colors = {family: COLORS[index % len(COLORS)] for index, family in enumerate(_families(parts, "peer"))}
     colors |= dict.fromkeys(_families(parts, "baseline"), "")
-    pieces = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="page" width="{WIDTH}" height="{height}" rx="8"/>',
-        *_header(joined, colors),
-    ]
+    size = f'width="{WIDTH}" height="{height}"'
+    pieces = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {size}><style>{STYLE}</style>']
+    pieces += [f'<rect class="page" {size} rx="8"/>', *_header(joined, colors)]
     y = TOP
     for part in parts:
         pieces += _section(part, y, colors)
@@ -61,13 +58,8 @@ def _family(name: str) -> str:
 
 def _families(parts: Sequence[dict[str, Any]], role: str) -> list[str]:
     """Everybody who was measured in this role, in order of appearance."""
-    names: dict[str, None] = {}
-    for part in parts:
-        for case in part["cases"]:
-            for name, found in case["candidates"].items():
-                if found["role"] == role and found["status"] == "measured":
-                    names[_family(name)] = None
-    return list(names)
+    listed = (item for part in parts for case in part["cases"] for item in case["candidates"].items())
+    return list(dict.fromkeys(_family(name) for name, it in listed if (it["role"], it["status"]) == (role, "measured")))
 
 
 def _header(joined: dict[str, Any], colors: dict[str, str]) -> Iterator[str]:
@@ -90,12 +82,12 @@ def _section(part: dict[str, Any], y: int, colors: dict[str, str]) -> Iterator[s
     limit = f"fraction of the limit ({copy:.2f} TB/s, {product:.0f} TFLOP/s)"
     yield f'<text x="{LEFT_BAR}" y="{y + 22}">{limit}</text>'
     yield f'<text x="{LEFT_DOTS}" y="{y + 22}">time of a peer over ours</text>'
-    for percent in (0, 25, 50, 75, 100):
-        yield _line("grid", LEFT_BAR + BAR * percent / 100, y + 44, bottom)
-        yield _label(LEFT_BAR + BAR * percent / 100, y + 40, f"{percent}%")
-    for ratio in (0.5, 1.0, 2.0, 4.0, 8.0):
-        yield _line("one" if ratio == 1 else "grid", _ratio_x(ratio), y + 44, bottom)
-        yield _label(_ratio_x(ratio), y + 40, f"{ratio:g}")
+    ticks = [(LEFT_BAR + BAR * percent / 100, f"{percent}%") for percent in (0, 25, 50, 75, 100)]
+    ticks += [(_ratio_x(ratio), f"{ratio:g}") for ratio in (0.5, 1.0, 2.0, 4.0, 8.0)]
+    for x, text in ticks:
+        kind = "one" if text == "1" else "grid"
+        yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{y + 44}" y2="{bottom}"/>'
+        yield f'<text x="{x:.1f}" y="{y + 40}" text-anchor="middle">{text}</text>'
     for index, case in enumerate(part["cases"]):
         yield from _row(case, y + SECTION - 8 + ROW * index, colors)
 
@@ -143,11 +135,3 @@ def _hover(name: str, found: dict[str, Any]) -> str:
 def _ratio_x(ratio: float) -> float:
     share = math.log(min(max(ratio, LOW), HIGH) / LOW) / math.log(HIGH / LOW)
     return LEFT_DOTS + share * (RIGHT - LEFT_DOTS)
-
-
-def _line(kind: str, x: float, top: int, bottom: int) -> str:
-    return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
-
-
-def _label(x: float, y: int, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{text}</text>'

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bench.common import gpu_peak_bytes
 from bench.kernels.case import Candidate, Case, Inputs, NotItsTask, Outputs, Run, Shape, tensors
 from tests.compare import BOUNDS, relative_rms
 
@@ -50,11 +51,7 @@ class Program:
 
     @classmethod
     def uncaptured(cls, runs: Sequence[Run], launch: str = "call") -> "Program":
-        def play() -> None:
-            for run in runs:
-                run()
-
-        return cls(play, len(runs), launch)
+        return cls(lambda: [run() for run in runs], len(runs), launch)
 
 
 class Clock(Protocol):
@@ -63,7 +60,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For --tiny on a CPU, where it shows that everything runs, and for `bench.kernels.decode`."""
+    """For --tiny on a CPU, where it shows that everything runs, and for what decodes there."""
 
     def program(self, runs: Sequence[Run]) -> Program:
         return Program.uncaptured(runs)
@@ -106,6 +103,10 @@ class GpuClock:
         return [start.elapsed_time(stop) / 1e3 for start, stop in events]
 
 
+def clock_of(device: torch.device) -> Clock:
+    return GpuClock() if device.type == "cuda" else HostClock()
+
+
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     """End a capture that failed. Its random generator would go on believing in it; one with a copy of its state not."""
     with suppress(Exception):
@@ -122,12 +123,10 @@ class Limits:
     copy_bytes_per_s: float
     matmul_flop_per_s: float
 
-    def floor_s(self, shape: Shape) -> float:
-        return max(shape.num_bytes / self.copy_bytes_per_s, shape.flops / self.matmul_flop_per_s)
-
-    def bound(self, shape: Shape) -> str:
-        is_compute = shape.flops / self.matmul_flop_per_s > shape.num_bytes / self.copy_bytes_per_s
-        return "compute" if is_compute else "memory"
+    def floor(self, shape: Shape) -> tuple[float, str]:
+        """Seconds, and what takes them."""
+        memory_s, compute_s = shape.num_bytes / self.copy_bytes_per_s, shape.flops / self.matmul_flop_per_s
+        return (compute_s, "compute") if compute_s > memory_s else (memory_s, "memory")
 
 
 @dataclass(frozen=True)
@@ -138,14 +137,15 @@ class Lab:
     clock: Clock
     l2_bytes: int
     limits: Limits
-    rounds: int = ROUNDS
+    rounds: int | None = None
 
     @classmethod
     def open(cls, device: torch.device) -> "Lab":
-        if device.type == "cuda":
-            l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-            return cls(device, GpuClock(), l2_bytes, measure_limits(device, GpuClock(), 2**29, 8192))
-        return cls(device, HostClock(), 0, measure_limits(device, HostClock(), 2**20, 128), rounds=2)
+        clock = clock_of(device)
+        if device.type != "cuda":
+            return cls(device, clock, 0, measure_limits(device, clock, 2**20, 128), rounds=2)
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        return cls(device, clock, l2_bytes, measure_limits(device, clock, 2**29, 8192))
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -157,10 +157,8 @@ def measure_limits(device: torch.device, clock: Clock, elements: int, n: int) ->
     """Copy `elements` fp32 numbers (bytes read and written both count); multiply two n × n bf16 matrices."""
     source, (a, b) = torch.randn(elements, device=device), torch.randn(2, n, n, device=device).bfloat16()
     target, result = torch.empty_like(source), torch.empty_like(a)
-    programs = [
-        Program(partial(target.copy_, source), 1, "call"),
-        Program(partial(torch.mm, a, b, out=result), 1, "call"),
-    ]
+    calls = (partial(target.copy_, source), partial(torch.mm, a, b, out=result))
+    programs = [Program(call, 1, "call") for call in calls]
     clock.seconds(programs * 5)
     times = clock.seconds(programs * 30)
     return Limits(8 * elements / statistics.median(times[::2]), 2 * n**3 / statistics.median(times[1::2]))
@@ -169,59 +167,64 @@ def measure_limits(device: torch.device, clock: Clock, elements: int, n: int) ->
 def run_case(case: Case, lab: Lab, budget_s: float) -> dict[str, Any]:
     """Check every candidate, time those that are right, and return all of it as JSON."""
     torch.compiler.reset()
-    seed, shape = torch.seed(), case.shape
-    measurement = _Measurement(case, lab, shape.inputs(lab.device))
-    found = measurement.run(budget_s)
+    seed, shape, (floor_s, bound) = torch.seed(), case.shape, lab.limits.floor(case.shape)
+    measurement = _Measurement(case, lab, budget_s)
+    measurement.run()
     return {
         "name": shape.name, "shape": dict(shape.fields), "dtype": str(shape.dtype).removeprefix("torch."),
-        "flops": shape.flops, "bytes": shape.num_bytes, "floor_s": lab.limits.floor_s(shape),
-        "bound": lab.limits.bound(shape), "seed": seed, "input_sets": measurement.num_sets, "candidates": found,
+        "flops": shape.flops, "bytes": shape.num_bytes, "floor_s": floor_s, "bound": bound, "seed": seed,
+        "input_sets": measurement.num_sets, "candidates": measurement.found,
     }  # fmt: skip
 
 
 class _Measurement:
     """One case; `found` is what is known of each candidate."""
 
-    def __init__(self, case: Case, lab: Lab, inputs: Inputs) -> None:
-        self.case, self.lab, self.inputs = case, lab, inputs
-        self.expected = case.shape.reference(inputs)
-        self.found: dict[str, dict[str, Any]] = {}
+    def __init__(self, case: Case, lab: Lab, budget_s: float) -> None:
+        self.case, self.lab, self.budget_s = case, lab, budget_s
+        self.sets = [case.shape.inputs(lab.device)]
+        self.expected = case.shape.reference(self.sets[0])
+        self.found: dict[str, dict[str, Any]] = {
+            one.name: {"status": "right", "role": one.role} for one in case.candidates
+        }
         self.programs: dict[str, list[Program]] = {}
         self.calls, self.num_sets = self._sizes()
 
-    def run(self, budget_s: float) -> dict[str, dict[str, Any]]:
-        for candidate in self.case.candidates:
-            if candidate.compiles and budget_s < COMPILING_S:
-                found = {"status": "left out", "reason": f"only {budget_s:.0f} s for this shape"}
-            else:
-                found = self._check(candidate)
-            self.found[candidate.name] = found | {"role": candidate.role}
-        sets = [self.inputs, *(self.case.shape.inputs(self.lab.device) for _ in range(self.num_sets - 1))]
-        for candidate in self.case.candidates:
-            if self.found[candidate.name]["status"] == "right":
-                self._build(candidate, sets)
-        programs = {name: built for name, built in self.programs.items() if self.found[name]["status"] == "right"}
-        for name, samples in _interleave(programs, self.lab).items():
-            launch = {"status": "measured", "launch": programs[name][0].launch}
+    def run(self) -> None:
+        self._take(self._check)
+        self.sets += [self.case.shape.inputs(self.lab.device) for _ in range(self.num_sets - 1)]
+        self._take(self._build)
+        for name, samples in interleave(self.programs, self.lab.clock, self.lab.rounds).items():
+            launch = {"status": "measured", "launch": self.programs[name][0].launch}
             self.found[name] |= launch | _spread(samples)
         add_rates(self.case.shape, self.lab.limits, self.found)
-        return self.found
+
+    def _take(self, step: Callable[[Candidate], dict[str, Any]]) -> None:
+        """Note what a step finds out about every candidate that is right so far."""
+        for candidate in self.case.candidates:
+            found = self.found[candidate.name]
+            if found["status"] != "right":
+                continue
+            try:
+                found |= step(candidate)
+            except NotItsTask as reason:
+                found |= {"status": "left out", "reason": str(reason)}
+            except Exception as error:
+                if candidate.role != "peer":
+                    traceback.print_exc()
+                found |= {"status": "failed", "reason": one_line(error)}
 
     def _check(self, candidate: Candidate) -> dict[str, Any]:
-        try:
-            run = _prepare(candidate, self.inputs)
-            if run is None:
-                return {"status": "absent", "reason": "not installed"}
-            checked = self._compare(candidate, run())
-            if self.case.measures_memory and torch.cuda.is_available():
-                checked["peak_bytes"] = _peak_bytes(run)
-            return checked
-        except NotItsTask as reason:
-            return {"status": "left out", "reason": str(reason)}
-        except Exception as error:
-            if candidate.role != "peer":
-                traceback.print_exc()
-            return {"status": "failed", "reason": one_line(error)}
+        if candidate.compiles and self.budget_s < COMPILING_S:
+            raise NotItsTask(f"only {self.budget_s:.0f} s for this shape")
+        run = _prepare(candidate, self.sets[0])
+        if run is None:
+            return {"status": "absent", "reason": "not installed"}
+        checked = self._compare(candidate, run())
+        if self.case.measures_memory and torch.cuda.is_available():
+            before = torch.cuda.memory_allocated()
+            checked["peak_bytes"] = gpu_peak_bytes(run) - before
+        return checked
 
     def _compare(self, candidate: Candidate, outputs: Outputs) -> dict[str, Any]:
         """Right if no output is off by more than the tests' bound for this dtype; integers must be equal."""
@@ -235,36 +238,30 @@ class _Measurement:
 
     def _sizes(self) -> tuple[int, int]:
         """How many calls share a graph, and how many sets of inputs there are."""
-        size = sum(x.numel() * x.element_size() for x in tensors(self.inputs))
+        size = sum(x.nbytes for x in tensors(self.sets[0]))
         if size >= ONE_SET_BYTES:
             return 1, 1
-        floor_s = self.lab.limits.floor_s(self.case.shape)
+        floor_s, _ = self.lab.limits.floor(self.case.shape)
         calls = 1 if self.lab.device.type == "cpu" else min(MOST_CALLS, math.ceil(SHORT_S / floor_s))
         return calls, calls * max(2, math.ceil(2 * self.lab.l2_bytes / (size * calls)))
 
-    def _build(self, candidate: Candidate, sets: Sequence[Inputs]) -> None:
+    def _build(self, candidate: Candidate) -> dict[str, Any]:
         """A program for each group of sets. What a graph writes is filled with NaN, replayed and compared again."""
         uncaptured = self.case.measures_memory or candidate.reads_on_host
         launch = Program.uncaptured if uncaptured else self.lab.clock.program
-        try:
-            groups = [sets[start : start + self.calls] for start in range(0, len(sets), self.calls)]
-            runs = [[_prepare(candidate, one) for one in group] for group in groups]
-            programs = [launch([run for run in group if run]) for group in runs]
-        except Exception as error:
-            self.found[candidate.name] |= {"status": "failed", "reason": one_line(error)}
-            return
+        runs = [run for inputs in self.sets if (run := _prepare(candidate, inputs))]
+        programs = [launch(runs[first : first + self.calls]) for first in range(0, len(runs), self.calls)]
+        if programs[0].outputs and not candidate.in_place:
+            given = {x.untyped_storage().data_ptr() for x in tensors(self.sets[0])}
+            for output in programs[0].outputs:
+                if output.untyped_storage().data_ptr() not in given:
+                    _poison(output.detach())
+            programs[0].play()
+            checked = self._compare(candidate, programs[0].outputs)
+            if checked["status"] == "red":
+                return checked | {"reason": "right when called, wrong when replayed from a graph"}
         self.programs[candidate.name] = programs
-        if not programs[0].outputs or candidate.in_place:
-            return
-        given = {x.untyped_storage().data_ptr() for x in tensors(self.inputs)}
-        for output in programs[0].outputs:
-            if output.untyped_storage().data_ptr() not in given:
-                _poison(output.detach())
-        programs[0].play()
-        checked = self._compare(candidate, programs[0].outputs)
-        if checked["status"] == "red":
-            reason = {"reason": "right when called, wrong when replayed from a graph"}
-            self.found[candidate.name] |= checked | reason
+        return {}
 
 
 def _prepare(candidate: Candidate, inputs: Inputs) -> Run | None:
@@ -279,15 +276,6 @@ def _error(actual: Tensor, wanted: Tensor) -> float:
     return (actual != wanted).double().mean().item() if wanted.numel() else 0.0
 
 
-def _peak_bytes(run: Run) -> int:
-    """The most that a call holds, its results included, beside what there was before it."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def _poison(output: Tensor) -> None:
     """NaN; for integers the least, which is no token and no count."""
     if output.is_floating_point():
@@ -296,23 +284,22 @@ def _poison(output: Tensor) -> None:
         output.fill_(torch.iinfo(output.dtype).min)
 
 
-def _interleave(programs: dict[str, list[Program]], lab: Lab) -> dict[str, list[float]]:
-    """Seconds of one call of each candidate, a sample a round."""
-    names = list(programs)
+def interleave(programs: Mapping[str, Sequence[Program]], clock: Clock, rounds: int | None) -> dict[str, list[float]]:
+    """Seconds of one call of each candidate, a sample a round; without `rounds` as many as there is time for."""
+    names, warm_up_ends = list(programs), time.monotonic() + WARM_UP_S
     if not names:
         return {}
-    warm_up_ends = time.monotonic() + (WARM_UP_S if lab.rounds >= ROUNDS else 0)
     one_of_each = [programs[name][0] for name in names]
-    round_s = sum(lab.clock.seconds(one_of_each))
-    while time.monotonic() < warm_up_ends:
-        round_s = sum(lab.clock.seconds(one_of_each))
-    rounds = lab.rounds if lab.rounds < ROUNDS else number_of_rounds(round_s)
+    round_s = sum(clock.seconds(one_of_each))
+    while rounds is None and time.monotonic() < warm_up_ends:
+        round_s = sum(clock.seconds(one_of_each))
+    rounds = number_of_rounds(round_s) if rounds is None else rounds
     order = [names[number % len(names) :] + names[: number % len(names)] for number in range(rounds)]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for first in range(0, rounds, ROUNDS_IN_FLIGHT):
         block = range(first, min(first + ROUNDS_IN_FLIGHT, rounds))
         played = [(name, programs[name][number % len(programs[name])]) for number in block for name in order[number]]
-        for (name, program), elapsed_s in zip(played, lab.clock.seconds([p for _, p in played]), strict=True):
+        for (name, program), elapsed_s in zip(played, clock.seconds([p for _, p in played]), strict=True):
             samples[name].append(elapsed_s / program.calls)
     return samples
 
@@ -336,7 +323,7 @@ def add_rates(shape: Shape, limits: Limits, found: dict[str, dict[str, Any]]) ->
         if one["role"] != "baseline":
             one["tflop_per_s"] = shape.flops / one["median_s"] / 1e12
             one["gb_per_s"] = shape.num_bytes / one["median_s"] / 1e9
-            one["roofline_fraction"] = limits.floor_s(shape) / one["median_s"]
+            one["roofline_fraction"] = limits.floor(shape)[0] / one["median_s"]
         if ours is not None and one["role"] != "ours":
             one["times_ours"] = one["median_s"] / ours["median_s"]
             if "peak_bytes" in one and "peak_bytes" in ours:

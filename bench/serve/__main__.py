@@ -9,15 +9,14 @@ in bf16 with end-of-text ignored, so all produce the same number of wanted token
 """
 
 import argparse
-import http.client
 import json
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 
 from bench.common import ROOT, teacher_folder, write_result
 from model.text.tokenizer import Tokenizer
+from pipeline.stages.conversation.server import running_server
 from serve import LLM, SamplingParams
 
 STATIC_BATCH_SIZES = (8, 16, 32, 64)
@@ -43,14 +43,8 @@ class Transformers:
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
-            out = self.model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=False,
-                min_new_tokens=new_tokens,
-                max_new_tokens=new_tokens,
-                pad_token_id=0,
-            )
+            lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+            out = self.model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
         return out[:, longest:].tolist()
 
     def generate_in_batches(self, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
@@ -59,44 +53,13 @@ class Transformers:
             self.generate(prompts[start:stop], max(lengths[start:stop]))
 
 
-class Server:
-    """`potstill serve` in its own process, as a user starts it."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "pipeline", "serve", str(folder), "--dtype", "bfloat16"]
-        command += ["--port", str(self.port), "--served-model-name", "teacher"]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not self._healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("potstill serve did not become healthy.")
-            time.sleep(0.2)
-
-    def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
-
-    def generate(self, prompt: list[int], new_tokens: int) -> None:
-        body = {"model": "teacher", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+def ask(address: tuple[str, int], prompt: list[int], new_tokens: int) -> None:
+    body = {"model": "teacher", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    with closing(HTTPConnection(*address, timeout=300)) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = json.loads(connection.getresponse().read())
-        connection.close()
-        if answer["usage"]["completion_tokens"] != new_tokens:
-            raise RuntimeError(f"The server generated {answer['usage']} instead of {new_tokens} tokens.")
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(timeout=60)
+        usage = json.loads(connection.getresponse().read())["usage"]
+    if usage["completion_tokens"] != new_tokens:
+        raise RuntimeError(f"The server generated {usage} instead of {new_tokens} tokens.")
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -116,21 +79,14 @@ def one_at_a_time(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> di
     new_tokens = 128
     [prompt] = prompts_of(folder, [64])
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    server = Server(folder)
-    sides: dict[str, Callable[[], Any]] = {
-        "potstill_engine": lambda: llm.generate([prompt], params),
-        "potstill_http": lambda: server.generate(prompt, new_tokens),
-        "transformers": lambda: peer.generate([prompt], new_tokens),
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
-    try:
-        for round_number in range(rounds + 1):
-            for name, run in sides.items():
-                elapsed_s = seconds(run)
-                if round_number:  # the first round warms everybody up
-                    speeds[name].append(new_tokens / elapsed_s)
-    finally:
-        server.stop()
+    with running_server(folder, None, "--dtype", "bfloat16", name="teacher") as address:
+        sides: dict[str, Callable[[], Any]] = {
+            "potstill_engine": lambda: llm.generate([prompt], params),
+            "potstill_http": lambda: ask(address, prompt, new_tokens),
+            "transformers": lambda: peer.generate([prompt], new_tokens),
+        }
+        taken = [{name: seconds(run) for name, run in sides.items()} for _ in range(rounds + 1)]
+    speeds = {name: [new_tokens / each[name] for each in taken[1:]] for name in sides}  # the first warms everybody up
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     return {
         "prompt_tokens": 64, "new_tokens": new_tokens, "tokens_per_s": medians, "all_tokens_per_s": speeds,
@@ -154,14 +110,14 @@ def many_at_once(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> dic
 
     static: dict[int, float] = {}
     for size in STATIC_BATCH_SIZES:
-        static[size] = wanted / seconds(lambda size=size: peer.generate_in_batches(prompts, lengths, size))
+        static[size] = wanted / seconds(partial(peer.generate_in_batches, prompts, lengths, size))
         print(f"  transformers, static batches of {size}: {static[size]:.0f} tokens/s", flush=True)
     best = max(static, key=lambda size: static[size])
     theirs, ours = [static[best]], []
     for round_number in range(rounds):
         ours.append(wanted / seconds(by_engine))
         if round_number:
-            theirs.append(wanted / seconds(lambda: peer.generate_in_batches(prompts, lengths, best)))
+            theirs.append(wanted / seconds(partial(peer.generate_in_batches, prompts, lengths, best)))
         print(f"  potstill {ours[-1]:.0f} tokens/s, transformers {theirs[-1]:.0f}", flush=True)
     return {
         "requests": len(lengths), "new_tokens": wanted,

@@ -27,10 +27,10 @@ class ServerFailed(StageFailed):
 
 
 @contextmanager
-def running_server(model: Path, verify: Path | None, *, name: str) -> Iterator[tuple[str, int]]:
+def running_server(model: Path, verify: Path | None, *options: str, name: str) -> Iterator[tuple[str, int]]:
     """`potstill serve` on a free loopback port, for as long as the context is open. Yields (host, port)."""
     command = [sys.executable, "-m", "pipeline", "serve", str(model), "--port", "0", "--served-model-name", name]
-    command += ["--log-level", "warning", "--max-num-seqs", "8", "--kv-cache-bytes", "256M"]
+    command += ["--log-level", "warning", "--max-num-seqs", "8", "--kv-cache-bytes", "256M", *options]
     command += [] if verify is None else ["--verify", str(verify)]
     root = str(Path(__file__).resolve().parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
