@@ -1,4 +1,4 @@
-"""What each token's absence from a layer would cost, and routers that foretell it: where routing starts.
+"""What each token's absence from a layer would cost, and routers that predict it: where routing starts.
 
 With m_t the part that token t takes in a layer's routed work (1: in full, 0: skipped), the distance to the model's own
 distribution grows by ½ E[(∂ log p(y) / ∂m_t)²] to second order, y drawn from the model: the Fisher information. One
@@ -131,7 +131,7 @@ class _Parts(PackedAttention):
 
 @torch.no_grad()
 def fit_routers(model: Transformer, costs: Sequence[TokenCosts]) -> None:
-    """Sets the routers of `model` to foretell `costs`, given for all of its layers."""
+    """Sets the routers of `model` to predict `costs`, given for all of its layers."""
     for layer in routed_layers(model):
         weight, bias = _fit(costs[layer.layer])
         layer.router.weight.copy_(weight[None])
