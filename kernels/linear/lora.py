@@ -32,6 +32,10 @@ _INPUTS_PER_SPLIT, _MOST_SPLITS = 512, 8
 _MOST_PARTS = 16
 
 
+Slots = Tensor | None
+"""The adapter of each row, [T] integers, -1 for none; None: every row has the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
     """S adapters of one linear layer, each padded with zeros to the largest rank R. ValueError if shapes do not fit."""

@@ -37,7 +37,15 @@ from kernels.linear._quantized_tiles import (
     tile_values,
     tile_weight,
 )
-from kernels.linear.lora import LoraWeights, check_adapters, expand_operands, lora_add, lora_reference, wants_gradients
+from kernels.linear.lora import (
+    LoraWeights,
+    Slots,
+    check_adapters,
+    expand_operands,
+    lora_add,
+    lora_reference,
+    wants_gradients,
+)
 from kernels.linear.quantization import QuantizedWeight, pack_int4, pack_nf4
 
 PreparedQuantizedWeight = TiledWeight | CpuWeight
@@ -68,11 +76,7 @@ _WIDE_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def quantized_linear_reference(
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None = None,
-    lora: LoraWeights | None = None,
-    slots: Tensor | None = None,
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
 ) -> Tensor:
     """`quantized_linear` in its plainest form."""
     product = x @ weight.dequantize(x.dtype).t()

@@ -9,7 +9,7 @@ Legend: T tokens, K input features, I intermediate size.
 
 from torch import Tensor
 
-from kernels.linear.lora import LoraWeights
+from kernels.linear.lora import LoraWeights, Slots
 from kernels.linear.quantization import QuantizedWeight
 from kernels.linear.quantized import (
     PreparedQuantizedWeight,
@@ -22,11 +22,7 @@ from kernels.swiglu import swiglu, swiglu_reference
 
 
 def quantized_swiglu_reference(
-    x: Tensor,
-    weight: QuantizedWeight,
-    bias: Tensor | None = None,
-    lora: LoraWeights | None = None,
-    slots: Tensor | None = None,
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
 ) -> Tensor:
     """`quantized_swiglu` in its plainest form."""
     gate, up = quantized_linear_reference(x, weight, bias, lora, slots).chunk(2, dim=1)

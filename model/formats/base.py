@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.dense import linear
-from kernels.linear.lora import LoraWeights, lora_add
+from kernels.linear.lora import LoraWeights, Slots, lora_add
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, stored_codes
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.swiglu import swiglu
@@ -49,22 +49,12 @@ class ServingForm(ABC, Generic[W]):
 
     @abstractmethod
     def product(
-        self,
-        x: Tensor,
-        prepared: Any,
-        bias: Tensor | None = None,
-        lora: LoraWeights | None = None,
-        slots: Tensor | None = None,
+        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
         """`x Wᵀ + b`, [T, N] of x [T, K], plus what adapters add; `lora` and `slots` as in `lora_add`."""
 
     def swiglu(
-        self,
-        x: Tensor,
-        prepared: Any,
-        bias: Tensor | None = None,
-        lora: LoraWeights | None = None,
-        slots: Tensor | None = None,
+        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
         """`silu(gate) * up` of the two halves of `product`."""
         gate, up = self.product(x, prepared, bias, lora, slots).chunk(2, dim=-1)
@@ -122,12 +112,7 @@ class WeightFormat(ServingForm[W]):
         return weight
 
     def product(
-        self,
-        x: Tensor,
-        prepared: Any,
-        bias: Tensor | None = None,
-        lora: LoraWeights | None = None,
-        slots: Tensor | None = None,
+        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
         y = linear(x, prepared.dequantize(x.dtype), bias)
         return y if lora is None else lora_add(y, x, lora, slots)
@@ -174,21 +159,11 @@ class KernelFormat(WeightFormat[W]):
         return weight if weight.codes.numel() else dataclasses.replace(weight, codes=stored_codes(prepared))
 
     def product(
-        self,
-        x: Tensor,
-        prepared: Any,
-        bias: Tensor | None = None,
-        lora: LoraWeights | None = None,
-        slots: Tensor | None = None,
+        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
         return quantized_linear(x, prepared, bias, lora, slots)
 
     def swiglu(
-        self,
-        x: Tensor,
-        prepared: Any,
-        bias: Tensor | None = None,
-        lora: LoraWeights | None = None,
-        slots: Tensor | None = None,
+        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
         return quantized_swiglu(x, prepared, bias, lora, slots)
