@@ -29,7 +29,7 @@ from torch import Tensor
 import kernels.linear.quantized as module
 from bench.common import write_result
 from bench.kernels.case import Inputs, Run, Shape, normal
-from bench.kernels.families.attention import PAGE, dense, paged
+from bench.kernels.families.attention import PAGE, paged
 from bench.kernels.families.linear import QUANTIZERS, weight_bytes
 from bench.kernels.timing import clock_of, interleave, side_stream
 from kernels.attention.paged import paged_attention, plan_paged_attention
@@ -153,7 +153,8 @@ def ours(inputs: Inputs) -> Run:
 
 
 def by_torch(inputs: Inputs) -> Run:
-    k, v = (x.contiguous() for x in dense(inputs)[1:])
+    pages = (x[inputs.block_tables] for x in (inputs.k_pages, inputs.v_pages))
+    k, v = (x.flatten(1, 2).transpose(1, 2).contiguous() for x in pages)
     q = inputs.q.view(len(k), k.shape[1], -1, k.shape[3])
     return lambda: (F.scaled_dot_product_attention(q, k, v).view_as(inputs.q),)
 
