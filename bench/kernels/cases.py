@@ -18,7 +18,7 @@ from bench.kernels.families import attention, elementwise, linear, losses, sampl
 from bench.kernels.families.attention import documents, paged
 from bench.kernels.families.elementwise import EPS, gate, norm, rotary, routed
 from bench.kernels.families.linear import product as weight_product
-from bench.kernels.families.losses import KINDS, alpha_of, loss
+from bench.kernels.families.losses import KINDS, loss
 from kernels.attention.flash import flash_attention
 from kernels.attention.paged import paged_attention, plan_paged_attention
 from kernels.attention.rotary import apply_rotary
@@ -108,7 +108,7 @@ FLASH = [
     _ours(_flash()),
     # Without the promise of the same bits each time, which most peers do not give.
     _baseline("any order", _flash(deterministic=False), takes=_on(mode=("backward", "forward+backward"))),
-    *(Candidate(name, of_leaves(attention.of_documents(attention.DENSE[name]))) for name in attention.BACKENDS),
+    *(Candidate(name, of_leaves(attention.of_documents(attention.SDPA[name]))) for name in attention.SDPA),
     Candidate("fa3", of_leaves(attention.fa3)),
     Candidate("flex", of_leaves(attention.of_documents(attention.flex)), compiles=True),
 ]
@@ -118,7 +118,7 @@ PAGED = [
     Candidate("fa3", attention.fa3_paged),
     Candidate("vllm_fa3", attention.vllm_fa3),
     Candidate("vllm_triton", attention.vllm_triton),
-    *(Candidate(f"contiguous_{name}", attention.contiguous(attention.DENSE[name])) for name in attention.BACKENDS),
+    *(Candidate(f"contiguous_{name}", attention.contiguous(attention.SDPA[name])) for name in attention.SDPA),
     Candidate("flashinfer", attention.flashinfer),
     Candidate("contiguous_flex", attention.contiguous(attention.flex), compiles=True),
 ]
@@ -149,13 +149,13 @@ NORM = [
     _ours(of_leaves(lambda inputs: lambda x, residual, weight: rms_norm(x, weight, EPS, residual))),
     Candidate("liger", of_leaves(elementwise.liger_norm)),
     Candidate("flashinfer", elementwise.flashinfer_norm, in_place=True, takes=_on(backward=(False,))),
-    Candidate("torch_compile", of_leaves(elementwise.compiled_norm), compiles=True),
+    Candidate("torch_compile", of_leaves(elementwise.by_compiler(elementwise.plain_norm)), compiles=True),
 ]
 GATE = [
     _ours(of_leaves(lambda inputs: lambda gate, up: swiglu(gate, up))),
     Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on(backward=(False,))),
     Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on(backward=(True,)), in_place=True),
-    Candidate("torch_compile", of_leaves(elementwise.compiled_swiglu), compiles=True),
+    Candidate("torch_compile", of_leaves(elementwise.by_compiler(elementwise.plain_swiglu)), compiles=True),
 ]
 ROTARY = [
     _ours(by_name(apply_rotary)),
@@ -209,13 +209,10 @@ LINEAR = [
     Candidate("marlin fp16", of_leaves(linear.marlin), takes=_forward_on(format=("int4",))),
     Candidate("bitsandbytes gemv", of_leaves(linear.bitsandbytes_gemv), takes=_forward_on(format=("nf4",), rows=(1,))),
 ]
+_adapters_after = _prepared(lambda x, w, i: lora_add(quantized_linear(x, w), x, i.adapters, i.slots))
 ADAPTERS = [
     _ours(_prepared(lambda x, w, i: quantized_linear(x, w, None, i.adapters, i.slots)), compare=_only(0, 1)),
-    _baseline(
-        "two calls",
-        _prepared(lambda x, w, i: lora_add(quantized_linear(x, w), x, i.adapters, i.slots)),
-        compare=_only(0, 1),
-    ),
+    _baseline("two calls", _adapters_after, compare=_only(0, 1)),
     _baseline("no adapters", _product, compare=_only(1, 2)),
     Candidate("cublas", of_leaves(linear.cublas_adapters), compare=_only(0, 1)),
 ]
@@ -241,17 +238,8 @@ def _backward(*formats: str, matrices: Sequence[tuple[int, int]] = MATRICES[1:2]
 # Losses
 
 VOCABULARY = 131_072
-
-
-def _our_loss(hidden: Tensor, head: Tensor, inputs: Inputs, rows: slice) -> Tensor:
-    if not (kind := inputs.shape["kind"]):
-        return linear_cross_entropy(hidden, head, inputs.labels)
-    teacher = (inputs.teacher, inputs.teacher_head)
-    return linear_distillation(hidden, head, *teacher, inputs.labels, kind=kind, alpha=alpha_of(kind)).loss
-
-
 LOSSES = [
-    _ours(losses.by_rows(_our_loss)),
+    _ours(losses.by_rows(losses.loss_by(linear_cross_entropy, linear_distillation))),
     Candidate("dense", losses.by_rows(losses.plain_loss)),
     Candidate("chunked", losses.by_rows(losses.plain_loss, losses.CHUNK)),
     Candidate("liger", losses.liger_cross_entropy, takes=_on(kind=("",))),

@@ -142,11 +142,11 @@ def test_peers_over_pages(shape: Shape, adapter: str) -> None:
     check_close(out.reshape(inputs.q.shape), shape.reference(inputs)[0])
 
 
-@pytest.mark.parametrize("backend", ["sdpa_flash", "flex"])
-def test_contiguous_peers(backend: str) -> None:
+@pytest.mark.parametrize("dense", [attention.SDPA["sdpa_flash"], attention.flex], ids=["sdpa_flash", "flex"])
+def test_contiguous_peers(dense: Any) -> None:
     inputs = SHAPES[1].inputs(CPU)
     try:
-        [out] = attention.contiguous(attention.DENSE[backend])(inputs)()
+        [out] = attention.contiguous(dense)(inputs)()
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"not on a CPU: {error}")
     check_close(out.reshape(inputs.q.shape), SHAPES[1].reference(inputs)[0])
@@ -156,7 +156,8 @@ def test_contiguous_peers(backend: str) -> None:
 def test_dense_peers() -> None:
     shape = documents(2, 30, 4, 2, 16)
     inputs = shape.inputs(CPU)
-    for adapter in (*(attention.of_documents(attention.DENSE[name]) for name in ("sdpa_flash", "flex")), attention.fa3):
+    dense = (attention.of_documents(one) for one in (attention.SDPA["sdpa_flash"], attention.flex))
+    for adapter in (*dense, attention.fa3):
         out = adapter(inputs)(inputs.q, inputs.k, inputs.v)
         check_close(out.reshape(inputs.q.shape), shape.reference(inputs)[0])
 

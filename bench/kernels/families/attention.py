@@ -138,11 +138,6 @@ def _short(count: int) -> str:
 
 
 Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
-BACKENDS = {
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 VLLM_SEGMENTS = 16
 VLLM_SMALLEST_GRID = 128
 """vLLM's Triton kernel splits keys in 16, for at most 128 / Hkv sequences of one query."""
@@ -152,15 +147,15 @@ FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 # Dense attention, of q, k and v [B, H, s, d], aligned at the bottom right
 
 
-def sdpa(backend: str, device: torch.device, rows: int, keys: int) -> Dense:
+def sdpa(backend: SDPBackend, device: torch.device, rows: int, keys: int) -> Dense:
     """torch's, by one of its backends."""
-    if 1 < rows < keys and backend == "sdpa_cudnn":
+    if 1 < rows < keys and backend == SDPBackend.CUDNN_ATTENTION:
         raise NotItsTask("no causal mask aligned at the bottom right")
     square: dict[str, Any] = {"is_causal": True}
     causal = square if rows == keys else {"attn_mask": None if rows == 1 else causal_lower_right(rows, keys)}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(BACKENDS[backend]):
+        with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, **causal, enable_gqa=q.shape[1] != k.shape[1])
 
     return attend
@@ -178,7 +173,11 @@ def flex(device: torch.device, rows: int, keys: int) -> Dense:
     return lambda q, k, v: call(q, k, v, block_mask=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-DENSE = {backend: partial(sdpa, backend) for backend in BACKENDS} | {"flex": flex}
+SDPA = {
+    "sdpa_flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa_efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+}
 
 
 def of_documents(dense: Callable[..., Dense]) -> Callable[[Inputs], Dense]:

@@ -70,18 +70,23 @@ def rotary(tokens: int, query_heads: int = 32, kv_heads: int = 8, head_dim: int 
     return Shape(
         name=f"rotary{'+write' if write else ''} {tokens}",
         fields={"tokens": tokens, "query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}, make=make,
-        reference=of_names(_written if write else apply_rotary_reference),
+        reference=of_names(and_write(apply_rotary_reference) if write else apply_rotary_reference),
         num_bytes=tokens * (written if write else 4 * head_dim * (query_heads + kv_heads + 1)),
     )  # fmt: skip
 
 
-def _written(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
-) -> Outputs:
-    """The rotated queries, and the pages with the rotated keys and the values in their slots."""
-    q, k = apply_rotary_reference(q, k, cos, sin)
-    k_pages.flatten(0, 1)[slots], v_pages.flatten(0, 1)[slots] = k, v
-    return q, k_pages, v_pages
+def and_write(rotate: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """A rotation; then the rotated keys and the values are copied into their slots of the pages."""
+
+    def write(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
+    ) -> Outputs:
+        q, k = rotate(q, k, cos, sin)
+        k_pages.flatten(0, 1).index_copy_(0, slots, k)
+        v_pages.flatten(0, 1).index_copy_(0, slots, v)
+        return q, k_pages, v_pages
+
+    return write
 
 
 def routed(verb: str, tokens: int, capacity: int, size: int) -> Shape:
@@ -120,12 +125,9 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def compiled_norm(inputs: Inputs) -> Callable[..., Outputs]:
-    return compiled(plain_norm, inputs.x.device)
-
-
-def compiled_swiglu(inputs: Inputs) -> Callable[..., Tensor]:
-    return compiled(plain_swiglu, inputs.up.device)
+def by_compiler(function: Callable[..., Any]) -> Callable[[Inputs], Callable[..., Any]]:
+    """A function of the leaves, compiled by torch."""
+    return lambda inputs: compiled(function, getattr(inputs, inputs.shape.leaves[0]).device)
 
 
 def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,21 +136,7 @@ def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return (q * cos + q.roll(half, dims=-1) * sin).to(q.dtype), (k * cos + k.roll(half, dims=-1) * sin).to(k.dtype)
 
 
-def plain_rotary_write(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
-) -> Outputs:
-    """Rotation and two index copies."""
-    q, k = plain_rotary(q, k, cos, sin)
-    return q, *_copy(k, v, k_pages, v_pages, slots)
-
-
-compiled_rotary_write = by_name(plain_rotary_write, compiles=True)
-
-
-def _copy(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Outputs:
-    k_pages.flatten(0, 1).index_copy_(0, slots, k)
-    v_pages.flatten(0, 1).index_copy_(0, slots, v)
-    return k_pages, v_pages
+compiled_rotary_write = by_name(and_write(plain_rotary), compiles=True)
 
 
 @needs("liger_kernel.ops")
@@ -168,15 +156,8 @@ def liger_rotary(liger: Any, inputs: Inputs) -> Run:
 
 def liger_rotary_write(inputs: Inputs) -> Run | None:
     """Liger's rotation and two index copies."""
-    if (rotate := liger_rotary(inputs)) is None:
-        return None
-    pages = inputs.k_pages, inputs.v_pages, inputs.slots
-
-    def run() -> Outputs:
-        q, k = rotate()
-        return q, *_copy(k, inputs.v, *pages)
-
-    return run
+    rotate = liger_rotary(inputs)
+    return None if rotate is None else by_name(and_write(lambda *_: rotate()))(inputs)
 
 
 @needs("liger_kernel.ops")

@@ -19,19 +19,10 @@ from torch import Tensor
 from bench.kernels.case import BF16, Inputs, NotItsTask, Outputs, Shape, installed, needs, normal
 from kernels.linear import quantization
 from kernels.linear.lora import LoraWeights
-from kernels.linear.quantization import (
-    NESTED_BLOCK,
-    NF4_BLOCK,
-    Int4Weight,
-    NF4Weight,
-    QuantizedWeight,
-    dynamic_table,
-    nf4_table,
-)
 from kernels.swiglu import swiglu, swiglu_reference
 
 GROUP, RANK = 128, 16
-QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+QUANTIZERS: dict[str, Callable[[Tensor], quantization.QuantizedWeight]] = {
     "nf4": quantization.quantize_nf4,
     "int4": partial(quantization.quantize_int4, group=GROUP),
     "int8": quantization.quantize_int8,
@@ -42,15 +33,15 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 def weight_bytes(format_name: str, n: int, k: int) -> float:
     """Codes and scales as a file holds them; 16 bits a scale where it is not part of the format."""
     if format_name == "nf4":
-        blocks = n * k / NF4_BLOCK
-        return n * k / 2 + blocks + 4 * blocks / NESTED_BLOCK
+        blocks = n * k / quantization.NF4_BLOCK
+        return n * k / 2 + blocks + 4 * blocks / quantization.NESTED_BLOCK
     return n * k / 2 + 2 * n * k / GROUP if format_name == "int4" else n * k + 2 * n
 
 
 def _random(format_name: str, k: int, n: int, rows: int, device: torch.device) -> dict[str, Any]:
     """x [T, K], weight [N, K]."""
     weight = QUANTIZERS[format_name](normal(n, k, device=device) * k**-0.5)
-    if not isinstance(weight, NF4Weight):
+    if not isinstance(weight, quantization.NF4Weight):
         weight = replace(weight, scales=weight.scales.to(BF16).float())
     return {"x": normal(rows, k, device=device), "weight": weight}
 
@@ -152,15 +143,11 @@ def cublas_gate(inputs: Inputs) -> Product:
     return lambda x: swiglu(*multiply(x).chunk(2, dim=1))
 
 
-# bitsandbytes
-
-
 @needs("bitsandbytes")
 def bitsandbytes(package: Any, inputs: Inputs) -> Product:
     """Picks its kernel by the number of rows, or expands W, as backward always does; absmax doubly quantized."""
-    weight, device = inputs.weight, inputs.x.device
-    state_of = package.functional.QuantState
-    nested = state_of(weight.nested_absmax, code=dynamic_table(device), blocksize=256, dtype=torch.float32)
+    weight, code = inputs.weight, quantization.dynamic_table(inputs.x.device)
+    nested = package.functional.QuantState(weight.nested_absmax, code=code, blocksize=256, dtype=torch.float32)
     state = _nf4_state(package, inputs, weight.absmax, offset=weight.offset, state2=nested)
     codes = weight.codes.view(-1, 1)
     return lambda x: package.matmul_4bit(x, codes, quant_state=state)
@@ -176,12 +163,9 @@ def bitsandbytes_gemv(inputs: Inputs) -> Product | None:
 
 
 def _nf4_state(package: Any, inputs: Inputs, absmax: Tensor, **nested: Any) -> Any:
-    shape, code = torch.Size(inputs.weight.shape), nf4_table(inputs.x.device)
-    fixed = {"blocksize": NF4_BLOCK, "quant_type": "nf4", "dtype": BF16}
+    shape, code = torch.Size(inputs.weight.shape), quantization.nf4_table(inputs.x.device)
+    fixed = {"blocksize": quantization.NF4_BLOCK, "quant_type": "nf4", "dtype": BF16}
     return package.functional.QuantState(absmax, shape=shape, code=code, **fixed, **nested)
-
-
-# torch
 
 
 def torch_int4(inputs: Inputs) -> Product:
@@ -205,9 +189,6 @@ def torch_int8(inputs: Inputs) -> Product:
     return lambda x: torch.ops.aten._weight_int8pack_mm(x, codes, scales)
 
 
-# torchao: its tensors, given our codes
-
-
 @needs("torchao.quantization")
 def torchao(package: Any, inputs: Inputs) -> Product:
     """The tensors of its Int8- and Float8WeightOnlyConfig; of Int4WeightOnlyConfig, without further packages, the one
@@ -216,20 +197,13 @@ def torchao(package: Any, inputs: Inputs) -> Product:
     if name == "int4":
         weight = package.Int4TilePackedTo4dTensor(*_tinygemm(inputs), [1, inputs.weight.group], shape)
     else:
-        kind = package.Int8Tensor if name == "int8" else package.Float8Tensor
-        weight = kind(*_row_scaled(inputs), dtype=BF16)
+        kind, scales = package.Int8Tensor if name == "int8" else package.Float8Tensor, inputs.weight.scales.to(BF16)
+        weight = kind(inputs.weight.codes, scales[:, None], [1, shape[1]], dtype=BF16)
     return lambda x: F.linear(x, weight)
 
 
-def _row_scaled(inputs: Inputs) -> tuple[Tensor, Tensor, list[int]]:
-    """Codes [N, K], scales [N, 1], and the block that shares one."""
-    return inputs.weight.codes, inputs.weight.scales.to(BF16)[:, None], [1, inputs.weight.shape[1]]
-
-
-# GemLite: for shapes that its configuration lacks, the first call tunes it
-
-
 def gemlite(inputs: Inputs) -> Product | None:
+    """For shapes that its configuration lacks, the first call tunes it."""
     _need_gpu(inputs)  # the package asks for the name of the GPU when it is imported
     if (package := _tuned_gemlite()) is None:
         return None
@@ -250,9 +224,6 @@ def _tuned_gemlite() -> Any | None:
     return package
 
 
-# Marlin
-
-
 def vllm_marlin(inputs: Inputs) -> Product | None:
     """vLLM's build of Marlin, for symmetric INT4 and INT8, bf16 activations."""
     utilities = installed("vllm.model_executor.layers.quantization.utils.marlin_utils")
@@ -260,7 +231,7 @@ def vllm_marlin(inputs: Inputs) -> Product | None:
     if utilities is None or operations is None or types is None:
         return None
     weight, (n, k), device = inputs.weight, inputs.weight.shape, inputs.x.device
-    is_int4 = isinstance(weight, Int4Weight)
+    is_int4 = isinstance(weight, quantization.Int4Weight)
     kind = types.scalar_types.uint4b8 if is_int4 else types.scalar_types.uint8b128
     codes = weight.codes if is_int4 else weight.codes.view(torch.uint8) ^ 128
     # 32 bits hold neighbours in K, the first in the lowest: [K · bits / 32, N], as GPTQ stores them.

@@ -54,15 +54,20 @@ def alpha_of(kind: str) -> float:
 
 def _reference(inputs: Inputs) -> Outputs:
     wide = inputs.replace(student=inputs.student.double(), student_head=inputs.student_head.double())
-    return in_chunks(wide, _reference_loss, REFERENCE_ROWS)
+    return in_chunks(wide, loss_by(linear_cross_entropy_reference, linear_distillation_reference), REFERENCE_ROWS)
 
 
-def _reference_loss(hidden: Tensor, head: Tensor, inputs: Inputs, rows: slice) -> Tensor:
-    labels, kind = inputs.labels[rows], inputs.shape["kind"]
-    if not kind:
-        return linear_cross_entropy_reference(hidden, head, labels)
-    teacher = (inputs.teacher[rows].double(), inputs.teacher_head.double())
-    return linear_distillation_reference(hidden, head, *teacher, labels, kind=kind, alpha=alpha_of(kind)).loss
+def loss_by(cross_entropy: Callable[..., Tensor], distillation: Callable[..., Any]) -> LossOf:
+    """The loss of a shape's kind by one of two functions, which get the teacher in the type of the student."""
+
+    def loss_of(hidden: Tensor, head: Tensor, inputs: Inputs, rows: slice) -> Tensor:
+        labels, kind = inputs.labels[rows], inputs.shape["kind"]
+        if not kind:
+            return cross_entropy(hidden, head, labels)
+        teacher = (x.to(hidden.dtype) for x in (inputs.teacher[rows], inputs.teacher_head))
+        return distillation(hidden, head, *teacher, labels, kind=kind, alpha=alpha_of(kind)).loss
+
+    return loss_of
 
 
 def in_chunks(inputs: Inputs, loss_of: LossOf, rows: int) -> Outputs:
