@@ -28,7 +28,7 @@ from torch import Tensor
 
 import kernels.linear.quantized as module
 from bench.common import write_result
-from bench.kernels.case import Inputs, Run, Shape, normal
+from bench.kernels.case import Inputs, Run, normal
 from bench.kernels.families.attention import PAGE, paged
 from bench.kernels.families.linear import QUANTIZERS, weight_bytes
 from bench.kernels.timing import clock_of, interleave, side_stream
@@ -159,12 +159,10 @@ def by_torch(inputs: Inputs) -> Run:
     return lambda: (F.scaled_dot_product_attention(q, k, v).view_as(inputs.q),)
 
 
-def measure_layer(name: str, shape: Shape) -> dict[str, Any]:
+def measure_layer(name: str, sequences: int, keys: int, device: torch.device) -> dict[str, Any]:
     """One layer's attention; prints it."""
-    device, fields = torch.device("cpu"), shape.fields
-    sizes = {field: fields[field] for field in ("kv_heads", "head_dim")}
-    sequences, keys = fields["batch"], fields["context"]
-    num_bytes = 4 * sequences * keys * fields["kv_heads"] * fields["head_dim"]
+    heads, kv_heads, head_dim = LAYERS[name]
+    shape, num_bytes = paged(sequences, 1, keys, *LAYERS[name]), 4 * sequences * keys * kv_heads * head_dim
     copies = max(1, PAGE_BYTES // num_bytes // CALLS["cpu"]) * CALLS["cpu"]
     inputs = [shape.inputs(device) for _ in range(copies)]
     sides = {side.__name__: [side(one) for one in inputs] for side in (ours, by_torch)}
@@ -174,14 +172,12 @@ def measure_layer(name: str, shape: Shape) -> dict[str, Any]:
     line = f"{1e3 * times['ours']:.2f} ms, torch {1e3 * times['by_torch']:.2f} ms ({ratio:.2f}x)"
     print(f"{name:12} {sequences:2} sequences of {keys:,} keys: {line}", flush=True)
     speed = {"seconds": times, "speedup_over_torch": ratio, "gb_per_s": num_bytes / times["ours"] / 1e9}
-    return {"layer": name, "heads": fields["query_heads"], **sizes, "sequences": sequences, "keys": keys, **speed}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "sequences": sequences, "keys": keys}
+    return {"layer": name, **sizes, **speed}
 
 
 def measure_attention(device: torch.device) -> None:
-    results = [
-        measure_layer(name, paged(sequences, 1, keys, *heads))
-        for (name, heads), (sequences, keys) in itertools.product(LAYERS.items(), BATCHES)
-    ]
+    results = [measure_layer(name, *batch, device) for name in LAYERS for batch in BATCHES]
     result = {"attention": results, "unit": "seconds are medians of one layer's attention of one decoding step"}
     print(write_result("attention-cpu", "python -m bench.kernels.decode attention", result))
 

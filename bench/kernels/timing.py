@@ -195,8 +195,10 @@ class _Measurement:
         self.sets += [self.case.shape.inputs(self.lab.device) for _ in range(self.num_sets - 1)]
         self._take(self._build)
         for name, samples in interleave(self.programs, self.lab.clock, self.lab.rounds).items():
-            launch = {"status": "measured", "launch": self.programs[name][0].launch}
-            self.found[name] |= launch | _spread(samples)
+            p10_s, *_, p90_s = statistics.quantiles(samples, n=10, method="inclusive")
+            times = {"median_s": statistics.median(samples), "p10_s": p10_s, "p90_s": p90_s}
+            launch = {"status": "measured", "launch": self.programs[name][0].launch, "rounds": len(samples)}
+            self.found[name] |= launch | times
         add_rates(self.case.shape, self.lab.limits, self.found)
 
     def _take(self, step: Callable[[Candidate], dict[str, Any]]) -> None:
@@ -307,11 +309,6 @@ def interleave(programs: Mapping[str, Sequence[Program]], clock: Clock, rounds: 
 def number_of_rounds(round_s: float) -> int:
     fewest = max(FEWEST_ROUNDS, min(ROUNDS, int(LONGEST_S / round_s)))
     return max(fewest, min(MOST_ROUNDS, int(MEASURED_S / round_s)))
-
-
-def _spread(samples: Sequence[float]) -> dict[str, Any]:
-    deciles, median = statistics.quantiles(samples, n=10, method="inclusive"), statistics.median(samples)
-    return {"rounds": len(samples), "median_s": median, "p10_s": deciles[0], "p90_s": deciles[-1]}
 
 
 def add_rates(shape: Shape, limits: Limits, found: dict[str, dict[str, Any]]) -> None:
