@@ -150,7 +150,7 @@ def folder(tmp_path: Path) -> Path:
         ({"rank_pattern": {"q_proj": 8}}, "sets rank_pattern"),
         ({"alpha_pattern": {"q_proj": 8}}, "sets alpha_pattern"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa', which changes the base too"),
-        ({"r": 0}, "rank is 0; an adapter needs a rank of at least 1"),
+        ({"r": 0}, "rank is 0; it must lie between 1 and 65,536"),
         ({"r": 8}, "says r = 8"),
         ({"r": "four"}, "describes no adapter"),
         ({"use_dora": True}, "lacks the magnitudes"),
