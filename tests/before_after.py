@@ -1,6 +1,6 @@
 """Did a rebuild change anything? Runs the same work in two checkouts and compares what must be equal.
 
-    python -m tests.before_after OLD NEW FOLDER [--speed]
+    python -m tests.before_after OLD NEW FOLDER
 
 OLD and NEW are checkouts, FOLDER takes what is made and is used again. Both run on this interpreter, one after the
 other:
@@ -12,7 +12,7 @@ other:
 - 64 mixed requests (greedy, seeded, penalties, biases, stops, choices, log-probabilities) to the models of OLD's run:
   the teacher alone, with a draft, with n-grams, a routed model in NF4 with and without its adapter: the same tokens.
 
-With `--speed` instead, once that is made: tokens a second of both sides by turns, decoding and distilling.
+Nothing is timed here.
 """
 
 import json
@@ -22,7 +22,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 CHAIN = """
@@ -121,50 +120,6 @@ def in_checkout(checkout: Path, *words: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def decoding_speeds(run: Path) -> dict[str, float]:
-    """Tokens a second of the teacher in the checkout that this process imports from."""
-    import time
-
-    from serve import LLM, SamplingParams
-
-    llm = LLM(str(run / "00-teacher" / "model"), num_pages=600, max_model_len=512)
-    found = {}
-    for batch in (1, 8):
-        prompts = [[1 + i, *range(100, 130)] for i in range(batch)]
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-        started = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))
-        found[f"decoding ×{batch}"] = 48 * batch / (time.perf_counter() - started)
-    return found
-
-
-def training_speed(checkout: Path, folder: Path) -> float:
-    """Tokens a second of the distillation of the chain's first half, twelve steps in fp32."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    distill = """  - distill: {teacher: teacher, student: {from: teacher, layers: 12, importance_tokens: 256},
-          data: text, tokens: 6k, precision: fp32, batch_tokens: 512, micro_batch_tokens: 512, held_out_tokens: 600}
-"""
-    head = CHAIN.split("  - gqa")[0].replace("name: chain", "name: pace")
-    (folder / "pace.yaml").write_text(head + distill)
-    in_checkout(checkout, "pipeline", "run", str(folder / "pace.yaml"), cwd=folder)
-    return float(json.loads((folder / "runs/pace/01-distill/result.json").read_text())["cost"]["trained_tokens_per_s"])
-
-
-def compare_speeds(old: Path, new: Path, folder: Path, rounds: int = 3) -> None:
-    run = folder / "old" / "runs" / "chain"
-    found: dict[str, list[list[float]]] = {}
-    for _ in range(rounds):
-        for index, side in enumerate((old, new)):
-            speeds = json.loads(in_checkout(side, __file__, "--decoding", str(run)))
-            speeds["distilling"] = training_speed(side, folder / "pace")
-            for name, value in speeds.items():
-                found.setdefault(name, [[], []])[index].append(value)
-    for name, (before, after) in found.items():
-        a, b = median(before), median(after)
-        print(f"{name}: {a:.1f} before, {b:.1f} after, {b / a:.2f}×  ({before} {after})")
-
-
 def say(name: str, equal: bool, detail: str = "") -> bool:
     print(f"{'equal' if equal else 'DIFFERS':8}{name}{f': {detail}' if detail else ''}", flush=True)
     return equal
@@ -224,14 +179,10 @@ def compare_streams(old: Path, new: Path, run: Path) -> bool:
 
 
 def main() -> int:
-    if sys.argv[1] in ("--streams", "--decoding"):
-        found = streams if sys.argv[1] == "--streams" else decoding_speeds
-        print(json.dumps(found(Path(sys.argv[2]))))
+    if sys.argv[1] == "--streams":
+        print(json.dumps(streams(Path(sys.argv[2]))))
         return 0
-    old, new, folder = (Path(word).resolve() for word in sys.argv[1:4])
-    if "--speed" in sys.argv:
-        compare_speeds(old, new, folder)
-        return 0
+    old, new, folder = (Path(word).resolve() for word in sys.argv[1:])
     same = compare_recipes(old, new)
     for name, side in (("old", old), ("new", new)):
         make_chain(side, folder / name)
