@@ -5,12 +5,15 @@ Batches of held-out text are the independent draws behind every interval: tokens
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from model.cost import kv_bytes_per_token, num_weights, weight_bytes
+from model.files.checkpoint import load_model
 from model.layers import Routing
+from model.mesh import choose_device
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Quality
@@ -79,6 +82,11 @@ class HeldOut:
             compare(model, TeacherStates(reference.weight, (hidden,)), [batch], routing=routing)
             for batch, hidden in zip(self.batches, reference.hidden, strict=True)
         ]
+
+
+def load_published(folder: Path) -> Transformer:
+    """A model as it is published, on this process's device."""
+    return load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device())
 
 
 def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:

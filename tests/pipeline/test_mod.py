@@ -115,14 +115,11 @@ def test_an_interrupted_stage_goes_on_with_the_same_result(
 ) -> None:
     import pipeline.stages.mod.run as stage
 
-    real = stage.train
-
     def stumbling(*arguments: object, **options: object) -> object:
-        monkeypatch.setattr(stage, "train", real)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stage, "train", stumbling)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stage.RecoveryStage, "train", stumbling)
         run(tmp_path)
     monkeypatch.setattr(stage, "skipping_costs", lambda *_: pytest.fail("estimated again"))
     assert run(tmp_path)[-1].passed

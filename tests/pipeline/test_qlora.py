@@ -19,8 +19,7 @@ from pipeline.results import Result
 from pipeline.run_folder import RunFolder, Served, resolve_served
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.qlora.report import merges_table
-from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import train
+from pipeline.stages.shared.training import TrainingStage
 from tests.compare import check_close, relative_rms
 from tests.pipeline.tiny_run import run_stages
 from tests.serve.http_server import running_server
@@ -107,11 +106,12 @@ def test_the_server_says_over_http_what_the_trainer_knows(tmp_path: Path, monkey
     """
     models: list[Transformer] = []
 
-    def keeping(context: StageContext, data: Any, model: Transformer, *rest: Any, **named: Any) -> Any:
-        models.append(model)
-        return train(context, data, model, *rest, **named)
+    class Keeping(TrainingStage):
+        def train(self, model: Transformer, **named: Any) -> Any:
+            models.append(model)
+            return super().train(model, **named)
 
-    monkeypatch.setattr("pipeline.stages.qlora.run.train", keeping)
+    monkeypatch.setattr("pipeline.stages.qlora.run.QloraStage", Keeping)
     run(tmp_path)
     (trained,), folder = models, tmp_path / "run" / "01-qlora" / "model"
     tokens, written = list(range(3, 75)), 8

@@ -19,8 +19,8 @@ def run(context: StageContext) -> Result[NoDetails] | None:
     for verify in (None, config.verify) if config.verify else (None,):
         served = config.model if verify is None else f"{config.model} verified by {verify}"
         log.info("serving %s over HTTP and asking %d prompts", served, len(config.prompts))
-        model = context.inputs[config.model].folder
-        verifier = context.inputs[verify].folder if verify else None
+        model = context.model(config.model)
+        verifier = context.model(verify) if verify else None
         with running_server(model, verifier, name=verify or config.model) as address:
             answers += [
                 ask(

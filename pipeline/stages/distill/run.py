@@ -7,36 +7,23 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
 from model.config import ModelConfig
 from model.cost import Setup
 from model.files.checkpoint import load_model
-from model.mesh import choose_device
-from model.text.tokenizer import Tokenizer, different_token
+from model.text.tokenizer import different_token
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.measure.quality import PUBLISHED_DTYPE
+from pipeline.measure.quality import load_published
 from pipeline.results import Quality, Result
 from pipeline.stages.distill.config import Distill, DistillDetails
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import (
-    Teacher,
-    check_dense,
-    curve_of,
-    finish,
-    held_out_text,
-    train,
-    training_text,
-    write_model,
-)
-from train.objectives import objective_of
-
-if TYPE_CHECKING:
-    from train.data import PreparedData
+from pipeline.stages.shared.training import RecoveryStage, check_dense
 
 log = logging.getLogger(__name__)
+
+DistillStage = RecoveryStage[Distill]
 
 
 @dataclass(frozen=True)
@@ -52,25 +39,18 @@ class Start:
 def run(context: StageContext) -> Result[DistillDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Distill = context.stage.config
-    check_dense(context, config.student.origin)
+    origin = config.student.origin
+    check_dense(context, origin)
     _check_vocabularies(context, config)
-    tokenizer = Tokenizer.load(context.inputs[config.teacher].folder)
-    data = context.data(config.data, tokenizer)
-    teacher = load_model(context.inputs[config.teacher].folder, dtype=PUBLISHED_DTYPE, device=choose_device())
-    start = context.start(Start, partial(_measure_start, context, data, teacher))
-    student = prune_depth(load_model(context.inputs[config.student.origin].folder), start.kept_layers)
-    objective, curve = objective_of(config.loss, teacher), curve_of(context, data, teacher)
-    training = train(context, data, student, objective, curve=curve)
+    stage = DistillStage(context, config.teacher)
+    start = context.start(Start, partial(_measure_start, stage))
+    student = prune_depth(load_model(context.model(origin)), start.kept_layers)
+    training = stage.train(student)
     if not context.processes.is_main:
         return None
-    return finish(
-        context,
-        data,
-        partial(write_model, student, Tokenizer.load(context.inputs[config.student.origin].folder)),
-        training=training,
-        details=DistillDetails(kept_layers=start.kept_layers, importance=start.importance),
-        teacher=Teacher(config.teacher, teacher, start.teacher, start.before),
-    )
+    details = DistillDetails(kept_layers=start.kept_layers, importance=start.importance)
+    measured = start.teacher, start.before
+    return stage.finish_student(student, origin, measured=measured, training=training, details=details)
 
 
 def setup(config: Distill, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -85,7 +65,7 @@ def setup(config: Distill, shapes: Mapping[str, ModelConfig]) -> Setup:
 def _check_vocabularies(context: StageContext, config: Distill) -> None:
     """A divergence compares the chances of the same tokens, so both must number them alike, however padded."""
     teacher, student = config.teacher, config.student.origin
-    if (difference := different_token(context.inputs[teacher].folder, context.inputs[student].folder)) is not None:
+    if (difference := different_token(context.model(teacher), context.model(student))) is not None:
         token, taught, learnt = difference
         raise UserError(
             f"{student} and {teacher} have different tokenizers: token {token} is {learnt!r} in {student} and "
@@ -93,32 +73,29 @@ def _check_vocabularies(context: StageContext, config: Distill) -> None:
         )
 
 
-def _measure_start(context: StageContext, data: "PreparedData", teacher: Transformer) -> Start:
+def _measure_start(stage: DistillStage) -> Start:
     """Chooses the layers, measures teacher and pruned student."""
-    config: Distill = context.stage.config
-    original = load_model(context.inputs[config.student.origin].folder, dtype=PUBLISHED_DTYPE, device=teacher.device)
-    kept, importance = _choose_layers(context, data, original)
-    held_out = held_out_text(context, data)
-    reference = held_out.states(teacher)
+    original = load_published(stage.context.model(stage.config.student.origin))
+    kept, importance = _choose_layers(stage, original)
+    held_out = stage.held_out
+    reference = held_out.states(stage.teacher)
     log.info("measuring the teacher and the student before training, on %d batches", len(held_out.batches))
     return Start(
         kept_layers=kept,
         importance=importance,
-        teacher=held_out.quality(teacher),
+        teacher=held_out.quality(stage.teacher),
         before=held_out.quality(prune_depth(original, kept), reference),
     )
 
 
-def _choose_layers(
-    context: StageContext, data: "PreparedData", model: Transformer
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def _choose_layers(stage: DistillStage, model: Transformer) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Indices of the layers to keep, and each layer's importance (empty when all are kept)."""
-    student, total = context.stage.config.student, model.config.num_layers
+    student, total = stage.config.student, model.config.num_layers
     if student.layers is None or student.layers == total:
         return tuple(range(total)), ()
     if student.layers > total:
         raise UserError(f"student.layers is {student.layers}, but {student.origin} has only {total} layers.")
     log.info("choosing %d of %d layers by %s", student.layers, total, student.importance)
     measure = block_influence if student.importance == "block_influence" else perplexity_increase
-    importance = measure(model, training_text(context, data, student.importance_tokens))
+    importance = measure(model, stage.training_text(student.importance_tokens))
     return keep_layers(importance, student.layers), tuple(importance)

@@ -4,12 +4,11 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from model.files.checkpoint import load_model
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
-from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model
+from pipeline.measure.quality import HeldOut, describe_model, load_published
 from pipeline.measure.speed import engines_for_speed, measure_speed, prompts_from
 from pipeline.results import ModelReport, NoDetails, Parity, Result
 from pipeline.stages.evaluate.config import Evaluate
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 def run(context: StageContext) -> Result[NoDetails] | None:
     """Measures everything in the main process. Publishes nothing."""
     config: Evaluate = context.stage.config
-    tokenizer = Tokenizer.load(context.inputs[config.model].folder)
+    tokenizer = Tokenizer.load(context.model(config.model))
     data = context.data(config.data, tokenizer)
     if not context.processes.is_main:
         return None
@@ -37,9 +36,9 @@ def run(context: StageContext) -> Result[NoDetails] | None:
         report, states = _quality(context, name, held_out, reference)
         reference = reference or states
         reports.append(report)
-        parity.append(check_parity(context.inputs[name].folder, held_out.batches, choose_device()))
+        parity.append(check_parity(context.model(name), held_out.batches, choose_device()))
     if config.against:
-        reports.append(_pair(config, *reports))
+        reports.append(_pair(*reports))
     checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
     for check in checks:
         log.info("%s", describe(check))
@@ -52,12 +51,12 @@ def _quality(
     context: StageContext, name: str, held_out: HeldOut, reference: "TeacherStates | None"
 ) -> tuple[ModelReport, "TeacherStates | None"]:
     """The row of one model, and its states if it is the reference of the others."""
-    model = load_model(context.inputs[name].folder, dtype=PUBLISHED_DTYPE, device=choose_device())
+    model = load_published(context.model(name))
     states = held_out.states(model) if name == context.stage.config.against else None
     return describe_model(name, model, held_out.quality(model, reference)), states
 
 
-def _pair(config: Evaluate, verifier: ModelReport, draft: ModelReport) -> ModelReport:
+def _pair(verifier: ModelReport, draft: ModelReport) -> ModelReport:
     """Both models serving together: the cost of two, the distribution of the verifier."""
     return ModelReport(
         label=f"{draft.label} verified by {verifier.label}",
@@ -76,8 +75,8 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
     prompts = prompts_from(
         held_out.batches, count=max(config.speed.batch_sizes), prompt_tokens=config.speed.prompt_tokens
     )
-    verifier = str(context.inputs[config.against].folder) if config.against else None
-    engines = engines_for_speed(str(context.inputs[config.model].folder), verifier, config.speed)
+    verifier = str(context.model(config.against)) if config.against else None
+    engines = engines_for_speed(str(context.model(config.model)), verifier, config.speed)
     speeds = measure_speed(engines, prompts, config.speed)
     return [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
 

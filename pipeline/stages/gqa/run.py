@@ -8,11 +8,10 @@ stage that was interrupted goes on after the last of them.
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -29,43 +28,27 @@ from compress.gqa import (
     num_units,
     plan_layer,
 )
-from compress.lora import inject, merge
+from compress.lora import merge
 from compress.refit import refit_outputs
 from model.config import ModelConfig
 from model.cost import Setup, cached_sequences
 from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
-from model.mesh import choose_device
-from model.routed import routed_layers
-from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
-from pipeline.measure.speed import measure_decoding, prompts_from
+from pipeline.measure.speed import measure_decoding
 from pipeline.report.speeds import Decoded
 from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.gqa.config import Gqa
 from pipeline.stages.gqa.report import Capacity, Compared, GqaDetails
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import (
-    Teacher,
-    check_dense,
-    curve_of,
-    finish,
-    held_out_text,
-    published_form,
-    train,
-    training_text,
-    write_model,
-)
-from train.objectives import objective_of
-
-if TYPE_CHECKING:
-    from train.data import PreparedData
+from pipeline.stages.shared.training import RecoveryStage, check_dense, leave_trainable
+from train.evaluate import TeacherStates
 
 log = logging.getLogger(__name__)
 
-Measure = Callable[[Transformer], Quality]
+GqaStage = RecoveryStage[Gqa]
 
 PLANS_NAME, REFITTED_NAME, COMPARED_NAME = "plans", "refitted", "compared"
 REFIT = "+refit"
@@ -84,34 +67,25 @@ class Start:
 def run(context: StageContext) -> Result[GqaDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Gqa = context.stage.config
-    source = context.inputs[config.model].folder
     check_dense(context, config.model)
-    _check(load_config(source), config)
-    data = context.data(config.data, Tokenizer.load(source))
-    parent = load_model(source, dtype=PUBLISHED_DTYPE, device=choose_device())
-    start, uptrained = _compare(context, data, parent)
-    student = _trainable(context, config.method)
-    objective, curve = objective_of(config.loss, parent), curve_of(context, data, parent)
-    training = train(context, data, student, objective, curve=curve)
+    _check(load_config(context.model(config.model)), config)
+    stage = GqaStage(context, config.model)
+    start, uptrained = _compare(stage)
+    student = _trainable(stage, config.method)
+    training = stage.train(student)
     if not context.processes.is_main:
         return None
     if config.train == "adapters":
         student = merge(student, dtype=torch.float32)
     details = GqaDetails(
         method=config.method,
-        groups=[plan.groups for plan in _load_plans(context, config.method)],
+        groups=[plan.groups for plan in _load_plans(stage, config.method)],
         compared=[Compared(method, start.converted[method], quality) for method, quality in uptrained.items()],
-        capacity=_capacity(parent.config, config),
+        capacity=_capacity(stage.teacher.config, config),
     )
-    result = finish(
-        context,
-        data,
-        partial(write_model, student, Tokenizer.load(source)),
-        training=training,
-        details=details,
-        teacher=Teacher(config.model, parent, start.parent, start.converted[config.method]),
-    )
-    return _with_decoding(context, data, result) if result.output else result
+    measured = start.parent, start.converted[config.method]
+    result = stage.finish_student(student, config.model, measured=measured, training=training, details=details)
+    return _with_decoding(stage, result) if result.output else result
 
 
 def setup(config: Gqa, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -145,17 +119,16 @@ def _groupings(config: Gqa) -> list[Method]:
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
-def _calibrate(context: StageContext, data: "PreparedData", parent: Transformer) -> None:
+def _calibrate(stage: GqaStage) -> None:
     """Writes the plan of each layer for each method."""
-    config: Gqa = context.stage.config
-    folder = context.folder / PLANS_NAME
+    config, parent, folder = stage.config, stage.teacher, stage.context.folder / PLANS_NAME
     layers = parent.config.num_layers
     known = next((layer for layer in range(layers) if not _is_planned(_plan_path(folder, layer), config)), layers)
     if known == layers:
         return
     log.info("comparing heads on %s tokens", f"{config.calibration_tokens:,}")
-    text = training_text(context, data, config.calibration_tokens)
-    kv_heads = config.layer_kv_heads(parent.config.num_layers)
+    text = stage.training_text(config.calibration_tokens)
+    kv_heads = config.layer_kv_heads(layers)
     units = [num_units(parent.config, layer, wanted) for layer, wanted in enumerate(kv_heads)]
     found = head_moments(parent, text, units, skip=known)
     for layer, moments in enumerate(found):
@@ -192,9 +165,9 @@ def _save_plans(path: Path, plans: Mapping[Method, LayerPlan]) -> None:
     _write_tensors(path, tensors)
 
 
-def _load_plans(context: StageContext, method: str) -> list[LayerPlan]:
+def _load_plans(stage: GqaStage, method: str) -> list[LayerPlan]:
     grouping = method.removesuffix(REFIT)
-    return [_load_plan(path, grouping) for path in sorted((context.folder / PLANS_NAME).glob("*.safetensors"))]
+    return [_load_plan(path, grouping) for path in sorted((stage.context.folder / PLANS_NAME).glob("*.safetensors"))]
 
 
 def _load_plan(path: Path, method: str) -> LayerPlan:
@@ -209,29 +182,28 @@ def _load_plan(path: Path, method: str) -> LayerPlan:
     return LayerPlan(**(parts | decoded))
 
 
-def _converted(context: StageContext, parent: Transformer, method: str) -> Transformer:
+def _converted(stage: GqaStage, parent: Transformer, method: str) -> Transformer:
     """A new model by one method, in the parent's dtype; what was fitted for it must lie in refitted/."""
-    converted = group_kv_heads(parent, _load_plans(context, method))
+    converted = group_kv_heads(parent, _load_plans(stage, method))
     if method.endswith(REFIT):
-        converted.load_state_dict(load_file(_refitted_path(context, method)), strict=False)
+        converted.load_state_dict(load_file(_refitted_path(stage, method)), strict=False)
     return converted
 
 
-def _refit(context: StageContext, data: "PreparedData", parent: Transformer) -> None:
+def _refit(stage: GqaStage) -> None:
     """Writes the fitted projections of each method that wants them."""
-    config: Gqa = context.stage.config
-    for method in _methods(config):
-        path = _refitted_path(context, method)
+    for method in _methods(stage.config):
+        path = _refitted_path(stage, method)
         if method.endswith(REFIT) and not path.exists():
             log.info("fitting the output projections of %s", method.removesuffix(REFIT))
-            fitted = _converted(context, parent, method.removesuffix(REFIT))
-            refit_outputs(fitted, parent, training_text(context, data, config.calibration_tokens))
+            fitted = _converted(stage, stage.teacher, method.removesuffix(REFIT))
+            refit_outputs(fitted, stage.teacher, stage.training_text(stage.config.calibration_tokens))
             weights = {name: weight for name, weight in fitted.state_dict().items() if name.endswith("o_proj.weight")}
             _write_tensors(path, weights)
 
 
-def _refitted_path(context: StageContext, method: str) -> Path:
-    return context.folder / REFITTED_NAME / f"{method}.safetensors"
+def _refitted_path(stage: GqaStage, method: str) -> Path:
+    return stage.context.folder / REFITTED_NAME / f"{method}.safetensors"
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -242,62 +214,54 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     staging.rename(path)
 
 
-def _trainable(context: StageContext, method: str) -> Transformer:
+def _trainable(stage: GqaStage, method: str) -> Transformer:
     """The converted model with what the recipe leaves trainable."""
-    config: Gqa = context.stage.config
-    student = _converted(context, load_model(context.inputs[config.model].folder), method)
-    if config.train == "adapters":
-        inject(student, LoraConfig(rank=config.adapter_rank), seed=config.seed)
-        for layer in routed_layers(student):
-            layer.router.requires_grad_(True)
+    config = stage.config
+    student = _converted(stage, load_model(stage.context.model(config.model)), method)
+    leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     return student
 
 
 # --- measurement -----------------------------------------------------------------------------------------------------
 
 
-def _compare(context: StageContext, data: "PreparedData", parent: Transformer) -> tuple[Start, dict[str, Quality]]:
-    """What is known before training, and by method the quality after the small budget (for the main process)."""
-    config: Gqa = context.stage.config
-    held_out, states = held_out_text(context, data), None
+def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
+    """What is known before training, and by method the quality after the small budget."""
+    context, held_out, states = stage.context, stage.held_out, None
     if context.processes.is_main:
-        _calibrate(context, data, parent)
-        _refit(context, data, parent)
-        states = held_out.states(parent)
-    measure = partial(held_out.quality, reference=states)
+        _calibrate(stage)
+        _refit(stage)
+        states = held_out.states(stage.teacher)
 
     def measure_all() -> Start:
         log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
-        converted = {method: _measure_converted(context, parent, method, measure) for method in _methods(config)}
-        return Start(held_out.quality(parent), converted)
+        converted = {method: _measure_converted(stage, method, states) for method in _methods(stage.config)}
+        return Start(held_out.quality(stage.teacher), converted)
 
     start = context.start(Start, measure_all)
-    return start, {method: _uptrain_briefly(context, data, parent, method, measure) for method in config.compare}
+    return start, {method: _uptrain_briefly(stage, method, states) for method in stage.config.compare}
 
 
-def _measure_converted(context: StageContext, parent: Transformer, method: str, measure: Measure) -> Quality:
-    quality = measure(_converted(context, parent, method))
+def _measure_converted(stage: GqaStage, method: str, states: TeacherStates | None) -> Quality:
+    quality = stage.held_out.quality(_converted(stage, stage.teacher, method), states)
     log.info("%s: held-out loss %.3f, KL %.3f", method, quality.nll.value, quality.kl.value if quality.kl else 0.0)
     return quality
 
 
-def _uptrain_briefly(
-    context: StageContext, data: "PreparedData", parent: Transformer, method: str, measure: Measure
-) -> Quality:
-    """Trains one method's model on the small budget, in all processes; the one that can measure does."""
-    config: Gqa = context.stage.config
-    folder = context.folder / COMPARED_NAME / method
+def _uptrain_briefly(stage: GqaStage, method: str, states: TeacherStates | None) -> Quality:
+    """Trains one method's model on the small budget, in all processes; the main one, which has states, measures."""
+    folder, processes = stage.context.folder / COMPARED_NAME / method, stage.context.processes
     kept = folder / "quality.json"
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)
         log.info("uptraining %s for comparison", method)
-        student = _trainable(context, method)
-        objective = objective_of(config.loss, parent)
-        train(context, data, student, objective, folder=folder, tokens=config.compare_tokens)
-        if context.processes.is_main:
-            write_atomically(kept, msgspec.json.encode(measure(published_form(context, data, student))))
+        student = _trainable(stage, method)
+        stage.train(student, folder=folder, tokens=stage.config.compare_tokens)
+        if processes.is_main:
+            quality = stage.held_out.quality(stage.published_form(student), states)
+            write_atomically(kept, msgspec.json.encode(quality))
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        context.processes.wait()
+        processes.wait()
     return msgspec.json.decode(kept.read_bytes(), type=Quality)
 
 
@@ -313,16 +277,10 @@ def _capacity(parent: ModelConfig, config: Gqa) -> Capacity:
     return Capacity(settings.cache_gib, tokens, (before, now))
 
 
-def _with_decoding(context: StageContext, data: "PreparedData", result: Result[GqaDetails]) -> Result[GqaDetails]:
+def _with_decoding(stage: GqaStage, result: Result[GqaDetails]) -> Result[GqaDetails]:
     """Adds the decoding speeds of parent and result at long context, measured side by side."""
-    config: Gqa = context.stage.config
-    settings = config.long_context
-    prompts = prompts_from(
-        held_out_text(context, data).batches,
-        count=max(settings.batch_sizes, default=0),
-        prompt_tokens=settings.context_tokens,
-    )
+    settings = stage.config.long_context
+    folders, prompts = stage.side_by_side(settings)
     log.info("measuring decoding with %s tokens in the cache", f"{settings.context_tokens:,}")
-    folders = {config.model: context.inputs[config.model].folder, config.out: context.folder / "model"}
     decoding = Decoded(settings.context_tokens, measure_decoding(folders, prompts, settings))
     return replace(result, details=replace(result.details, decoding=decoding))

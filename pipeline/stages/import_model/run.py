@@ -34,7 +34,7 @@ def run(context: StageContext) -> Result[NoDetails] | None:
     source: ModelSource = context.stage.config
     log.info("importing %s from %s", context.stage.label, source.origin)
     digest = context.publish(lambda folder: import_model(source, folder, context.cache))
-    return context.result(output=digest, models=[report_of(context.stage.label, context.folder / "model")])
+    return context.result(output=digest, models=[report_of(context.stage.label, context.published)])
 
 
 def import_model(source: ModelSource, folder: Path, cache: Path) -> None:

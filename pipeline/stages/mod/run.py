@@ -9,12 +9,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.lora import inject, merge
+from compress.lora import merge
 from compress.mod import (
     RandomRouting,
     add_routers,
@@ -29,35 +28,20 @@ from model.config import MixtureOfDepths, ModelConfig
 from model.cost import Setup, flops_per_token
 from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
-from model.mesh import choose_device
-from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.measure.quality import PUBLISHED_DTYPE
-from pipeline.measure.speed import measure_decoding, measure_prefill, prompts_from, repeated
+from pipeline.measure.speed import measure_decoding, measure_prefill, repeated
 from pipeline.results import Quality, Result
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.mod.report import AtRandom, Flops, ModDetails, Picture, Speeds
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import (
-    Teacher,
-    calibrate_routers,
-    check_dense,
-    curve_of,
-    finish,
-    held_out_text,
-    published_form,
-    train,
-    training_text,
-    write_model,
-)
-from train.objectives import RoutingConfig, objective_of
-
-if TYPE_CHECKING:
-    from train.data import PreparedData
+from pipeline.stages.shared.training import RecoveryStage, check_dense, leave_trainable
+from train.objectives import RoutingConfig
 
 log = logging.getLogger(__name__)
+
+ModStage = RecoveryStage[Mod]
 
 ROUTERS_NAME = "routers.safetensors"
 PICTURED_TOKENS = 160
@@ -82,32 +66,22 @@ class Start:
 def run(context: StageContext) -> Result[ModDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Mod = context.stage.config
-    source = context.inputs[config.model].folder
     check_dense(context, config.model)
-    _check(load_config(source), config)
-    data = context.data(config.data, Tokenizer.load(source))
-    parent = load_model(source, dtype=PUBLISHED_DTYPE, device=choose_device())
-    start = context.start(Start, partial(_convert, context, data, parent))
-    student = _routed(context, load_model(source), start)
-    _freeze(student, config)
+    _check(load_config(context.model(config.model)), config)
+    stage = ModStage(context, config.model)
+    start = context.start(Start, partial(_convert, stage))
+    student = _routed(stage, start)
+    leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     routing = RoutingConfig(config.capacity, config.anneal_fraction, config.auxiliary_weight)
-    objective, curve = objective_of(config.loss, parent), curve_of(context, data, parent)
-    training = train(context, data, student, objective, curve=curve, routing=routing)
+    training = stage.train(student, routing=routing)
     if not context.processes.is_main:
         return None
     if config.train == "adapters":
         student = merge(student, dtype=torch.float32)
-        calibrate_routers(context, data, student)
-    details = _describe(context, data, student, start)
-    result = finish(
-        context,
-        data,
-        partial(write_model, student, Tokenizer.load(source)),
-        training=training,
-        details=details,
-        teacher=Teacher(config.model, parent, start.parent, start.converted),
-    )
-    return _with_speeds(context, data, result) if result.output else result
+        stage.calibrate_routers(student)
+    details, measured = _describe(stage, student, start), (start.parent, start.converted)
+    result = stage.finish_student(student, config.model, measured=measured, training=training, details=details)
+    return _with_speeds(stage, result) if result.output else result
 
 
 def setup(config: Mod, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -132,14 +106,14 @@ def _check(model: ModelConfig, config: Mod) -> None:
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
-def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -> Start:
+def _convert(stage: ModStage) -> Start:
     """Chooses the layers, fits the routers, keeps these, and measures what is left."""
-    config: Mod = context.stage.config
-    text = training_text(context, data, config.calibration_tokens)
+    config, parent = stage.config, stage.teacher
+    text = stage.training_text(config.calibration_tokens)
     costs = None
     if config.start == "fitted" or config.least_important is not None:
         log.info("estimating on %s tokens what each one's absence costs", f"{config.calibration_tokens:,}")
-        exact = load_model(context.inputs[config.model].folder, device=parent.device)
+        exact = load_model(stage.context.model(config.model), device=parent.device)
         costs = skipping_costs(exact, text, config.route)  # type: ignore[arg-type]
     layers = named_layers(config, parent.config.num_layers)
     if config.least_important is not None and costs is not None:
@@ -149,8 +123,8 @@ def _convert(context: StageContext, data: "PreparedData", parent: Transformer) -
         fit_routers(student, costs)
     calibrate(student, text)
     routers = {name: weight.contiguous() for name, weight in student.state_dict().items() if ".router." in name}
-    save_file(routers, context.folder / ROUTERS_NAME)
-    held_out = held_out_text(context, data)
+    save_file(routers, stage.context.folder / ROUTERS_NAME)
+    held_out = stage.held_out
     log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
     states, capacities = held_out.states(parent), dict.fromkeys(layers, config.capacity)
     return Start(
@@ -171,9 +145,10 @@ def _mixture(config: Mod, layers: tuple[int, ...]) -> MixtureOfDepths:
     return MixtureOfDepths(config.route, layers, config.capacity)  # type: ignore[arg-type]  # the schema says which
 
 
-def _routed(context: StageContext, parent: Transformer, start: Start) -> Transformer:
+def _routed(stage: ModStage, start: Start) -> Transformer:
     """The converted model as training begins with it."""
-    student = add_routers(parent, _mixture(context.stage.config, start.layers))
+    config, context = stage.config, stage.context
+    student = add_routers(load_model(context.model(config.model)), _mixture(config, start.layers))
     with torch.no_grad():
         for name, weight in load_file(context.folder / ROUTERS_NAME).items():
             student.get_parameter(name).copy_(weight)
@@ -181,25 +156,13 @@ def _routed(context: StageContext, parent: Transformer, start: Start) -> Transfo
     return student
 
 
-def _freeze(student: Transformer, config: Mod) -> None:
-    """Leaves trainable what the recipe says."""
-    if config.train == "full":
-        return
-    student.requires_grad_(False)
-    if config.train == "adapters":
-        inject(student, LoraConfig(rank=config.adapter_rank), seed=config.seed)
-    for layer in routed_layers(student):
-        layer.router.requires_grad_(True)
-
-
 # --- after training --------------------------------------------------------------------------------------------------
 
 
-def _describe(context: StageContext, data: "PreparedData", student: Transformer, start: Start) -> ModDetails:
+def _describe(stage: ModStage, student: Transformer, start: Start) -> ModDetails:
     """What the report says of the routing of the trained model."""
-    config: Mod = context.stage.config
-    held_out = held_out_text(context, data)
-    model = published_form(context, data, student)
+    config, held_out = stage.config, stage.held_out
+    model = stage.published_form(student)
     layers = model.config.mixture_of_depths.layers if model.config.mixture_of_depths else ()
     selected = measure_selections(model, held_out.batches)
     realised = selected.float().mean(1).tolist()
@@ -221,7 +184,7 @@ def _describe(context: StageContext, data: "PreparedData", student: Transformer,
             executed=flops_per_token(model.config, FLOPS_CONTEXT, realised),
         ),
         random=AtRandom(trained=random, converted=start.random),
-        picture=_picture(context, held_out.batches[0].tokens, selected),
+        picture=_picture(stage, held_out.batches[0].tokens, selected),
     )
 
 
@@ -229,9 +192,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _picture(context: StageContext, tokens: torch.Tensor, selected: torch.Tensor) -> Picture:
+def _picture(stage: ModStage, tokens: torch.Tensor, selected: torch.Tensor) -> Picture:
     """The first tokens of the held-out text and, for each routed layer, which of them it selects, as 0 and 1."""
-    tokenizer = Tokenizer.load(context.inputs[context.stage.config.model].folder)
+    tokenizer = Tokenizer.load(stage.context.model(stage.config.model))
     shown = tokens[:PICTURED_TOKENS].tolist()
     return Picture(
         tokens=[tokenizer.decode([token]) for token in shown],
@@ -239,12 +202,10 @@ def _picture(context: StageContext, tokens: torch.Tensor, selected: torch.Tensor
     )
 
 
-def _with_speeds(context: StageContext, data: "PreparedData", result: Result[ModDetails]) -> Result[ModDetails]:
+def _with_speeds(stage: ModStage, result: Result[ModDetails]) -> Result[ModDetails]:
     """Adds what prefill and decoding of parent and result take, measured side by side in this run."""
-    config: Mod = context.stage.config
-    settings, count = config.speed, max(config.speed.batch_sizes, default=1)
-    prompts = prompts_from(held_out_text(context, data).batches, count=count, prompt_tokens=settings.context_tokens)
-    folders = {config.model: context.inputs[config.model].folder, config.out: context.folder / "model"}
+    settings = stage.config.speed
+    folders, prompts = stage.side_by_side(settings)
     log.info("timing a prompt of %s tokens, and decoding", f"{settings.prefill_tokens:,}")
     prefill = measure_prefill(folders, repeated(prompts[0], settings.prefill_tokens))
     decoding = measure_decoding(folders, prompts, settings)

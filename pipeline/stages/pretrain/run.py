@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compress.mod import every_nth, measure_selections
 from model.config import ARCHITECTURES, ConfigError, MixtureOfDepths, ModelConfig
@@ -19,18 +18,7 @@ from pipeline.results import Result
 from pipeline.stages.pretrain.config import Architecture, Pretrain
 from pipeline.stages.pretrain.report import PretrainDetails, TrainingFlops
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import (
-    curve_of,
-    finish,
-    held_out_text,
-    published_form,
-    train,
-    write_model,
-)
-from train.objectives import LanguageModelling
-
-if TYPE_CHECKING:
-    from train.data import PreparedData
+from pipeline.stages.shared.training import TrainingStage, write_model
 
 
 def run(context: StageContext) -> Result[PretrainDetails] | None:
@@ -39,12 +27,12 @@ def run(context: StageContext) -> Result[PretrainDetails] | None:
     own = tokenizer(config, {name: entry.folder for name, entry in context.inputs.items()})
     model = Transformer(model_config(config.architecture, own))
     model.initialize(config.seed)
-    data = context.data(config.data, own)
-    training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
+    stage = TrainingStage[Pretrain](context, own)
+    training = stage.train(model)
     if not context.processes.is_main:
         return None
-    details = _describe(context, data, model, trained_tokens=training.tokens)
-    return finish(context, data, partial(write_model, model, own), training=training, details=details)
+    details = _describe(stage, model, trained_tokens=training.tokens)
+    return stage.finish(partial(write_model, model, own), training=training, details=details)
 
 
 def setup(config: Pretrain, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -61,16 +49,13 @@ def tokenizer(config: Pretrain, folders: Mapping[str, Path]) -> Tokenizer:
         raise UserError(f"pretrain: {error}") from None
 
 
-def _describe(
-    context: StageContext, data: "PreparedData", model: Transformer, *, trained_tokens: int
-) -> PretrainDetails:
+def _describe(stage: TrainingStage[Pretrain], model: Transformer, *, trained_tokens: int) -> PretrainDetails:
     """What training took in operations, and how many tokens each routed layer selects by the served rule."""
-    config: Pretrain = context.stage.config
-    per_token = training_flops_per_token(model.config, context.recipe.data[config.data].sequence_length)
+    per_token = training_flops_per_token(model.config, stage.sequence_length)
     flops = TrainingFlops(per_token, per_token * trained_tokens)
     if model.config.mixture_of_depths is None:
         return PretrainDetails(training_flops=flops)
-    selected = measure_selections(published_form(context, data, model), held_out_text(context, data).batches)
+    selected = measure_selections(stage.published_form(model), stage.held_out.batches)
     return PretrainDetails(training_flops=flops, realised=selected.float().mean(1).tolist())
 
 

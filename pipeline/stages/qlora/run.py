@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,28 +32,17 @@ from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.gates import check_bound
-from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
+from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model, load_published
 from pipeline.results import Check, ModelReport, Result
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.qlora.report import AdapterSize, MergedQuality, QloraDetails, QuantizedSize
 from pipeline.stages.shared.context import Input, StageContext
-from pipeline.stages.shared.training import (
-    CALIBRATION_TOKENS,
-    check_dense,
-    curve_of,
-    finish,
-    held_out_text,
-    train,
-    training_text,
-    write_model,
-)
+from pipeline.stages.shared.training import TrainingStage, check_dense, write_model
 from train.loop import TrainingResult
-from train.objectives import LanguageModelling
-
-if TYPE_CHECKING:
-    from train.data import PreparedData
 
 log = logging.getLogger(__name__)
+
+QloraStage = TrainingStage[Qlora]
 
 GENERATION_NAME = "generation_config.json"
 
@@ -70,21 +58,22 @@ class Start:
 def run(context: StageContext) -> Result[QloraDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     config: Qlora = context.stage.config
-    source = context.inputs[config.model]
+    source = context.model(config.model)
     _check(config)
     check_dense(context, config.model)
-    data = context.data(config.data, Tokenizer.load(source.folder))
+    stage = QloraStage(context, Tokenizer.load(source))
     base = context.folder / BASE_NAME
     if context.processes.is_main:
-        _make_base(context, data, base)
-    start = context.start(Start, partial(_measure_start, context, data, source.folder, base))
-    model, adapter = _adapted(base, source.folder, config)
-    training = train(context, data, model, LanguageModelling(), curve=curve_of(context, data))
+        _make_base(stage, base)
+    start = context.start(Start, partial(_measure_start, stage, base))
+    model, adapter = _adapted(base, source, config)
+    training = stage.train(model)
     if not context.processes.is_main:
         return None
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
-    return _publish(replace(context, inputs=inputs), data, start, (model, adapter), training)
+    stage.context = replace(context, inputs=inputs)
+    return _publish(stage, start, model, adapter, training)
 
 
 def setup(config: Qlora, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -108,12 +97,12 @@ def _check(config: Qlora) -> None:
 # --- before ----------------------------------------------------------------------------------------------------------
 
 
-def _make_base(context: StageContext, data: "PreparedData", base: Path) -> None:
+def _make_base(stage: QloraStage, base: Path) -> None:
     """Publishes the frozen base: quantized, or the files of the source as they are."""
     if is_artifact(base):
         return
-    config: Qlora = context.stage.config
-    source = context.inputs[config.model]
+    config = stage.config
+    source = stage.context.inputs[config.model]
     format = format_named(config.quantization, double=config.double_quantization)
 
     def write(folder: Path) -> None:
@@ -123,13 +112,13 @@ def _make_base(context: StageContext, data: "PreparedData", base: Path) -> None:
         log.info("quantizing %s to %s", config.model, format.title)
         quantize_folder(source.folder, folder, format)
         Tokenizer.load(source.folder).save(folder)
-        _calibrate_base(context, data, folder)
+        _calibrate_base(stage, folder)
 
     recipe = {"quantization": config.quantization, "double_quantization": config.double_quantization}
     publish(base, write, stage="quantize", recipe=recipe, parents=(source.digest,))
 
 
-def _calibrate_base(context: StageContext, data: "PreparedData", folder: Path) -> None:
+def _calibrate_base(stage: QloraStage, folder: Path) -> None:
     """Sets anew the thresholds of routers, whose scores are not what they were before quantization.
 
     From here on they stay: several adapters may share the base, and each is trained under the rule by which it is
@@ -137,16 +126,16 @@ def _calibrate_base(context: StageContext, data: "PreparedData", folder: Path) -
     """
     if load_config(folder).mixture_of_depths is None:
         return
-    model = load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device())
-    calibrate(model, training_text(context, data, CALIBRATION_TOKENS))
+    model = load_published(folder)
+    calibrate(model, stage.training_text())
     replace_config(folder, model.config)
 
 
-def _measure_start(context: StageContext, data: "PreparedData", source: Path, base: Path) -> Start:
-    held_out = held_out_text(context, data)
+def _measure_start(stage: QloraStage, base: Path) -> Start:
+    held_out, config = stage.held_out, stage.config
     log.info("measuring the base, on %d batches", len(held_out.batches))
-    names = {context.stage.config.model: source, f"{context.stage.config.out}, before": base}
-    models = {name: load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device()) for name, folder in names.items()}
+    folders = {config.model: stage.context.model(config.model), f"{config.out}, before": base}
+    models = {name: load_published(folder) for name, folder in folders.items()}
     dense, frozen = (describe_model(name, model, held_out.quality(model)) for name, model in models.items())
     return Start((dense, frozen))
 
@@ -170,17 +159,11 @@ def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, Lora
 
 
 def _publish(
-    context: StageContext,
-    data: "PreparedData",
-    start: Start,
-    adapted: tuple[Transformer, LoraConfig],
-    training: TrainingResult,
+    stage: QloraStage, start: Start, model: Transformer, adapter: LoraConfig, training: TrainingResult
 ) -> Result[QloraDetails]:
-    config: Qlora = context.stage.config
-    model, adapter = adapted
-    source, base = context.inputs[config.model].folder, context.folder / BASE_NAME
-    tokenizer = Tokenizer.load(source)
-    merges = _measure_merges(context, data, model)
+    config, context = stage.config, stage.context
+    tokenizer = Tokenizer.load(context.model(config.model))
+    merges = _measure_merges(stage, model)
     details = QloraDetails(
         adapter=AdapterSize(
             rank=adapter.rank,
@@ -195,38 +178,29 @@ def _publish(
 
     def write(folder: Path) -> None:
         if config.publish == "adapter":
-            _write_adapter(model, adapter, base, tokenizer, folder)
+            _write_adapter(model, adapter, context.folder / BASE_NAME, tokenizer, folder)
         elif config.publish == "merged":
             write_model(merge(model, dtype=PUBLISHED_DTYPE), tokenizer, folder)
         else:
             save_model(merge_requantized(model, dtype=PUBLISHED_DTYPE), folder)
             tokenizer.save(folder)
 
-    return finish(
-        context,
-        data,
-        write,
-        training=training,
-        details=details,
-        before=start.rows,
-        more_checks=_merge_checks(merges, config),
-    )
+    checks = _merge_checks(merges, config)
+    return stage.finish(write, training=training, details=details, before=start.rows, more_checks=checks)
 
 
-def _measure_merges(context: StageContext, data: "PreparedData", model: Transformer) -> list[MergedQuality]:
+def _measure_merges(stage: QloraStage, model: Transformer) -> list[MergedQuality]:
     """Each way of handing over base and adapter: its quality, compared with base and adapter side by side."""
-    config: Qlora = context.stage.config
     ways: dict[str, Callable[[], Transformer]] = {
         "adapter": lambda: model,
         "merged": lambda: merge(model, dtype=PUBLISHED_DTYPE),
     }
-    if config.quantization != NO_FORMAT:
+    if stage.config.quantization != NO_FORMAT:
         ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE)
-    held_out = held_out_text(context, data)
-    states = held_out.states(model)
+    states = stage.held_out.states(model)
     rows = []
     for way, make in ways.items():
-        quality = held_out.quality(make(), states)
+        quality = stage.held_out.quality(make(), states)
         kl = quality.kl.value if quality.kl else math.nan
         log.info("%s: perplexity %.3f, KL %.5f to base with adapter", way, quality.perplexity, kl)
         rows.append(MergedQuality(**vars(quality), way=way))

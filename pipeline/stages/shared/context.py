@@ -50,6 +50,15 @@ class StageContext:
     processes: Processes
     started: float = field(default_factory=time.monotonic)
 
+    def model(self, name: str) -> Path:
+        """The folder of a finished model."""
+        return self.inputs[name].folder
+
+    @property
+    def published(self) -> Path:
+        """The folder of the model that the stage publishes."""
+        return self.folder / "model"
+
     def data(self, name: str, tokenizer: "Tokenizer") -> "PreparedData":
         """The data set `name`, tokenized; the main process does the work, the others open its cache after it."""
         if not self.processes.is_main:
@@ -103,7 +112,7 @@ class StageContext:
             (folder / "README.md").write_text(card, encoding="utf-8")
 
         manifest = publish(
-            self.folder / "model",
+            self.published,
             write_all,
             stage=self.identity,
             recipe=recipe,
