@@ -15,8 +15,9 @@ Legend: N output features, K input features, G groups of a row, B blocks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +151,8 @@ class Fp8Weight(_RowScaledWeight):
     """A matrix [N, K] in float8_e4m3fn with a scale for each row."""
 
 
-QuantizedWeight = NF4Weight | Int4Weight | Int8Weight | Fp8Weight
+IntegerWeight = Int4Weight | Int8Weight
+QuantizedWeight = NF4Weight | IntegerWeight | Fp8Weight
 
 
 def quantize_nf4(weight: Tensor, *, double: bool = True) -> NF4Weight:
@@ -196,7 +198,10 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -> Int4Weight:
-    """Quantize a matrix [N, K] of floats in groups of `group` neighbours of a row."""
+    """Quantize a matrix [N, K] of floats in groups of `group` neighbours of a row.
+
+    Scales are numbers of its dtype, in which files keep them.
+    """
     _check_matrix(weight)
     if group < 1:
         raise ValueError(f"a group has at least one element, not {group}")
@@ -204,11 +209,11 @@ def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -
     wide = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     zeros = None
     if symmetric:
-        scales = _nonzero(wide.abs().amax(-1) / 7.5)
+        scales = _stored_scales(wide.abs().amax(-1) / 7.5, weight.dtype)
         codes = (wide / scales[..., None]).round().clamp(-8, 7) + _SYMMETRIC_ZERO
     else:
         lowest, highest = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
-        scales = _nonzero((highest - lowest) / 15)
+        scales = _stored_scales((highest - lowest) / 15, weight.dtype)
         zero_codes = (-lowest / scales).round().clamp(0, 15)
         codes = ((wide / scales[..., None]).round() + zero_codes[..., None]).clamp(0, 15)
         zeros = zero_codes.to(torch.uint8)
@@ -219,17 +224,60 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
     """Quantize a matrix [N, K] of floats row by row. Scales are numbers of its dtype, in which files keep them."""
     _check_matrix(weight)
     wide = weight.float()
-    scales = _nonzero((wide.abs().amax(-1) / 127.5).to(weight.dtype).float())
+    scales = _stored_scales(wide.abs().amax(-1) / 127.5, weight.dtype)
     return Int8Weight((wide / scales[:, None]).round().clamp(-128, 127).to(torch.int8), scales)
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Quantize a matrix [N, K] of floats row by row."""
+    """Quantize a matrix [N, K] of floats row by row. Scales are numbers of its dtype, in which files keep them."""
     _check_matrix(weight)
     wide = weight.float()
-    scales = _nonzero(wide.abs().amax(-1) / _FP8_MAX)
+    scales = _stored_scales(wide.abs().amax(-1) / _FP8_MAX, weight.dtype)
     # Some versions of torch turn what is beyond the range into NaN: it is cut off before the cast.
     return Fp8Weight((wide / scales[:, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn), scales)
+
+
+def quantize_integers(weight: Tensor, *, bits: int, group: int | None, symmetric: bool) -> IntegerWeight:
+    """`quantize_int8` or `quantize_int4`, by the number of bits; a group of None is the whole row."""
+    if bits == 4:
+        return quantize_int4(weight, group=group or weight.shape[1], symmetric=symmetric)
+    return quantize_int8(weight)
+
+
+def integer_weight(
+    levels: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int, group: int
+) -> IntegerWeight:
+    """The weight (level − zero) · scale of levels u8 [N, K] below 2^bits, scales fp32 [N, G], zeros u8 [N, G].
+
+    Without zeros the zero is 2^(bits − 1). ValueError for 8 bits with zeros, or with several groups in a row.
+    """
+    n, k = levels.shape
+    if bits == 4:
+        return Int4Weight(pack_int4(levels), scales.float(), (n, k), group, zeros)
+    if bits != 8 or zeros is not None or scales.shape[1] != 1:
+        raise ValueError(f"{bits} bits are multiplied symmetric and with one scale a row alone")
+    return Int8Weight((levels ^ 128).view(torch.int8), scales[:, 0].float())
+
+
+def integer_levels(weight: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Levels, scales and zeros of which `integer_weight` makes the weight."""
+    if isinstance(weight, Int4Weight):
+        return weight.elements(), weight.scales, weight.zeros
+    return weight.codes.view(torch.uint8) ^ 128, weight.scales[:, None], None
+
+
+def stack_integers(weights: Sequence[IntegerWeight]) -> IntegerWeight | None:
+    """Matrices of the same K below one another as one; None where one has zeros or another group."""
+    first, kinds = weights[0], {(type(w), getattr(w, "group", 0), getattr(w, "zeros", None) is None) for w in weights}
+    if len(kinds) > 1:
+        return None
+    shape = sum(weight.shape[0] for weight in weights), first.shape[1]
+    parts: dict[str, Any] = {
+        name: torch.cat([getattr(weight, name) for weight in weights])
+        for name in ("codes", "scales", "zeros")
+        if getattr(first, name, None) is not None
+    }
+    return replace(first, **parts, shape=shape) if isinstance(first, Int4Weight) else Int8Weight(**parts)
 
 
 def _check_matrix(weight: Tensor) -> None:
@@ -254,9 +302,10 @@ def _nearest_codes(values: Tensor, table: Tensor, block: int) -> tuple[Tensor, T
     return torch.bucketize(scaled.clamp(-1, 1), midpoints).to(torch.uint8), absmax
 
 
-def _nonzero(scales: Tensor) -> Tensor:
-    """A group of zeros gets the scale 1."""
-    return torch.where(scales == 0, 1.0, scales)
+def _stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales rounded to `dtype`, fp32. A group of zeros gets the scale 1."""
+    rounded = scales.to(dtype).float()
+    return torch.where(rounded == 0, 1.0, rounded)
 
 
 def _repeated(values: Tensor, times: int, length: int) -> Tensor:

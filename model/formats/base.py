@@ -4,10 +4,11 @@ It makes weights of dense ones, multiplies with them, knows what they take, and 
 file like `bitsandbytes.py` and a line in `registry.py`; no other file names it. Formats are values: of two that are
 equal, weights are stored alike.
 
-Legend: T tokens, N output features, K input features.
+Legend: T tokens, N output features, K input features, G groups of a row.
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -17,6 +18,13 @@ from torch import Tensor
 
 from kernels.linear.dense import linear
 from kernels.linear.lora import LoraWeights, Slots, lora_add
+from kernels.linear.quantization import (
+    IntegerWeight,
+    integer_levels,
+    integer_weight,
+    quantize_integers,
+    stack_integers,
+)
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, stored_codes
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.swiglu import swiglu
@@ -73,9 +81,15 @@ class WeightFormat(ServingForm[W]):
         return self.name.upper()
 
     @classmethod
-    def with_options(cls, *, double: bool) -> Self:
-        """As recipes ask for it. `double`: quantize the scales too, where the format can."""
-        return cls()
+    def with_options(cls, *, double: bool = True, **options: Any) -> Self:
+        """As recipes ask for it, by the names of its fields; ValueError for one that it does not have.
+
+        `double`: quantize the scales too, where the format can.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown := sorted(options.keys() - known):
+            raise ValueError(f"{cls.name} has no option {unknown[0]}.")
+        return cls(**options)
 
     def of(self, weight: W) -> Self:
         """The format with the options of this weight."""
@@ -167,3 +181,58 @@ class KernelFormat(WeightFormat[W]):
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
         return quantized_swiglu(x, prepared, bias, lora, slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerFormat(KernelFormat[IntegerWeight]):
+    """Levels 0 … 2^bits − 1 on a grid: w = (level − zero) · scale of its group of neighbours in a row.
+
+    Files differ in how they hold these; methods that choose levels and scales need no more than `pack`.
+    """
+
+    group: int | None = None
+    """Weights that share a scale; None: the whole row."""
+    symmetric: bool = True
+    """Whether the zero is 2^(bits − 1) everywhere."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Of a level: 4 or 8."""
+
+    def __post_init__(self) -> None:
+        if self.bits == 8 and (self.group is not None or not self.symmetric):
+            raise ValueError(f"{self.title} is symmetric and has one scale a row: it takes neither groups nor zeros.")
+        if self.group is not None and self.group < 1:
+            raise ValueError(f"{self.title} cannot have groups of {self.group}; none are the whole row.")
+
+    def num_groups(self, num_inputs: int) -> int:
+        """Of a row of so many weights; ValueError where the groups do not divide it."""
+        group = self.group or num_inputs
+        if num_inputs % group:
+            raise ValueError(f"{self.title}: groups of {group} do not divide rows of {num_inputs} weights.")
+        return num_inputs // group
+
+    def pack(self, levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> IntegerWeight:
+        """The weight of levels u8 [N, K], scales fp32 [N, G] and, unless symmetric, zeros u8 [N, G].
+
+        Files keep scales in the model's dtype where they are numbers of it, else in fp32: so choose the levels for
+        scales that are rounded to it.
+        """
+        return integer_weight(levels, scales, zeros, bits=self.bits, group=self.group or levels.shape[1])
+
+    def unpack(self, weight: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Levels, scales and zeros as `pack` takes them."""
+        return integer_levels(weight)
+
+    def quantize(self, dense: Tensor) -> IntegerWeight:
+        self.num_groups(dense.shape[1])
+        return quantize_integers(dense, bits=self.bits, group=self.group, symmetric=self.symmetric)
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        rows, columns = shape
+        scales = rows * math.ceil(columns / (self.group or columns))
+        return rows * math.ceil(columns * self.bits / 8) + (4 if self.symmetric else 5) * scales
+
+    def stack(self, weights: Sequence[IntegerWeight]) -> IntegerWeight | None:
+        return stack_integers(weights)

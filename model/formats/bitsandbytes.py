@@ -49,8 +49,8 @@ class NF4(KernelFormat[NF4Weight]):
     double: bool = True
 
     @classmethod
-    def with_options(cls, *, double: bool) -> Self:
-        return cls(double)
+    def with_options(cls, *, double: bool = True, **options: Any) -> Self:
+        return super().with_options(**options) if options else cls(double)
 
     def of(self, weight: NF4Weight) -> Self:
         return type(self)(weight.nested_absmax is not None)

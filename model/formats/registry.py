@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "nf4": "model.formats.bitsandbytes:NF4",
     "int8": "model.formats.compressed_tensors:Int8",
+    "int4": "model.formats.compressed_tensors:Int4",
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"
@@ -22,9 +23,12 @@ def _class_of(name: str) -> "type[WeightFormat[Any]]":
     return getattr(import_module(module), attribute)
 
 
-def format_named(name: str, *, double: bool = True) -> "WeightFormat[Any] | None":
-    """The format that a recipe asks for; None for "none". `double`: quantize the scales too, where it can."""
-    return None if name == NO_FORMAT else _class_of(name).with_options(double=double)
+def format_named(name: str, *, double: bool = True, **options: Any) -> "WeightFormat[Any] | None":
+    """The format that a recipe asks for; None for "none". ValueError for an option that the format does not have.
+
+    `double`: quantize the scales too, where it can; `options`: its fields, such as group and symmetric.
+    """
+    return None if name == NO_FORMAT else _class_of(name).with_options(double=double, **options)
 
 
 def format_of_config(folder: Path, raw: dict[str, Any]) -> "WeightFormat[Any] | None":
@@ -38,5 +42,5 @@ def format_of_config(folder: Path, raw: dict[str, Any]) -> "WeightFormat[Any] | 
             return found
     described = (one.describe(entry) for one in classes)
     what = next((text for text in described if text), entry.get("quant_method") or "unknown")
-    known = ", ".join(one.with_options(double=True).title for one in classes)
+    known = ", ".join(one.with_options().title for one in classes)
     raise CheckpointError(f"{folder} is quantized ({what}); only plain floating-point weights and {known} can be read.")

@@ -181,7 +181,7 @@ def with_weights(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("entry", "what"),
     [
-        (with_weights(num_bits=4), "compressed-tensors, pack-quantized, 4 bits a channel"),
+        (with_weights(num_bits=3), "compressed-tensors, pack-quantized, 3 bits a channel"),
         (with_weights(strategy="group", group_size=128), "compressed-tensors, pack-quantized, 8 bits a group"),
         (with_weights(symmetric=False), "compressed-tensors, pack-quantized, 8 bits a channel"),
         (with_weights() | {"format": "float-quantized"}, "compressed-tensors, float-quantized, 8 bits a channel"),
