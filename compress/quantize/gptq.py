@@ -1,0 +1,79 @@
+"""GPTQ: round a weight column by column, each time moving the columns to come so that they make up for the error.
+
+    H = Σ x xᵀ of the inputs,  H += damping · mean(diag H) · I,  U = the upper Cholesky factor of H⁻¹
+    column i:   e = (w_i − ŵ_i) / U_ii,   w_j −= e · U_ij  for every later column j
+
+Columns go in blocks; what a block owes to the later ones is added up and subtracted at once. The grid is fixed
+beforehand, so that columns can go in any order and neighbours still share a scale: with `act_order` those that the
+inputs excite most go first, while there are still others to make up for them.
+
+Sources: GPTQ https://arxiv.org/abs/2210.17323.
+
+Legend: N output features, K input features.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.quantize.grid import Grid, nearest
+
+DAMPING = 0.01
+_MOST_DAMPING = 1.0
+_BLOCK = 128
+
+
+@torch.no_grad()
+def gptq_levels(weight: Tensor, hessian: Tensor, grid: Grid, *, act_order: bool = True) -> Tensor:
+    """Levels u8 [N, K] of `weight` [N, K] on `grid`; `hessian` fp32 [K, K] is Σ x xᵀ, at any scale.
+
+    A column that no input excites is rounded by itself. ValueError if H is not finite.
+    """
+    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(len(hessian))
+    order = order.to(weight.device)
+    factor = inverse_factor(hessian[order][:, order])
+    scales, zeros = grid.columns(order)
+    rest = weight.float()[:, order]
+    levels = torch.empty_like(rest)
+    for start in range(0, rest.shape[1], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        errors = _round_block(
+            rest[:, block], levels[:, block], scales[:, block], zeros[:, block], factor[block, block], grid.highest
+        )
+        rest[:, start + _BLOCK :] -= errors @ factor[block, start + _BLOCK :]
+    return levels[:, order.argsort()].to(torch.uint8)
+
+
+def _round_block(rest: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, highest: int) -> Tensor:
+    """Fills `levels`; the errors of columns over their U_ii, [N, block]. `rest` is used up."""
+    errors = torch.empty_like(rest)
+    for i in range(rest.shape[1]):
+        column, scale, zero = rest[:, i], scales[:, i], zeros[:, i]
+        levels[:, i] = nearest(column, scale, zero, highest)
+        errors[:, i] = (column - (levels[:, i] - zero) * scale) / factor[i, i]
+        rest[:, i + 1 :] -= errors[:, i, None] * factor[i, i + 1 :]
+    return errors
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """U, upper triangular with UᵀU = H⁻¹, of the damped H; damped more where rounding leaves H not positive."""
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean()
+    if not torch.isfinite(mean):
+        raise ValueError("the second moments of the inputs are not finite")
+    damped = hessian + torch.diag((diagonal == 0).float())
+    damping = DAMPING
+    while damping <= _MOST_DAMPING:
+        damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed:
+                return factor
+        damping *= 10
+    raise ValueError("the second moments of the inputs have no Cholesky factor")
+
+
+def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
+    """tr(Δ H Δᵀ), Δ = W − Ŵ: the squared error of the outputs over all tokens of H."""
+    difference = weight.float() - rounded.float()
+    return float(((difference @ hessian) * difference).sum())
