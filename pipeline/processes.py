@@ -4,6 +4,9 @@ Under `accelerate launch` or `torchrun` every process runs the whole recipe. The
 decides; the others train with it and wait for it otherwise. They share the run folder through the file system.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from model.mesh import this_rank
 
 
@@ -32,6 +35,15 @@ class Processes:
     def wait(self) -> None:
         """Returns when every process has come here."""
         self.agree(0)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """A block that the main process goes through before the others."""
+        if not self.is_main:
+            self.wait()
+        yield
+        if self.is_main:
+            self.wait()
 
     def close(self) -> None:
         """Leaves the group, so that the interpreter can end without complaint."""

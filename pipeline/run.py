@@ -166,12 +166,7 @@ class Run:
         folders = {model: entry.folder for model, entry in self._inputs(stage).items()}
         tokenizer = kind.tokenizer(stage.config, folders)
         if (name, tokenizer.digest) not in self._data_digests:
-            if not self.processes.is_main:
-                self.processes.wait()
-            show = self.processes.is_main
-            prepared = prepare_data(self.recipe.data[name], tokenizer, self.cache, progress=show)
-            if self.processes.is_main:
-                self.processes.wait()
+            prepared = prepare_data(self.recipe.data[name], tokenizer, self.cache, self.processes)
             both = digest([prepared.train.digest, prepared.held_out.digest])
             self._data_digests[name, tokenizer.digest] = both
         return self._data_digests[name, tokenizer.digest]

@@ -1,7 +1,8 @@
 """What the HTTP process and the engine process tell each other, and how it is put on the wire.
 
 A frame is a length (4 bytes, little endian) and that many bytes of MessagePack. Every message is a typed struct with a
-tag; a frame that is not one of them is an error. Nothing here can hold code: no pickle crosses the socket.
+tag; a frame that is none of them raises ProtocolError. MessagePack holds data alone, unlike pickle: neither process can
+make the other run code.
 """
 
 import struct
@@ -16,7 +17,10 @@ LENGTH = struct.Struct("<I")
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Continue one prompt. Times are seconds of `time.monotonic`, one clock for all processes of a machine."""
+    """Continue one prompt: the arguments of `Engine.add_request`, under their names there.
+
+    Times are seconds of `time.monotonic`, one clock for all processes of a machine.
+    """
 
     request_id: str
     prompt_token_ids: list[int]

@@ -55,7 +55,6 @@ class TrainingResult:
     """Positions that were computed; micro-batches are nearly full, so a little less than steps times batch_tokens."""
     seconds: float
     """Spent in steps; evaluations and checkpoints are not counted."""
-    tokens_per_s: float
     metrics: dict[str, float | None]
     """Of the last step, and of the last evaluation; None where it was not finite."""
     interrupted: bool
@@ -164,7 +163,7 @@ class Trainer:
     def _run_step(self, signals: StopSignals, display: Progress) -> tuple[bool, bool]:
         """One optimizer step. Returns whether to stop and whether to save, the same on every process."""
         began = time.monotonic()
-        factor = self._learning_rate_factor()
+        factor = learning_rate_factor(self.counters.step, self.config)
         sums, tokens, labels = self._accumulate()
         norm = self._update(labels, factor)
         save = self.is_main and time.monotonic() - self._saved_at >= self.config.checkpoint_every_s
@@ -224,17 +223,6 @@ class Trainer:
         flags = torch.tensor(votes, dtype=torch.float64, device=self.accelerator.device)
         values = self.accelerator.reduce(torch.stack([*sums.values(), *flags]), "sum").tolist()
         return dict(zip(sums, values, strict=False)), [value > 0 for value in values[len(sums) :]]
-
-    def _learning_rate_factor(self) -> float:
-        config = self.config
-        return learning_rate_factor(
-            self.counters.step,
-            self.steps,
-            schedule=config.schedule,
-            warmup_fraction=config.warmup_fraction,
-            decay_fraction=config.decay_fraction,
-            floor=config.min_learning_rate_fraction,
-        )
 
     def _autocast(self) -> torch.autocast:
         device = self.accelerator.device.type
@@ -347,7 +335,6 @@ class Trainer:
             steps=counters.step,
             tokens=counters.tokens,
             seconds=counters.seconds,
-            tokens_per_s=counters.tokens / counters.seconds if counters.seconds else 0.0,
             metrics=dict(counters.metrics),
             interrupted=interrupted,
             skipped=counters.skipped,

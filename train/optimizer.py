@@ -21,7 +21,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from kernels.adamw_8bit import Moments, adamw_8bit
 from model.cost import SMALLEST_IN_8_BITS, SMALLEST_PAGED
 from model.quantized import quantized_tensors
 from train.checkpoint import TrainingStateError
-from train.config import ScheduleName, TrainingConfig
+from train.config import TrainingConfig
 from train.offload import CudaCopier, prefetched
 
 log = logging.getLogger(__name__)
@@ -72,31 +72,22 @@ def _is_lora_up(name: str) -> bool:
     return name.endswith(".lora.b")
 
 
-def learning_rate_factor(
-    step: int,
-    total_steps: int,
-    *,
-    schedule: ScheduleName,
-    warmup_fraction: float,
-    decay_fraction: float,
-    floor: float,
-) -> float:
-    """Returns what to multiply the peak learning rate by at `step` (0 is the first) of `total_steps`, in (0, 1]."""
-    warmup_steps = round(total_steps * warmup_fraction)
+def learning_rate_factor(step: int, config: TrainingConfig) -> float:
+    """Returns what to multiply the peak learning rate by at `step` (0 is the first), in (0, 1]."""
+    schedule, total_steps, floor = config.schedule, config.steps, config.min_learning_rate_fraction
+    warmup_steps = round(total_steps * config.warmup_fraction)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":
         return 1.0
-    decay_steps = total_steps - warmup_steps if schedule == "cosine" else round(total_steps * decay_fraction)
+    decay_steps = total_steps - warmup_steps if schedule == "cosine" else round(total_steps * config.decay_fraction)
     # The step after the last one would stand exactly on the floor.
     progress = (step - (total_steps - decay_steps)) / max(decay_steps, 1)
     if progress <= 0:
         return 1.0
     if schedule == "cosine":
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    if schedule == "wsd":
-        return 1 - (1 - floor) * math.sqrt(min(progress, 1.0))
-    raise ValueError(f"schedule is {schedule!r}; known schedules are {', '.join(get_args(ScheduleName))}")
+    return 1 - (1 - floor) * math.sqrt(min(progress, 1.0))
 
 
 class AdamW(torch.optim.Optimizer):

@@ -173,14 +173,30 @@ def rotate_and_write(
     `rotary_tables`, or None; `scales`: k_scales and v_scales of 8-bit pages. For inference only. Without rotary and
     norms the result is q itself. Raises ValueError for dtypes that do not match.
     """
-    if runs_triton(q):
-        return _launch(q, k, v, k_pages, v_pages, slots, rotary=rotary, norms=norms, scales=scales)
-    q, k = qk_norm_rope(q, k, rotary=rotary, norms=norms)
-    if scales is None:
-        write_pages(k, v, k_pages, v_pages, slots)
-    else:
-        write_pages(k, v, k_pages, v_pages, slots, k_scales=scales[0], v_scales=scales[1])
-    return q
+    k_scales, v_scales = scales or (None, None)
+    if not runs_triton(q):
+        q, k = qk_norm_rope(q, k, rotary=rotary, norms=norms)
+        write_pages(k, v, k_pages, v_pages, slots, k_scales=k_scales, v_scales=v_scales)
+        return q
+    _check(q, k, v, (k_pages, v_pages), (k_scales, v_scales), rotary=rotary, norms=norms)
+    (tokens, q_heads, d), kv_heads = q.shape, k.shape[1]
+    cos, sin = rotary or (None, None)
+    changes_q = rotary is not None or norms is not None
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if changes_q else q
+    heads, half, warps = split_heads(d, max(q_heads, kv_heads))
+    q_blocks, kv_blocks = triton.cdiv(q_heads, heads) if changes_q else 0, triton.cdiv(kv_heads, heads)
+    _rotate_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
+        q, k, v, None if norms is None else norms.q_weight, None if norms is None else norms.k_weight, cos, sin,
+        slots.contiguous(), out, k_pages, v_pages, k_scales, v_scales,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
+        *k_pages.stride()[:3], *((0, 0, 0) if k_scales is None else k_scales.stride()),
+        0.0 if norms is None else norms.eps,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, Q_BLOCKS=q_blocks, KV_BLOCKS=kv_blocks,
+        PAGE=k_pages.shape[1], HEAD_DIM=d, LIMIT=LIMITS.get(k_pages.dtype, 0.0), HEADS=heads, D=2 * half,
+        num_warps=warps,
+    )  # fmt: skip
+    return out
 
 
 def _check(
@@ -204,37 +220,3 @@ def _check(
     for one, other in (pages, scales):
         if one is not None and other is not None and (one.stride() != other.stride() or one.shape != other.shape):
             raise ValueError(f"keys and values must have one layout, not {one.stride()} and {other.stride()}")
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    *,
-    rotary: tuple[Tensor, Tensor] | None,
-    norms: HeadNorms | None,
-    scales: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    k_scales, v_scales = scales or (None, None)
-    _check(q, k, v, (k_pages, v_pages), (k_scales, v_scales), rotary=rotary, norms=norms)
-    (tokens, q_heads, d), kv_heads = q.shape, k.shape[1]
-    cos, sin = rotary or (None, None)
-    changes_q = rotary is not None or norms is not None
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if changes_q else q
-    heads, half, warps = split_heads(d, max(q_heads, kv_heads))
-    q_blocks, kv_blocks = triton.cdiv(q_heads, heads) if changes_q else 0, triton.cdiv(kv_heads, heads)
-    _rotate_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
-        q, k, v, None if norms is None else norms.q_weight, None if norms is None else norms.k_weight, cos, sin,
-        slots.contiguous(), out, k_pages, v_pages, k_scales, v_scales,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
-        *k_pages.stride()[:3], *((0, 0, 0) if k_scales is None else k_scales.stride()),
-        0.0 if norms is None else norms.eps,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, Q_BLOCKS=q_blocks, KV_BLOCKS=kv_blocks,
-        PAGE=k_pages.shape[1], HEAD_DIM=d, LIMIT=LIMITS.get(k_pages.dtype, 0.0), HEADS=heads, D=2 * half,
-        num_warps=warps,
-    )  # fmt: skip
-    return out

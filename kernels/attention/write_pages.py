@@ -108,20 +108,39 @@ def write_pages(
     for float8_e4m3fn on a GPU below compute capability 8.9.
     """
     check_page_dtypes(k.dtype, k_pages, v_pages, k_scales, v_scales)
-    if runs_triton(k):
-        _launch(k, v, k_pages, v_pages, slots, k_scales, v_scales)
+    if not runs_triton(k):
+        if slots.numel() and slots.min().item() < 0:
+            kept = slots >= 0
+            k, v, slots = k[kept], v[kept], slots[kept]
+        _write_rows(k, k_pages, k_scales, slots)
+        _write_rows(v, v_pages, v_scales, slots)
         return
-    if slots.numel() and slots.min().item() < 0:
-        kept = slots >= 0
-        k, v, slots = k[kept], v[kept], slots[kept]
-    for x, pages, scales in ((k, k_pages, k_scales), (v, v_pages, v_scales)):
-        if scales is None:
-            pages.flatten(0, 1).index_copy_(0, slots, x)
-        else:
-            values, new_scales = quantize_rows_reference(x, pages.dtype)
-            # Not every torch copies rows of fp8, but all copy bytes.
-            pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, values.view(torch.uint8))
-            scales.flatten(0, 1).index_copy_(0, slots, new_scales)
+    check_rows(k=k, v=v)
+    if k_pages.stride(-1) != 1 or v_pages.stride(-1) != 1:
+        raise ValueError("pages must be contiguous in their last dimension, the head dim")
+    if k_scales is not None and v_scales is not None and k_scales.stride() != v_scales.stride():
+        raise ValueError(f"k_scales and v_scales must have one layout, not {k_scales.stride()} and {v_scales.stride()}")
+    num_tokens, num_heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    _write_kernel[(num_tokens,)](
+        k, v, k_pages, v_pages, k_scales, v_scales, slots.contiguous(),
+        *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
+        *((0, 0, 0) if k_scales is None else k_scales.stride()),
+        PAGE=k_pages.shape[1], NUM_HEADS=num_heads, HEADS=triton.next_power_of_2(num_heads),
+        HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim), LIMIT=LIMITS.get(k_pages.dtype, 0.0),
+    )  # fmt: skip
+
+
+def _write_rows(x: Tensor, pages: Tensor, scales: Tensor | None, slots: Tensor) -> None:
+    """The same of keys or values without Triton; every token has a slot."""
+    if scales is None:
+        pages.flatten(0, 1).index_copy_(0, slots, x)
+        return
+    values, new_scales = quantize_rows_reference(x, pages.dtype)
+    # Not every torch copies rows of fp8, but all copy bytes.
+    pages.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, values.view(torch.uint8))
+    scales.flatten(0, 1).index_copy_(0, slots, new_scales)
 
 
 def check_page_dtypes(
@@ -139,29 +158,3 @@ def check_page_dtypes(
     if k_pages.dtype == torch.float8_e4m3fn and capability < _FIRST_WITH_FP8:
         here = f"{k_pages.device} has {capability[0]}.{capability[1]}"
         raise ValueError(f"pages of {k_pages.dtype} need a GPU of compute capability 8.9, and {here}: use torch.int8")
-
-
-def _launch(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
-) -> None:
-    check_rows(k=k, v=v)
-    if k_pages.stride(-1) != 1 or v_pages.stride(-1) != 1:
-        raise ValueError("pages must be contiguous in their last dimension, the head dim")
-    if k_scales is not None and v_scales is not None and k_scales.stride() != v_scales.stride():
-        raise ValueError(f"k_scales and v_scales must have one layout, not {k_scales.stride()} and {v_scales.stride()}")
-    num_tokens, num_heads, head_dim = k.shape
-    if num_tokens == 0:
-        return
-    _write_kernel[(num_tokens,)](
-        k, v, k_pages, v_pages, k_scales, v_scales, slots.contiguous(),
-        *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
-        *((0, 0, 0) if k_scales is None else k_scales.stride()),
-        PAGE=k_pages.shape[1], NUM_HEADS=num_heads, HEADS=triton.next_power_of_2(num_heads),
-        HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim), LIMIT=LIMITS.get(k_pages.dtype, 0.0),
-    )  # fmt: skip

@@ -223,11 +223,38 @@ def verify(
     """
     _check(target_p, draft_p, tokens, parents, (counts, lengths))
     stream = check_stream(stream, len(tokens))
-    if runs_triton(target_p):
-        return _launch(target_p, draft_p, tokens, counts, lengths, stream=stream, parents=parents)
-    u = uniform(stream, tokens.shape[1], Purpose.ACCEPT)
-    noise = exponential(stream, target_p.shape[2], Purpose.RESIDUAL)
-    return verify_with(target_p, draft_p, tokens, counts, lengths, parents=parents, noise=(u, noise))
+    if not runs_triton(target_p):
+        u = uniform(stream, tokens.shape[1], Purpose.ACCEPT)
+        noise = exponential(stream, target_p.shape[2], Purpose.RESIDUAL)
+        return verify_with(target_p, draft_p, tokens, counts, lengths, parents=parents, noise=(u, noise))
+    (batch, n), vocabulary, device = tokens.shape, target_p.shape[2], target_p.device
+    output = VerifyOutput(
+        *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
+            (batch, torch.int32), (batch, torch.int64), ((batch, n + 1), torch.int64),
+            ((batch, n + 1), torch.int32), (batch, torch.int32),
+        ))
+    )  # fmt: skip
+    if batch == 0:
+        return output
+    nodes, arrived = torch.empty(2, batch, dtype=torch.int32, device=device)
+    shifts = torch.empty(batch, dtype=torch.float32, device=device)
+    asked = (
+        target_p, draft_p, tokens.contiguous(), None if parents is None else parents.contiguous(),
+        counts.contiguous(), *stream,
+    )  # fmt: skip
+    strides = (*target_p.stride()[:2], *((0, 0) if draft_p is None else draft_p.stride()[:2]))
+    splits, block = _race.num_splits(batch, vocabulary, device), _race.block_size(vocabulary)
+    _walk_kernel[(batch,)](
+        *asked, lengths.contiguous(), output.num_accepted, output.tokens, output.path, output.lengths,
+        nodes, shifts, arrived, *strides, vocabulary,
+        NODES=n, LANES=triton.next_power_of_2(n + 1), BLOCK=block, num_warps=_race.WARPS,
+    )  # fmt: skip
+    _next_token_kernel[(batch, splits)](
+        *asked, output.num_accepted, nodes, shifts, *_race.partial_results(batch, splits, device), arrived,
+        output.tokens, output.next_tokens, *strides, vocabulary,
+        NODES=n, SPLITS=splits, LANES=triton.next_power_of_2(splits), BLOCK=block, num_warps=_race.WARPS,
+    )  # fmt: skip
+    return output
 
 
 def match_drafts(own_tokens: Tensor, tokens: Tensor, *, counts: Tensor, lengths: Tensor) -> VerifyOutput:
@@ -261,46 +288,6 @@ def _check(
         raise ValueError(f"parents must have the shape of tokens, {tokens.shape}, not {parents.shape}")
     if any(x.shape != (batch,) for x in rows):
         raise ValueError(f"counts and lengths must have one number a sequence, {batch}")
-
-
-def _launch(
-    target_p: Tensor,
-    draft_p: Tensor | None,
-    tokens: Tensor,
-    counts: Tensor,
-    lengths: Tensor,
-    *,
-    stream: Stream,
-    parents: Tensor | None,
-) -> VerifyOutput:
-    (batch, n), vocabulary, device = tokens.shape, target_p.shape[2], target_p.device
-    output = VerifyOutput(
-        *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
-            (batch, torch.int32), (batch, torch.int64), ((batch, n + 1), torch.int64),
-            ((batch, n + 1), torch.int32), (batch, torch.int32),
-        ))
-    )  # fmt: skip
-    if batch == 0:
-        return output
-    nodes, arrived = torch.empty(2, batch, dtype=torch.int32, device=device)
-    shifts = torch.empty(batch, dtype=torch.float32, device=device)
-    asked = (
-        target_p, draft_p, tokens.contiguous(), None if parents is None else parents.contiguous(),
-        counts.contiguous(), *stream,
-    )  # fmt: skip
-    strides = (*target_p.stride()[:2], *((0, 0) if draft_p is None else draft_p.stride()[:2]))
-    splits, block = _race.num_splits(batch, vocabulary, device), _race.block_size(vocabulary)
-    _walk_kernel[(batch,)](
-        *asked, lengths.contiguous(), output.num_accepted, output.tokens, output.path, output.lengths,
-        nodes, shifts, arrived, *strides, vocabulary,
-        NODES=n, LANES=triton.next_power_of_2(n + 1), BLOCK=block, num_warps=_race.WARPS,
-    )  # fmt: skip
-    _next_token_kernel[(batch, splits)](
-        *asked, output.num_accepted, nodes, shifts, *_race.partial_results(batch, splits, device), arrived,
-        output.tokens, output.next_tokens, *strides, vocabulary,
-        NODES=n, SPLITS=splits, LANES=triton.next_power_of_2(splits), BLOCK=block, num_warps=_race.WARPS,
-    )  # fmt: skip
-    return output
 
 
 def verify_with(

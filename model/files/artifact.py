@@ -148,7 +148,6 @@ def model_card(
     recipe: Mapping[str, Any],
     parents: Mapping[str, str],
     metrics: Mapping[str, Any],
-    license_id: str | None = None,
     elsewhere: bool = True,
 ) -> str:
     """The text of an artifact's README.md: lineage, metrics and how to serve it.
@@ -158,11 +157,8 @@ def model_card(
     card.
     """
     library = "transformers" if elsewhere else "potstill"
-    front_matter = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [potstill]"]
-    if license_id:
-        front_matter.append(f"license: {license_id}")
     sections = [
-        "\n".join(["---", *front_matter, "---"]),
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [potstill]\n---",
         f"# {name}",
         f"Made by the `{stage}` stage of potstill.",
         "## Lineage\n\n" + _table(("parent", "digest or source"), parents),

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,10 @@ from model.attention import PackedAttention
 from model.files.checkpoint import load_model
 from model.transformer import Transformer
 from pipeline.results import Parity
+from serve.llm import LLM
+from serve.outputs import TokenLogprobs
+from serve.sampling_params import SamplingParams
 from train.packing import Batch
-
-if TYPE_CHECKING:
-    from serve.outputs import TokenLogprobs
 
 PARITY_SEQUENCES, PARITY_TOKENS = 4, 96
 PARITY_TOLERANCE = 1e-3
@@ -29,9 +28,6 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     The trainer's side is one packed forward; the server's is the real engine with its pages and chunks, asked for the
     log-probabilities of its prompts.
     """
-    from serve.llm import LLM
-    from serve.sampling_params import SamplingParams
-
     prompts = _prompts(batches)
     model = load_model(folder, dtype=torch.float32, device=device)
     trained = [_log_probabilities(model, prompt) for prompt in prompts]

@@ -6,7 +6,6 @@ Batches of held-out text are the independent draws behind every interval: tokens
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +16,9 @@ from model.mesh import choose_device
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Quality
-from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, evaluate_quality
+from train.data import PreparedData
+from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, mean_nll
 from train.packing import Batch, held_out_batches
-
-if TYPE_CHECKING:
-    from train.data import PreparedData
 
 MIN_BATCHES, MAX_BATCH_TOKENS = 8, 2_048
 """Held-out text comes in at least so many batches where it can: they are the draws behind an interval."""
@@ -36,7 +33,7 @@ class HeldOut:
     batches: tuple[Batch, ...]
 
     @classmethod
-    def of(cls, data: "PreparedData", *, sequence_length: int, max_tokens: int) -> "HeldOut":
+    def of(cls, data: PreparedData, *, sequence_length: int, max_tokens: int) -> "HeldOut":
         """The first `max_tokens` of the held-out split."""
         size = max(min(max_tokens // MIN_BATCHES, MAX_BATCH_TOKENS), sequence_length)
         wanted = {"sequence_length": sequence_length, "batch_tokens": size, "max_tokens": max(max_tokens, size)}
@@ -52,8 +49,8 @@ class HeldOut:
         model.eval()  # dropout is for training
         labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
         compared = [] if reference is None else self._compared(model, reference, routing)
-        alone = [] if compared else [evaluate_quality(model, [batch], routing=routing) for batch in self.batches]
-        nlls = [one.nll for one in compared or alone]
+        alone = [] if compared else [mean_nll(model, [batch], routing=routing) for batch in self.batches]
+        nlls = alone or [one.nll for one in compared]
         nll = estimate(nlls, labels)
         sums = zip(nlls, labels, spelled, strict=True)
         bits = [mean * count / (math.log(2) * (size or math.nan)) for mean, count, size in sums]

@@ -5,17 +5,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from model.mesh import has_gpu
 from pipeline.results import SpeedPoint
 from pipeline.stages.shared.config import Decoding, Speed
-
-if TYPE_CHECKING:
-    from serve.engine.engine import Engine
-    from serve.llm import LLM
-    from serve.sampling_params import SamplingParams
-    from train.packing import Batch
+from serve.config import EngineConfig
+from serve.engine.engine import Engine
+from serve.engine.loading import check_same_vocabulary, load_models
+from serve.llm import LLM
+from serve.sampling_params import SamplingParams
+from train.packing import Batch
 
 PREFILL_TOKENS = 2_048
 """Of one step, when several long prompts are to be read before decoding is timed."""
@@ -27,15 +27,11 @@ TURNS = 3
 """Timings of each engine at each batch size."""
 
 
-def measure_speed(
-    engines: "Sequence[LLM]", prompts: Sequence[list[int]], config: Speed
-) -> list[tuple[SpeedPoint, ...]]:
+def measure_speed(engines: Sequence[LLM], prompts: Sequence[list[int]], config: Speed) -> list[tuple[SpeedPoint, ...]]:
     """Greedy generation of each engine at each batch size, prompts included, after a warm-up with the same prompts.
 
     Medians of turns that alternate between the engines, so that what slows the machine for a while slows all of them.
     """
-    from serve.sampling_params import SamplingParams
-
     timed = SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
     points: list[list[SpeedPoint]] = [[] for _ in engines]
     for batch_size in sorted(config.batch_sizes):
@@ -58,7 +54,7 @@ class _Turn:
     num_accepted: int
 
 
-def _timed(engine: "LLM", prompts: list[list[int]], params: "SamplingParams") -> _Turn:
+def _timed(engine: LLM, prompts: list[list[int]], params: SamplingParams) -> _Turn:
     started = time.perf_counter()
     answers = [answer.choices[0] for answer in engine.generate(prompts, params)]
     seconds = time.perf_counter() - started
@@ -69,15 +65,11 @@ def _timed(engine: "LLM", prompts: list[list[int]], params: "SamplingParams") ->
     )
 
 
-def engines_for_speed(model: str, verifier: str | None, config: Speed) -> "list[LLM]":
+def engines_for_speed(model: str, verifier: str | None, config: Speed) -> list[LLM]:
     """Engines of the verifier, of the model, and of the model verified; without a verifier only that of the model.
 
     The weights are read once and used by all; each engine has KV pages of its own.
     """
-    from serve.config import EngineConfig
-    from serve.engine.loading import check_same_vocabulary, load_models
-    from serve.llm import LLM
-
     length = config.prompt_tokens + config.new_tokens + 16
     options: dict[str, Any] = {
         "max_model_len": length,
@@ -99,21 +91,10 @@ def engines_for_speed(model: str, verifier: str | None, config: Speed) -> "list[
 
 def measure_prefill(folders: Mapping[str, Path], prompt: Sequence[int], repeats: int = 5) -> dict[str, float]:
     """Prompt tokens a second of each model, in one pass each: medians of turns that alternate between them."""
-    from serve.llm import LLM
-    from serve.sampling_params import SamplingParams
-
     size, once = len(prompt), SamplingParams(temperature=0.0, max_tokens=1)
-    engines = [
-        LLM(
-            str(folder),
-            max_model_len=size + 16,
-            max_num_seqs=1,
-            max_num_batched_tokens=size,
-            num_pages=size // 16 + 4,
-            enable_prefix_caching=False,
-        )
-        for folder in folders.values()
-    ]
+    engines = _engines(
+        folders, max_model_len=size + 16, max_num_seqs=1, max_num_batched_tokens=size, num_pages=size // 16 + 4
+    )
     seconds: list[list[float]] = [[] for _ in engines]
     for turn in range(repeats + 1):
         for engine, taken in zip(engines, seconds, strict=True):
@@ -144,23 +125,13 @@ def measure_decoding(
 def _decode_in_turns(
     folders: Mapping[str, Path], prompts: Sequence[list[int]], config: Decoding
 ) -> dict[str, dict[str, float]]:
-    from serve.llm import LLM
-
     most = max(config.batch_sizes)
     budget = max(PREFILL_TOKENS, 2 * most)
     # The first to decode goes on while the others' prompts take what is left of the budget, half of it or more.
     longest = config.context_tokens + config.new_tokens + most * config.context_tokens // (budget // 2) + 2
-    engines = [
-        LLM(
-            str(folder),
-            max_model_len=longest,
-            max_num_seqs=most,
-            max_num_batched_tokens=budget,
-            num_pages=most * (longest // 16 + 2) + 8,
-            enable_prefix_caching=False,
-        ).engine
-        for folder in folders.values()
-    ]
+    pages = most * (longest // 16 + 2) + 8
+    options = {"max_model_len": longest, "max_num_seqs": most, "max_num_batched_tokens": budget, "num_pages": pages}
+    engines = [llm.engine for llm in _engines(folders, **options)]
     speeds: dict[str, dict[str, float]] = {name: {} for name in folders}
     for size in sorted(config.batch_sizes):
         steps = _decoding_steps_s(engines, prompts[:size], longest - config.context_tokens, config.new_tokens - 1)
@@ -169,12 +140,15 @@ def _decode_in_turns(
     return speeds
 
 
+def _engines(folders: Mapping[str, Path], **options: Any) -> list[LLM]:
+    """One for each folder; none finds a prompt in its cache that it has read before."""
+    return [LLM(str(folder), enable_prefix_caching=False, **options) for folder in folders.values()]
+
+
 def _decoding_steps_s(
-    engines: "Sequence[Engine]", prompts: Sequence[list[int]], most_tokens: int, num_steps: int
+    engines: Sequence[Engine], prompts: Sequence[list[int]], most_tokens: int, num_steps: int
 ) -> list[list[float]]:
     """Seconds of `num_steps` steps, of each engine, in which each of `prompts`, read before, gets one more token."""
-    from serve.sampling_params import SamplingParams
-
     params = SamplingParams(temperature=0.0, max_tokens=most_tokens, ignore_eos=True)
     names = {str(number): prompt for number, prompt in enumerate(prompts)}
     for engine in engines:
@@ -190,7 +164,7 @@ def _decoding_steps_s(
     return seconds
 
 
-def _step_s(engine: "Engine") -> float:
+def _step_s(engine: Engine) -> float:
     started = time.perf_counter()
     engine.step()
     return time.perf_counter() - started
@@ -201,7 +175,7 @@ def repeated(prompt: Sequence[int], size: int) -> list[int]:
     return (list(prompt) * -(-size // len(prompt)))[:size]
 
 
-def prompts_from(batches: "Sequence[Batch]", *, count: int, prompt_tokens: int) -> list[list[int]]:
+def prompts_from(batches: Sequence[Batch], *, count: int, prompt_tokens: int) -> list[list[int]]:
     """`count` prompts of `prompt_tokens` each, from the beginnings of held-out sequences; short ones are left out.
 
     With too few sequences the same ones are asked again.

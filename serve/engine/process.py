@@ -125,16 +125,7 @@ class EngineLoop:
 
     def _add(self, message: Add) -> None:
         try:
-            self._engine.add_request(
-                message.request_id,
-                message.prompt_token_ids,
-                message.params,
-                arrival=message.arrival,
-                priority=message.priority,
-                deadline=message.deadline,
-                cache_salt=message.cache_salt,
-                adapter=message.adapter,
-            )
+            self._engine.add_request(**msgspec.structs.asdict(message))
         except ValueError as error:
             self._connection.send(Rejected(message.request_id, str(error)))
         else:

@@ -320,8 +320,8 @@ async def send_in_time(scope: Scope, send: Send, message: dict[str, Any]) -> Non
         raise ClientDisconnect from None
 
 
-async def send_json(send: Send, body: bytes, status: int = 200) -> None:
+async def send_json(send: Send, body: bytes) -> None:
     """A whole JSON response."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -337,11 +337,9 @@ def test_the_model_card_says_how_to_serve() -> None:
         recipe={"tokens": 20},
         parents={"teacher": "92598896"},
         metrics={"perplexity": 12.345678, "parameters": 60_000_000},
-        license_id="apache-2.0",
     )
     assert card.startswith("---\nlibrary_name: transformers\n")
     for expected in (
-        "license: apache-2.0",
         "# smollm2-small",
         "| teacher | 92598896 |",
         "| perplexity | 12.3457 |",

@@ -5,13 +5,16 @@ from typing import Any, get_args
 
 import pytest
 
-from train.config import ScheduleName
+from train.config import ScheduleName, TrainingConfig
 from train.optimizer import learning_rate_factor
 
 
 def factors(schedule: Any, steps: int = 100, **changes: float) -> list[float]:
-    settings = {"warmup_fraction": 0.1, "decay_fraction": 0.2, "floor": 0.1} | changes
-    return [learning_rate_factor(step, steps, schedule=schedule, **settings) for step in range(steps)]
+    settings: dict[str, Any] = {"warmup_fraction": 0.1, "decay_fraction": 0.2, "min_learning_rate_fraction": 0.1}
+    config = TrainingConfig(
+        tokens=steps, batch_tokens=1, micro_batch_tokens=1, schedule=schedule, **(settings | changes)
+    )
+    return [learning_rate_factor(step, config) for step in range(steps)]
 
 
 @pytest.mark.parametrize("schedule", get_args(ScheduleName))
@@ -47,5 +50,5 @@ def test_constant_stays() -> None:
 
 
 def test_an_unknown_schedule_is_named() -> None:
-    with pytest.raises(ValueError, match=r"schedule is 'linear'; known schedules are cosine, wsd, constant"):
+    with pytest.raises(ValueError, match=r"schedule is 'linear'; it can be cosine, wsd, constant"):
         factors("linear")

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
@@ -13,9 +12,7 @@ from pipeline.measure.speed import engines_for_speed, measure_speed, prompts_fro
 from pipeline.results import ModelReport, NoDetails, Parity, Result
 from pipeline.stages.evaluate.config import Evaluate
 from pipeline.stages.shared.context import StageContext
-
-if TYPE_CHECKING:
-    from train.evaluate import TeacherStates
+from train.evaluate import TeacherStates
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +45,8 @@ def run(context: StageContext) -> Result[NoDetails] | None:
 
 
 def _quality(
-    context: StageContext, name: str, held_out: HeldOut, reference: "TeacherStates | None"
-) -> tuple[ModelReport, "TeacherStates | None"]:
+    context: StageContext, name: str, held_out: HeldOut, reference: TeacherStates | None
+) -> tuple[ModelReport, TeacherStates | None]:
     """The row of one model, and its states if it is the reference of the others."""
     model = load_published(context.model(name))
     states = held_out.states(model) if name == context.stage.config.against else None

@@ -5,20 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from model.files.artifact import model_card, publish
+from model.text.tokenizer import Tokenizer
 from pipeline.environment import hardware, peak_memory_bytes, versions
 from pipeline.processes import Processes
 from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parity, Result, write_atomically
 from pipeline.schema import DataSource, Recipe, Stage
 from pipeline.settings import to_plain
-
-if TYPE_CHECKING:
-    from model.text.tokenizer import Tokenizer
-    from train.data import PreparedData
+from train.data import PreparedData, prepare
 
 D = TypeVar("D")
 T = TypeVar("T")
@@ -59,14 +57,9 @@ class StageContext:
         """The folder of the model that the stage publishes."""
         return self.folder / "model"
 
-    def data(self, name: str, tokenizer: "Tokenizer") -> "PreparedData":
-        """The data set `name`, tokenized; the main process does the work, the others open its cache after it."""
-        if not self.processes.is_main:
-            self.processes.wait()
-        prepared = prepare_data(self.recipe.data[name], tokenizer, self.cache, progress=self.processes.is_main)
-        if self.processes.is_main:
-            self.processes.wait()
-        return prepared
+    def data(self, name: str, tokenizer: Tokenizer) -> PreparedData:
+        """The data set `name`, tokenized."""
+        return prepare_data(self.recipe.data[name], tokenizer, self.cache, self.processes)
 
     def start(self, kind: type[T], measure: Callable[[], T]) -> T:
         """What is known before the first step of training, a dataclass `kind`, in every process.
@@ -85,7 +78,6 @@ class StageContext:
         *,
         reports: Sequence[ModelReport] = (),
         gates: Mapping[str, Any] | None = None,
-        license_id: str | None = None,
         elsewhere: bool = True,
     ) -> str:
         """Publishes a model into the stage's folder; `write` fills it, the model card comes from `reports`.
@@ -106,7 +98,6 @@ class StageContext:
                 recipe=recipe,
                 parents=parents or {self.stage.label: str(recipe.get("from"))},
                 metrics=metrics,
-                license_id=license_id,
                 elsewhere=elsewhere,
             )
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -159,11 +150,10 @@ class StageContext:
         )
 
 
-def prepare_data(source: DataSource, tokenizer: "Tokenizer", cache: Path, *, progress: bool) -> "PreparedData":
-    """Tokenizes a recipe's data set, or opens it from the cache."""
-    from train.data import prepare
-
-    return prepare(source, tokenizer, cache / "data", progress=progress)
+def prepare_data(source: DataSource, tokenizer: Tokenizer, cache: Path, processes: Processes) -> PreparedData:
+    """A recipe's data set: tokenized by the main process, opened from its cache by the others."""
+    with processes.main_first():
+        return prepare(source, tokenizer, cache / "data", progress=processes.is_main)
 
 
 def _card_metrics(report: ModelReport) -> dict[str, float]:
