@@ -19,6 +19,7 @@ from pipeline.results import write_atomically
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 TEACHER = ROOT / "runs" / "teacher" / "00-teacher" / "model"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def teacher_folder() -> Path:
@@ -26,15 +27,6 @@ def teacher_folder() -> Path:
     if not (TEACHER / "potstill.json").exists():
         subprocess.run([sys.executable, "-m", "pipeline", "run", "configs/teacher.yaml"], cwd=ROOT, check=True)
     return TEACHER
-
-
-def run_alone(module: str, *arguments: str) -> dict[str, Any]:
-    """The last line that `python -m module arguments` prints in a process of its own, which is JSON."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -66,9 +58,10 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
-    """Keeps a result as `bench/results/NAME.json` and returns the path."""
+    """Keeps a result as `bench/results/NAME.json`, and says so."""
     path = RESULTS / f"{name}.json"
     write_json(path, {"command": command, "machine": machine(), **result})
+    print(f"written to {path.relative_to(ROOT)}")
     return path
 
 

@@ -6,6 +6,7 @@ once. Results are in fp64, by the references beside the kernels, called in piece
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -20,9 +21,10 @@ from torch import Tensor
 BF16 = torch.bfloat16
 Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]
-Prepare = Callable[[Any], Run | None]
-Adapt = Callable[[Any], Callable[..., Any] | None]
-"""From a set of inputs to a function of its leaves; None: not installed."""
+Call = Callable[..., Any]
+"""From the shape's leaves, if it has any, to a tensor or a tuple of them."""
+Adapt = Callable[["Inputs"], Call | None]
+"""From a set of inputs to what is called and timed; None: not installed. Copies and plans made before are not timed."""
 Role = Literal["ours", "peer", "baseline"]
 """A baseline is our own kernel again, with less or more to do, for the ratio; peers are others with the same task."""
 
@@ -44,8 +46,8 @@ class Shape:
 
     name: str
     fields: Mapping[str, Any]
-    make: Callable[[torch.device], dict[str, Any]]
-    """Fresh random tensors."""
+    make: Callable[[], dict[str, Any]]
+    """Fresh random tensors, on torch's default device."""
     reference: Callable[[Inputs], Outputs]
     num_bytes: float
     """Least traffic with device memory."""
@@ -62,23 +64,8 @@ class Shape:
         return self.fields[field]
 
     def inputs(self, device: torch.device) -> Inputs:
-        return Inputs(shape=self, **self.make(device))
-
-
-def in_fp64(function: Callable[..., Any]) -> Callable[[Inputs], Outputs]:
-    """The reference that computes a function of the leaves, and gradients as the mode wants them."""
-
-    def reference(inputs: Inputs) -> Outputs:
-        shape = inputs.shape
-        leaves = [getattr(inputs, name).double().requires_grad_() for name in shape.leaves]
-        outputs = _tuple(function(*leaves))
-        values = () if shape.mode == "backward" else tuple(output.detach() for output in outputs)
-        if shape.mode == "forward":
-            return values
-        grads = [getattr(inputs, name).double() for name in shape.grads]
-        return *values, *torch.autograd.grad(outputs, leaves, grads)
-
-    return reference
+        with device:
+            return Inputs(shape=self, **self.make())
 
 
 @dataclass(frozen=True)
@@ -86,8 +73,7 @@ class Candidate:
     """One way to compute a case."""
 
     name: str
-    prepare: Prepare
-    """From a set of inputs to the call that is timed; None: not installed. Copies and plans made here are not timed."""
+    adapt: Adapt
     role: Role = "peer"
     compiles: bool = False
     """Takes seconds to prepare, for every shape: left out when the part runs out of time."""
@@ -100,6 +86,12 @@ class Candidate:
     takes: Callable[[Shape], bool] = lambda shape: True
     """The shapes that it is listed for."""
 
+    def prepare(self, inputs: Inputs) -> Run | None:
+        """The call to time. Who overwrites inputs gets a copy, so that everybody else works on random numbers."""
+        own = deepcopy(inputs) if self.in_place else inputs
+        call = self.adapt(own)
+        return None if call is None else on_leaves(call, own)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -111,59 +103,56 @@ class Case:
     """Calls are launched one by one, as a graph would keep what each allocates, and the peak of one is written down."""
 
 
-def of_leaves(adapt: Adapt) -> Prepare:
-    """The call of a function of the leaves, with its gradients where the shape's mode wants them."""
+def on_leaves(call: Call, inputs: Inputs) -> Run:
+    """A call with the leaves, and for its gradients where the shape's mode wants them."""
+    shape = inputs.shape
+    leaves = [getattr(inputs, name).detach().requires_grad_(shape.mode != "forward") for name in shape.leaves]
 
-    def prepare(inputs: Inputs) -> Run | None:
-        function, shape = adapt(inputs), inputs.shape
-        if function is None:
-            return None
-        leaves = [getattr(inputs, name).detach().requires_grad_(shape.mode != "forward") for name in shape.leaves]
+    def forward() -> Outputs:
+        outputs = call(*leaves)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
-        def forward() -> Outputs:
-            return _tuple(function(*leaves))
+    def backward(outputs: Outputs) -> Outputs:
+        """Gradients of results may have another layout."""
+        grads = [getattr(inputs, name) for name in shape.grads]
+        shaped = [grad.view(out.shape) for grad, out in zip(grads, outputs, strict=True)]
+        return torch.autograd.grad(outputs, leaves, shaped, retain_graph=True)
 
-        def backward(outputs: Outputs) -> Outputs:
-            """Gradients of results may have another layout."""
-            grads = [getattr(inputs, name) for name in shape.grads]
-            shaped = [grad.view(out.shape) for grad, out in zip(grads, outputs, strict=True)]
-            return torch.autograd.grad(outputs, leaves, shaped, retain_graph=True)
+    def both() -> Outputs:
+        outputs = forward()
+        return *(output.detach() for output in outputs), *backward(outputs)
 
-        def both() -> Outputs:
-            outputs = forward()
-            return *(output.detach() for output in outputs), *backward(outputs)
-
-        if shape.mode == "backward":
-            outputs = forward()
-            return lambda: backward(outputs)
-        return forward if shape.mode == "forward" else both
-
-    return prepare
+    if shape.mode == "backward":
+        outputs = forward()
+        return lambda: backward(outputs)
+    return forward if shape.mode == "forward" else both
 
 
-def by_name(
-    function: Callable[..., Any], *, dtype: torch.dtype | None = None, compiles: bool = False
-) -> Callable[[Inputs], Run]:
-    """The call of a function with the inputs, or fields of the shape, that its parameters are named after.
+def by_name(function: Call, *, compiles: bool = False) -> Callable[[Inputs], Call]:
+    """Gives a function the leaves, the other inputs, or fields of the shape, that its parameters are named after.
 
-    Floating inputs come in `dtype`; a parameter whose name is nowhere keeps its default.
+    A parameter whose name is nowhere keeps its default.
     """
 
-    def prepare(inputs: Inputs) -> Run:
-        known = {**inputs.shape.fields, **vars(inputs)}
-        given = {name: known[name] for name in signature(function).parameters if name in known}
-        if dtype is not None:
-            is_wide = {name: isinstance(x, Tensor) and x.is_floating_point() for name, x in given.items()}
-            given = {name: x.to(dtype) if is_wide[name] else x for name, x in given.items()}
+    def adapt(inputs: Inputs) -> Call:
+        leaves, known = inputs.shape.leaves, {**inputs.shape.fields, **vars(inputs)}
+        names = [name for name in signature(function).parameters if name in known and name not in leaves]
+        given = {name: known[name] for name in names}
         call = compiled(function, next(tensors(inputs)).device) if compiles else function
-        return lambda: _tuple(call(**given))
+        return lambda *values, **more: call(**given, **dict(zip(leaves, values, strict=True)), **more)
 
-    return prepare
+    return adapt
 
 
-def of_names(function: Callable[..., Any], dtype: torch.dtype | None = torch.float64) -> Callable[[Inputs], Outputs]:
-    """The reference that calls a function as `by_name` does, in fp64 unless told."""
-    return lambda inputs: by_name(function, dtype=dtype)(inputs)()
+def in_fp64(function: Call) -> Callable[[Inputs], Outputs]:
+    """The reference that calls a function `by_name`, with all floating inputs in fp64."""
+
+    def reference(inputs: Inputs) -> Outputs:
+        floating = {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor) and x.is_floating_point()}
+        wide = inputs.replace(**{name: x.double() for name, x in floating.items()})
+        return on_leaves(by_name(function)(wide), wide)()
+
+    return reference
 
 
 def installed(module: str) -> Any | None:
@@ -171,21 +160,21 @@ def installed(module: str) -> Any | None:
     return None if find_spec(module.partition(".")[0]) is None else import_module(module)
 
 
-def needs(module: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An adapter that is given a package first; without the package there is nothing to run."""
+def needs(*modules: str) -> Callable[[Callable[..., Call]], Adapt]:
+    """An adapter that is given modules first; where their package is not installed there is nothing to run."""
 
-    def decorate(adapt: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(adapt: Callable[..., Call]) -> Adapt:
         @wraps(adapt)
-        def adapted(inputs: Inputs, **options: Any) -> Any:
-            package = installed(module)
-            return None if package is None else adapt(package, inputs, **options)
+        def adapted(inputs: Inputs) -> Call | None:
+            found = [installed(module) for module in modules]
+            return None if None in found else adapt(*found, inputs)
 
         return adapted
 
     return decorate
 
 
-def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def compiled(function: Call, device: torch.device) -> Call:
     """torch.compile for the shape at hand; on the CPU, where only --tiny comes, the function as it is."""
     return torch.compile(function, dynamic=False) if device.type == "cuda" else function
 
@@ -202,9 +191,5 @@ def tensors(inputs: Any) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
-def normal(*shape: int, device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device, dtype=BF16)
-
-
-def _tuple(outputs: Tensor | Outputs) -> Outputs:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=BF16)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.case import Candidate, Case, Inputs, Outputs, Prepare, Run, Shape, by_name, of_leaves
+from bench.kernels.case import Adapt, Call, Candidate, Case, Inputs, Outputs, Shape, by_name
 from bench.kernels.families import attention, elementwise, linear, losses, sampling
 from bench.kernels.families.attention import documents, paged
 from bench.kernels.families.elementwise import EPS, gate, norm, rotary, routed
@@ -24,7 +24,7 @@ from kernels.attention.paged import paged_attention, plan_paged_attention
 from kernels.attention.rotary import apply_rotary
 from kernels.attention.rotary_write import rotate_and_write
 from kernels.linear.lora import lora_add
-from kernels.linear.quantized import PreparedQuantizedWeight, prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import linear_distillation
@@ -80,23 +80,15 @@ def _only(start: int, stop: int) -> Callable[[Outputs, Outputs], tuple[Outputs, 
 # Attention
 
 
-def _flash(**options: bool) -> Prepare:
-    return of_leaves(lambda inputs: lambda q, k, v: flash_attention(q, k, v, inputs.cu_seqlens, **options))
-
-
-def _paged(inputs: Inputs, plans_anew: bool = False) -> Run:
-    """Planned once, outside of what is timed: all layers of a step share a plan; or in each call."""
-    tables = (inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths)
-    scales = {"k_scales": inputs.k_scales, "v_scales": inputs.v_scales}
-
-    def attend(plan: Any) -> Outputs:
-        return (paged_attention(inputs.q, inputs.k_pages, inputs.v_pages, *tables, plan=plan, **scales),)
-
+def over_pages(inputs: Inputs, plans_anew: bool = False) -> Call:
+    """Ours, planned once, outside of what is timed: all layers of a step share a plan; or in each call."""
+    attend = by_name(paged_attention)(inputs)
+    plan_anew = partial(by_name(plan_paged_attention)(inputs), page_size=attention.PAGE)
     if plans_anew:
-        return lambda: attend(plan_paged_attention(*tables, attention.PAGE))
-    plan = plan_paged_attention(*tables, attention.PAGE)
-    attend(plan)  # a plan lists its work when it is first used
-    return lambda: attend(plan)
+        return lambda: attend(plan=plan_anew())
+    plan = plan_anew()
+    attend(plan=plan)  # a plan lists its work when it is first used
+    return lambda: attend(plan=plan)
 
 
 def _to_last_rows(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
@@ -104,26 +96,27 @@ def _to_last_rows(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs
     return outputs, (expected[0].unflatten(0, (len(outputs[0]), -1))[:, -1],)
 
 
+_in_any_order = by_name(partial(flash_attention, deterministic=False))
 FLASH = [
-    _ours(_flash()),
+    _ours(by_name(flash_attention)),
     # Without the promise of the same bits each time, which most peers do not give.
-    _baseline("any order", _flash(deterministic=False), takes=_on(mode=("backward", "forward+backward"))),
-    *(Candidate(name, of_leaves(attention.of_documents(attention.SDPA[name]))) for name in attention.SDPA),
-    Candidate("fa3", of_leaves(attention.fa3)),
-    Candidate("flex", of_leaves(attention.of_documents(attention.flex)), compiles=True),
+    _baseline("any order", _in_any_order, takes=_on(mode=("backward", "forward+backward"))),
+    *(Candidate(name, attention.of_documents(dense)) for name, dense in attention.SDPA.items()),
+    Candidate("fa3", attention.fa3),
+    Candidate("flex", attention.of_documents(attention.flex), compiles=True),
 ]
 PAGED = [
-    _ours(_paged),
-    _baseline("with plan", partial(_paged, plans_anew=True)),  # what a step pays once
+    _ours(over_pages),
+    _baseline("with plan", partial(over_pages, plans_anew=True)),  # what a step pays once
     Candidate("fa3", attention.fa3_paged),
     Candidate("vllm_fa3", attention.vllm_fa3),
     Candidate("vllm_triton", attention.vllm_triton),
-    *(Candidate(f"contiguous_{name}", attention.contiguous(attention.SDPA[name])) for name in attention.SDPA),
+    *(Candidate(f"contiguous_{name}", attention.contiguous(dense)) for name, dense in attention.SDPA.items()),
     Candidate("flashinfer", attention.flashinfer),
     Candidate("contiguous_flex", attention.contiguous(attention.flex), compiles=True),
 ]
-ONE_ROW = _baseline("decode", lambda inputs: _paged(attention.last_rows(inputs)), compare=_to_last_rows)
-IN_8_BITS = [_ours(_paged), _baseline("bf16 pages", lambda inputs: _paged(attention.in_16_bits(inputs)))]
+ONE_ROW = _baseline("decode", lambda inputs: over_pages(attention.last_rows(inputs)), compare=_to_last_rows)
+IN_8_BITS = [_ours(over_pages), _baseline("bf16 pages", lambda inputs: over_pages(attention.in_16_bits(inputs)))]
 BYTE_TYPES = (torch.int8, torch.float8_e4m3fn)
 LLAMA = (32, 8, 128)
 """Heads of Llama-3-8B."""
@@ -146,16 +139,16 @@ def _write(
 
 
 NORM = [
-    _ours(of_leaves(lambda inputs: lambda x, residual, weight: rms_norm(x, weight, EPS, residual))),
-    Candidate("liger", of_leaves(elementwise.liger_norm)),
+    _ours(by_name(partial(rms_norm, eps=EPS))),
+    Candidate("liger", elementwise.liger_norm),
     Candidate("flashinfer", elementwise.flashinfer_norm, in_place=True, takes=_on(backward=(False,))),
-    Candidate("torch_compile", of_leaves(elementwise.by_compiler(elementwise.plain_norm)), compiles=True),
+    Candidate("torch_compile", by_name(elementwise.plain_norm, compiles=True), compiles=True),
 ]
 GATE = [
-    _ours(of_leaves(lambda inputs: lambda gate, up: swiglu(gate, up))),
-    Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on(backward=(False,))),
-    Candidate("liger", of_leaves(elementwise.liger_swiglu), takes=_on(backward=(True,)), in_place=True),
-    Candidate("torch_compile", of_leaves(elementwise.by_compiler(elementwise.plain_swiglu)), compiles=True),
+    _ours(by_name(swiglu)),
+    Candidate("liger", elementwise.liger_swiglu, takes=_on(backward=(False,))),
+    Candidate("liger", elementwise.liger_swiglu, takes=_on(backward=(True,)), in_place=True),
+    Candidate("torch_compile", by_name(elementwise.plain_swiglu, compiles=True), compiles=True),
 ]
 ROTARY = [
     _ours(by_name(apply_rotary)),
@@ -185,43 +178,37 @@ ROWS = (1, 16, 64, 256, 4, 32, 128, 2, 8)
 """Decode and verification; those with a goal first."""
 
 
-def _prepared(function: Callable[[Tensor, PreparedQuantizedWeight, Inputs], Tensor]) -> Prepare:
-    """Ours, of x, the weight in our layout, and the other inputs."""
-
-    def adapt(inputs: Inputs) -> linear.Product:
-        weight = prepare_quantized_weight(inputs.weight)
-        return lambda x: function(x, weight, inputs)
-
-    return of_leaves(adapt)
+def _prepared(function: Call) -> Adapt:
+    """Ours, `by_name`, with the weight in our layout."""
+    return lambda inputs: by_name(function)(inputs.replace(weight=prepare_quantized_weight(inputs.weight)))
 
 
-_product = _prepared(lambda x, w, i: quantized_linear(x, w))
 _forward_on = partial(_on, mode=("forward",))
 LINEAR = [
-    _ours(_product),
-    Candidate("cublas", of_leaves(linear.cublas)),
-    Candidate("bitsandbytes", of_leaves(linear.bitsandbytes), takes=_on(format=("nf4",))),
-    Candidate("torch_int4", of_leaves(linear.torch_int4), takes=_forward_on(format=("int4",))),
-    Candidate("torch_int8", of_leaves(linear.torch_int8), takes=_forward_on(format=("int8",))),
-    Candidate("gemlite", of_leaves(linear.gemlite), takes=_forward_on(format=("int4", "int8", "fp8"))),
-    Candidate("torchao", of_leaves(linear.torchao), takes=_forward_on(format=("int4", "int8", "fp8"))),
-    Candidate("marlin", of_leaves(linear.vllm_marlin), takes=_forward_on(format=("int4", "int8"))),
-    Candidate("marlin fp16", of_leaves(linear.marlin), takes=_forward_on(format=("int4",))),
-    Candidate("bitsandbytes gemv", of_leaves(linear.bitsandbytes_gemv), takes=_forward_on(format=("nf4",), rows=(1,))),
+    _ours(_prepared(quantized_linear)),
+    Candidate("cublas", linear.cublas),
+    Candidate("bitsandbytes", linear.bitsandbytes, takes=_on(format=("nf4",))),
+    Candidate("torch_int4", linear.torch_int4, takes=_forward_on(format=("int4",))),
+    Candidate("torch_int8", linear.torch_int8, takes=_forward_on(format=("int8",))),
+    Candidate("gemlite", linear.gemlite, takes=_forward_on(format=("int4", "int8", "fp8"))),
+    Candidate("torchao", linear.torchao, takes=_forward_on(format=("int4", "int8", "fp8"))),
+    Candidate("marlin", linear.vllm_marlin, takes=_forward_on(format=("int4", "int8"))),
+    Candidate("marlin fp16", linear.marlin, takes=_forward_on(format=("int4",))),
+    Candidate("bitsandbytes gemv", linear.bitsandbytes_gemv, takes=_forward_on(format=("nf4",), rows=(1,))),
 ]
-_adapters_after = _prepared(lambda x, w, i: lora_add(quantized_linear(x, w), x, i.adapters, i.slots))
+_adapters_after = _prepared(lambda x, weight, lora, slots: lora_add(quantized_linear(x, weight), x, lora, slots))
 ADAPTERS = [
-    _ours(_prepared(lambda x, w, i: quantized_linear(x, w, None, i.adapters, i.slots)), compare=_only(0, 1)),
+    _ours(_prepared(quantized_linear), compare=_only(0, 1)),
     _baseline("two calls", _adapters_after, compare=_only(0, 1)),
-    _baseline("no adapters", _product, compare=_only(1, 2)),
-    Candidate("cublas", of_leaves(linear.cublas_adapters), compare=_only(0, 1)),
+    _baseline("no adapters", _prepared(lambda x, weight: quantized_linear(x, weight)), compare=_only(1, 2)),
+    Candidate("cublas", linear.cublas_adapters, compare=_only(0, 1)),
 ]
-_gate_after = _prepared(lambda x, w, i: swiglu(*quantized_linear(x, w).chunk(2, dim=1)))
+_gate_after = _prepared(lambda x, weight: swiglu(*quantized_linear(x, weight).chunk(2, dim=1)))
 GATED = [
-    _ours(_prepared(lambda x, w, i: quantized_swiglu(x, w))),
+    _ours(_prepared(quantized_swiglu)),
     # Triton's interpreter cuts bf16 off where a GPU rounds; three cuts in a row exceed the bound on the tiny shape.
     _baseline("two calls", _gate_after, takes=lambda shape: shape["k"] > 256),
-    Candidate("cublas", of_leaves(linear.cublas_gate)),
+    Candidate("cublas", linear.cublas_gate),
 ]
 
 
@@ -273,7 +260,7 @@ VERIFICATION = [
     Candidate("torch", by_name(sampling.torch_tree), compare=_verified, reads_on_host=True, takes=_on(tree=(True,))),
 ]
 NGRAMS = [
-    _ours(by_name(lambda text, lengths: find_ngrams(text, lengths, sampling.DRAFTED))),
+    _ours(by_name(partial(find_ngrams, k=sampling.DRAFTED))),
     Candidate("torch", sampling.torch_ngrams),
 ]
 

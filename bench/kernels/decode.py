@@ -16,8 +16,9 @@ has been checked against fp32. (`bench.kernels` times adapters and attention on 
 
 import argparse
 import itertools
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -27,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.linear.quantized as module
-from bench.common import write_result
-from bench.kernels.case import Inputs, Run, normal
-from bench.kernels.families.attention import PAGE, paged
+from bench.common import DEVICE, write_result
+from bench.kernels.case import Call, Inputs, normal
+from bench.kernels.cases import over_pages
+from bench.kernels.families.attention import paged
 from bench.kernels.families.linear import QUANTIZERS, weight_bytes
 from bench.kernels.timing import clock_of, interleave, side_stream
-from kernels.attention.paged import paged_attention, plan_paged_attention
 from kernels.linear.dense import linear, prepare_linear_weight
 from kernels.linear.lora import LoraWeights, lora_add
 from kernels.linear.quantized import PreparedQuantizedWeight, Tiles, prepare_quantized_weight, quantized_linear
@@ -40,9 +41,9 @@ from tests.compare import check_close
 
 N = K = 4096
 ROWS = (1, 2, 4, 8, 16, 64, 256)
-ROTATING_BYTES = {"cpu": 616 * 2**20, "cuda": 256 * 2**20}
-ROUNDS = {"cpu": 40, "cuda": 60}
-CALLS = {"cpu": 4, "cuda": 1}
+ROTATING_BYTES = {"cpu": 616 * 2**20, "cuda": 256 * 2**20}[DEVICE]
+ROUNDS = {"cpu": 40, "cuda": 60}[DEVICE]
+CALLS = {"cpu": 4, "cuda": 1}[DEVICE]
 """How many calls in a row a side makes in its turn, as the layers of a decoding step do."""
 ADAPTER_COPIES, PAGE_BYTES = 512, 256 * 2**20
 ADAPTERS = ((4096, 4096, 16), (576, 3072, 32))
@@ -52,172 +53,151 @@ LAYERS = {"SmolLM2-135M": (9, 3, 64), "Llama-3-8B": (32, 8, 128), "Llama-2-7B": 
 """Query heads, key/value heads, head dim."""
 BATCHES = ((1, 1024), (8, 1024), (32, 1024), (1, 8192))
 """Sequences, and the keys of each."""
+Sides = Mapping[str, tuple[Sequence[Call], Tensor]]
+"""By name: calls with operands of their own, and what the first of them must give."""
 
 
-def call(function: Callable[..., Tensor], *operands: Any) -> Run:
-    return lambda: (function(*operands),)
+def compare(entries: Iterable[tuple[dict[str, Any], Sides]], baseline: str, ratio: str) -> list[dict[str, Any]]:
+    """Median seconds of every side, once its result has been found right, beside their sizes; prints as it goes.
+
+    `ratio` is how many times as fast as the baseline ours is; of every side where there are several of ours.
+    """
+    results = []
+    for sizes, sides in entries:
+        what = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        for name, (calls, expected) in sides.items():
+            check_close(calls[0](), expected, what=f"{what}, {name}")
+        seconds = median_seconds({name: calls for name, (calls, _) in sides.items()}, CALLS, ROUNDS)
+        ratios = {name: seconds[baseline] / taken for name, taken in seconds.items()}
+        line = ", ".join(f"{name} {1e6 * taken:.0f} us ({ratios[name]:.2f}x)" for name, taken in seconds.items())
+        print(f"{what}: {line}", flush=True)
+        results.append({**sizes, "seconds": seconds, ratio: ratios.get("ours", ratios)})
+    return results
 
 
-def time_sides(
-    sides: Mapping[str, Sequence[Run]], expected: Mapping[str, Tensor], device: torch.device, what: str
-) -> dict[str, float]:
-    """Median seconds of each, once its result has been found right; its calls have operands of their own."""
-    for name, runs in sides.items():
-        check_close(runs[0]()[0], expected[name], what=f"{what}, {name}")
-    clock, calls = clock_of(device), CALLS[device.type]
+def median_seconds(sides: Mapping[str, Sequence[Call]], at_once: int, rounds: int) -> dict[str, float]:
+    """Of one call, of which `at_once` follow each other in a turn."""
+    clock = clock_of(torch.device(DEVICE))
     programs = {
-        name: [clock.program(runs[first : first + calls]) for first in range(0, len(runs), calls)]
-        for name, runs in sides.items()
+        name: [clock.program(calls[first : first + at_once]) for first in range(0, len(calls), at_once)]
+        for name, calls in sides.items()
     }
-    samples = interleave(programs, clock, ROUNDS[device.type])
-    return {name: statistics.median(each) for name, each in samples.items()}
+    return {name: statistics.median(samples) for name, samples in interleave(programs, clock, rounds).items()}
 
 
 # Products
 
 
-def product_sides(weight: Tensor) -> dict[str, tuple[Callable[..., Tensor], list[Any]]]:
-    """bf16 twice, then each format: the function, and copies of the weight."""
+def products() -> Iterator[tuple[dict[str, Any], Sides]]:
+    """bf16 twice, and each format, for every number of rows."""
 
-    def copies(size: float, make: Callable[[], Any]) -> list[Any]:
-        return [make() for _ in range(max(2, int(ROTATING_BYTES[weight.device.type] / size)))]
+    def copies(num_bytes: float, make: Callable[[], Any]) -> list[Any]:
+        return [make() for _ in range(max(2, int(ROTATING_BYTES / num_bytes)))]
 
-    quantized = {name: prepare_quantized_weight(quantize(weight)) for name, quantize in QUANTIZERS.items()}
-    return {
-        "bf16 prepared": (linear, copies(weight.nbytes, lambda: prepare_linear_weight(weight.clone()))),
-        "bf16 plain": (F.linear, copies(weight.nbytes, weight.clone)),
-        **{
-            name: (quantized_linear, copies(weight_bytes(name, N, K), partial(deepcopy, prepared)))
-            for name, prepared in quantized.items()
-        },
+    weight = 0.02 * normal(N, K).to(DEVICE)
+    multipliers: dict[str, tuple[Callable[..., Tensor], list[Any], Tensor]] = {
+        "bf16 prepared": (linear, copies(weight.nbytes, lambda: prepare_linear_weight(weight.clone())), weight.float()),
+        "bf16 plain": (F.linear, copies(weight.nbytes, weight.clone), weight.float()),
     }
-
-
-def measure_products(device: torch.device) -> list[dict[str, Any]]:
-    """One entry per number of rows; prints it."""
-    weight = 0.02 * normal(N, K, device=device)
-    held = dict.fromkeys(("bf16 prepared", "bf16 plain"), weight.float())
-    held |= {name: quantize(weight).dequantize() for name, quantize in QUANTIZERS.items()}
-    products, results = product_sides(weight), []
+    for name, quantize in QUANTIZERS.items():
+        stored = quantize(weight)
+        prepared = partial(deepcopy, prepare_quantized_weight(stored))
+        multipliers[name] = quantized_linear, copies(weight_bytes(name, N, K), prepared), stored.dequantize()
     for rows in ROWS:
-        x = normal(rows, K, device=device)
-        sides = {name: [call(multiply, x, copy) for copy in copies] for name, (multiply, copies) in products.items()}
-        expected = {name: x.float() @ matrix.t() for name, matrix in held.items()}
-        times = time_sides(sides, expected, device, f"{rows} rows")
-        ratios = {name: times["bf16 prepared"] / taken for name, taken in times.items()}
-        results.append({"rows": rows, "n": N, "k": K, "seconds": times, "speedup_over_prepared_bf16": ratios})
-        line = "  ".join(f"{name} {1e6 * taken:.0f} us ({ratios[name]:.2f}x)" for name, taken in times.items())
-        print(f"{rows:4} rows: {line}", flush=True)
-    return results
+        x, sides = normal(rows, K).to(DEVICE), {}
+        for name, (multiply, operands, matrix) in multipliers.items():
+            sides[name] = [partial(multiply, x, operand) for operand in operands], x.float() @ matrix.t()
+        yield {"rows": rows, "n": N, "k": K}, sides
 
 
 def torch_adapter(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> Tensor:
     return torch.addmm(y, x @ weights.a[0].t(), weights.b[0].t())
 
 
-def measure_adapters(device: torch.device) -> list[dict[str, Any]]:
-    """One entry per shape and number of rows; prints it."""
-    results = []
-    new = partial(normal, device=device)
+def adapters() -> Iterator[tuple[dict[str, Any], Sides]]:
     for (k, n, rank), rows in itertools.product(ADAPTERS, ADAPTED_ROWS):
-        a, b, x, y, slots = new(1, rank, k), new(1, n, rank), new(rows, k), new(rows, n), torch.zeros(rows).int()
+        a, b = normal(1, rank, k), normal(1, n, rank)
+        x, y, slots = normal(rows, k), normal(rows, n), torch.zeros(rows, dtype=torch.int32)
         copies = [LoraWeights(a.clone() / k**0.5, b.clone(), torch.ones(1)) for _ in range(ADAPTER_COPIES)]
+        expected = y.float() + x.float() @ copies[0].a[0].float().t() @ b[0].float().t()
         adders = {"torch": torch_adapter, "ours": lora_add}
-        sides = {name: [call(add, y, x, copy, slots) for copy in copies] for name, add in adders.items()}
-        expected = y.float() + x.float() @ copies[0].a[0].float().t() @ copies[0].b[0].float().t()
-        times = time_sides(sides, dict.fromkeys(sides, expected), device, f"adapter, {rows} rows")
-        ratio = times["torch"] / times["ours"]
-        results.append({"rows": rows, "n": n, "k": k, "rank": rank, "seconds": times, "speedup_over_torch": ratio})
-        line = ", ".join(f"{name} {1e6 * taken:.0f} us" for name, taken in times.items())
-        print(f"{rows:4} rows, adapter {k} to {n} of rank {rank}: {line} ({ratio:.2f}x)", flush=True)
-    return results
+        sides = {name: ([partial(add, y, x, copy, slots) for copy in copies], expected) for name, add in adders.items()}
+        yield {"rows": rows, "n": n, "k": k, "rank": rank}, sides
 
 
-def measure_quantized(device: torch.device) -> None:
-    result: dict[str, Any] = {"layers": measure_products(device)}
-    result["unit"] = "seconds are medians of one product, or of one adapter"
-    if device.type == "cpu":
-        result["adapters"] = measure_adapters(device)
-    print(write_result(f"quantized-{device.type}", "python -m bench.kernels.decode quantized", result))
+def measure_quantized() -> None:
+    layers = compare(products(), "bf16 prepared", "speedup_over_prepared_bf16")
+    result: dict[str, Any] = {"layers": layers, "unit": "seconds are medians of one product, or of one adapter"}
+    if DEVICE == "cpu":
+        result["adapters"] = compare(adapters(), "torch", "speedup_over_torch")
+    write_result(f"quantized-{DEVICE}", "python -m bench.kernels.decode quantized", result)
 
 
 # Attention
 
 
-def ours(inputs: Inputs) -> Run:
-    where = (inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths)
-    attend = partial(paged_attention, plan=plan_paged_attention(*where, PAGE))
-    run = call(attend, inputs.q, inputs.k_pages, inputs.v_pages, *where)
-    run()  # a plan lists its work when it is first used
-    return run
-
-
-def by_torch(inputs: Inputs) -> Run:
+def by_torch(inputs: Inputs) -> Call:
     pages = (x[inputs.block_tables] for x in (inputs.k_pages, inputs.v_pages))
     k, v = (x.flatten(1, 2).transpose(1, 2).contiguous() for x in pages)
     q = inputs.q.view(len(k), k.shape[1], -1, k.shape[3])
-    return lambda: (F.scaled_dot_product_attention(q, k, v).view_as(inputs.q),)
+    return lambda: F.scaled_dot_product_attention(q, k, v).view_as(inputs.q)
 
 
-def measure_layer(name: str, sequences: int, keys: int, device: torch.device) -> dict[str, Any]:
-    """One layer's attention; prints it."""
-    heads, kv_heads, head_dim = LAYERS[name]
-    shape, num_bytes = paged(sequences, 1, keys, *LAYERS[name]), 4 * sequences * keys * kv_heads * head_dim
-    copies = max(1, PAGE_BYTES // num_bytes // CALLS["cpu"]) * CALLS["cpu"]
-    inputs = [shape.inputs(device) for _ in range(copies)]
-    sides = {side.__name__: [side(one) for one in inputs] for side in (ours, by_torch)}
-    [expected] = shape.reference(inputs[0])
-    times = time_sides(sides, dict.fromkeys(sides, expected), device, "attention")
-    ratio = times["by_torch"] / times["ours"]
-    line = f"{1e3 * times['ours']:.2f} ms, torch {1e3 * times['by_torch']:.2f} ms ({ratio:.2f}x)"
-    print(f"{name:12} {sequences:2} sequences of {keys:,} keys: {line}", flush=True)
-    speed = {"seconds": times, "speedup_over_torch": ratio, "gb_per_s": num_bytes / times["ours"] / 1e9}
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "sequences": sequences, "keys": keys}
-    return {"layer": name, **sizes, **speed}
+def attention() -> Iterator[tuple[dict[str, Any], Sides]]:
+    """One layer's."""
+    for (layer, heads), (sequences, keys) in itertools.product(LAYERS.items(), BATCHES):
+        names, shape = ("heads", "kv_heads", "head_dim"), paged(sequences, 1, keys, *heads)
+        sizes = {"layer": layer, **dict(zip(names, heads, strict=True)), "sequences": sequences, "keys": keys}
+        copies = max(1, PAGE_BYTES // page_bytes(sizes) // CALLS) * CALLS
+        inputs = [shape.inputs(torch.device(DEVICE)) for _ in range(copies)]
+        [expected], sides = shape.reference(inputs[0]), {"ours": over_pages, "by_torch": by_torch}
+        yield sizes, {name: ([adapt(one) for one in inputs], expected) for name, adapt in sides.items()}
 
 
-def measure_attention(device: torch.device) -> None:
-    results = [measure_layer(name, *batch, device) for name in LAYERS for batch in BATCHES]
-    result = {"attention": results, "unit": "seconds are medians of one layer's attention of one decoding step"}
-    print(write_result("attention-cpu", "python -m bench.kernels.decode attention", result))
+def page_bytes(sizes: dict[str, Any]) -> int:
+    """Of the keys and values that a step reads."""
+    return 4 * math.prod(sizes[name] for name in ("sequences", "keys", "kv_heads", "head_dim"))
+
+
+def measure_attention() -> None:
+    results = compare(attention(), "by_torch", "speedup_over_torch")
+    for result in results:
+        result["gb_per_s"] = page_bytes(result) / result["seconds"]["ours"] / 1e9
+    unit = "seconds are medians of one layer's attention of one decoding step"
+    write_result("attention-cpu", "python -m bench.kernels.decode attention", {"attention": results, "unit": unit})
 
 
 # Tiles
 
 
-def tune(device: torch.device) -> None:
+def tune() -> None:
     """Print the fastest tiles for each number of rows in the tables, and where expanding the weight first wins."""
-    weight = 0.02 * normal(N, K, device=device)
+    weight = 0.02 * normal(N, K).to(DEVICE)
     for name, bits in (("nf4", 4), ("int8", 8)):
         table = module._FORWARD_TILES[bits]
         copies = [prepare_quantized_weight(QUANTIZERS[name](weight)) for _ in range(24)]
         for rows in table:
-            x = normal(rows, K, device=device)
-            timed = {}
+            x, timed = normal(rows, K).to(DEVICE), {}
             for outputs, warps, stages in itertools.product((32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5)):
                 table[rows] = Tiles(rows, outputs, warps, stages)
-                timed[table[rows]] = _seconds_of(copies, x)
+                timed[table[rows]] = _microseconds(copies, x)
             table[rows] = min(timed, key=lambda tiles: timed[tiles])
-            print(f"{bits} bits, {rows} rows: {table[rows]}  {1e6 * timed[table[rows]]:.1f} us", flush=True)
+            print(f"{bits} bits, {rows} rows: {table[rows]}  {timed[table[rows]]:.1f} us", flush=True)
         for rows in (64, 96, 128, 192, 256, 512):
-            x = normal(rows, K, device=device)
-            taken = []
+            x, taken = normal(rows, K).to(DEVICE), []
             for module._MOST_FUSED_ROWS in (0, 1 << 20):
-                taken.append(1e6 * _seconds_of(copies, x))
-            expanded, fused = taken
-            print(f"{bits} bits, {rows} rows: expanded {expanded:.1f} us, fused {fused:.1f} us", flush=True)
+                taken.append(_microseconds(copies, x))
+            print(f"{bits} bits, {rows} rows: expanded {taken[0]:.1f} us, fused {taken[1]:.1f} us", flush=True)
 
 
-def _seconds_of(copies: list[PreparedQuantizedWeight], x: Tensor) -> float:
+def _microseconds(copies: list[PreparedQuantizedWeight], x: Tensor) -> float:
     """The median of one product; infinite where the tiles do not fit the GPU."""
     try:
         quantized_linear(x, copies[0])
     except Exception as error:
         print(f"  skipped: {type(error).__name__}")
         return float("inf")
-    clock = clock_of(x.device)
-    program = clock.program([call(quantized_linear, x, copy) for copy in copies])
-    return statistics.median(interleave({"": [program]}, clock, 20)[""])
+    return 1e6 * median_seconds({"": [partial(quantized_linear, x, copy) for copy in copies]}, len(copies), 20)[""]
 
 
 MEASURES = {"quantized": measure_quantized, "attention": measure_attention}
@@ -229,18 +209,14 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.tune and device.type != "cuda":
+    if options.tune and DEVICE == "cpu":
         parser.error("only a GPU's tiles can be tuned")
-    if options.what == "attention" and device.type == "cuda":
+    if options.what == "attention" and DEVICE != "cpu":
         parser.error("`python -m bench.kernels` times attention on a GPU")
-    everything = ["quantized"] if device.type == "cuda" else [*MEASURES]
-    with side_stream(device), torch.inference_mode():
-        if options.tune:
-            tune(device)
-            return
-        for what in [options.what] if options.what else everything:
-            MEASURES[what](device)
+    everything = [measure_quantized] if DEVICE != "cpu" else [*MEASURES.values()]
+    with side_stream(torch.device(DEVICE)), torch.inference_mode():
+        for measure in [tune] if options.tune else [MEASURES[options.what]] if options.what else everything:
+            measure()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.common import gpu_peak_bytes
-from bench.kernels.case import Candidate, Case, Inputs, NotItsTask, Outputs, Run, Shape, tensors
+from bench.kernels.case import Candidate, Case, NotItsTask, Outputs, Run, Shape, tensors
 from tests.compare import BOUNDS, relative_rms
 
 FEWEST_ROUNDS, ROUNDS, MOST_ROUNDS = 20, 60, 240
@@ -219,7 +218,7 @@ class _Measurement:
     def _check(self, candidate: Candidate) -> dict[str, Any]:
         if candidate.compiles and self.budget_s < COMPILING_S:
             raise NotItsTask(f"only {self.budget_s:.0f} s for this shape")
-        run = _prepare(candidate, self.sets[0])
+        run = candidate.prepare(self.sets[0])
         if run is None:
             return {"status": "absent", "reason": "not installed"}
         checked = self._compare(candidate, run())
@@ -251,7 +250,7 @@ class _Measurement:
         """A program for each group of sets. What a graph writes is filled with NaN, replayed and compared again."""
         uncaptured = self.case.measures_memory or candidate.reads_on_host
         launch = Program.uncaptured if uncaptured else self.lab.clock.program
-        runs = [run for inputs in self.sets if (run := _prepare(candidate, inputs))]
+        runs = [run for inputs in self.sets if (run := candidate.prepare(inputs))]
         programs = [launch(runs[first : first + self.calls]) for first in range(0, len(runs), self.calls)]
         if programs[0].outputs and not candidate.in_place:
             given = {x.untyped_storage().data_ptr() for x in tensors(self.sets[0])}
@@ -264,11 +263,6 @@ class _Measurement:
                 return checked | {"reason": "right when called, wrong when replayed from a graph"}
         self.programs[candidate.name] = programs
         return {}
-
-
-def _prepare(candidate: Candidate, inputs: Inputs) -> Run | None:
-    """Who overwrites inputs gets a copy, so that everybody else works on random numbers."""
-    return candidate.prepare(deepcopy(inputs) if candidate.in_place else inputs)
 
 
 def _error(actual: Tensor, wanted: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Decoding speed of potstill's engine beside transformers' `generate`: same model, same prompts, same lengths, one run.
 
-    python -m bench.serve            # both parts, about 12 minutes on 2 cores
+    python -m bench.serve            # both parts, about 15 minutes on 2 cores
 
 Part 1, one request at a time: 128 new tokens after a prompt of 64, through the engine, over HTTP, and by `generate`.
 Part 2, 64 requests that want 16 to 512 new tokens: the engine takes them all at once; `generate` runs them in static
@@ -13,7 +13,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from http.client import HTTPConnection
@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
-from bench.common import ROOT, teacher_folder, write_result
+from bench.common import teacher_folder, write_result
 from model.text.tokenizer import Tokenizer
 from pipeline.stages.conversation.server import running_server
 from serve import LLM, SamplingParams
@@ -30,27 +32,21 @@ from serve import LLM, SamplingParams
 STATIC_BATCH_SIZES = (8, 16, 32, 64)
 
 
-class Transformers:
-    """`generate` as its documentation shows it: left padding, one call a batch."""
+def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> None:
+    """By transformers, as its documentation shows it: left padding, one call a batch."""
+    ids, mask = (
+        pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
+        for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
+    )
+    with torch.inference_mode():
+        lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        with torch.inference_mode():
-            lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-            out = self.model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
-        return out[:, longest:].tolist()
-
-    def generate_in_batches(self, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
-        for start in range(0, len(prompts), batch_size):
-            stop = start + batch_size
-            self.generate(prompts[start:stop], max(lengths[start:stop]))
+def generate_in_batches(model: Any, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
+    for start in range(0, len(prompts), batch_size):
+        stop = start + batch_size
+        generate(model, prompts[start:stop], max(lengths[start:stop]))
 
 
 def ask(address: tuple[str, int], prompt: list[int], new_tokens: int) -> None:
@@ -62,10 +58,24 @@ def ask(address: tuple[str, int], prompt: list[int], new_tokens: int) -> None:
         raise RuntimeError(f"The server generated {usage} instead of {new_tokens} tokens.")
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+def by_turns(sides: Mapping[Any, Callable[[], Any]], tokens: int, rounds: int) -> dict[Any, list[float]]:
+    """Tokens per second of each side, which all make so many; prints as it goes."""
+    speeds: dict[Any, list[float]] = {name: [] for name in sides}
+    for name, run in [*sides.items()] * rounds:
+        start = time.perf_counter()
+        run()
+        speeds[name].append(tokens / (time.perf_counter() - start))
+        print(f"  {name}: {speeds[name][-1]:.0f} tokens/s", flush=True)
+    return speeds
+
+
+def summarize(speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """The medians, and ours over transformers'."""
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    ours = [name for name in medians if name.startswith("potstill_")]
+    ratios = {f"ratio_{name.removeprefix('potstill_')}": medians[name] / medians["transformers"] for name in ours}
+    print(f"  {ratios}", flush=True)
+    return {"tokens_per_s": medians, "all_tokens_per_s": speeds, **ratios}
 
 
 def prompts_of(folder: Path, lengths: list[int]) -> list[list[int]]:
@@ -75,7 +85,8 @@ def prompts_of(folder: Path, lengths: list[int]) -> list[list[int]]:
     return [tokens[97 * index : 97 * index + length] for index, length in enumerate(lengths)]
 
 
-def one_at_a_time(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> dict[str, Any]:
+def one_at_a_time(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, Any]:
+    print("One request at a time", flush=True)
     new_tokens = 128
     [prompt] = prompts_of(folder, [64])
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
@@ -83,19 +94,16 @@ def one_at_a_time(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> di
         sides: dict[str, Callable[[], Any]] = {
             "potstill_engine": lambda: llm.generate([prompt], params),
             "potstill_http": lambda: ask(address, prompt, new_tokens),
-            "transformers": lambda: peer.generate([prompt], new_tokens),
+            "transformers": lambda: generate(peer, [prompt], new_tokens),
         }
-        taken = [{name: seconds(run) for name, run in sides.items()} for _ in range(rounds + 1)]
-    speeds = {name: [new_tokens / each[name] for each in taken[1:]] for name in sides}  # the first warms everybody up
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    return {
-        "prompt_tokens": 64, "new_tokens": new_tokens, "tokens_per_s": medians, "all_tokens_per_s": speeds,
-        "ratio_engine": medians["potstill_engine"] / medians["transformers"],
-        "ratio_http": medians["potstill_http"] / medians["transformers"],
-    }  # fmt: skip
+        for warm_up in sides.values():
+            warm_up()
+        speeds = by_turns(sides, new_tokens, rounds)
+    return {"prompt_tokens": len(prompt), "new_tokens": new_tokens, **summarize(speeds)}
 
 
-def many_at_once(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> dict[str, Any]:
+def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, Any]:
+    print("64 requests of mixed lengths; first transformers, by size of its batches", flush=True)
     rng = random.Random(0)
     lengths = [rng.randint(16, 512) for _ in range(64)]
     prompts = prompts_of(folder, [rng.randint(16, 256) for _ in range(64)])
@@ -108,39 +116,23 @@ def many_at_once(folder: Path, llm: LLM, peer: Transformers, rounds: int) -> dic
         if produced != wanted:
             raise RuntimeError(f"The engine produced {produced} tokens, {wanted} were wanted.")
 
-    static: dict[int, float] = {}
-    for size in STATIC_BATCH_SIZES:
-        static[size] = wanted / seconds(partial(peer.generate_in_batches, prompts, lengths, size))
-        print(f"  transformers, static batches of {size}: {static[size]:.0f} tokens/s", flush=True)
+    by_size = {size: partial(generate_in_batches, peer, prompts, lengths, size) for size in STATIC_BATCH_SIZES}
+    static = {size: speed for size, [speed] in by_turns(by_size, wanted, 1).items()}
     best = max(static, key=lambda size: static[size])
-    theirs, ours = [static[best]], []
-    for round_number in range(rounds):
-        ours.append(wanted / seconds(by_engine))
-        if round_number:
-            theirs.append(wanted / seconds(partial(peer.generate_in_batches, prompts, lengths, best)))
-        print(f"  potstill {ours[-1]:.0f} tokens/s, transformers {theirs[-1]:.0f}", flush=True)
+    speeds = by_turns({"potstill_engine": by_engine, "transformers": by_size[best]}, wanted, rounds)
     return {
-        "requests": len(lengths), "new_tokens": wanted,
-        "tokens_per_s": {"potstill_engine": statistics.median(ours), "transformers": statistics.median(theirs)},
-        "all_tokens_per_s": {"potstill_engine": ours, "transformers": theirs}, "static_batch_tokens_per_s": static,
-        "best_static_batch": best, "ratio_engine": statistics.median(ours) / statistics.median(theirs),
+        "requests": len(lengths), "new_tokens": wanted, **summarize(speeds), "static_batch_tokens_per_s": static,
+        "best_static_batch": best,
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="measured repetitions of each side")
-    options = parser.parse_args()
-    folder = teacher_folder()
-    llm, peer = LLM(str(folder), dtype="bfloat16"), Transformers(folder)
-    print("One request at a time", flush=True)
-    single = one_at_a_time(folder, llm, peer, options.rounds)
-    print(f"  {single['tokens_per_s']}, engine {single['ratio_engine']:.2f}x, HTTP {single['ratio_http']:.2f}x")
-    print("64 requests of mixed lengths", flush=True)
-    many = many_at_once(folder, llm, peer, options.rounds)
-    print(f"  {many['tokens_per_s']}, engine {many['ratio_engine']:.2f}x")
-    path = write_result("serve-cpu", "python -m bench.serve", {"one_at_a_time": single, "many_at_once": many})
-    print(f"written to {path.relative_to(ROOT)}")
+    rounds, folder = parser.parse_args().rounds, teacher_folder()
+    llm, peer = LLM(str(folder), dtype="bfloat16"), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    parts = {part.__name__: part(folder, llm, peer, rounds) for part in (one_at_a_time, many_at_once)}
+    write_result("serve-cpu", "python -m bench.serve", parts)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.train.sides import Benchmark, Case, Side, time_side, train_ours, train_plainly
+from bench.train.sides import Benchmark, Case, Side, train_ours, train_plainly
 from compress.prune.depth import prune_depth
 from model.files.checkpoint import load_config, load_model, save_model
 from tests.tiny import tiny_config
@@ -32,20 +32,16 @@ def _config(case: Case) -> TrainingConfig:
 
 
 def potstill(case: Case) -> Side:
-    teacher = load_model(Path(case.scratch) / "teacher", dtype=torch.bfloat16)
-    student = load_model(Path(case.scratch) / "student", dtype=torch.float32)
+    teacher = load_model(case.scratch / "teacher", dtype=torch.bfloat16)
+    student = load_model(case.scratch / "student", dtype=torch.float32)
     return Side(partial(train_ours, student, Distillation(teacher), case, _config(case)))
 
 
 def plain_transformers(case: Case) -> Side:
     from transformers import AutoModelForCausalLM
 
-    teacher = AutoModelForCausalLM.from_pretrained(Path(case.scratch) / "teacher", dtype=torch.bfloat16).eval()
-    student = AutoModelForCausalLM.from_pretrained(Path(case.scratch) / "student", dtype=torch.float32).train()
-    config = _config(case)
-    optimizer = torch.optim.AdamW(
-        student.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), weight_decay=0.0
-    )
+    teacher = AutoModelForCausalLM.from_pretrained(case.scratch / "teacher", dtype=torch.bfloat16).eval()
+    student = AutoModelForCausalLM.from_pretrained(case.scratch / "student", dtype=torch.float32).train()
 
     def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
@@ -54,34 +50,26 @@ def plain_transformers(case: Case) -> Side:
             logits = student(ids).logits
         return F.kl_div(F.log_softmax(logits.float(), dim=-1), target, reduction="sum", log_target=True) / ids.numel()
 
-    return Side(partial(train_plainly, loss_of, optimizer, case, config))
+    return Side(partial(train_plainly, student, loss_of, torch.optim.AdamW, case, _config(case)))
 
 
 SIDES = {"potstill": potstill, "transformers": plain_transformers}
-BENCHMARK = Benchmark("bench.train.distill", SIDES, "peak_bytes_above_models", {"time": time_side})
+MEMORY = "peak_bytes_above_models"
+BENCHMARK = Benchmark("bench.train.distill", SIDES, MEMORY, kept=[MEMORY])
 
 
 def prepare_inputs(scratch: Path, *, tiny: bool) -> Case:
     """The teacher, the pruned student and enough text for every step."""
     length, steps = (64, 4) if tiny else (1024, 8)
-    case = Case(str(scratch), length, sequences=2, steps=steps, warm_up=2)
+    case = Case(scratch, length, sequences=2, steps=steps, warm_up=2)
     teacher = load_model(case.prepare("teacher", tiny_config() if tiny else None))
     save_model(prune_depth(teacher, TINY_LAYERS if tiny else STUDENT_LAYERS), scratch / "student")
     return case
 
 
 def compare(case: Case, rounds: int) -> dict[str, Any]:
-    """Times; prints as it goes."""
-    sides = BENCHMARK.time_sides(case, rounds)
-    ours, theirs = sides["potstill"], sides["transformers"]
-    result = {
-        "sequence_length": case.sequence_length, "micro_batch_tokens": case.step_tokens,
-        "student_layers": load_config(Path(case.scratch) / "student").num_layers, "sides": sides,
-        "ratio_speed": ours["tokens_per_s"] / theirs["tokens_per_s"],
-        "ratio_peak_memory": ours["peak_bytes_above_models"] / theirs["peak_bytes_above_models"],
-    }  # fmt: skip
-    print(f"  speed {result['ratio_speed']:.2f}x, peak memory {result['ratio_peak_memory']:.2f}x")
-    return result
+    layers = load_config(case.scratch / "student").num_layers
+    return {"student_layers": layers, **BENCHMARK.compare(case, rounds)}
 
 
 if __name__ == "__main__":

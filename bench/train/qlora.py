@@ -24,8 +24,8 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from bench.common import gpu_peak_bytes
-from bench.train.sides import DEVICE, Benchmark, Case, Load, Recorder, Side, time_side, train_ours, train_plainly
+from bench.common import DEVICE, gpu_peak_bytes
+from bench.train.sides import Benchmark, Case, Load, Recorder, Side, train_ours, train_plainly
 from compress.lora import inject
 from compress.quantize.round_to_nearest import quantize_folder
 from model.cost import Setup
@@ -55,7 +55,7 @@ def stage_of(case: Case) -> Qlora:
 
 def potstill(case: Case) -> Side:
     stage = stage_of(case)
-    model = load_model(Path(case.scratch) / "nf4", dtype=torch.bfloat16, device=DEVICE)
+    model = load_model(case.scratch / "nf4", dtype=torch.bfloat16, device=DEVICE)
     inject(model, stage.adapter, seed=stage.seed)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     weight_bytes += sum(layer.weight_bytes for layer in quantized_layers(model).values())
@@ -68,9 +68,8 @@ def peft(case: Case) -> Side:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )  # fmt: skip
-    dense = Path(case.scratch) / "dense"
     model = AutoModelForCausalLM.from_pretrained(
-        dense, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": DEVICE}
+        case.scratch / "dense", quantization_config=quantization, dtype=torch.bfloat16, device_map={"": DEVICE}
     )
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=stage.activation_checkpointing)
     adapter = stage.adapter
@@ -89,18 +88,16 @@ def peft(case: Case) -> Side:
             loss: Tensor = model(input_ids=ids, labels=labels, shift_labels=labels).loss
         return loss
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _peft_optimizer(trained, lr=stage.learning_rate, betas=(stage.beta1, stage.beta2))
-    return Side(partial(train_plainly, loss_of, optimizer, case, stage), weight_bytes)
+    return Side(partial(train_plainly, model, loss_of, _peft_optimizer, case, stage), weight_bytes)
 
 
 def _peft_optimizer(trained: list[Any], **settings: Any) -> torch.optim.Optimizer:
     """AdamW with fp32 moments; on a GPU paged, as QLoRA's recipe has it and as our stage does."""
     if DEVICE == "cpu":
-        return torch.optim.AdamW(trained, weight_decay=0.0, fused=True, **settings)
+        return torch.optim.AdamW(trained, fused=True, **settings)
     from bitsandbytes.optim import PagedAdamW32bit
 
-    optimizer: torch.optim.Optimizer = PagedAdamW32bit(trained, weight_decay=0.0, **settings)
+    optimizer: torch.optim.Optimizer = PagedAdamW32bit(trained, **settings)
     return optimizer
 
 
@@ -113,14 +110,13 @@ def check_side(load: Load, case: Case) -> dict[str, Any]:
 
 
 SIDES = {"potstill": potstill, "peft": peft}
-PARTS = {"check": check_side, "time": time_side}
-BENCHMARK = Benchmark("bench.train.qlora", SIDES, "process_bytes" if DEVICE == "cpu" else None, PARTS)
+BENCHMARK = Benchmark("bench.train.qlora", SIDES, "peak_bytes", kept=["process_bytes"] if DEVICE == "cpu" else [])
 
 
 def prepare_inputs(scratch: Path, *, tiny: bool) -> Case:
     """Base and text: a real model's on the CPU, random ones on a GPU and in tests."""
     length, steps = (64, 4) if tiny else (512, 4) if DEVICE == "cpu" else (2048, 12)
-    case = Case(str(scratch), length, sequences=2, steps=steps, warm_up=1)
+    case = Case(scratch, length, sequences=2, steps=steps, warm_up=1)
     shape = None if DEVICE == "cpu" and not tiny else tiny_config(**(SMALL if tiny else LLAMA_8B))
     quantize_folder(case.prepare("dense", shape), scratch / "nf4", NF4())
     return case
@@ -128,7 +124,7 @@ def prepare_inputs(scratch: Path, *, tiny: bool) -> Case:
 
 def check(case: Case) -> dict[str, dict[str, Any]]:
     """Both sides' first steps. Raises RuntimeError unless the first losses agree."""
-    sides = {name: BENCHMARK.run("check", name, case) for name in SIDES}
+    sides = {name: BENCHMARK.run(check_side, name, case) for name in SIDES}
     ours, theirs = (side["losses"][0] for side in sides.values())
     if not math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE):
         raise RuntimeError(f"The first losses are {ours:.4f} and {theirs:.4f}: these are not the same step.")
@@ -137,7 +133,7 @@ def check(case: Case) -> dict[str, dict[str, Any]]:
 
 def planned(case: Case) -> dict[str, int]:
     """What `potstill plan` says of this step."""
-    model, stage = load_config(Path(case.scratch) / "dense"), stage_of(case)
+    model, stage = load_config(case.scratch / "dense"), stage_of(case)
     return asdict(Setup(model, stage, adapter=stage.adapter, quantization="nf4", on_gpu=DEVICE != "cpu").memory())
 
 
@@ -145,19 +141,11 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
     """Checks, plans, times; prints as it goes."""
     checked, plan = check(case), planned(case)
     losses = {name: side.pop("losses")[0] for name, side in checked.items()}
-    ours, theirs = checked["potstill"]["peak_bytes"], checked["peft"]["peak_bytes"]
+    ours, theirs = (side["peak_bytes"] for side in checked.values())
     print(f"  first losses {losses['potstill']:.4f} and {losses['peft']:.4f}; tensors at most {ours / 2**20:,.0f} MiB")
-    print(f"  and {theirs / 2**20:,.0f} MiB, {ours / theirs:.2f}x; planned {plan['peak'] / 2**20:,.0f} MiB", flush=True)
-    timed = BENCHMARK.time_sides(case, rounds)
-    result = {
-        "device": DEVICE, "sequence_length": case.sequence_length, "micro_batch_tokens": case.step_tokens,
-        "first_losses": losses, "sides": {name: checked[name] | timed[name] for name in SIDES}, "planned_bytes": plan,
-        "planned_over_measured": plan["peak"] / ours,
-        "ratio_speed": timed["potstill"]["tokens_per_s"] / timed["peft"]["tokens_per_s"],
-        "ratio_peak_memory": ours / theirs,
-    }  # fmt: skip
-    print(f"  speed {result['ratio_speed']:.2f}x")
-    return result
+    print(f"  and {theirs / 2**20:,.0f} MiB; planned {plan['peak'] / 2**20:,.0f} MiB", flush=True)
+    found = {"device": DEVICE, "first_losses": losses, "planned_bytes": plan}
+    return {**found, "planned_over_measured": plan["peak"] / ours, **BENCHMARK.compare(case, rounds, checked)}
 
 
 if __name__ == "__main__":

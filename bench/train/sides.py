@@ -5,14 +5,15 @@ medians over steps and processes, without the first steps of each process.
 """
 
 import argparse
-import json
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.common import ROOT, run_alone, teacher_folder, write_result
+from bench.common import DEVICE, teacher_folder, write_result
 from model.config import ModelConfig
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.text.tokenizer import Tokenizer
@@ -30,8 +31,6 @@ from train.data import DataConfig, TokenizedDocuments, prepare
 from train.loop import Trainer
 from train.objectives import Objective
 from train.sampler import Sampler
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Recorder:
@@ -43,9 +42,6 @@ class Recorder:
         self.peak_bytes = 0
 
     def start(self, metrics_bytes: int) -> None: ...
-
-    def sync(self) -> int:
-        return 0
 
     def log(self, step: int, metrics: dict[str, float], timings: dict[str, float]) -> None:
         self.tokens_per_s.append(timings["tokens_per_s"])
@@ -65,7 +61,7 @@ def _resident_bytes() -> int:
 class Case:
     """What both sides train."""
 
-    scratch: str
+    scratch: Path
     """Holds the models and `tokens.npy`."""
     sequence_length: int
     sequences: int
@@ -85,7 +81,7 @@ class Case:
 
     def documents(self) -> TokenizedDocuments:
         """Documents of one sequence each, every token of which has a successor to predict."""
-        tokens, length = np.load(Path(self.scratch) / "tokens.npy"), self.sequence_length + 1
+        tokens, length = np.load(self.scratch / "tokens.npy"), self.sequence_length + 1
         count = len(tokens) // length
         return TokenizedDocuments(
             name="bench", tokens=tokens, offsets=np.arange(count + 1) * length, labels_mask=None,
@@ -94,16 +90,16 @@ class Case:
 
     def prepare(self, name: str, shape: ModelConfig | None) -> Path:
         """The model `name` and text for all steps: the teacher and real text, or random ones of a shape."""
-        folder, count = Path(self.scratch) / name, self.steps * self.sequences * (self.sequence_length + 1)
+        folder, count = self.scratch / name, self.steps * self.sequences * (self.sequence_length + 1)
         if shape is None:
             folder.symlink_to(teacher_folder())
             config = DataConfig(source="python-stdlib", sequence_length=self.sequence_length, max_documents=60)
-            data = prepare(config, Tokenizer.load(folder), Path(self.scratch) / "cache", progress=False)
+            data = prepare(config, Tokenizer.load(folder), self.scratch / "cache", progress=False)
             tokens = data.train.tokens[:count]
         else:
             _write_random(shape, folder)
             tokens = np.random.default_rng(0).integers(0, shape.vocab_size, count).astype(np.int32)
-        np.save(Path(self.scratch) / "tokens.npy", tokens)
+        np.save(self.scratch / "tokens.npy", tokens)
         return folder
 
 
@@ -130,6 +126,8 @@ class Side:
 
 
 Load = Callable[[Case], Side]
+Part = Callable[[Load, Case], dict[str, Any]]
+"""What can be asked of a side."""
 
 
 class _UnsavedTrainer(Trainer):
@@ -150,11 +148,13 @@ def train_ours(
 
 
 def train_plainly(
-    loss_of: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, case: Case, config: TrainingConfig,
-    recorder: Recorder,
+    model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], make_optimizer: Callable[..., torch.optim.Optimizer],
+    case: Case, config: TrainingConfig, recorder: Recorder,
 ) -> None:  # fmt: skip
     """By a loop as tutorials have it, over the batches that our sampler draws: loss_of(ids, labels), both [B, T]."""
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    betas = config.beta1, config.beta2
+    optimizer = make_optimizer(trained, lr=config.learning_rate, betas=betas, weight_decay=0.0)
     sampler = Sampler(
         case.documents(), sequence_length=case.sequence_length, micro_batch_tokens=case.step_tokens, seed=config.seed
     )
@@ -184,31 +184,41 @@ def time_side(load: Load, case: Case) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The command `python -m module`, which starts itself anew for each part of each side."""
+    """The command `python -m module`, of two sides; ours comes first."""
 
     module: str
     sides: dict[str, Load]
-    memory: str | None
-    """The figure of `time_side` that is kept."""
-    parts: Mapping[str, Callable[[Load, Case], dict[str, Any]]]
-    """What can be asked of a side."""
+    memory: str
+    """The figure of memory that is compared."""
+    kept: Sequence[str] = ()
+    """The figures of memory, of `time_side`, that stand in the result."""
 
-    def run(self, part: str, side: str, case: Case) -> dict[str, Any]:
-        return run_alone(self.module, "--part", part, side, json.dumps(asdict(case)))
+    def run(self, part: Part, side: str, case: Case) -> dict[str, Any]:
+        """A part of a side, in a process of its own."""
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            return process.submit(part, self.sides[side], case).result()
 
-    def time_sides(self, case: Case, rounds: int) -> dict[str, dict[str, Any]]:
+    def compare(self, case: Case, rounds: int, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Times both sides, of which some figures may be known already; prints as it goes."""
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.sides}
         for _ in range(rounds):
             for name, of_side in runs.items():
-                of_side.append(self.run("time", name, case))
+                of_side.append(self.run(time_side, name, case))
                 speed = statistics.median(of_side[-1]["tokens_per_s"])
                 peak = of_side[-1]["peak_bytes_above_models"] / 2**20
                 print(f"  {name}: {speed:,.0f} tokens/s, peak {peak:,.0f} MiB above the models", flush=True)
-        return {name: self._summary(of_side) for name, of_side in runs.items()}
+        sides = {name: (known or {}).get(name, {}) | self._summary(of_side) for name, of_side in runs.items()}
+        ours, theirs = sides.values()
+        speed, memory = (ours[figure] / theirs[figure] for figure in ("tokens_per_s", self.memory))
+        print(f"  speed {speed:.2f}x, peak memory {memory:.2f}x")
+        return {
+            "sequence_length": case.sequence_length, "micro_batch_tokens": case.step_tokens, "sides": sides,
+            "ratio_speed": speed, "ratio_peak_memory": memory,
+        }  # fmt: skip
 
     def _summary(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
         speeds = [speed for run in runs for speed in run["tokens_per_s"]]
-        memory = {self.memory: statistics.median(run[self.memory] for run in runs)} if self.memory else {}
+        memory = {figure: statistics.median(run[figure] for run in runs) for figure in self.kept}
         losses = {"losses": runs[0]["losses"]}
         return {"tokens_per_s": statistics.median(speeds), "all_tokens_per_s": speeds, **memory, **losses}
 
@@ -219,13 +229,8 @@ class Benchmark:
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--rounds", type=int, default=rounds, help="processes of each side")
         parser.add_argument("--tiny", action="store_true", help="a tiny model, for tests; writes no result")
-        parser.add_argument("--part", nargs=3, metavar=("PART", "SIDE", "CASE"), help=argparse.SUPPRESS)
         options = parser.parse_args()
-        if options.part:
-            part, side, case = options.part
-            print(json.dumps(self.parts[part](self.sides[side], Case(**json.loads(case)))))
-            return
         with tempfile.TemporaryDirectory() as folder:
             result = compare(prepare_inputs(Path(folder), tiny=options.tiny), options.rounds)
         if not options.tiny:
-            print(f"written to {write_result(name, f'python -m {self.module}', result).relative_to(ROOT)}")
+            write_result(name, f"python -m {self.module}", result)

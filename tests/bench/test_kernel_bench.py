@@ -13,13 +13,14 @@ import torch
 
 from bench.kernels import cases as table
 from bench.kernels import driver, goals, timing
-from bench.kernels.case import Candidate, Case, Shape
+from bench.kernels.case import Candidate, Case, Shape, by_name
 from bench.kernels.families.attention import documents, last_rows, paged
 from bench.kernels.plot import draw
 from bench.kernels.timing import GpuClock, HostClock, Lab, Limits, Program, run_case
 from kernels.attention import rotary_write
 from kernels.attention.flash import flash_attention_reference
 from kernels.attention.paged import paged_attention_reference
+from kernels.swiglu import swiglu
 from tests.compare import check_all_close, check_close
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,16 +31,16 @@ LAB = Lab(CPU, HostClock(), l2_bytes=0, limits=Limits(1e10, 1e11), rounds=4)
 def small_case(**candidates: Any) -> Case:
     """x + 1, by `ours` and by the peers named; each a function of x."""
 
-    def prepare(function: Any) -> Any:
-        return lambda inputs: None if function is None else lambda: (function(inputs.x),)
+    def adapter(function: Any) -> Any:
+        return lambda inputs: None if function is None else lambda: function(inputs.x)
 
-    listed = [Candidate("ours", prepare(candidates.pop("ours", lambda x: x + 1)), role="ours")]
-    listed += [Candidate(name, prepare(function)) for name, function in candidates.items()]
+    listed = [Candidate("ours", adapter(candidates.pop("ours", lambda x: x + 1)), role="ours")]
+    listed += [Candidate(name, adapter(function)) for name, function in candidates.items()]
     return Case(SUM, listed)
 
 
-def numbers(device: torch.device) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(64, dtype=torch.bfloat16, device=device)}
+def numbers() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(64, dtype=torch.bfloat16)}
 
 
 SUM = Shape("sum", {"n": 64}, numbers, lambda inputs: (inputs.x.double() + 1,), num_bytes=256.0, flops=64.0)
@@ -95,9 +96,10 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_a_wrong_kernel_gets_no_speed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    right = table.swiglu
-    scaled = lambda gate, up: (1.01 * right(gate.float(), up.float())).to(gate.dtype)  # noqa: E731
-    monkeypatch.setattr(table, "swiglu", scaled)
+    scaled = lambda gate, up: (1.01 * swiglu(gate.float(), up.float())).to(gate.dtype)  # noqa: E731
+    [gates] = [group for group in table.PARTS["fused"].groups if group.candidates is table.GATE]
+    wrong = replace(gates, candidates=[replace(table.GATE[0], adapt=by_name(scaled)), *table.GATE[1:]])
+    monkeypatch.setitem(table.PARTS, "fused", table.Part("", wrong))
     assert run_tiny(tmp_path, "--parts", "fused", "--only", "swiglu") == 1
     out, err = capsys.readouterr()
     assert "potstill: red error 0.01" in err
@@ -201,8 +203,9 @@ def test_inputs_outgrow_the_cache_and_short_calls_share_a_graph() -> None:
             self.calls = (*self.calls, len(runs))
             return super().program(runs)
 
-    def make(device: torch.device) -> dict[str, torch.Tensor]:
-        made.append(numbers(CPU)["x"])
+    def make() -> dict[str, torch.Tensor]:
+        with CPU:
+            made.append(numbers()["x"])
         return {"x": made[-1]}
 
     clock = Recorder()
@@ -315,7 +318,7 @@ def test_memory_is_compared_and_shown() -> None:
 
 def test_slow_compilers_are_left_out_when_time_runs_out() -> None:
     case = small_case()
-    slow = Candidate("slow", case.candidates[0].prepare, compiles=True)
+    slow = Candidate("slow", case.candidates[0].adapt, compiles=True)
     case = replace(case, candidates=[*case.candidates, slow])
     assert run_case(case, LAB, 60.0)["candidates"]["slow"]["status"] == "measured"
     assert run_case(case, LAB, 1.0)["candidates"]["slow"]["status"] == "left out"
@@ -325,7 +328,7 @@ def test_references_in_pieces_equal_the_whole(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("bench.kernels.families.attention.BAND", 7)
     inputs = documents(2, 30, 4, 2, 8, "forward+backward").inputs(CPU)
     leaves = [x.double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out = flash_attention_reference(*leaves, inputs.cu_seqlens)
+    out = flash_attention_reference(*leaves, inputs.cu_seqlens_q)
     expected = (out.detach(), *torch.autograd.grad(out, leaves, inputs.grad.double()))
     check_all_close(inputs.shape.reference(inputs), expected)
     alone = documents(2, 30, 4, 2, 8, "backward")
@@ -339,7 +342,7 @@ def test_paged_inputs_are_what_they_say() -> None:
     used = [inputs.block_tables[row, : -(-length // 16)].tolist() for row, length in enumerate(inputs.lengths)]
     assert sorted(page for pages in used for page in pages) == list(range(6)), "every page belongs to one sequence"
     wide = [x.double() for x in (inputs.q, inputs.k_pages, inputs.v_pages)]
-    whole = paged_attention_reference(*wide, inputs.block_tables, inputs.cu_seqlens, inputs.kv_lengths)
+    whole = paged_attention_reference(*wide, inputs.block_tables, inputs.cu_seqlens_q, inputs.kv_lengths)
     check_close(shape.reference(inputs)[0], whole)
     check_close(shape.reference(last_rows(inputs))[0], whole[1::2])
 

@@ -138,7 +138,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_peers_over_pages(shape: Shape, adapter: str) -> None:
     inputs = shape.inputs(CPU)
-    [out] = getattr(attention, adapter)(inputs)()
+    out = getattr(attention, adapter)(inputs)()
     check_close(out.reshape(inputs.q.shape), shape.reference(inputs)[0])
 
 
@@ -146,7 +146,7 @@ def test_peers_over_pages(shape: Shape, adapter: str) -> None:
 def test_contiguous_peers(dense: Any) -> None:
     inputs = SHAPES[1].inputs(CPU)
     try:
-        [out] = attention.contiguous(dense)(inputs)()
+        out = attention.contiguous(dense)(inputs)()
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"not on a CPU: {error}")
     check_close(out.reshape(inputs.q.shape), SHAPES[1].reference(inputs)[0])
@@ -174,7 +174,7 @@ def test_small_peers() -> None:
     leaves, wanted = (inputs.x, inputs.residual, inputs.weight), normed.reference(inputs)
     check_all_close(elementwise.plain_norm(*leaves), wanted)
     check_all_close(elementwise.liger_norm(inputs)(*leaves), wanted)
-    check_all_close(elementwise.flashinfer_norm(inputs)(), wanted)
+    check_all_close(elementwise.flashinfer_norm(inputs)(*leaves), wanted)
 
 
 def test_what_is_not_installed_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from bench.train import qlora
-from bench.train.sides import Benchmark, Case, Recorder, Side
+from bench.train.sides import Benchmark, Case, Part, Recorder, Side, time_side
 
 
 @pytest.fixture(scope="module")
@@ -14,21 +14,22 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Part, str]]:
     """The parts that ran, in this process instead of their own."""
-    parts: list[tuple[str, str]] = []
+    parts: list[tuple[Part, str]] = []
 
-    def run_here(benchmark: Benchmark, part: str, side: str, case: Case) -> dict[str, Any]:
+    def run_here(benchmark: Benchmark, part: Part, side: str, case: Case) -> dict[str, Any]:
         parts.append((part, side))
-        return benchmark.parts[part](benchmark.sides[side], case)
+        return part(benchmark.sides[side], case)
 
     monkeypatch.setattr(Benchmark, "run", run_here)
     return parts
 
 
-def test_both_sides_take_the_same_step_and_are_timed_by_turns(case: Case, ran: list[tuple[str, str]]) -> None:
+def test_both_sides_take_the_same_step_and_are_timed_by_turns(case: Case, ran: list[tuple[Part, str]]) -> None:
     result = qlora.compare(case, rounds=2)
-    assert ran == [(part, side) for part in ("check", "time", "time") for side in ("potstill", "peft")]
+    parts = (qlora.check_side, time_side, time_side)
+    assert ran == [(part, side) for part in parts for side in ("potstill", "peft")]
     for side in result["sides"].values():
         assert len(side["all_tokens_per_s"]) == 2 * (case.steps - case.warm_up) and side["tokens_per_s"] > 0
         assert side["peak_bytes"] > side["weight_bytes"] and side.get("process_bytes", 0) >= 0
@@ -41,7 +42,7 @@ def test_both_sides_take_the_same_step_and_are_timed_by_turns(case: Case, ran: l
     assert result["planned_over_measured"] == planned["peak"] / ours["peak_bytes"]
 
 
-def test_other_losses_are_never_timed(case: Case, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_losses_are_never_timed(case: Case, ran: list[tuple[Part, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A side whose loss is two percent off."""
 
     def off(case: Case) -> Side:
@@ -59,4 +60,4 @@ def test_other_losses_are_never_timed(case: Case, ran: list[tuple[str, str]], mo
     monkeypatch.setitem(qlora.SIDES, "peft", off)
     with pytest.raises(RuntimeError, match=r"The first losses are \d+\.\d+ and \d+\.\d+: these are not the same step"):
         qlora.compare(case, rounds=1)
-    assert {part for part, _ in ran} == {"check"}
+    assert {part for part, _ in ran} == {qlora.check_side}

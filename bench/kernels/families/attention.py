@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from bench.kernels.case import BF16, Inputs, NotItsTask, Outputs, Run, Shape, compiled, needs, normal
+from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, compiled, needs, normal
 from kernels.attention._kv_quantization import dequantize_rows, quantize_rows_reference
 from kernels.attention.flash import flash_attention_reference
 from kernels.attention.paged import paged_attention_reference
@@ -34,11 +34,10 @@ def documents(batch: int, length: int, query_heads: int, kv_heads: int, head_dim
     Bytes: q, k, v and the output; backward these and the output's gradient are read, and three gradients written.
     """
 
-    def make(device: torch.device) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         sizes = {"q": query_heads, "k": kv_heads, "v": kv_heads} | ({} if mode == "forward" else {"grad": query_heads})
-        heads = {name: normal(batch * length, size, head_dim, device=device) for name, size in sizes.items()}
-        cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
-        return {**heads, "cu_seqlens": cu_seqlens}
+        heads = {name: normal(batch * length, size, head_dim) for name, size in sizes.items()}
+        return heads | {"cu_seqlens_q": torch.arange(0, batch * length + 1, length, dtype=torch.int32)}
 
     fields = {"batch": batch, "length": length, "query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     heads = "MHA" if query_heads == kv_heads else f"GQA{query_heads // kv_heads}"
@@ -57,7 +56,7 @@ def _attention_in_bands(inputs: Inputs) -> Outputs:
     leaves = [x.double().requires_grad_(mode != "forward") for x in (inputs.q, inputs.k, inputs.v)]
     q, k, v = leaves
     out = torch.empty_like(q, requires_grad=False)
-    for start, stop in pairwise(inputs.cu_seqlens.tolist()):
+    for start, stop in pairwise(inputs.cu_seqlens_q.tolist()):
         for first in range(start, stop, BAND):
             last = min(first + BAND, stop)
             ends = torch.tensor([0, last - first]), torch.tensor([0, last - start])
@@ -81,19 +80,17 @@ def paged(
     lengths = [context * (batch + 7 * row) // (8 * batch) if ragged else context for row in range(1, batch + 1)]
     pages = [math.ceil(length / PAGE) for length in lengths]
 
-    def pool(name: str, device: torch.device) -> dict[str, Tensor | None]:
-        x = normal(sum(pages), PAGE, kv_heads, head_dim, device=device)
+    def pool(name: str) -> dict[str, Tensor | None]:
+        x = normal(sum(pages), PAGE, kv_heads, head_dim)
         x, scales = (x, None) if page_dtype == BF16 else quantize_rows_reference(x, page_dtype)
         return {f"{name}_pages": x, f"{name}_scales": scales}
 
-    def make(device: torch.device) -> dict[str, Any]:
-        order = torch.randperm(sum(pages), device=device).to(torch.int32)
+    def make() -> dict[str, Any]:
+        order = torch.randperm(sum(pages)).to(torch.int32)
         tables = torch.nn.utils.rnn.pad_sequence(order.split(pages), batch_first=True)
-        made = pool("k", device) | pool("v", device)
-        ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
-        kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        made |= {"q": normal(batch * rows, query_heads, head_dim, device=device), "block_tables": tables}
-        return made | {"cu_seqlens": ends, "kv_lengths": kv_lengths, "lengths": lengths, "rows": rows}
+        made = pool("k") | pool("v") | {"q": normal(batch * rows, query_heads, head_dim), "block_tables": tables}
+        made |= {"cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32) * rows}
+        return made | {"kv_lengths": torch.tensor(lengths, dtype=torch.int32), "lengths": lengths, "rows": rows}
 
     more = ("" if rows == 1 else f" q{rows}") + (" ragged" if ragged else "")
     more += "" if page_dtype == BF16 else " " + str(page_dtype).removeprefix("torch.").split("_")[0]
@@ -123,7 +120,7 @@ def last_rows(inputs: Inputs) -> Inputs:
     """The same keys, with only the last query of each sequence: plain decode."""
     ends = torch.arange(len(inputs.lengths) + 1, dtype=torch.int32, device=inputs.q.device)
     q = inputs.q.unflatten(0, (-1, inputs.rows))[:, -1].contiguous()
-    return inputs.replace(q=q, cu_seqlens=ends, rows=1)
+    return inputs.replace(q=q, cu_seqlens_q=ends, rows=1)
 
 
 def in_16_bits(inputs: Inputs) -> Inputs:
@@ -195,17 +192,17 @@ def _documents(inputs: Inputs, x: Tensor) -> Tensor:
     return x.view(inputs.shape["batch"], -1, *x.shape[1:])
 
 
-def contiguous(dense: Callable[..., Dense]) -> Callable[[Inputs], Run]:
+def contiguous(dense: Callable[..., Dense]) -> Callable[[Inputs], Call]:
     """An easier problem, for scale: the keys lie in one piece, and no table has to be read."""
 
-    def prepare(inputs: Inputs) -> Run:
+    def prepare(inputs: Inputs) -> Call:
         if len(set(inputs.lengths)) > 1:
             raise NotItsTask("sequences of different lengths")
         q, tables = inputs.q.unflatten(0, (-1, inputs.rows)), inputs.block_tables.long()
         k, v = (x[tables].flatten(1, 2)[:, : inputs.lengths[0]] for x in (inputs.k_pages, inputs.v_pages))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         attend = dense(q.device, q.shape[2], k.shape[2])
-        return lambda: (attend(q, k, v).transpose(1, 2),)
+        return lambda: attend(q, k, v).transpose(1, 2)
 
     return prepare
 
@@ -220,7 +217,7 @@ def fa3(package: Any, inputs: Inputs) -> Dense:
 
 
 @needs("flashinfer")
-def flashinfer(package: Any, inputs: Inputs) -> Run:
+def flashinfer(package: Any, inputs: Inputs) -> Call:
     """Its decode for one query a sequence, its prefill for several; planned once, outside of what is timed."""
     workspace, pages = _flashinfer_workspace(inputs.q.device), _flashinfer_pages(inputs)
     dtypes = {"q_data_type": inputs.q.dtype, "kv_data_type": inputs.k_pages.dtype}
@@ -229,8 +226,8 @@ def flashinfer(package: Any, inputs: Inputs) -> Run:
         wrapper.plan(*pages, **dtypes)
     else:
         wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        wrapper.plan(inputs.cu_seqlens, *pages, causal=True, **dtypes)
-    return lambda: (wrapper.run(inputs.q, (inputs.k_pages, inputs.v_pages)),)
+        wrapper.plan(inputs.cu_seqlens_q, *pages, causal=True, **dtypes)
+    return lambda: wrapper.run(inputs.q, (inputs.k_pages, inputs.v_pages))
 
 
 @cache
@@ -250,30 +247,30 @@ def _flashinfer_pages(inputs: Inputs) -> tuple[Any, ...]:
 
 
 @needs("flash_attn_interface")
-def fa3_paged(package: Any, inputs: Inputs) -> Run:
+def fa3_paged(package: Any, inputs: Inputs) -> Call:
     """FlashAttention-3 over a page table."""
     q = inputs.q.unflatten(0, (-1, inputs.rows))
     pages = {"cache_seqlens": inputs.kv_lengths, "page_table": inputs.block_tables}
     attend = package.flash_attn_with_kvcache
-    return lambda: (_first(attend(q, inputs.k_pages, inputs.v_pages, causal=True, **pages)),)
+    return lambda: _first(attend(q, inputs.k_pages, inputs.v_pages, causal=True, **pages))
 
 
 def _vllm_arguments(inputs: Inputs) -> dict[str, Any]:
     return {
-        "max_seqlen_q": inputs.rows, "cu_seqlens_q": inputs.cu_seqlens, "max_seqlen_k": max(inputs.lengths),
+        "max_seqlen_q": inputs.rows, "cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_k": max(inputs.lengths),
         "seqused_k": inputs.kv_lengths, "block_table": inputs.block_tables, "causal": True,
     }  # fmt: skip
 
 
 @needs("vllm.vllm_flash_attn")
-def vllm_fa3(package: Any, inputs: Inputs) -> Run:
+def vllm_fa3(package: Any, inputs: Inputs) -> Call:
     """vLLM's build of FlashAttention-3."""
     attend, arguments = package.flash_attn_varlen_func, _vllm_arguments(inputs) | {"fa_version": 3}
-    return lambda: (_first(attend(inputs.q, inputs.k_pages, inputs.v_pages, **arguments)),)
+    return lambda: _first(attend(inputs.q, inputs.k_pages, inputs.v_pages, **arguments))
 
 
 @needs("vllm.v1.attention.ops.triton_unified_attention")
-def vllm_triton(package: Any, inputs: Inputs) -> Run:
+def vllm_triton(package: Any, inputs: Inputs) -> Call:
     """vLLM's unified Triton kernel, with the buffers that its backend gives it."""
     (query_heads, head_dim), device = inputs.q.shape[1:], inputs.q.device
     most_sequences = VLLM_SMALLEST_GRID // inputs.k_pages.shape[2]
@@ -289,9 +286,9 @@ def vllm_triton(package: Any, inputs: Inputs) -> Run:
         "softmax_segm_expsum": torch.empty(partial, device=device),
     }  # fmt: skip
 
-    def run() -> tuple[Tensor]:
+    def run() -> Tensor:
         package.unified_attention(**arguments)
-        return (out,)
+        return out
 
     return run
 

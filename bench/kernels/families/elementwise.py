@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.case import BF16, Inputs, Outputs, Run, Shape, by_name, compiled, in_fp64, needs, normal, of_names
+from bench.kernels.case import BF16, Call, Inputs, Outputs, Shape, by_name, in_fp64, needs, normal
 from bench.kernels.families.attention import PAGE
 from kernels.attention.rotary import apply_rotary_reference, rope_frequencies, rotary_tables
 from kernels.rms_norm import rms_norm_reference
@@ -43,9 +43,9 @@ def _rows(
 ) -> Shape:  # fmt: skip
     leaves = tuple(signature(function).parameters)
 
-    def make(device: torch.device) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         names = (*leaves, *(grads if backward else ()))
-        return {name: normal(*(size,) if name == "weight" else (tokens, size), device=device) for name in names}
+        return {name: normal(size) if name == "weight" else normal(tokens, size) for name in names}
 
     mode = "forward+backward" if backward else "forward"
     fields = {"tokens": tokens, "size": size, "backward": backward}
@@ -56,26 +56,26 @@ def _rows(
 def rotary(tokens: int, query_heads: int = 32, kv_heads: int = 8, head_dim: int = 128, write: bool = False) -> Shape:
     """New queries, keys and values [T, H, d], T a multiple of the page, their angles, and slots that fill the pages."""
 
-    def make(device: torch.device) -> dict[str, Any]:
-        positions = torch.randint(0, 32_768, (tokens,), device=device)
-        cos, sin = rotary_tables(positions, rope_frequencies(head_dim, 500_000.0).to(device))
+    def make() -> dict[str, Any]:
+        positions = torch.randint(0, 32_768, (tokens,))
+        cos, sin = rotary_tables(positions, rope_frequencies(head_dim, 500_000.0))
         pages = (math.ceil(tokens / PAGE), PAGE, kv_heads, head_dim)
         heads = {"q": query_heads, "k": kv_heads, "v": kv_heads}
-        made = {name: normal(tokens, count, head_dim, device=device) for name, count in heads.items()}
-        made |= {name: torch.full(pages, torch.nan, dtype=BF16, device=device) for name in ("k_pages", "v_pages")}
-        return made | {"cos": cos, "sin": sin, "slots": torch.randperm(pages[0] * PAGE, device=device)[:tokens]}
+        made = {name: normal(tokens, count, head_dim) for name, count in heads.items()}
+        made |= {name: torch.full(pages, torch.nan, dtype=BF16) for name in ("k_pages", "v_pages")}
+        return made | {"cos": cos, "sin": sin, "slots": torch.randperm(pages[0] * PAGE)[:tokens]}
 
     # For writing q, k and v are read and written.
     written = 2 * (2 * query_heads + 4 * kv_heads) * head_dim + 4 * head_dim + 8
     return Shape(
         name=f"rotary{'+write' if write else ''} {tokens}",
         fields={"tokens": tokens, "query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}, make=make,
-        reference=of_names(and_write(apply_rotary_reference) if write else apply_rotary_reference),
+        reference=in_fp64(and_write(apply_rotary_reference) if write else apply_rotary_reference),
         num_bytes=tokens * (written if write else 4 * head_dim * (query_heads + kv_heads + 1)),
     )  # fmt: skip
 
 
-def and_write(rotate: Callable[..., Outputs]) -> Callable[..., Outputs]:
+def and_write(rotate: Callable[..., Outputs]) -> Call:
     """A rotation; then the rotated keys and the values are copied into their slots of the pages."""
 
     def write(
@@ -92,17 +92,17 @@ def and_write(rotate: Callable[..., Outputs]) -> Callable[..., Outputs]:
 def routed(verb: str, tokens: int, capacity: int, size: int) -> Shape:
     """mask [T] bool, of which C are set; index [C] of these; x [T, D]; delta [C, D] and gate [C] to add."""
 
-    def make(device: torch.device) -> dict[str, Any]:
-        index = torch.randperm(tokens, device=device)[:capacity].sort().values
-        x, delta = (normal(rows, size, device=device) for rows in (tokens, capacity))
-        mask = torch.zeros(tokens, dtype=torch.bool, device=device).index_fill_(0, index, True)
-        gate = torch.rand(capacity, device=device).bfloat16()
+    def make() -> dict[str, Any]:
+        index = torch.randperm(tokens)[:capacity].sort().values
+        x, delta = normal(tokens, size), normal(capacity, size)
+        mask = torch.zeros(tokens, dtype=torch.bool).index_fill_(0, index, True)
+        gate = torch.rand(capacity).bfloat16()
         return {"index": index, "mask": mask, "x": x, "delta": delta, "gate": gate}
 
     num_bytes, reference = {
         "select": (tokens + 8 * capacity, _selected),
-        "gather": (capacity * (4 * size + 8), of_names(torch_gather)),
-        "add": (capacity * (6 * size + 10), of_names(torch_add)),
+        "gather": (capacity * (4 * size + 8), in_fp64(torch_gather)),
+        "add": (capacity * (6 * size + 10), in_fp64(torch_add)),
     }[verb]
     fields = {"tokens": tokens, "capacity": capacity, "size": size}
     return Shape(f"{verb} {capacity} of {tokens}", fields, make, reference, num_bytes)
@@ -125,11 +125,6 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def by_compiler(function: Callable[..., Any]) -> Callable[[Inputs], Callable[..., Any]]:
-    """A function of the leaves, compiled by torch."""
-    return lambda inputs: compiled(function, getattr(inputs, inputs.shape.leaves[0]).device)
-
-
 def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """For the tables of `rotary_tables`, whose sines are negative in the first half."""
     half = q.shape[-1] // 2
@@ -140,7 +135,7 @@ compiled_rotary_write = by_name(and_write(plain_rotary), compiles=True)
 
 
 @needs("liger_kernel.ops")
-def liger_rotary(liger: Any, inputs: Inputs) -> Run:
+def liger_rotary(liger: Any, inputs: Inputs) -> Call:
     """Liger's rotation, which overwrites q and k."""
     q, k = inputs.q.transpose(0, 1)[None], inputs.k.transpose(0, 1)[None]
     # Liger reads the first half of each row and subtracts by itself: the second half of ours has the plain sines.
@@ -154,36 +149,36 @@ def liger_rotary(liger: Any, inputs: Inputs) -> Run:
     return run
 
 
-def liger_rotary_write(inputs: Inputs) -> Run | None:
+def liger_rotary_write(inputs: Inputs) -> Call | None:
     """Liger's rotation and two index copies."""
     rotate = liger_rotary(inputs)
     return None if rotate is None else by_name(and_write(lambda *_: rotate()))(inputs)
 
 
 @needs("liger_kernel.ops")
-def liger_norm(liger: Any, inputs: Inputs) -> Callable[..., Outputs]:
+def liger_norm(liger: Any, inputs: Inputs) -> Call:
     """Liger's fused addition and normalisation."""
     function = liger.LigerFusedAddRMSNormFunction
     return lambda x, residual, weight: function.apply(x, residual, weight, EPS, 0.0, "llama", False)
 
 
 @needs("flashinfer")
-def flashinfer_norm(flashinfer: Any, inputs: Inputs) -> Run:
+def flashinfer_norm(flashinfer: Any, inputs: Inputs) -> Call:
     """FlashInfer's fused addition and normalisation, which overwrites both of its inputs."""
 
-    def run() -> Outputs:
-        flashinfer.fused_add_rmsnorm(inputs.x, inputs.residual, inputs.weight, EPS)
-        return inputs.x, inputs.residual
+    def add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
+        flashinfer.fused_add_rmsnorm(x, residual, weight, EPS)
+        return x, residual
 
-    return run
+    return add_and_norm
 
 
 @needs("liger_kernel.ops")
-def liger_swiglu(liger: Any, inputs: Inputs) -> Callable[..., Tensor]:
+def liger_swiglu(liger: Any, inputs: Inputs) -> Call:
     return liger.LigerSiLUMulFunction.apply
 
 
-def torch_select(inputs: Inputs) -> Run:
+def torch_select(inputs: Inputs) -> Call:
     """By a stable sort: the tokens set first, in order."""
     capacity, tokens = len(inputs.index), len(inputs.mask)
     rows = torch.arange(capacity, device=inputs.mask.device)

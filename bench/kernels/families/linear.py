@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.case import BF16, Inputs, NotItsTask, Outputs, Shape, installed, needs, normal
+from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, installed, needs, normal
 from kernels.linear import quantization
 from kernels.linear.lora import LoraWeights
 from kernels.swiglu import swiglu, swiglu_reference
@@ -38,20 +38,20 @@ def weight_bytes(format_name: str, n: int, k: int) -> float:
     return n * k / 2 + 2 * n * k / GROUP if format_name == "int4" else n * k + 2 * n
 
 
-def _random(format_name: str, k: int, n: int, rows: int, device: torch.device) -> dict[str, Any]:
+def _random(format_name: str, k: int, n: int, rows: int) -> dict[str, Any]:
     """x [T, K], weight [N, K]."""
-    weight = QUANTIZERS[format_name](normal(n, k, device=device) * k**-0.5)
+    weight = QUANTIZERS[format_name](normal(n, k) * k**-0.5)
     if not isinstance(weight, quantization.NF4Weight):
         weight = replace(weight, scales=weight.scales.to(BF16).float())
-    return {"x": normal(rows, k, device=device), "weight": weight}
+    return {"x": normal(rows, k), "weight": weight}
 
 
 def product(format_name: str, k: int, n: int, rows: int, backward: bool = False) -> Shape:
     """Backward: the gradient of x, which does not depend on x, from that of the result, [T, N]."""
 
-    def make(device: torch.device) -> dict[str, Any]:
-        grad = {"grad": normal(rows, n, device=device)} if backward else {}
-        return _random(format_name, k, n, rows, device) | grad
+    def make() -> dict[str, Any]:
+        grad = {"grad": normal(rows, n)} if backward else {}
+        return _random(format_name, k, n, rows) | grad
 
     return Shape(
         name=f"{f'{format_name} ' if backward else ''}{k}x{n} rows {rows}",
@@ -71,14 +71,14 @@ def _gradient(inputs: Inputs) -> Outputs:
 
 
 def adapted(k: int, n: int, rows: int, adapters: int) -> Shape:
-    """A product in NF4; adapters, and the one of each row, `slots` [T] int32, −1 for none."""
+    """A product in NF4; adapters `lora`, and the one of each row, `slots` [T] int32, −1 for none."""
 
-    def make(device: torch.device) -> dict[str, Any]:
-        a = normal(adapters, RANK, k, device=device) * k**-0.5
-        b = normal(adapters, n, RANK, device=device) * RANK**-0.5
-        weights = LoraWeights(a, b, torch.rand(adapters, device=device) + 0.5)
-        slots = torch.randint(-1, adapters, (rows,), dtype=torch.int32, device=device)
-        return _random("nf4", k, n, rows, device) | {"adapters": weights, "slots": slots}
+    def make() -> dict[str, Any]:
+        a = normal(adapters, RANK, k) * k**-0.5
+        b = normal(adapters, n, RANK) * RANK**-0.5
+        weights = LoraWeights(a, b, torch.rand(adapters) + 0.5)
+        slots = torch.randint(-1, adapters, (rows,), dtype=torch.int32)
+        return _random("nf4", k, n, rows) | {"lora": weights, "slots": slots}
 
     return Shape(
         name=f"{adapters} adapters {k}x{n} rows {rows}",
@@ -90,9 +90,9 @@ def adapted(k: int, n: int, rows: int, adapters: int) -> Shape:
 
 def _adapted(inputs: Inputs) -> Outputs:
     """The product with adapters, and without."""
-    plain, adapters = _product(inputs), inputs.adapters
+    plain, lora = _product(inputs), inputs.lora
     change = torch.zeros_like(plain)
-    for number, (a, b, scale) in enumerate(zip(adapters.a, adapters.b, adapters.scales, strict=True)):
+    for number, (a, b, scale) in enumerate(zip(lora.a, lora.b, lora.scales, strict=True)):
         rows = inputs.slots == number
         change[rows] = scale.double() * (inputs.x[rows].double() @ a.double().t() @ b.double().t())
     return plain + change, plain
@@ -108,7 +108,6 @@ def gated(k: int, n: int, rows: int) -> Shape:
     )  # fmt: skip
 
 
-Product = Callable[[Tensor], Tensor]
 TORCH_INNER_TILES = 8
 GEMLITE_CONFIGURATION = "h100.json"
 """The tuning that GemLite ships for Hopper; it knows its GPUs by name, and an H200 by none."""
@@ -119,32 +118,32 @@ def _need_gpu(inputs: Inputs) -> None:
         raise NotItsTask("only on a GPU")
 
 
-def cublas(inputs: Inputs) -> Product:
+def cublas(inputs: Inputs) -> Call:
     """The same matrix in bf16: what quantization must beat."""
     weight = inputs.weight.dequantize(BF16)
     return lambda x: F.linear(x, weight)
 
 
-def cublas_adapters(inputs: Inputs) -> Product:
+def cublas_adapters(inputs: Inputs) -> Call:
     """The matrix in bf16, and every row's adapter gathered and multiplied."""
-    weight, adapters, slots = inputs.weight.dequantize(BF16), inputs.adapters, inputs.slots.clamp_min(0).long()
-    scales = torch.where(inputs.slots >= 0, adapters.scales[slots], 0.0).to(BF16)[:, None]
+    weight, lora, slots = inputs.weight.dequantize(BF16), inputs.lora, inputs.slots.clamp_min(0).long()
+    scales = torch.where(inputs.slots >= 0, lora.scales[slots], 0.0).to(BF16)[:, None]
 
     def multiply(x: Tensor) -> Tensor:
-        low = torch.bmm(adapters.a[slots], x[:, :, None])
-        return F.linear(x, weight) + scales * torch.bmm(adapters.b[slots], low)[:, :, 0]
+        low = torch.bmm(lora.a[slots], x[:, :, None])
+        return F.linear(x, weight) + scales * torch.bmm(lora.b[slots], low)[:, :, 0]
 
     return multiply
 
 
-def cublas_gate(inputs: Inputs) -> Product:
+def cublas_gate(inputs: Inputs) -> Call:
     """The matrix in bf16, then our gate."""
     multiply = cublas(inputs)
     return lambda x: swiglu(*multiply(x).chunk(2, dim=1))
 
 
 @needs("bitsandbytes")
-def bitsandbytes(package: Any, inputs: Inputs) -> Product:
+def bitsandbytes(package: Any, inputs: Inputs) -> Call:
     """Picks its kernel by the number of rows, or expands W, as backward always does; absmax doubly quantized."""
     weight, code = inputs.weight, quantization.dynamic_table(inputs.x.device)
     nested = package.functional.QuantState(weight.nested_absmax, code=code, blocksize=256, dtype=torch.float32)
@@ -153,7 +152,7 @@ def bitsandbytes(package: Any, inputs: Inputs) -> Product:
     return lambda x: package.matmul_4bit(x, codes, quant_state=state)
 
 
-def bitsandbytes_gemv(inputs: Inputs) -> Product | None:
+def bitsandbytes_gemv(inputs: Inputs) -> Call | None:
     """Its older kernel for one row, with absmax in fp32: it would expand doubly quantized ones in every call."""
     _need_gpu(inputs)  # on a CPU it takes another layout
     if (package := installed("bitsandbytes")) is None:
@@ -168,7 +167,7 @@ def _nf4_state(package: Any, inputs: Inputs, absmax: Tensor, **nested: Any) -> A
     return package.functional.QuantState(absmax, shape=shape, code=code, **fixed, **nested)
 
 
-def torch_int4(inputs: Inputs) -> Product:
+def torch_int4(inputs: Inputs) -> Call:
     """torch's int4 operation (tinygemm): W = (code − 8) · scale + 0."""
     packed, scales_and_zeros = _tinygemm(inputs)
     group = inputs.weight.group
@@ -183,14 +182,14 @@ def _tinygemm(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return packed, torch.stack((scales, torch.zeros_like(scales)), dim=-1).contiguous()
 
 
-def torch_int8(inputs: Inputs) -> Product:
+def torch_int8(inputs: Inputs) -> Call:
     """torch's int8 operation."""
     codes, scales = inputs.weight.codes, inputs.weight.scales.to(BF16)
     return lambda x: torch.ops.aten._weight_int8pack_mm(x, codes, scales)
 
 
 @needs("torchao.quantization")
-def torchao(package: Any, inputs: Inputs) -> Product:
+def torchao(package: Any, inputs: Inputs) -> Call:
     """The tensors of its Int8- and Float8WeightOnlyConfig; of Int4WeightOnlyConfig, without further packages, the one
     with torch's operation inside. x stays in bf16."""
     name, shape = inputs.shape["format"], torch.Size(inputs.weight.shape)
@@ -202,7 +201,7 @@ def torchao(package: Any, inputs: Inputs) -> Product:
     return lambda x: F.linear(x, weight)
 
 
-def gemlite(inputs: Inputs) -> Product | None:
+def gemlite(inputs: Inputs) -> Call | None:
     """For shapes that its configuration lacks, the first call tunes it."""
     _need_gpu(inputs)  # the package asks for the name of the GPU when it is imported
     if (package := _tuned_gemlite()) is None:
@@ -224,12 +223,9 @@ def _tuned_gemlite() -> Any | None:
     return package
 
 
-def vllm_marlin(inputs: Inputs) -> Product | None:
+@needs("vllm.model_executor.layers.quantization.utils.marlin_utils", "vllm._custom_ops", "vllm.scalar_type")
+def vllm_marlin(utilities: Any, operations: Any, types: Any, inputs: Inputs) -> Call:
     """vLLM's build of Marlin, for symmetric INT4 and INT8, bf16 activations."""
-    utilities = installed("vllm.model_executor.layers.quantization.utils.marlin_utils")
-    operations, types = installed("vllm._custom_ops"), installed("vllm.scalar_type")
-    if utilities is None or operations is None or types is None:
-        return None
     weight, (n, k), device = inputs.weight, inputs.weight.shape, inputs.x.device
     is_int4 = isinstance(weight, quantization.Int4Weight)
     kind = types.scalar_types.uint4b8 if is_int4 else types.scalar_types.uint8b128
@@ -246,7 +242,7 @@ def vllm_marlin(inputs: Inputs) -> Product | None:
 
 
 @needs("marlin")
-def marlin(package: Any, inputs: Inputs) -> Product:
+def marlin(package: Any, inputs: Inputs) -> Call:
     """The original package: fp16 scales, and activations that were converted before."""
     weight, (n, k) = inputs.weight, inputs.weight.shape
     linear = torch.nn.Linear(k, n, bias=False, dtype=torch.float16, device=inputs.x.device)

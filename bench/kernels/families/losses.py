@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.case import Inputs, Outputs, Prepare, Run, Shape, needs, normal
+from bench.kernels.case import Adapt, Call, Inputs, Outputs, Shape, needs, normal
 from kernels.losses._divergence import DivergenceKind
 from kernels.losses.linear_cross_entropy import linear_cross_entropy_reference
 from kernels.losses.linear_distillation import linear_distillation_reference
@@ -30,12 +30,12 @@ def loss(tokens: int, vocabulary: int, student: int, teacher: int = 0, kind: Div
     FLOPs: the student's logits and two products of their gradient, the teacher's logits.
     """
 
-    def make(device: torch.device) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         """Logits of a standard deviation of ½: larger ones lose in bf16 about as much as the bound allows."""
-        made: dict[str, Any] = {"labels": torch.randint(0, vocabulary, (tokens,), device=device)}
+        made: dict[str, Any] = {"labels": torch.randint(0, vocabulary, (tokens,))}
         for name, size in (("student", student), ("teacher", teacher)):
-            made[name] = normal(tokens, size, device=device)
-            made[f"{name}_head"] = normal(vocabulary, size, device=device).mul_(0.5 * max(size, 1) ** -0.5)
+            made[name] = normal(tokens, size)
+            made[f"{name}_head"] = normal(vocabulary, size).mul_(0.5 * max(size, 1) ** -0.5)
         return made
 
     sizes = f"{student}/{teacher}" if teacher else f"{student}"
@@ -98,7 +98,7 @@ LIGER_BETA = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 """The divergences that Liger's JSD becomes."""
 
 
-def by_rows(loss_of: LossOf, rows: int | None = None) -> Prepare:
+def by_rows(loss_of: LossOf, rows: int | None = None) -> Adapt:
     """A loss with its gradients, of `rows` rows at a time, else of all at once."""
     return lambda inputs: lambda: in_chunks(inputs, loss_of, rows or len(inputs.student))
 
@@ -127,7 +127,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 @needs("liger_kernel.ops")
-def liger_cross_entropy(liger: Any, inputs: Inputs) -> Run | None:
+def liger_cross_entropy(liger: Any, inputs: Inputs) -> Call | None:
     """With sums instead of means, and the gradient of the head added up in fp32, as ours."""
     options = (None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32)
     apply = liger.LigerFusedLinearCrossEntropyFunction.apply
@@ -135,7 +135,7 @@ def liger_cross_entropy(liger: Any, inputs: Inputs) -> Run | None:
 
 
 @needs("liger_kernel.ops")
-def liger_jsd(liger: Any, inputs: Inputs) -> Run | None:
+def liger_jsd(liger: Any, inputs: Inputs) -> Call | None:
     """Its generalized JSD, a mean over the tokens."""
     given = (inputs.teacher, inputs.teacher_head, inputs.labels)
     options = (LIGER_BETA[inputs.shape["kind"]], -100, 1.0, torch.float32)

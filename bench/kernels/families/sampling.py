@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.case import Inputs, Outputs, Run, Shape, needs, normal, of_names
+from bench.kernels.case import Call, Inputs, Outputs, Shape, in_fp64, needs, normal
 from kernels.sampling.logit_adjustments import ALWAYS, IN_PROMPT, RequestState
 from kernels.sampling.ngram import MAX_NGRAM, find_ngrams_reference
 from kernels.sampling.random import Purpose, Stream, exponential, uniform
@@ -31,14 +31,14 @@ LETTERS, DRAFTED = 20, 5
 """Kinds of tokens of a text, so that about half of the texts repeat their last three."""
 
 
-def random_logits(batch: int, vocabulary: int, device: torch.device) -> Tensor:
+def random_logits(batch: int, vocabulary: int) -> Tensor:
     """Of a standard deviation of 3: most of the mass in some thousand tokens."""
-    return normal(batch, vocabulary, device=device) * 3
+    return normal(batch, vocabulary) * 3
 
 
-def random_stream(batch: int, device: torch.device) -> Stream:
-    seeds, positions = (torch.randint(0, 2**31 - 1, (batch,), device=device) for _ in range(2))
-    return Stream(seeds, torch.zeros(batch, dtype=torch.int32, device=device), positions.int())
+def random_stream(batch: int) -> Stream:
+    seeds, positions = torch.randint(0, 2**31 - 1, (2, batch))
+    return Stream(seeds, torch.zeros(batch, dtype=torch.int32), positions.int())
 
 
 def _on_host(inputs: Inputs) -> Stream:
@@ -49,12 +49,11 @@ def _on_host(inputs: Inputs) -> Stream:
 def tokens(mode: str, batch: int, vocabulary: int) -> Shape:
     """logits [B, V] bf16, and the filter that is on."""
 
-    def make(device: torch.device) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         top_k, top_p, min_p = TOP_K * ("top-k" in mode), TOP_P if "top-p" in mode else 1.0, MIN_P * ("min-p" in mode)
         wanted = ((TEMPERATURE, None), (top_k, torch.int32), (top_p, None), (min_p, None))
-        filters = Filters(*(torch.full((batch,), value, dtype=dtype, device=device) for value, dtype in wanted))
-        logits = random_logits(batch, vocabulary, device)
-        return {"logits": logits, "filters": filters, "stream": random_stream(batch, device)}
+        filters = Filters(*(torch.full((batch,), value, dtype=dtype) for value, dtype in wanted))
+        return {"logits": random_logits(batch, vocabulary), "filters": filters, "stream": random_stream(batch)}
 
     fields = {"mode": mode, "batch": batch, "vocabulary": vocabulary}
     return Shape(f"{mode} x{batch}", fields, make, _sampled, num_bytes=2 * batch * vocabulary + 8 * batch)
@@ -78,25 +77,24 @@ def are_kept(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
 def penalties(batch: int, vocabulary: int) -> Shape:
     """logits [B, V] bf16, one slot a row, in any order; positions [B]."""
 
-    def make(device: torch.device) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
         def tokens(count: int) -> Tensor:
-            return torch.randint(0, vocabulary, (batch, count), device=device)
+            return torch.randint(0, vocabulary, (batch, count))
 
-        counts = torch.zeros(batch, vocabulary, dtype=torch.int32, device=device)
+        counts = torch.zeros(batch, vocabulary, dtype=torch.int32)
         counts.scatter_(1, tokens(min(PROMPT, vocabulary // 2)), IN_PROMPT)
         emitted = tokens(min(OUTPUT, vocabulary // 4))
         counts.scatter_add_(1, emitted, torch.ones_like(emitted, dtype=torch.int32))
-        repetition, *others = (torch.rand(batch, device=device) for _ in range(3))
-        until = torch.full((batch, BIASES), ALWAYS, dtype=torch.int32, device=device)
-        biases = tokens(BIASES).int(), torch.randn(batch, BIASES, device=device), until
-        slots = torch.randperm(batch, device=device).int()
-        state, positions = RequestState(counts, 1 + repetition, *others, *biases), torch.full_like(slots, OUTPUT)
-        logits = random_logits(batch, vocabulary, device)
+        repetition, frequency, presence = torch.rand(3, batch)
+        biases = tokens(BIASES).int(), torch.randn(batch, BIASES), torch.full((batch, BIASES), ALWAYS).int()
+        slots = torch.randperm(batch).int()
+        state = RequestState(counts, 1 + repetition, frequency, presence, *biases)
+        logits, positions = random_logits(batch, vocabulary), torch.full_like(slots, OUTPUT)
         return {"logits": logits, "state": state, "slots": slots, "positions": positions}
 
     fields = {"mode": "penalties", "batch": batch, "vocabulary": vocabulary}
     num_bytes = batch * vocabulary * (2 + 4 + 4)
-    return Shape(f"penalties x{batch}", fields, make, of_names(penalized), num_bytes, dtype=torch.float32)
+    return Shape(f"penalties x{batch}", fields, make, in_fp64(penalized), num_bytes, dtype=torch.float32)
 
 
 def penalized(logits: Tensor, state: RequestState, slots: Tensor) -> Tensor:
@@ -114,13 +112,13 @@ def penalized(logits: Tensor, state: RequestState, slots: Tensor) -> Tensor:
 def logprobs(num_top: int, batch: int, vocabulary: int) -> Shape:
     """logits [B, V] bf16, tokens [B]."""
 
-    def make(device: torch.device) -> dict[str, Any]:
-        tokens = torch.randint(0, vocabulary, (batch,), device=device)
-        return {"logits": random_logits(batch, vocabulary, device), "tokens": tokens}
+    def make() -> dict[str, Any]:
+        tokens = torch.randint(0, vocabulary, (batch,))
+        return {"logits": random_logits(batch, vocabulary), "tokens": tokens}
 
     fields = {"mode": "logprobs", "num_top": num_top, "batch": batch, "vocabulary": vocabulary}
     name, num_bytes = f"top {num_top} logprobs x{batch}", 2 * batch * vocabulary + 8 * batch
-    return Shape(name, fields, make, of_names(token_logprobs_reference, None), num_bytes, dtype=torch.float32)
+    return Shape(name, fields, make, in_fp64(token_logprobs_reference), num_bytes, dtype=torch.float32)
 
 
 def in_any_order(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]:
@@ -132,18 +130,17 @@ def in_any_order(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]
 def drafted(tree: bool, nodes: int, batch: int, vocabulary: int) -> Shape:
     """target_p [B, n + 1, V] and draft_p [B, n, V] fp32; tokens [B, n]; parents [B, n], None for chains."""
 
-    def make(device: torch.device) -> dict[str, Any]:
-        logits = random_logits(batch * (nodes + 1), vocabulary, device).float().unflatten(0, (batch, -1))
+    def make() -> dict[str, Any]:
+        logits = random_logits(batch * (nodes + 1), vocabulary).float().unflatten(0, (batch, -1))
         draft_p = (logits[:, :-1] + DRAFT_NOISE * torch.randn_like(logits[:, :-1])).softmax(dim=-1)
         # In a tree every node has two children, drawn from the same distribution.
-        parents = torch.arange(nodes, device=device) // (2 if tree else 1)
+        parents = torch.arange(nodes) // (2 if tree else 1)
         drawn = draft_p[:, parents] / torch.empty_like(draft_p).exponential_()
         return {
             "target_p": logits.softmax(dim=-1), "draft_p": draft_p, "tokens": drawn.argmax(dim=-1),
             "parents": parents.expand(batch, -1).contiguous() if tree else None,
-            "counts": torch.full((batch,), nodes, dtype=torch.int32, device=device),
-            "lengths": torch.randint(100, 1000, (batch,), dtype=torch.int32, device=device),
-            "stream": random_stream(batch, device),
+            "counts": torch.full((batch,), nodes, dtype=torch.int32),
+            "lengths": torch.randint(100, 1000, (batch,), dtype=torch.int32), "stream": random_stream(batch),
         }  # fmt: skip
 
     fields = {"tree": tree, "nodes": nodes, "batch": batch, "vocabulary": vocabulary}
@@ -183,11 +180,11 @@ def are_possible(outputs: Outputs, expected: Outputs) -> tuple[Outputs, Outputs]
 
 
 def texts(num_tokens: int, batch: int) -> Shape:
-    """text [B, S] int64, of which `lengths` [B] are there: half of the tokens to all."""
+    """tokens [B, S] int64, of which `lengths` [B] are there: half of them to all."""
 
-    def make(device: torch.device) -> dict[str, Any]:
-        lengths = torch.randint(num_tokens // 2, num_tokens + 1, (batch,), dtype=torch.int32, device=device)
-        return {"text": torch.randint(0, LETTERS, (batch, num_tokens), device=device), "lengths": lengths}
+    def make() -> dict[str, Any]:
+        lengths = torch.randint(num_tokens // 2, num_tokens + 1, (batch,), dtype=torch.int32)
+        return {"tokens": torch.randint(0, LETTERS, (batch, num_tokens)), "lengths": lengths}
 
     fields, num_bytes = {"tokens": num_tokens, "batch": batch}, 8 * batch * num_tokens * 0.75
     return Shape(f"n-gram in {num_tokens} x{batch}", fields, make, _ngrams, num_bytes)
@@ -195,10 +192,10 @@ def texts(num_tokens: int, batch: int) -> Shape:
 
 def _ngrams(inputs: Inputs) -> Outputs:
     """Drafts [B, k] with −1 behind them, counts [B]."""
-    listed = zip(inputs.text.tolist(), inputs.lengths.tolist(), strict=True)
-    drafts = [find_ngrams_reference(text[:length], DRAFTED) for text, length in listed]
+    listed = zip(inputs.tokens.tolist(), inputs.lengths.tolist(), strict=True)
+    drafts = [find_ngrams_reference(tokens[:length], DRAFTED) for tokens, length in listed]
     found = [draft + [-1] * (DRAFTED - len(draft)) for draft in drafts], [len(draft) for draft in drafts]
-    return tuple(torch.tensor(one, device=inputs.text.device) for one in found)
+    return tuple(torch.tensor(one, device=inputs.tokens.device) for one in found)
 
 
 def torch_sample(logits: Tensor, filters: Filters, mode: str) -> Tensor:
@@ -227,20 +224,19 @@ def _race(weights: Tensor) -> Tensor:
 
 
 @needs("flashinfer.sampling")
-def flashinfer_sample(flashinfer: Any, inputs: Inputs) -> Run:
+def flashinfer_sample(flashinfer: Any, inputs: Inputs) -> Call:
     """Its kernels for this filter; the seed is a tensor, as graphs need it."""
     (temperature, *limits), mode, draws = inputs.filters, inputs.shape["mode"], _flashinfer_draws(inputs)
 
-    def run() -> Outputs:
+    def run() -> Tensor:
         logits = inputs.logits.float()
         if mode == "temperature":
-            return (flashinfer.sampling_from_logits(logits / temperature[:, None], **draws),)
+            return flashinfer.sampling_from_logits(logits / temperature[:, None], **draws)
         if mode == "top-k top-p":
-            scaled = logits / temperature[:, None]
-            return (flashinfer.top_k_top_p_sampling_from_logits(scaled, *limits[:2], **draws),)
+            return flashinfer.top_k_top_p_sampling_from_logits(logits / temperature[:, None], *limits[:2], **draws)
         sample = getattr(flashinfer, f"{mode.replace('-', '_')}_sampling_from_probs")
         limit = limits[("top-k", "top-p", "min-p").index(mode)]
-        return (sample(flashinfer.softmax(logits, temperature), limit, **draws),)
+        return sample(flashinfer.softmax(logits, temperature), limit, **draws)
 
     return run
 
@@ -263,27 +259,27 @@ def torch_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Outputs:
     return logprobs.gather(1, token)[:, 0], ranks, top.indices, top.values
 
 
-def torch_chain(inputs: Inputs) -> Run:
+def torch_chain(inputs: Inputs) -> Call:
     """Rejection sampling of chains, all sequences at once; gives the committed tokens."""
     tokens, target, draft, n = inputs.tokens, inputs.target_p, inputs.draft_p, inputs.shape["nodes"]
     columns, rows = (torch.arange(count, device=tokens.device) for count in (n + 1, len(tokens)))
 
-    def run() -> Outputs:
+    def run() -> Tensor:
         p, q = (x[:, :n].gather(2, tokens[:, :, None])[:, :, 0] for x in (target, draft))
         accepted = (torch.rand_like(p) * q < p).cumprod(dim=1).sum(dim=1)
         left, rejected = target[rows, accepted], draft[rows, accepted.clamp(max=n - 1)]
         left = torch.where((accepted < n)[:, None], (left - rejected).clamp_min(0), left)
         committed = F.pad(tokens, (0, 1)).masked_fill(columns > accepted[:, None], -1)
-        return (committed.scatter(1, accepted[:, None], _race(left)[:, None]),)
+        return committed.scatter(1, accepted[:, None], _race(left)[:, None])
 
     return run
 
 
 @needs("flashinfer.sampling")
-def flashinfer_chain(flashinfer: Any, inputs: Inputs) -> Run:
+def flashinfer_chain(flashinfer: Any, inputs: Inputs) -> Call:
     """Its rejection sampling of chains; gives the committed tokens."""
     given, draws = (inputs.draft_p, inputs.tokens.int(), inputs.target_p), _flashinfer_draws(inputs)
-    return lambda: (flashinfer.chain_speculative_sampling(*given, **draws)[0],)
+    return lambda: flashinfer.chain_speculative_sampling(*given, **draws)[0]
 
 
 def torch_tree(
@@ -294,9 +290,9 @@ def torch_tree(
     return tuple(verify_with(target_p, draft_p, tokens, counts, lengths, parents=parents, noise=noise))
 
 
-def torch_ngrams(inputs: Inputs) -> Run:
+def torch_ngrams(inputs: Inputs) -> Call:
     """Compares the last tokens with all others at once."""
-    tokens, last = inputs.text, inputs.lengths.long()[:, None] - 1
+    tokens, last = inputs.tokens, inputs.lengths.long()[:, None] - 1
     columns, ahead = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], DRAFTED))
 
     def run() -> Outputs:
