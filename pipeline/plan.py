@@ -51,11 +51,8 @@ def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
     plans = []
     for stage in recipe.plan():
         kind = kind_of(stage.kind)
-        setup, shape, data = (
-            kind.setup(stage.config, shapes),
-            kind.shape(stage.config, shapes, cache),
-            kind.data(stage.config),
-        )
+        setup, data = kind.setup(stage.config, shapes), kind.data(stage.config)
+        shape = kind.shape(stage.config, shapes, cache)
         if setup is not None and data is not None:
             plans.append(StagePlan(stage.name, setup, setup.memory(), recipe.data[data].sequence_length))
         if stage.out is not None and shape is not None:

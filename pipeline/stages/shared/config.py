@@ -71,11 +71,8 @@ NO_FALL = {"max_kl_ratio": "no KL falls by training here"}
 
 
 def mistakes(config: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What is wrong with the batches of a stage that trains."""
+    """A micro-batch too small for its sequences. That batch_tokens is a multiple of it, TrainingConfig checks."""
     length, micro_batch = recipe.data[config.data].sequence_length, config.micro_batch_tokens
-    if config.batch_tokens % micro_batch:
-        multiple = f"it must be a multiple of micro_batch_tokens, which is {micro_batch:,}"
-        yield "batch_tokens", f"is {config.batch_tokens:,}; {multiple}"
     if micro_batch < length:
         least = f"it must be at least the sequence_length of its data, which is {length:,}"
         yield "micro_batch_tokens", f"is {micro_batch:,}; {least}"
