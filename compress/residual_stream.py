@@ -3,6 +3,8 @@
 Legend: T tokens, D hidden size, Hq query heads, d head dim.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,10 @@ from compress.prune.depth import PackedBatch
 from model.attention import PackedAttention
 from model.layers import DecoderLayer
 from model.transformer import Transformer
+
+
+class _EnoughRead(Exception):
+    """Ends a run through a layer whose rest nobody needs."""
 
 
 class ResidualStream:
@@ -48,6 +54,29 @@ class ResidualStream:
         finally:
             hook.remove()
         return read[0]
+
+    @torch.no_grad()
+    def inputs(self, layer: DecoderLayer, projections: Sequence[str]) -> dict[str, Tensor]:
+        """What projections of this, the next layer read, `[T, K]` each; the layer runs up to the last of them.
+
+        With a router: only the tokens that pass, and nothing where none does. The names are given in their order.
+        """
+        read: dict[str, Tensor] = {}
+
+        def observe(name: str, _: Any, arguments: tuple[Tensor]) -> None:
+            read[name] = arguments[0]
+            if name == projections[-1]:
+                raise _EnoughRead
+
+        hooks = [layer.get_submodule(n).register_forward_pre_hook(partial(observe, n)) for n in projections]
+        try:
+            layer(self._delta, self._residual, rotary=self._rotary, attention=self._attention)
+        except _EnoughRead:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return read
 
     @torch.no_grad()
     def pass_on(self, layer: DecoderLayer) -> None:

@@ -1,0 +1,225 @@
+"""A model quantized layer by layer on calibration text, each layer on what the quantized ones before it make of it.
+
+Of each layer, in the order of computation, the inputs of its projections are summed up (`inputs.py`), and these
+projections rounded, so that o_proj is rounded for what rounded q, k and v give. AWQ and SmoothQuant first scale the
+whole layer (`scaling.py`). Memory holds one layer's sums above the model and the residual streams.
+
+Legend: N output features, K input features.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compress.prune.depth import PackedBatch
+from compress.quantize.awq import awq_scales
+from compress.quantize.gptq import gptq_levels, output_error
+from compress.quantize.grid import diagonal_blocks, group_size, min_max, searched
+from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.quantize.round_to_nearest import QuantizationError
+from compress.quantize.scaling import BEHIND_NORMS, fold, shared_by_heads
+from compress.quantize.smoothquant import smoothing_scales
+from compress.residual_stream import ResidualStream, layers_of
+from model.formats.base import IntegerFormat, QuantizedMatrix, WeightFormat
+from model.layers import DecoderLayer
+from model.linear import Linear
+from model.lora import adapted_layers
+from model.quantized import quantized_layers, set_quantized
+from model.transformer import Transformer
+
+Choose = Callable[[str], WeightFormat[Any] | None]
+"""The format of a linear layer by its name; None leaves it dense."""
+FEWEST_TOKENS = 128
+_LONGEST_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Method:
+    """How weights are quantized."""
+
+    scaling: Literal["none", "awq", "smoothquant"] = "none"
+    grid: Literal["min_max", "searched"] = "searched"
+    """Of groups: what covers them, or what costs least in products with the inputs seen."""
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    act_order: bool = True
+    """GPTQ: the columns that inputs excite most first."""
+
+    @property
+    def needs_levels(self) -> bool:
+        """Whether it chooses levels and scales itself, which only formats of integers leave to it."""
+        return self.grid == "searched" or self.rounding == "gptq"
+
+
+METHODS = {
+    "round": Method(grid="min_max"),
+    "weighted": Method(),
+    "gptq": Method(rounding="gptq"),
+    "awq": Method(scaling="awq"),
+    "awq+gptq": Method(scaling="awq", rounding="gptq"),
+    "smoothquant": Method(scaling="smoothquant", grid="min_max"),
+}
+"""By the names that recipes use."""
+
+
+@dataclass(frozen=True)
+class QuantizedLayerReport:
+    """One layer, done."""
+
+    number: int
+    errors: dict[str, float]
+    """Of each quantized projection by its name in the model: squared error of its outputs over their square."""
+    seconds: float
+
+
+@torch.no_grad()
+def quantize_layers(
+    model: Transformer,
+    batches: Sequence[PackedBatch],
+    choose: Choose,
+    method: Method,
+    *,
+    start: int = 0,
+    on_layer: Callable[[QuantizedLayerReport], None] | None = None,
+) -> Transformer:
+    """Quantizes the decoder's projections of a model in memory, in place, and returns it.
+
+    `start`: layers before this one are as they will stay; to go on after a break they are given their quantized
+    weights and their other parameters, which scaling changes too. `on_layer` is called behind each layer.
+    Raises QuantizationError for a model, text or choice that does not fit.
+    """
+    _check_model(model, start)
+    _check_choice(model, choose, method)
+    _check_text(batches)
+    streams = [ResidualStream(model, batch) for batch in batches]
+    for number, layer in enumerate(layers_of(model)):
+        if number >= start:
+            report = _quantize_layer(layer, number, streams, choose, method)
+            if on_layer is not None:
+                on_layer(report)
+        for stream in streams:
+            stream.pass_on(layer)
+    return model
+
+
+def _check_model(model: Transformer, start: int) -> None:
+    if any(quantized_layers(layer) for layer in layers_of(model)[start:]):
+        raise QuantizationError("The model is quantized already; quantize the one that it was made from.")
+    if adapted_layers(model):
+        raise QuantizationError("The model has an unmerged adapter; merge it before you quantize.")
+
+
+def _check_choice(model: Transformer, choose: Choose, method: Method) -> None:
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear) or not name.endswith("_proj"):
+            continue
+        format = choose(name)
+        if isinstance(format, IntegerFormat):
+            _check_groups(name, layer, format)
+        elif format is not None and method.needs_levels:
+            raise QuantizationError(f"{name} is to be {format.title}, whose levels cannot be chosen; only round it.")
+
+
+def _check_groups(name: str, layer: Linear, format: IntegerFormat) -> None:
+    try:
+        format.num_groups(layer.in_features)
+    except ValueError as error:
+        raise QuantizationError(f"{name} cannot be quantized: {error}") from error
+
+
+def _check_text(batches: Sequence[PackedBatch]) -> None:
+    tokens = sum(len(batch.tokens) for batch in batches)
+    if tokens < FEWEST_TOKENS:
+        raise QuantizationError(
+            f"The calibration text has {tokens} tokens; at least {FEWEST_TOKENS} are needed, and thousands are better."
+        )
+
+
+def _quantize_layer(
+    layer: DecoderLayer, number: int, streams: Sequence[ResidualStream], choose: Choose, method: Method
+) -> QuantizedLayerReport:
+    began, errors = time.monotonic(), {}
+    prefix = f"model.layers.{number}."
+    formats = {name: choose(prefix + name) for consumers in CONSUMERS.values() for name in consumers}
+    if method.scaling != "none":
+        _scale_layer(layer, streams, formats, method)
+    for name, consumers in CONSUMERS.items():
+        chosen = {consumer: format for consumer in consumers if (format := formats[consumer]) is not None}
+        if not chosen:
+            continue
+        moments = input_moments(streams, layer, [name])[name]
+        if not moments.tokens:
+            raise QuantizationError(f"No token of the calibration text passes {prefix}{name}; it needs more text.")
+        for consumer, format in chosen.items():
+            errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, moments, method)
+    return QuantizedLayerReport(number, errors, time.monotonic() - began)
+
+
+def _quantize_projection(
+    layer: DecoderLayer, prefix: str, name: str, format: WeightFormat[Any], moments: InputMoments, method: Method
+) -> float:
+    """Replaces a projection; returns its relative squared error."""
+    weight = projection(layer, name).weight
+    if not torch.isfinite(weight).all():
+        raise QuantizationError(f"{prefix}{name} has weights that are not finite.")
+    try:
+        rounded = quantized_matrix(weight, format, moments, method)
+    except ValueError as error:
+        raise QuantizationError(f"{prefix}{name} cannot be quantized: {error}.") from error
+    set_quantized(layer, name, rounded, format)
+    whole = output_error(weight, torch.zeros_like(weight), moments.hessian)
+    return output_error(weight, rounded.dequantize(), moments.hessian) / whole if whole else 0.0
+
+
+def quantized_matrix(
+    weight: Tensor, format: WeightFormat[Any], moments: InputMoments, method: Method
+) -> QuantizedMatrix:
+    """A weight [N, K] in `format`; scales are numbers of its dtype."""
+    if not method.needs_levels or not isinstance(format, IntegerFormat):
+        return format.quantize(weight)
+    if method.grid == "searched":
+        grid = searched(weight, format, _moments_of_groups(moments, format), weight.dtype)
+    else:
+        grid = min_max(weight, format, weight.dtype)
+    if method.rounding == "nearest":
+        levels = grid.levels(weight)
+    else:
+        levels = gptq_levels(weight, moments.hessian, grid, act_order=method.act_order)
+    return format.pack(levels, grid.scales, grid.zeros)
+
+
+def _moments_of_groups(moments: InputMoments, format: IntegerFormat) -> Tensor:
+    """As `searched` takes them; of long groups the diagonal alone, for the time that they take."""
+    size = group_size(format, len(moments.hessian))
+    return moments.importance if size > _LONGEST_BLOCK else diagonal_blocks(moments.hessian, size)
+
+
+def _scale_layer(
+    layer: DecoderLayer,
+    streams: Sequence[ResidualStream],
+    formats: dict[str, WeightFormat[Any] | None],
+    method: Method,
+) -> None:
+    """Folds scales into the layer for every input of which some reader is quantized."""
+    for name, moments in input_moments(streams, layer, list(CONSUMERS)).items():
+        readers = [projection(layer, consumer) for consumer in CONSUMERS[name]]
+        chosen = [formats[consumer] for consumer in CONSUMERS[name]]
+        scales = None
+        if not moments.tokens or not any(chosen):
+            continue
+        if method.scaling == "awq":
+            pairs = zip(readers, chosen, strict=True)
+            rounded = [(reader.weight, _rounding(format)) for reader, format in pairs if format is not None]
+            magnitudes = shared_by_heads(moments.magnitudes, layer) if name == "self_attn.o_proj" else None
+            scales = awq_scales(rounded, moments, magnitudes)
+        elif name in BEHIND_NORMS:
+            scales = smoothing_scales([reader.weight for reader in readers], moments.largest)
+        if scales is not None:
+            fold(layer, name, scales, readers)
+
+
+def _rounding(format: WeightFormat[Any]) -> Callable[[Tensor], Tensor]:
+    return lambda weight: format.quantize(weight).dequantize()
