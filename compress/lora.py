@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from model.files.adapter import Adapter
 from model.files.checkpoint import TensorFiles, tensor_shapes
 from model.lora import Lora, LoraConfig, LoraError, adapted_layers, attach_lora
-from model.quantized import quantized_layers, set_quantized
+from model.quantized import QuantizedLinear, quantized_layers, set_quantized
 from model.transformer import Transformer
 
 EMBEDDING = "model.embed_tokens"
@@ -52,9 +52,10 @@ def start_loftq(model: Transformer, dense: TensorFiles, *, iterations: int = 1) 
     """Sets the adapter of each quantized layer so that base and adapter together come closer to the weights `dense`.
 
     One iteration leaves the base as it is. More change it: the model must then be saved as the adapter's base.
-    Raises LoraError if no adapted layer is quantized.
+    Raises LoraError if no adapted linear layer is quantized.
     """
-    layers = [(name, layer, layer.lora) for name, layer in quantized_layers(model).items() if layer.lora is not None]
+    quantized = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, QuantizedLinear)}
+    layers = [(name, layer, layer.lora) for name, layer in quantized.items() if layer.lora is not None]
     if not layers:
         raise LoraError("LoftQ starts from the quantization error; no adapted layer of this model is quantized.")
     for name, layer, lora in layers:

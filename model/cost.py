@@ -16,6 +16,7 @@ tensors: what the driver, the allocator's rounding and the libraries take comes 
 attention keeps nothing that grows with the square of a sequence.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,7 +90,7 @@ def weight_bytes(model: nn.Module) -> int:
 def quantized_size(model: nn.Module) -> tuple[int, int]:
     """How many weights are quantized, and the bytes of their codes and scales."""
     layers = quantized_layers(model).values()
-    return sum(one.in_features * one.out_features for one in layers), sum(one.weight_bytes for one in layers)
+    return sum(math.prod(one.shape) for one in layers), sum(one.weight_bytes for one in layers)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kernels.linear.dense import PreparedWeight, linear
 from model.formats.dense import DENSE
 from model.lora import EmbeddingLora, Lora
-from model.quantized import QuantizedLinear
+from model.quantized import QuantizedEmbedding, QuantizedLinear
 
 
 class Linear(nn.Linear):
@@ -56,6 +56,13 @@ class Embedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim)
         self.lora: EmbeddingLora | None = None
 
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
     def forward(self, tokens: Tensor) -> Tensor:
         y = F.embedding(tokens, self.weight)
         return y if self.lora is None else self.lora(tokens, y)
+
+
+AnyEmbedding = Embedding | QuantizedEmbedding

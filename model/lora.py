@@ -173,11 +173,11 @@ def detach_lora(model: nn.Module) -> None:
 
 
 def _fresh(name: str, layer: Any, config: LoraConfig) -> Lora:
-    if not isinstance(layer, nn.Embedding):
+    if not hasattr(layer, "num_embeddings"):
         return Lora(config, layer.in_features, layer.out_features, device=layer.device)
     if config.dora:
         raise LoraError(f"DoRA does not apply to an embedding; leave {name} out of the targets.")
-    return EmbeddingLora(config, layer.num_embeddings, layer.embedding_dim, device=layer.weight.device)
+    return EmbeddingLora(config, layer.num_embeddings, layer.embedding_dim, device=layer.device)
 
 
 def _matches(name: str, pattern: str) -> bool:

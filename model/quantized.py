@@ -1,30 +1,28 @@
-"""A linear layer whose weight is frozen in one of the formats of `model.formats`."""
+"""Linear layers and embeddings whose weight is frozen in one of the formats of `model.formats`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from model.formats.base import QuantizedMatrix, WeightFormat
-from model.lora import Lora
+from model.lora import EmbeddingLora, Lora
 
 _BLOCK_ELEMENTS = 1 << 22
 
 
-class QuantizedLinear(nn.Module):
-    """`x [T, in] -> [T, out]` with a weight in `format`, which has no gradient and no place among the parameters.
+class QuantizedLayer(nn.Module):
+    """A weight [N, K] in `format`, which has no gradient and no place among the parameters.
 
-    Products run in the dtype of x, or of autocast. `model.to(dtype)` leaves the weight as it is. The first product
-    prepares the weight for its device; what is then held twice is released.
+    `model.to(dtype)` leaves the weight as it is. Its first use prepares it for its device; what is then held twice is
+    released.
     """
 
-    def __init__(self, weight: Any, format: WeightFormat[Any], bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: Any, format: WeightFormat[Any]) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.shape: tuple[int, int] = weight.shape
         self.format = format.of(weight)
-        self.bias = bias
-        self.lora: Lora | None = None
         self._weight = weight
         self._prepared: Any = None
 
@@ -52,7 +50,25 @@ class QuantizedLinear(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes of codes and scales."""
-        return self.format.num_bytes((self.out_features, self.in_features))
+        return self.format.num_bytes(self.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follows `model.to(device)`; a change of dtype is none of the weight's business."""
+        super()._apply(fn, recurse)
+        device = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
+        if device != self.device:
+            self.weight = self.format.moved(self.weight, device)
+        return self
+
+
+class QuantizedLinear(QuantizedLayer):
+    """`x [T, in] -> [T, out]`, a product in the dtype of x, or of autocast."""
+
+    def __init__(self, weight: Any, format: WeightFormat[Any], bias: nn.Parameter | None = None) -> None:
+        super().__init__(weight, format)
+        self.out_features, self.in_features = self.shape
+        self.bias = bias
+        self.lora: Lora | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -73,22 +89,35 @@ class QuantizedLinear(nn.Module):
         blocks = (weight.dequantize(rows=slice(start, start + step)) for start in starts)
         return torch.cat([block.square().sum(1) for block in blocks])
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
-        """Follows `model.to(device)`; a change of dtype is none of the weight's business."""
-        super()._apply(fn, recurse)
-        device = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
-        if device != self.device:
-            self.weight = self.format.moved(self.weight, device)
-        return self
-
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, format={self.format.name}"
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+class QuantizedEmbedding(QuantizedLayer):
+    """`tokens [T] int64 -> [T, D]` in `dtype`, which follows `model.to(dtype)`; plus an adapter if it carries one."""
+
+    def __init__(self, weight: Any, format: WeightFormat[Any], dtype: torch.dtype) -> None:
+        super().__init__(weight, format)
+        self.num_embeddings, self.embedding_dim = self.shape
+        self.dtype = dtype
+        self.lora: EmbeddingLora | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.format.rows(tokens, self.prepared_weight, self.dtype)
+        return y if self.lora is None else self.lora(tokens, y)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format.name}"
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """The layers with quantized weights, by name, in the model's order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -99,6 +128,10 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def set_quantized(model: nn.Module, name: str, weight: QuantizedMatrix, format: WeightFormat[Any]) -> None:
-    """Gives a linear layer of the model this weight; its bias stays."""
+    """Gives a linear layer or the embedding of a Transformer this weight; a bias stays."""
     layer: Any = model.get_submodule(name)
-    model.set_submodule(name, QuantizedLinear(weight, format, layer.bias))
+    if isinstance(layer, nn.Embedding | QuantizedEmbedding):
+        dtype: Any = model.dtype
+        model.set_submodule(name, QuantizedEmbedding(weight, format, dtype))
+    else:
+        model.set_submodule(name, QuantizedLinear(weight, format, layer.bias))

@@ -17,9 +17,9 @@ from model.config import ModelConfig
 from model.fused import Fused, FusedTensor
 from model.fused_adapters import AdapterChoices
 from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
-from model.linear import AnyLinear, Embedding, Linear
+from model.linear import AnyEmbedding, AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
-from model.quantized import QuantizedLinear
+from model.quantized import QuantizedLayer
 from model.routed import RoutedLayer
 
 _HEADS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -30,7 +30,7 @@ class Body(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: AnyEmbedding = Embedding(config.vocab_size, config.hidden_size)
         routed = config.mixture_of_depths.layers if config.mixture_of_depths else ()
         self.layers = nn.ModuleList(
             (RoutedLayer if layer in routed else DecoderLayer)(config, layer) for layer in range(config.num_layers)
@@ -93,24 +93,33 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [N, D] -> [N, V]`. Training uses the chunked losses of `kernels` instead."""
+        if (head := self._quantized_head) is not None:
+            return head.format.product(hidden, head.prepared_weight)
         return linear(hidden, self.head_weight if self._prepared_head is None else self._prepared_head)
 
     @property
     def head_weight(self) -> Tensor:
         """The output projection, `[V, D]`; a quantized one is expanded, an adapted one merged, each time."""
-        if self.lm_head is None:
-            return self.model.embed_tokens.weight
-        head, lora = self.lm_head.weight, self.lm_head.lora
+        head = (self.lm_head or self.model.embed_tokens).weight
+        lora = None if self.lm_head is None else self.lm_head.lora
         weight = head if isinstance(head, Tensor) else head.dequantize(self.dtype)
         return weight if lora is None else lora.merged(weight).to(self.dtype)
 
     @property
+    def _quantized_head(self) -> QuantizedLayer | None:
+        """What multiplies with the output projection as it is stored; None if that is dense or adapted."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        is_adapted = self.lm_head is not None and self.lm_head.lora is not None
+        return head if isinstance(head, QuantizedLayer) and not is_adapted else None
+
+    @property
     def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
+        return self.model.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
+        """Of what is not quantized."""
+        return self.model.norm.weight.dtype
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each token's angles, `[T, 1, d]` fp32 each, for positions `[T]` int64."""
@@ -153,8 +162,14 @@ class Transformer(nn.Module):
         for part in self.modules():  # not a list of them: it would keep every unfused weight until the end
             if isinstance(part, SelfAttention | MLP):
                 part.fuse(choices, self.dtype)
-        self._prepared_head = prepare_linear_weight(self.head_weight)
+        self._prepare_head()
         return self.eval()
+
+    def _prepare_head(self) -> None:
+        if (head := self._quantized_head) is not None:
+            _ = head.prepared_weight
+        else:
+            self._prepared_head = prepare_linear_weight(self.head_weight)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -175,7 +190,7 @@ class Transformer(nn.Module):
             place: Any = places[name]
             place.write(values) if isinstance(place, FusedTensor) else place.copy_(values)
         if self._prepared_head is not None and not weights.keys().isdisjoint(_HEADS):
-            self._prepared_head = prepare_linear_weight(self.head_weight)
+            self._prepare_head()
 
     def _places(self) -> dict[str, Tensor | FusedTensor | None]:
         """Where each tensor of a checkpoint lies; None for quantized weights."""
@@ -184,7 +199,7 @@ class Transformer(nn.Module):
             if isinstance(module, Fused):
                 parent = path.rpartition(".")[0]
                 places |= {f"{parent}.{name}": tensor for name, tensor in module.tensors().items()}
-            elif isinstance(module, QuantizedLinear):
+            elif isinstance(module, QuantizedLayer):
                 places[f"{path}.weight"] = None
         return places
 

@@ -1,19 +1,22 @@
-"""The linear weights of a model rounded to a format of fewer bits (model/formats), each for itself.
+"""The weights of a model rounded to formats of fewer bits (model/formats), each for itself.
 
 A folder is quantized tensor by tensor, so that memory holds the small model (of one shard) and one dense weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.files.checkpoint import TensorFiles, format_of_folder, load_config, tensor_shapes, write_checkpoint
+from model.config import ModelConfig
+from model.files.checkpoint import TensorFiles, formats_of_folder, load_config, tensor_shapes, write_checkpoint
 from model.formats.base import QuantizedMatrix, WeightFormat
-from model.linear import Linear
+from model.linear import Embedding, Linear
 from model.lora import adapted_layers
 from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
@@ -23,36 +26,71 @@ class QuantizationError(ValueError):
     """A model that cannot be quantized; the sentence says why."""
 
 
-def quantize_folder(
-    source: str | Path, target: str | Path, format: WeightFormat[Any], *, max_shard_bytes: int = 5_000_000_000
-) -> None:
-    """Reads a model folder and writes it with the decoder's linear weights quantized, for `load_model` and others.
+Overrides = Mapping[str, WeightFormat[Any] | None]
+"""Formats of the layers that shell patterns name, by full name or its end: "lm_head", "*.layers.0.*", "embed_tokens";
+of several patterns the last holds. None leaves a layer dense."""
 
-    Embeddings, norms, biases and the head keep the dtype of the source's embeddings.
+
+def formats_of_layers(
+    config: ModelConfig, format: WeightFormat[Any], overrides: Overrides = MappingProxyType({})
+) -> dict[str, WeightFormat[Any]]:
+    """By name, of the layers that will be quantized, in the model's order: the decoder's projections, in `format`.
+
+    Embedding and head only where `overrides` names them; the head of tied embeddings is the embedding. Raises
+    QuantizationError for a pattern that matches nothing and for an embedding in a format that holds none.
+    """
+    with torch.device("meta"):
+        modules = {name: m for name, m in Transformer(config).named_modules() if isinstance(m, Linear | Embedding)}
+    formats: dict[str, WeightFormat[Any] | None] = {name: format for name in modules if name.endswith("_proj")}
+    for pattern, other in overrides.items():
+        named = [name for name in modules if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+        if not named:
+            raise QuantizationError(f"The pattern {pattern!r} names no layer of this model.")
+        formats |= dict.fromkeys(named, other)
+    chosen = {name: one for name in modules if (one := formats.get(name)) is not None}
+    for name, one in chosen.items():
+        if isinstance(modules[name], Embedding) and not one.holds_embeddings:
+            raise QuantizationError(f"{one.title} holds no embeddings; leave {name} dense, or choose another format.")
+    return chosen
+
+
+def quantize_folder(
+    source: str | Path,
+    target: str | Path,
+    format: WeightFormat[Any],
+    *,
+    overrides: Overrides = MappingProxyType({}),
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Reads a model folder and writes it quantized (see `formats_of_layers`), for `load_model` and others.
+
+    What is not quantized keeps the dtype of the source's embeddings.
     Raises QuantizationError for a model that is quantized already, CheckpointError for a folder that cannot be read.
     """
-    if format_of_folder(source) is not None:
+    if formats_of_folder(source) is not None:
         raise QuantizationError(f"{source} is quantized already; quantize the model that it was made from.")
     config, files = load_config(source), TensorFiles(source)
     sources: dict[str, Callable[[], Tensor | QuantizedMatrix]] = {
         name: partial(files.read, name) for name in tensor_shapes(config)
     }
-    with torch.device("meta"):
-        quantized = [f"{name}.weight" for name in _linear_layers(Transformer(config))]
-    sources |= {name: partial(_quantize, files, name, format) for name in quantized}
+    layers = formats_of_layers(config, format, overrides)
+    formats = {f"{name}.weight": one for name, one in layers.items()}
+    sources |= {name: partial(_quantize, files, name, one) for name, one in formats.items()}
     write_checkpoint(
         target,
         config,
         sources,
         dtype=files.read("model.embed_tokens.weight").dtype,
         max_shard_bytes=max_shard_bytes,
-        formats=dict.fromkeys(quantized, format),
+        formats=formats,
     )
 
 
 @torch.no_grad()
-def quantize_model(model: Transformer, format: WeightFormat[Any]) -> Transformer:
-    """Quantizes the decoder's linear weights of a model in memory, one after another, and returns it.
+def quantize_model(
+    model: Transformer, format: WeightFormat[Any], *, overrides: Overrides = MappingProxyType({})
+) -> Transformer:
+    """Quantizes weights of a model in memory (see `formats_of_layers`), one after another, and returns it.
 
     Raises QuantizationError for a model that is quantized already or carries an adapter.
     """
@@ -60,14 +98,9 @@ def quantize_model(model: Transformer, format: WeightFormat[Any]) -> Transformer
         raise QuantizationError("The model is quantized already; quantize the one that it was made from.")
     if adapted_layers(model):
         raise QuantizationError("The model has an unmerged adapter; merge it before you quantize.")
-    for name, layer in _linear_layers(model).items():
-        set_quantized(model, name, format.quantize(layer.weight.detach()), format)
+    for name, one in formats_of_layers(model.config, format, overrides).items():
+        set_quantized(model, name, one.quantize(model.get_parameter(f"{name}.weight").detach()), one)
     return model
-
-
-def _linear_layers(model: Transformer) -> dict[str, Linear]:
-    """The decoder's projections. Not the head, which costs quality and is often the embedding, and no router."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
 
 
 def _quantize(files: TensorFiles, name: str, format: WeightFormat[Any]) -> QuantizedMatrix:

@@ -119,8 +119,8 @@ class Int4Weight:
         """Codes 0..15, u8 [N, K]."""
         return _low_nibble_first(self.codes, self.shape[1])
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
-        """The matrix, or `rows` of it."""
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | Tensor = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it: a slice, or their numbers."""
         columns = self.shape[1]
         codes = _low_nibble_first(self.codes[rows], columns).float()
         zeros = _SYMMETRIC_ZERO if self.zeros is None else _repeated(self.zeros[rows].float(), self.group, columns)
@@ -138,8 +138,8 @@ class _RowScaledWeight:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
-        """The matrix, or `rows` of it."""
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | Tensor = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it: a slice, or their numbers."""
         return (self.codes[rows].float() * self.scales[rows, None]).to(dtype)
 
 

@@ -288,7 +288,7 @@ def _product(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None) ->
     fused = fused_product(x, weight, bias)
     if fused is not None:
         return fused
-    product = x @ _expand(weight, x.dtype).t()
+    product = x @ expand(weight, x.dtype).t()
     return product if bias is None else product.add_(bias)
 
 
@@ -403,7 +403,8 @@ def _grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
     return out
 
 
-def _expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
+def expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] as a matrix of `dtype`."""
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.words.device)
     _expand_kernel[(len(weight.words), triton.cdiv(n, _EXPAND_TILES.outputs))](

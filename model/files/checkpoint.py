@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.files.adapter import base_folder, check_base, load_adapter
 from model.files.safe_io import CheckpointError, read_json_object, sync_file, write_json
-from model.formats.base import QuantizedMatrix, WeightFormat
-from model.formats.registry import format_of_config
-from model.linear import Linear
+from model.formats.base import FormatOfLayer, QuantizedMatrix, WeightFormat
+from model.formats.registry import formats_of_config
+from model.linear import Embedding, Linear
 from model.lora import adapted_layers
 from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # A header names tensors only: 16 MiB is a hundred times what the largest known model needs.
 MAX_HEADER_BYTES = 16 << 20
 _TABLES = 2048
@@ -41,7 +41,7 @@ def load_config(folder: str | Path) -> ModelConfig:
     """The configuration in a model folder; the end-of-text tokens of `generation_config.json` go before its own."""
     folder = base_folder(folder)
     raw = read_json_object(folder / "config.json", CheckpointError)
-    format_of_config(folder, raw)
+    formats_of_config(folder, raw)
     config = ModelConfig.from_hf(raw)
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -51,15 +51,15 @@ def load_config(folder: str | Path) -> ModelConfig:
     return config
 
 
-def format_of_folder(folder: str | Path) -> WeightFormat[Any] | None:
-    """The format of a model folder's linear weights; None if they are dense, CheckpointError for an unknown one."""
+def formats_of_folder(folder: str | Path) -> FormatOfLayer | None:
+    """The format of each layer of a model folder; None if all are dense, CheckpointError for an unknown one."""
     folder = base_folder(folder)
-    return format_of_config(folder, read_json_object(folder / "config.json", CheckpointError))
+    return formats_of_config(folder, read_json_object(folder / "config.json", CheckpointError))
 
 
 def is_quantized(folder: str | Path) -> bool:
     """Whether a model folder holds quantized weights; CheckpointError for a format that is not known."""
-    return format_of_folder(folder) is not None
+    return formats_of_folder(folder) is not None
 
 
 class TensorFiles:
@@ -86,8 +86,9 @@ def load_model(
     """Opens an artifact or any Hugging Face folder of a known family, in evaluation mode: a trainer asks for its own.
 
     Tensors go one by one from the file to the device, so memory holds the model once. `dtype="auto"` keeps the dtype of
-    the file (of its embeddings); quantized weights stay as they are. Raises ConfigError or CheckpointError naming the
-    field, file or tensor that is wrong, AdapterError for an adapter that does not belong to the base beside it.
+    the file (of its embeddings, or of its norms where those are quantized); quantized weights stay as they are. Raises
+    ConfigError or CheckpointError naming the field, file or tensor that is wrong, AdapterError for an adapter that does
+    not belong to the base beside it.
     """
     base = base_folder(folder)
     model = _load_base(base, dtype, device)
@@ -103,19 +104,19 @@ def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str |
     with torch.device("meta"):
         model = Transformer(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    format: Any = format_of_folder(folder)
-    quantized = {} if format is None else _quantized_names(model, format, files)
-    names = {name for name in shapes if name in quantized.get(name, (name,))}
-    known = {piece for pieces in quantized.values() for piece in pieces if piece in files.places}
+    formats = _stored_formats(model, formats_of_folder(folder), files)
+    stored = {name: format.stored_names(name) for name, format in formats.items()}
+    names = {name for name in shapes if name in stored.get(name, (name,))}
+    known = {piece for pieces in stored.values() for piece in pieces if piece in files.places}
     _check_names(folder, config, names | known, files.places)
     wanted = _resolve_dtype(dtype, files)
-    for name in quantized:
-        weight = format.from_files(name, shapes.pop(name), files.read)
-        set_quantized(model, name.removesuffix(".weight"), format.moved(weight, device), format)
-    for name, shape in shapes.items():
+    for name in [name for name in shapes if name not in formats]:
         tensor = files.read(name)
-        _check_tensor(f"{files.places[name]} holds {name}", tensor, shape)
-        _set_parameter(model, name, torch.empty(shape, dtype=wanted, device=device).copy_(tensor))
+        _check_tensor(f"{files.places[name]} holds {name}", tensor, shapes[name])
+        _set_parameter(model, name, torch.empty(shapes[name], dtype=wanted, device=device).copy_(tensor))
+    for name, format in formats.items():
+        weight = format.from_files(name, shapes[name], files.read)
+        set_quantized(model, name.removesuffix(".weight"), format.moved(weight, device), format)
     if config.tie_word_embeddings and HEAD in files.places:
         _check_tied_head(files)
     return model
@@ -214,13 +215,11 @@ def _quantization(config: ModelConfig, formats: Mapping[str, WeightFormat[Any]],
     """What config.json adds for quantized weights."""
     if not formats:
         return {}
-    first, *others = {format.name: format for format in formats.values()}.values()
-    if others:
-        raise CheckpointError(f"A folder holds weights in one format, not in {first.title} and {others[0].title}.")
     with torch.device("meta"):
         linear = [name for name, module in Transformer(config).named_modules() if isinstance(module, Linear)]
     dense = {name for name in [*linear, "lm_head"] if f"{name}.weight" not in formats}
-    return {"quantization_config": first.config_entry(dtype, dense)}
+    layers = {name.removesuffix(".weight"): format for name, format in formats.items()}
+    return {"quantization_config": next(iter(layers.values())).entry_of_layers(layers, dtype, dense)}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -234,14 +233,17 @@ def _resolve_dtype(dtype: torch.dtype | Literal["auto"], files: TensorFiles) -> 
         return dtype
     if dtype != "auto":
         raise CheckpointError(f'dtype must be a torch.dtype or "auto", not {dtype!r}.')
-    return files.read(EMBEDDING).dtype
+    found = files.read(EMBEDDING).dtype if EMBEDDING in files.places else None
+    return found if found in FLOATING else files.read(_NORM).dtype
 
 
-def _quantized_names(model: Transformer, format: WeightFormat[Any], files: TensorFiles) -> dict[str, list[str]]:
-    """The weights of linear layers that the files hold in this format, and the tensors that may make up each."""
-    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
-    stored = {name: format.stored_names(name) for name in names}
-    return {name: pieces for name, pieces in stored.items() if pieces[-1] in files.places}
+def _stored_formats(
+    model: Transformer, formats: FormatOfLayer | None, files: TensorFiles
+) -> dict[str, WeightFormat[Any]]:
+    """By the names of the weights that the files hold quantized."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, Linear | Embedding)]
+    named = {f"{name}.weight": format for name in layers if formats and (format := formats(name)) is not None}
+    return {name: format for name, format in named.items() if format.stored_names(name)[-1] in files.places}
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

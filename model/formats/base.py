@@ -10,7 +10,7 @@ Legend: T tokens, N output features, K input features, G groups of a row.
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -26,8 +26,10 @@ from kernels.linear.quantization import (
     stack_integers,
 )
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, stored_codes
+from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.swiglu import swiglu
+from model.files.safe_io import CheckpointError
 
 
 class QuantizedMatrix(Protocol):
@@ -42,6 +44,8 @@ class QuantizedMatrix(Protocol):
 
 
 W = TypeVar("W", bound=Any)
+FormatOfLayer = Callable[[str], "WeightFormat[Any] | None"]
+"""Of a layer by its name, such as `model.layers.0.mlp.up_proj`; None where it is dense."""
 
 
 class ServingForm(ABC, Generic[W]):
@@ -74,6 +78,8 @@ class WeightFormat(ServingForm[W]):
 
     name: ClassVar[str]
     """By which recipes ask for it."""
+    holds_embeddings: ClassVar[bool] = True
+    """Whether files can hold embeddings in it."""
 
     @property
     def title(self) -> str:
@@ -131,7 +137,33 @@ class WeightFormat(ServingForm[W]):
         y = linear(x, prepared.dequantize(x.dtype), bias)
         return y if lora is None else lora_add(y, x, lora, slots)
 
+    def rows(self, tokens: Tensor, prepared: Any, dtype: torch.dtype) -> Tensor:
+        """Of a prepared weight [V, D] those of `tokens` [T] int64, [T, D]."""
+        return prepared.dequantize(dtype, tokens)
+
     # Files
+
+    @classmethod
+    def of_layers(cls, entry: dict[str, Any]) -> "FormatOfLayer | None":
+        """The format of each layer by `quantization_config` of a config.json; None if that is for others to read."""
+        found = cls.from_config(entry)
+        return None if found is None else lambda name: found
+
+    @classmethod
+    def entry_of_layers(
+        cls, formats: Mapping[str, "WeightFormat[Any]"], dtype: torch.dtype, dense: Collection[str]
+    ) -> dict[str, Any]:
+        """`quantization_config` of layers, by name, in formats that this and its like hold; see `config_entry`.
+
+        CheckpointError where one folder cannot hold them all.
+        """
+        first, *others = dict.fromkeys(formats.values())
+        if others:
+            raise CheckpointError(
+                f"Files in {first.title} hold all quantized layers in one format with one set of options, not "
+                f"{others[0].title} beside it."
+            )
+        return first.config_entry(dtype, dense)
 
     @classmethod
     @abstractmethod
@@ -177,6 +209,9 @@ class KernelFormat(WeightFormat[W]):
     ) -> Tensor:
         return quantized_linear(x, prepared, bias, lora, slots)
 
+    def rows(self, tokens: Tensor, prepared: Any, dtype: torch.dtype) -> Tensor:
+        return quantized_embedding(tokens, prepared, dtype)
+
     def swiglu(
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
@@ -212,6 +247,13 @@ class IntegerFormat(KernelFormat[IntegerWeight]):
         if num_inputs % group:
             raise ValueError(f"{self.title}: groups of {group} do not divide rows of {num_inputs} weights.")
         return num_inputs // group
+
+    def groups_of(self, name: str, num_inputs: int) -> int:
+        """`num_groups` of a stored weight; CheckpointError names it."""
+        try:
+            return self.num_groups(num_inputs)
+        except ValueError as reason:
+            raise CheckpointError(f"{name}: {reason}") from None
 
     def pack(self, levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> IntegerWeight:
         """The weight of levels u8 [N, K], scales fp32 [N, G] and, unless symmetric, zeros u8 [N, G].

@@ -45,6 +45,7 @@ class NF4(KernelFormat[NF4Weight]):
     """4 bits a weight, and a scale for 64 of them, in 8 bits again if `double`."""
 
     name: ClassVar[str] = "nf4"
+    holds_embeddings: ClassVar[bool] = False
 
     double: bool = True
 

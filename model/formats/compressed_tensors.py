@@ -1,62 +1,105 @@
-"""INT4 and INT8 weights in files, as compressed-tensors' "pack-quantized" holds them for transformers and vLLM.
+"""INT4, INT8 and FP8 weights in files, as compressed-tensors holds them for transformers and vLLM.
 
+    pack-quantized                         INT4, and INT8 whose activations are not rounded
     NAME_packed        i32 [N, ⌈K·bits/32⌉]: levels, the first in the lowest bits; the level of 0 is 2^(bits−1)
     NAME_scale         [N, G], in the model's dtype
     NAME_zero_point    i32 [⌈N·bits/32⌉, G]: levels of 0, packed along N; not where symmetric
     NAME_shape         i64 [2]: N and K
 
-NAME is that of the dense weight; activations are not quantized. Source: vllm-project/compressed-tensors.
+    int-quantized, float-quantized         INT8 with rounded activations; FP8
+    NAME               i8 or f8_e4m3fn [N, K]
+    NAME_scale         [N, 1], or [1] for all rows
 
-Legend: N output features, K input features, G groups of a row.
+NAME is that of the dense weight. Layers of one folder may be in different formats: groups of config.json name them, by
+exact names before patterns (`re:`) before classes (`Linear`). Source: vllm-project/compressed-tensors.
+
+Legend: T tokens, N output features, K input features, G groups of a row.
 """
 
-from collections.abc import Callable, Collection
+import re
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.linear.quantization import IntegerWeight
+from kernels.linear.lora import LoraWeights, Slots, lora_add
+from kernels.linear.quantization import Fp8Weight, Int8Weight, IntegerWeight, quantize_fp8
+from kernels.linear.rounded import rounded_linear
 from model.files.safe_io import CheckpointError
-from model.formats.base import IntegerFormat
+from model.formats.base import FormatOfLayer, IntegerFormat, KernelFormat, ServingForm, WeightFormat
 from model.formats.words import num_words, pack_words, unpack_words
 
+_METHOD, _MIXED = "compressed-tensors", "mixed-precision"
 _PACKED, _SCALE, _ZERO, _SHAPE = "_packed", "_scale", "_zero_point", "_shape"
-_METHOD, _LAYOUT = "compressed-tensors", "pack-quantized"
-_FIXED = {"type": "int", "dynamic": False}
+_EMBEDDING = "model.embed_tokens"
+_DEFAULTS = {"type": "int", "symmetric": True, "dynamic": False}
+_WITHOUT_INDEX = (None, False, "static", "weight")
+"""Orders of GPTQ's steps that leave groups in their places."""
+W = TypeVar("W", bound=Any)
 
 
-class _PackQuantized(IntegerFormat):
-    """What the files of all widths share."""
+class _CompressedTensors(KernelFormat[W]):
+    """What config.json says of every format here, and products of rounded activations."""
 
     @property
-    def _scheme(self) -> dict[str, Any]:
-        strategy = {"strategy": "channel"} if self.group is None else {"strategy": "group", "group_size": self.group}
-        return {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, **strategy, "dynamic": False}
+    @abstractmethod
+    def layout(self) -> str:
+        """Of the tensors in files."""
+
+    @property
+    @abstractmethod
+    def scheme(self) -> dict[str, Any]:
+        """Of the weights, in config.json."""
+
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        """What activations are rounded to, each token by itself."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
+        """The format whose `scheme` this may be."""
+
+    # Products
+
+    def product(
+        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
+    ) -> Tensor:
+        if self.rounds_to is None:
+            return super().product(x, prepared, bias, lora, slots)
+        y = rounded_linear(x, prepared, bias, self.rounds_to)
+        return y if lora is None else lora_add(y, x, lora, slots)
+
+    def swiglu(
+        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
+    ) -> Tensor:
+        form = KernelFormat if self.rounds_to is None else ServingForm
+        return form.swiglu(self, x, prepared, bias, lora, slots)
+
+    # config.json
+
+    @classmethod
+    def of_layers(cls, entry: dict[str, Any]) -> FormatOfLayer | None:
+        if entry.get("quant_method") != _METHOD or entry.get("kv_cache_scheme"):
+            return None
+        found: dict[str, WeightFormat[Any]] = {}
+        for group in (entry.get("config_groups") or {}).values():
+            format = _format_of(group, entry.get("format"))
+            if format is None:
+                return None
+            found |= dict.fromkeys(group.get("targets") or (), format)
+        return (lambda name: _targeted(name, found)) if found else None
 
     @classmethod
     def from_config(cls, entry: dict[str, Any]) -> Self | None:
-        groups = list((entry.get("config_groups") or {}).values())
-        if entry.get("quant_method") != _METHOD or entry.get("kv_cache_scheme") or not groups:
-            return None
-        found = {cls._of_group(group, entry.get("format")) for group in groups}
-        return found.pop() if len(found) == 1 else None
-
-    @classmethod
-    def _of_group(cls, group: dict[str, Any], layout: str | None) -> Self | None:
-        weights = group.get("weights") or {}
-        activations = group.get("input_activations") or group.get("output_activations")
-        if (group.get("format") or layout) != _LAYOUT or activations or weights.get("actorder"):
-            return None
-        if any(weights.get(key, value) != value for key, value in _FIXED.items()):
-            return None
-        size = weights.get("group_size") if weights.get("strategy") == "group" else None
-        try:
-            found = cls(size, bool(weights.get("symmetric", True)))
-        except ValueError:
-            return None
-        return found if found._scheme == {key: weights.get(key) for key in found._scheme} else None
+        layers = cls.of_layers(entry)
+        found = None if layers is None else layers("Linear")
+        return found if isinstance(found, cls) else None
 
     @classmethod
     def describe(cls, entry: dict[str, Any]) -> str | None:
@@ -64,29 +107,68 @@ class _PackQuantized(IntegerFormat):
             return None
         groups = (entry.get("config_groups") or {}).values()
         schemes = {f"{w.get('num_bits')} bits a {w.get('strategy')}" for w in (g.get("weights") or {} for g in groups)}
+        rounded = [a for a in (g.get("input_activations") for g in groups) if a]
+        schemes |= {f"activations in {a.get('num_bits')} bits a {a.get('strategy')}" for a in rounded}
         return ", ".join([_METHOD, str(entry.get("format")), *sorted(schemes)])
 
     def config_entry(self, dtype: torch.dtype, dense: Collection[str]) -> dict[str, Any]:
-        group = {"targets": ["Linear"], "weights": self._scheme, "input_activations": None, "output_activations": None}
+        return self.entry_of_layers({"Linear": self}, dtype, dense)
+
+    @classmethod
+    def entry_of_layers(
+        cls, formats: Mapping[str, WeightFormat[Any]], dtype: torch.dtype, dense: Collection[str]
+    ) -> dict[str, Any]:
+        groups: dict[_CompressedTensors[Any], list[str]] = {}
+        for name, format in formats.items():
+            if not isinstance(format, _CompressedTensors):
+                raise CheckpointError(f"A folder cannot hold weights in {format.title} and in formats of {_METHOD}.")
+            groups.setdefault(format, []).append(name)
+        layouts = {format.layout for format in groups}
+        usual = Counter(format for name, format in formats.items() if name != _EMBEDDING).most_common(1)
+        entries = [
+            format.group_entry(names, usual=bool(usual) and format == usual[0][0], mixed=len(layouts) > 1)
+            for format, names in groups.items()
+        ]
         return {
             "quant_method": _METHOD,
-            "format": _LAYOUT,
+            "format": layouts.pop() if len(layouts) == 1 else _MIXED,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
+            "config_groups": {f"group_{number}": entry for number, entry in enumerate(entries)},
             "ignore": sorted(dense),
             "kv_cache_scheme": None,
         }
+
+    def group_entry(self, names: Sequence[str], *, usual: bool, mixed: bool) -> dict[str, Any]:
+        """Of the layers in this format; `usual`: of every linear layer that no other group names."""
+        targets = ["Linear", *({_EMBEDDING} & {*names})] if usual else list(names)
+        activations = None
+        if self.rounds_to is not None:
+            kind = "float" if self.rounds_to.is_floating_point else "int"
+            activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+        entry = {"targets": targets, "weights": self.scheme, "input_activations": activations}
+        return entry | {"output_activations": None} | ({"format": self.layout} if mixed else {})
+
+
+class _Integers(_CompressedTensors[IntegerWeight], IntegerFormat):
+    """INT4 and INT8, packed."""
+
+    @property
+    def layout(self) -> str:
+        return "pack-quantized"
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        strategy = {"strategy": "channel"} if self.group is None else {"strategy": "group", "group_size": self.group}
+        return {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, **strategy, "dynamic": False}
 
     def stored_names(self, name: str) -> list[str]:
         return [name + _SCALE, name + _ZERO, name + _SHAPE, name + _PACKED]
 
     def to_files(self, name: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
-        levels, wide, zeros = self.unpack(self.moved(weight, "cpu"))
-        scales = wide.to(dtype)
+        levels, scales, zeros = self.unpack(self.moved(weight, "cpu"))
         tensors = {
             name + _PACKED: pack_words(levels, self.bits),
-            # Scales made of weights in this dtype are numbers of it; others keep their bits.
-            name + _SCALE: scales if torch.equal(scales.float(), wide) else wide.contiguous(),
+            name + _SCALE: _stored(scales, dtype),
             name + _SHAPE: torch.tensor(weight.shape, dtype=torch.int64),
         }
         if zeros is not None:
@@ -95,38 +177,22 @@ class _PackQuantized(IntegerFormat):
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> IntegerWeight:
         rows, columns = shape
-        groups = self._groups_of(name, columns)
+        groups = self.groups_of(name, columns)
         packed, scales, stored = (read(name + suffix) for suffix in (_PACKED, _SCALE, _SHAPE))
         if stored.tolist() != [rows, columns]:
             raise CheckpointError(f"{name}{_SHAPE} says {stored.tolist()}; config.json calls for {[rows, columns]}.")
-        _check(name + _PACKED, packed, [rows, num_words(columns, self.bits)])
-        if not scales.is_floating_point() or list(scales.shape) != [rows, groups]:
-            found = f"{scales.dtype} {list(scales.shape)}"
-            raise CheckpointError(f"{name}{_SCALE} is {found}, not floats {[rows, groups]}.")
+        _check(name + _PACKED, packed, torch.int32, [rows, num_words(columns, self.bits)])
+        _check_scales(name + _SCALE, scales, [rows, groups])
         zeros = None
         if not self.symmetric:
             words = read(name + _ZERO)
-            _check(name + _ZERO, words, [num_words(rows, self.bits), groups])
+            _check(name + _ZERO, words, torch.int32, [num_words(rows, self.bits), groups])
             zeros = unpack_words(words.t(), self.bits, rows).t().contiguous()
         return self.pack(unpack_words(packed, self.bits, columns), scales.float(), zeros)
 
-    def _groups_of(self, name: str, columns: int) -> int:
-        try:
-            return self.num_groups(columns)
-        except ValueError as reason:
-            raise CheckpointError(f"{name}: {reason}") from None
-
 
 @dataclass(frozen=True)
-class Int8(_PackQuantized):
-    """8 bits a weight, symmetric, and a scale for each row."""
-
-    name: ClassVar[str] = "int8"
-    bits: ClassVar[int] = 8
-
-
-@dataclass(frozen=True)
-class Int4(_PackQuantized):
+class Int4(_Integers):
     """4 bits a weight, symmetric or not, and a scale for each group or row."""
 
     name: ClassVar[str] = "int4"
@@ -134,7 +200,146 @@ class Int4(_PackQuantized):
 
     group: int | None = 32
 
+    @classmethod
+    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
+        size = weights.get("group_size") if weights.get("strategy") == "group" else None
+        return None if rounds else cls(size, weights["symmetric"])
 
-def _check(name: str, packed: Tensor, shape: list[int]) -> None:
-    if packed.dtype != torch.int32 or list(packed.shape) != shape:
-        raise CheckpointError(f"{name} is {packed.dtype} {list(packed.shape)}, not torch.int32 {shape}.")
+
+@dataclass(frozen=True)
+class Int8(_Integers):
+    """8 bits a weight, symmetric, and a scale for each row."""
+
+    name: ClassVar[str] = "int8"
+    bits: ClassVar[int] = 8
+
+    activations: bool = False
+    """Round activations to 8 bits, too: W8A8."""
+
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        return torch.int8 if self.activations else None
+
+    @property
+    def layout(self) -> str:
+        return "int-quantized" if self.activations else super().layout
+
+    @classmethod
+    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
+        return cls(activations=rounds)
+
+    def stored_names(self, name: str) -> list[str]:
+        return [name, name + _SCALE] if self.activations else super().stored_names(name)
+
+    def to_files(self, name: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+        if not self.activations:
+            return super().to_files(name, weight, dtype)
+        return {name: weight.codes.cpu().contiguous(), name + _SCALE: _stored(weight.scales.cpu()[:, None], dtype)}
+
+    def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> IntegerWeight:
+        if not self.activations:
+            return super().from_files(name, shape, read)
+        return Int8Weight(*_codes_and_scales(name, shape, read, torch.int8))
+
+
+@dataclass(frozen=True)
+class Fp8(_CompressedTensors[Fp8Weight]):
+    """e4m3 weights and a scale for each row."""
+
+    name: ClassVar[str] = "fp8"
+
+    activations: bool = False
+    """Round activations to e4m3, too: W8A8."""
+
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        return torch.float8_e4m3fn if self.activations else None
+
+    @property
+    def layout(self) -> str:
+        return "float-quantized"
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+
+    @classmethod
+    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
+        return cls(rounds)
+
+    def quantize(self, dense: Tensor) -> Fp8Weight:
+        return quantize_fp8(dense)
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        return shape[0] * (shape[1] + 4)
+
+    def stack(self, weights: Sequence[Fp8Weight]) -> Fp8Weight:
+        codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(torch.float8_e4m3fn)
+        return Fp8Weight(codes, torch.cat([weight.scales for weight in weights]))
+
+    def stored_names(self, name: str) -> list[str]:
+        return [name, name + _SCALE]
+
+    def to_files(self, name: str, weight: Fp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: weight.codes.cpu().contiguous(), name + _SCALE: _stored(weight.scales.cpu()[:, None], dtype)}
+
+    def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> Fp8Weight:
+        return Fp8Weight(*_codes_and_scales(name, shape, read, torch.float8_e4m3fn))
+
+
+def _format_of(group: dict[str, Any], layout: str | None) -> "_CompressedTensors[Any] | None":
+    """The format of a group of config.json; None if it is none of these."""
+    weights = _DEFAULTS | {key: value for key, value in (group.get("weights") or {}).items() if value is not None}
+    rounded = group.get("input_activations") or {}
+    if weights.get("actorder") not in _WITHOUT_INDEX or group.get("output_activations"):
+        return None
+    if weights.get("strategy") == "tensor" and (group.get("format") or layout) != "pack-quantized":
+        weights["strategy"] = "channel"  # one scale for all rows is a scale for each
+    for kind in (Int4, Int8, Fp8):
+        try:
+            format: Any = kind.of_scheme(weights, bool(rounded))
+        except ValueError:
+            continue
+        if format is None or format.layout != (group.get("format") or layout):
+            continue
+        wanted = format.group_entry((), usual=False, mixed=False)["input_activations"]
+        same = all(rounded.get(key) == value for key, value in (wanted or {}).items())
+        if same and format.scheme == {key: weights.get(key) for key in format.scheme}:
+            return format
+    return None
+
+
+def _targeted(name: str, formats: Mapping[str, WeightFormat[Any]]) -> WeightFormat[Any] | None:
+    """By the most special of the targets that mean the layer."""
+    if name in formats:
+        return formats[name]
+    for target, format in formats.items():
+        if target.startswith("re:") and re.match(target.removeprefix("re:"), name):
+            return format
+    return formats.get("Embedding" if name == _EMBEDDING else "Linear")
+
+
+def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales made of weights in the model's dtype are numbers of it; others keep their bits."""
+    rounded = scales.to(dtype)
+    return (rounded if torch.equal(rounded.float(), scales) else scales).contiguous()
+
+
+def _codes_and_scales(
+    name: str, shape: torch.Size, read: Callable[[str], Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    codes, scales = read(name), read(name + _SCALE)
+    _check(name, codes, dtype, list(shape))
+    scales = scales.expand(shape[0], 1) if scales.numel() == 1 else scales
+    _check_scales(name + _SCALE, scales, [shape[0], 1])
+    return codes, scales[:, 0].float().contiguous()
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
+    if tensor.dtype != dtype or list(tensor.shape) != shape:
+        raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {shape}.")
+
+
+def _check_scales(name: str, scales: Tensor, shape: list[int]) -> None:
+    if not scales.is_floating_point() or list(scales.shape) != shape:
+        raise CheckpointError(f"{name} is {scales.dtype} {list(scales.shape)}, not floats {shape}.")

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from model.files.safe_io import CheckpointError
 
 if TYPE_CHECKING:
-    from model.formats.base import WeightFormat
+    from model.formats.base import FormatOfLayer, WeightFormat
 
 FORMATS = {
     "nf4": "model.formats.bitsandbytes:NF4",
     "int8": "model.formats.compressed_tensors:Int8",
     "int4": "model.formats.compressed_tensors:Int4",
+    "fp8": "model.formats.compressed_tensors:Fp8",
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"
@@ -31,14 +32,14 @@ def format_named(name: str, *, double: bool = True, **options: Any) -> "WeightFo
     return None if name == NO_FORMAT else _class_of(name).with_options(double=double, **options)
 
 
-def format_of_config(folder: Path, raw: dict[str, Any]) -> "WeightFormat[Any] | None":
-    """The format of which the contents of a config.json speak; None for dense weights, CheckpointError for others."""
+def formats_of_config(folder: Path, raw: dict[str, Any]) -> "FormatOfLayer | None":
+    """The format of each layer by the contents of a config.json; None for dense weights, CheckpointError for others."""
     entry = raw.get("quantization_config")
     if not entry:
         return None
     classes = [_class_of(name) for name in FORMATS]
     for one in classes:
-        if (found := one.from_config(entry)) is not None:
+        if (found := one.of_layers(entry)) is not None:
             return found
     described = (one.describe(entry) for one in classes)
     what = next((text for text in described if text), entry.get("quant_method") or "unknown")

@@ -167,7 +167,7 @@ def test_kernel_expands_to_the_bit(device: torch.device) -> None:
     for name, quantize in QUANTIZERS.items():
         for n, k in ((20, 128), (20, 70)):
             weight = weight_of(device, quantize, n, k)
-            expanded = module._expand(prepare_quantized_weight(weight), torch.float32)
+            expanded = module.expand(prepare_quantized_weight(weight), torch.float32)
             if name == "nf4" and device.type == "cuda":
                 check_close(expanded, weight.dequantize())
             else:

@@ -1,0 +1,34 @@
+"""Rows of a quantized weight: y[t] = W[token t], dequantized. An embedding and the head tied to it share one weight.
+
+A prepared weight is read as it lies: on the CPU its rows, on CUDA the columns of its tiles. INT4, INT8 and FP8; NF4's
+blocks run across rows.
+
+Legend: T tokens, V rows of the weight, K columns.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels.linear._quantized_cpu import CpuWeight
+from kernels.linear.quantization import NF4Weight, QuantizedWeight
+from kernels.linear.quantized import PreparedQuantizedWeight, expand
+
+
+def quantized_embedding_reference(tokens: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """`quantized_embedding` in its plainest form, of the weight before it was prepared."""
+    return weight.dequantize(dtype)[tokens]
+
+
+def quantized_embedding(tokens: Tensor, weight: PreparedQuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return rows `tokens` [T] int64 of a prepared weight [V, K]: [T, K] of `dtype`. ValueError for NF4."""
+    if isinstance(weight, CpuWeight):
+        if isinstance(weight.held, NF4Weight):
+            raise ValueError("blocks of NF4 run across rows: it holds no embeddings")
+        return weight.held.dequantize(dtype, tokens)
+    if weight.format == "nf4":
+        raise ValueError("blocks of NF4 run across rows: it holds no embeddings")
+    zeros = None if weight.zeros is None else weight.zeros.index_select(1, tokens)
+    words, scales = weight.words.index_select(2, tokens), weight.scales.index_select(1, tokens)
+    return expand(replace(weight, words=words, scales=scales, zeros=zeros, shape=(len(tokens), weight.shape[1])), dtype)
