@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "serve": {"model", "kernels"},
     "pipeline": {"serve", "train", "compress", "model", "kernels"},
 }
-ORACLES = {"transformers", "peft", "bitsandbytes"}
+ORACLES = {"transformers", "peft", "bitsandbytes", "compressed_tensors"}
 SOURCES = sorted(path for room in MAY_IMPORT for path in (ROOT / room).rglob("*.py"))
 READMES = [ROOT / "README.md", *(path for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("README.md")))]
 PRIVATE_WORDS = re.compile(
