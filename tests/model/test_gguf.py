@@ -13,7 +13,7 @@ from gguf.constants import MODEL_ARCH
 
 from kernels.attention.rotary import rope_frequencies
 from model.files.checkpoint import load_model
-from model.formats.gguf import import_gguf
+from model.formats.gguf.reader import import_gguf
 from model.text.gguf_tokenizer import GGUFError, tokenizer_json
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer

@@ -12,7 +12,7 @@ from model.cost import kv_bytes_per_token
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import load_config, load_model, save_model
 from model.files.safe_io import sha256_of
-from model.formats.gguf import gguf_config, import_gguf
+from model.formats.gguf.reader import gguf_config, import_gguf
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
