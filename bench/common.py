@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kernels.common.compiled import processor_features
+from pipeline.environment import processor_name
 from pipeline.results import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,10 +48,10 @@ def machine() -> dict[str, Any]:
     """Hardware and versions, for the record beside every figure."""
     names = ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes")
     return {
-        "cpu": _cpu_info("model name") or platform.processor(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "bf16_instructions": [flag for flag in ("amx_bf16", "avx512_bf16") if flag in _cpu_info("flags").split()],
+        "bf16_instructions": [flag for flag in ("amx_bf16", "avx512_bf16") if flag in processor_features()],
         "gpu": gpu_name(),
         "python": platform.python_version(),
         "packages": dict.fromkeys(names) | versions(names),
@@ -76,11 +78,3 @@ def gpu_peak_bytes(run: Callable[[], object]) -> int:
     torch.cuda.reset_peak_memory_stats()
     run()
     return torch.cuda.max_memory_allocated()
-
-
-def _cpu_info(field: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")

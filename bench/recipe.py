@@ -20,24 +20,19 @@ from pipeline.results import Result, write_atomically
 from pipeline.run_folder import RunFolder
 from pipeline.stages.pretrain.report import PretrainDetails, compute_chart
 
-TOO_LONG = ("groups", "picture")
+KEPT, TOO_LONG = ("cost", "gate", "parity", "details"), ("groups", "picture")
 
 
 def summarize(results: list[Result[Any]]) -> dict[str, Any]:
     """The rows of the run's table, and what each stage took."""
+    stages = {result.stage: {name: msgspec.to_builtins(getattr(result, name)) for name in KEPT} for result in results}
+    for stage in stages.values():
+        stage["details"] = {name: found for name, found in stage["details"].items() if name not in TOO_LONG}
     return {
         "finished_at": max(result.finished_at for result in results),
         "hardware": results[-1].hardware,
         "models": msgspec.to_builtins(collect_rows(results)),
-        "stages": {
-            result.stage: {
-                "cost": msgspec.to_builtins(result.cost),
-                "gate": msgspec.to_builtins(result.gate),
-                "parity": msgspec.to_builtins(result.parity),
-                "details": {key: it for key, it in msgspec.to_builtins(result.details).items() if key not in TOO_LONG},
-            }
-            for result in results
-        },
+        "stages": stages,
     }
 
 
@@ -61,7 +56,6 @@ def main() -> None:
         recipe = run.recipe()
         results = run.results(recipe)
         kept = write_result(f"{path.stem}-cpu", f"python -m bench.recipe {path}", summarize(results))
-        print(f"written to {kept}")
         pretrained = [result for result in results if isinstance(result.details, PretrainDetails)]
         if drawn := compute_chart(pretrained, logged_curves(run, recipe)).html(alone=True):
             write_atomically(kept.with_suffix(".svg"), drawn.encode())

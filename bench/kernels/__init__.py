@@ -1,1 +1,1 @@
-"""Every kernel beside its peers: `inputs` and what they must give, `peers`, the table of `cases`, and the `driver`."""
+"""Every kernel beside its peers: what a `case` is, `families` of shapes and peers, the table of `cases`, `timing`."""

@@ -7,7 +7,7 @@ once. Results are in fp64, by the references beside the kernels, called in piece
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,14 +23,22 @@ Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]
 Call = Callable[..., Any]
 """From the shape's leaves, if it has any, to a tensor or a tuple of them."""
-Adapt = Callable[["Inputs"], Call | None]
-"""From a set of inputs to what is called and timed; None: not installed. Copies and plans made before are not timed."""
+Adapt = Callable[["Inputs"], Call]
+"""From a set of inputs to what is called and timed. Copies and plans made before are not timed."""
 Role = Literal["ours", "peer", "baseline"]
 """A baseline is our own kernel again, with less or more to do, for the ratio; peers are others with the same task."""
 
 
 class NotItsTask(Exception):
     """A candidate does not do what a case asks for."""
+
+    status = "left out"
+
+
+class NotInstalled(NotItsTask):
+    """Nor does it do anything else."""
+
+    status = "absent"
 
 
 class Inputs(SimpleNamespace):
@@ -86,11 +94,10 @@ class Candidate:
     takes: Callable[[Shape], bool] = lambda shape: True
     """The shapes that it is listed for."""
 
-    def prepare(self, inputs: Inputs) -> Run | None:
+    def prepare(self, inputs: Inputs) -> Run:
         """The call to time. Who overwrites inputs gets a copy, so that everybody else works on random numbers."""
         own = deepcopy(inputs) if self.in_place else inputs
-        call = self.adapt(own)
-        return None if call is None else on_leaves(call, own)
+        return on_leaves(self.adapt(own), own)
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def on_leaves(call: Call, inputs: Inputs) -> Run:
         """Gradients of results may have another layout."""
         grads = [getattr(inputs, name) for name in shape.grads]
         shaped = [grad.view(out.shape) for grad, out in zip(grads, outputs, strict=True)]
-        return torch.autograd.grad(outputs, leaves, shaped, retain_graph=True)
+        return torch.autograd.grad(outputs, leaves, shaped, retain_graph=shape.mode == "backward")
 
     def both() -> Outputs:
         outputs = forward()
@@ -150,28 +157,25 @@ def in_fp64(function: Call) -> Callable[[Inputs], Outputs]:
     def reference(inputs: Inputs) -> Outputs:
         floating = {name: x for name, x in vars(inputs).items() if isinstance(x, Tensor) and x.is_floating_point()}
         wide = inputs.replace(**{name: x.double() for name, x in floating.items()})
-        return on_leaves(by_name(function)(wide), wide)()
+        if inputs.shape.mode != "backward":
+            return on_leaves(by_name(function)(wide), wide)()
+        # Backward alone would keep for its next call what is computed again in bands.
+        wide.shape = replace(inputs.shape, mode="forward+backward")
+        return on_leaves(by_name(function)(wide), wide)()[-len(inputs.shape.leaves) :]
 
     return reference
 
 
-def installed(module: str) -> Any | None:
-    """The module, or None where its package is not installed."""
-    return None if find_spec(module.partition(".")[0]) is None else import_module(module)
+def installed(module: str) -> Any:
+    """The module. Raises NotInstalled without its package."""
+    if find_spec(module.partition(".")[0]) is None:
+        raise NotInstalled("not installed")
+    return import_module(module)
 
 
 def needs(*modules: str) -> Callable[[Callable[..., Call]], Adapt]:
-    """An adapter that is given modules first; where their package is not installed there is nothing to run."""
-
-    def decorate(adapt: Callable[..., Call]) -> Adapt:
-        @wraps(adapt)
-        def adapted(inputs: Inputs) -> Call | None:
-            found = [installed(module) for module in modules]
-            return None if None in found else adapt(*found, inputs)
-
-        return adapted
-
-    return decorate
+    """An adapter that is given modules first."""
+    return lambda adapt: wraps(adapt)(lambda inputs: adapt(*map(installed, modules), inputs))
 
 
 def compiled(function: Call, device: torch.device) -> Call:

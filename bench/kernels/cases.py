@@ -248,7 +248,10 @@ TOKENS = [
     Candidate("flashinfer", sampling.flashinfer_sample, compare=sampling.are_kept),
     Candidate("torch", by_name(sampling.torch_sample), compare=sampling.are_kept),
 ]
-PENALTIES = [_ours(by_name(adjust_scores)), Candidate("torch", by_name(sampling.torch_penalties))]
+PENALTIES = [
+    _ours(by_name(adjust_scores)),
+    Candidate("torch", by_name(lambda logits, state, slots: sampling.penalized(logits.float(), state, slots))),
+]
 LOGPROBS = [
     _ours(by_name(token_logprobs)),
     Candidate("torch", by_name(sampling.torch_logprobs), compare=sampling.in_any_order),

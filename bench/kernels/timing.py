@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from timeit import timeit
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.common import gpu_peak_bytes
-from bench.kernels.case import Candidate, Case, NotItsTask, Outputs, Run, Shape, tensors
+from bench.kernels.case import Call, Candidate, Case, NotItsTask, Outputs, Shape, tensors
 from tests.compare import BOUNDS, relative_rms
 
 FEWEST_ROUNDS, ROUNDS, MOST_ROUNDS = 20, 60, 240
@@ -48,35 +49,25 @@ class Program:
     outputs: Outputs = ()
     """Where a replay writes what the first call returns; empty where nothing is replayed."""
 
-    @classmethod
-    def uncaptured(cls, runs: Sequence[Run], launch: str = "call") -> "Program":
-        return cls(lambda: [run() for run in runs], len(runs), launch)
+
+def uncaptured(runs: Sequence[Call], launch: str = "call") -> Program:
+    return Program(lambda: [run() for run in runs], len(runs), launch)
 
 
-class Clock(Protocol):
-    def program(self, runs: Sequence[Run]) -> Program: ...
-    def seconds(self, programs: Sequence[Program]) -> list[float]: ...
+class Clock:
+    """The host's: for --tiny on a CPU, where it shows that everything runs, and for what decodes there."""
 
-
-class HostClock:
-    """For --tiny on a CPU, where it shows that everything runs, and for what decodes there."""
-
-    def program(self, runs: Sequence[Run]) -> Program:
-        return Program.uncaptured(runs)
+    def program(self, runs: Sequence[Call]) -> Program:
+        return uncaptured(runs)
 
     def seconds(self, programs: Sequence[Program]) -> list[float]:
-        elapsed_s = []
-        for program in programs:
-            start = time.perf_counter()
-            program.play()
-            elapsed_s.append(time.perf_counter() - start)
-        return elapsed_s
+        return [timeit(program.play, number=1) for program in programs]
 
 
-class GpuClock:
+class GpuClock(Clock):
     """CUDA graphs and events, on the current stream, which must not be the default one."""
 
-    def program(self, runs: Sequence[Run]) -> Program:
+    def program(self, runs: Sequence[Call]) -> Program:
         """Capture the calls in one graph; where that fails, launch them one by one and say why."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -87,7 +78,7 @@ class GpuClock:
         except Exception as error:
             _abandon(graph)
             torch.cuda.synchronize()
-            return Program.uncaptured(runs, f"no graph: {one_line(error)}")
+            return uncaptured(runs, f"no graph: {one_line(error)}")
         return Program(graph.replay, len(runs), "graph", outputs[0])
 
     def seconds(self, programs: Sequence[Program]) -> list[float]:
@@ -103,7 +94,7 @@ class GpuClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    return GpuClock() if device.type == "cuda" else HostClock()
+    return GpuClock() if device.type == "cuda" else Clock()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
@@ -209,7 +200,7 @@ class _Measurement:
             try:
                 found |= step(candidate)
             except NotItsTask as reason:
-                found |= {"status": "left out", "reason": str(reason)}
+                found |= {"status": reason.status, "reason": str(reason)}
             except Exception as error:
                 if candidate.role != "peer":
                     traceback.print_exc()
@@ -219,8 +210,6 @@ class _Measurement:
         if candidate.compiles and self.budget_s < COMPILING_S:
             raise NotItsTask(f"only {self.budget_s:.0f} s for this shape")
         run = candidate.prepare(self.sets[0])
-        if run is None:
-            return {"status": "absent", "reason": "not installed"}
         checked = self._compare(candidate, run())
         if self.case.measures_memory and torch.cuda.is_available():
             before = torch.cuda.memory_allocated()
@@ -248,9 +237,9 @@ class _Measurement:
 
     def _build(self, candidate: Candidate) -> dict[str, Any]:
         """A program for each group of sets. What a graph writes is filled with NaN, replayed and compared again."""
-        uncaptured = self.case.measures_memory or candidate.reads_on_host
-        launch = Program.uncaptured if uncaptured else self.lab.clock.program
-        runs = [run for inputs in self.sets if (run := candidate.prepare(inputs))]
+        calls_alone = self.case.measures_memory or candidate.reads_on_host
+        launch = uncaptured if calls_alone else self.lab.clock.program
+        runs = [candidate.prepare(inputs) for inputs in self.sets]
         programs = [launch(runs[first : first + self.calls]) for first in range(0, len(runs), self.calls)]
         if programs[0].outputs and not candidate.in_place:
             given = {x.untyped_storage().data_ptr() for x in tensors(self.sets[0])}
@@ -307,18 +296,16 @@ def number_of_rounds(round_s: float) -> int:
 
 def add_rates(shape: Shape, limits: Limits, found: dict[str, dict[str, Any]]) -> None:
     """Rates, the fraction of the floor, and how many times as long as ours each takes; as much memory likewise."""
-    ours = next((one for one in found.values() if one["role"] == "ours" and "median_s" in one), None)
-    for one in found.values():
-        if "median_s" not in one:
-            continue
+    measured = [one for one in found.values() if "median_s" in one]
+    ours = next((one for one in measured if one["role"] == "ours"), {})
+    for one in measured:
         if one["role"] != "baseline":
             one["tflop_per_s"] = shape.flops / one["median_s"] / 1e12
             one["gb_per_s"] = shape.num_bytes / one["median_s"] / 1e9
             one["roofline_fraction"] = limits.floor(shape)[0] / one["median_s"]
-        if ours is not None and one["role"] != "ours":
-            one["times_ours"] = one["median_s"] / ours["median_s"]
-            if "peak_bytes" in one and "peak_bytes" in ours:
-                one["times_our_peak"] = one["peak_bytes"] / ours["peak_bytes"]
+        for ratio, figure in (("times_ours", "median_s"), ("times_our_peak", "peak_bytes")):
+            if one["role"] != "ours" and figure in one and figure in ours:
+                one[ratio] = one[figure] / ours[figure]
 
 
 def one_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,12 +25,9 @@ WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSyn
 
 def find_gaps(kernels: Iterable[tuple[float, float]]) -> list[float]:
     """The idle times between kernels (begin, end), in their unit; overlapping kernels leave none."""
-    gaps, busy_until = [], None
-    for begin, end in sorted(kernels):
-        if busy_until is not None and begin > busy_until:
-            gaps.append(begin - busy_until)
-        busy_until = end if busy_until is None else max(busy_until, end)
-    return gaps
+    ordered = sorted(kernels)
+    busy_until = accumulate((end for _, end in ordered), max)
+    return [begin - end for (begin, _), end in zip(ordered[1:], busy_until, strict=False) if begin > end]
 
 
 def trace(llm: LLM, batch: int, steps: int, path: str | None) -> None:

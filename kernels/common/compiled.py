@@ -31,7 +31,7 @@ def compiled(source: Path, needs: frozenset[str]) -> ctypes.CDLL | None:
 
 def _library(source: Path, needs: frozenset[str]) -> Path:
     """The compiled library. Raises RuntimeError where something is missing, and what the system and compiler raise."""
-    features = _processor_features()
+    features = processor_features()
     if missing := sorted(needs - features):
         raise RuntimeError(f"the processor has no {' and no '.join(missing)}")
     compiler = shutil.which("cc")
@@ -47,7 +47,7 @@ def _library(source: Path, needs: frozenset[str]) -> Path:
     return library
 
 
-def _processor_features() -> frozenset[str]:
+def processor_features() -> frozenset[str]:
     """Empty where the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -18,14 +18,14 @@ from bench.kernels.families import linear as quantized
 from bench.kernels.families.linear import QUANTIZERS, product, weight_bytes
 from bench.kernels.families.losses import KINDS, loss, plain_loss
 from bench.kernels.families.sampling import are_kept, are_possible, penalties
-from bench.kernels.timing import HostClock, Lab, Limits, run_case
+from bench.kernels.timing import Clock, Lab, Limits, run_case
 from kernels.linear.quantization import NF4_TABLE
 from kernels.losses.linear_distillation import linear_distillation_reference
 from kernels.sampling.logit_adjustments import adjust_scores_reference
 from tests.compare import check_close
 
 CPU = torch.device("cpu")
-LAB = Lab(CPU, HostClock(), l2_bytes=0, limits=Limits(1e10, 1e11), rounds=2)
+LAB = Lab(CPU, Clock(), l2_bytes=0, limits=Limits(1e10, 1e11), rounds=2)
 K, N, ROWS, GROUP = 256, 128, 3, 128
 
 

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
-from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, compiled, needs, normal
+from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, compiled, in_fp64, needs, normal
 from kernels.attention._kv_quantization import dequantize_rows, quantize_rows_reference
 from kernels.attention.flash import flash_attention_reference
 from kernels.attention.paged import paged_attention_reference
@@ -44,28 +45,23 @@ def documents(batch: int, length: int, query_heads: int, kv_heads: int, head_dim
     flops, moved = {"forward": (1.0, 2), "backward": (2.5, 4), "forward+backward": (3.5, 6)}[mode]
     return Shape(
         name=f"d{head_dim} {_short(length)} x{batch} {heads} {mode}", fields=fields | {"mode": mode}, make=make,
-        reference=_attention_in_bands, leaves=("q", "k", "v"), grads=("grad",), mode=mode,
+        reference=in_fp64(_attention_in_bands), leaves=("q", "k", "v"), grads=("grad",), mode=mode,
         num_bytes=2 * batch * length * head_dim * moved * (query_heads + kv_heads),
         flops=flops * 2 * batch * length**2 * query_heads * head_dim,
     )  # fmt: skip
 
 
-def _attention_in_bands(inputs: Inputs) -> Outputs:
+def _attention_in_bands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     """Some queries of a document and the keys up to the last of them at once: the end of a shorter document."""
-    mode = inputs.shape.mode
-    leaves = [x.double().requires_grad_(mode != "forward") for x in (inputs.q, inputs.k, inputs.v)]
-    q, k, v = leaves
-    out = torch.empty_like(q, requires_grad=False)
-    for start, stop in pairwise(inputs.cu_seqlens_q.tolist()):
+    bands = []
+    for start, stop in pairwise(cu_seqlens_q.tolist()):
         for first in range(start, stop, BAND):
             last = min(first + BAND, stop)
+            operands = q[first:last], k[start:last], v[start:last]
             ends = torch.tensor([0, last - first]), torch.tensor([0, last - start])
-            band = flash_attention_reference(q[first:last], k[start:last], v[start:last], *ends)
-            out[first:last] = band.detach()
-            if mode != "forward":
-                band.backward(inputs.grad[first:last].double())
-    gradients = tuple(x.grad for x in leaves if x.grad is not None)
-    return gradients if mode == "backward" else (out, *gradients)
+            # Backward computes the scores of a band again, as those of all would not fit.
+            bands.append(checkpoint(flash_attention_reference, *operands, *ends, use_reentrant=False))
+    return torch.cat(bands)
 
 
 def paged(

@@ -116,9 +116,7 @@ def _selected(inputs: Inputs) -> Outputs:
 
 def plain_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     summed = x + residual
-    wide = summed.float()
-    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
-    return normalized.to(x.dtype) * weight, summed
+    return F.rms_norm(summed, weight.shape, weight, EPS), summed
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -149,10 +147,10 @@ def liger_rotary(liger: Any, inputs: Inputs) -> Call:
     return run
 
 
-def liger_rotary_write(inputs: Inputs) -> Call | None:
+def liger_rotary_write(inputs: Inputs) -> Call:
     """Liger's rotation and two index copies."""
     rotate = liger_rotary(inputs)
-    return None if rotate is None else by_name(and_write(lambda *_: rotate()))(inputs)
+    return by_name(and_write(lambda *_: rotate()))(inputs)
 
 
 @needs("liger_kernel.ops")

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, installed, needs, normal
+from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, in_fp64, installed, needs, normal
 from kernels.linear import quantization
-from kernels.linear.lora import LoraWeights
+from kernels.linear.lora import LoraWeights, lora_reference
 from kernels.swiglu import swiglu, swiglu_reference
 
 GROUP, RANK = 128, 16
@@ -56,18 +56,14 @@ def product(format_name: str, k: int, n: int, rows: int, backward: bool = False)
     return Shape(
         name=f"{f'{format_name} ' if backward else ''}{k}x{n} rows {rows}",
         fields={"format": format_name, "k": k, "n": n, "rows": rows}, make=make,
-        reference=_gradient if backward else lambda inputs: (_product(inputs),),
+        reference=in_fp64(_product),
         num_bytes=weight_bytes(format_name, n, k) + 2 * rows * (n + k), flops=2.0 * rows * n * k, leaves=("x",),
         grads=("grad",), mode="backward" if backward else "forward",
     )  # fmt: skip
 
 
-def _product(inputs: Inputs) -> Tensor:
-    return inputs.x.double() @ inputs.weight.dequantize(torch.float64).t()
-
-
-def _gradient(inputs: Inputs) -> Outputs:
-    return (inputs.grad.double() @ inputs.weight.dequantize(torch.float64),)
+def _product(x: Tensor, weight: quantization.QuantizedWeight) -> Tensor:
+    return x @ weight.dequantize(x.dtype).t()
 
 
 def adapted(k: int, n: int, rows: int, adapters: int) -> Shape:
@@ -82,20 +78,17 @@ def adapted(k: int, n: int, rows: int, adapters: int) -> Shape:
 
     return Shape(
         name=f"{adapters} adapters {k}x{n} rows {rows}",
-        fields={"k": k, "n": n, "rows": rows, "adapters": adapters, "rank": RANK}, make=make, reference=_adapted,
+        fields={"k": k, "n": n, "rows": rows, "adapters": adapters, "rank": RANK}, make=make,
+        reference=in_fp64(_adapted),
         num_bytes=weight_bytes("nf4", n, k) + 2 * (adapters * RANK + rows) * (n + k),
         flops=2.0 * rows * (n * k + RANK * (n + k)), leaves=("x",),
     )  # fmt: skip
 
 
-def _adapted(inputs: Inputs) -> Outputs:
+def _adapted(x: Tensor, weight: quantization.QuantizedWeight, lora: LoraWeights, slots: Tensor) -> Outputs:
     """The product with adapters, and without."""
-    plain, lora = _product(inputs), inputs.lora
-    change = torch.zeros_like(plain)
-    for number, (a, b, scale) in enumerate(zip(lora.a, lora.b, lora.scales, strict=True)):
-        rows = inputs.slots == number
-        change[rows] = scale.double() * (inputs.x[rows].double() @ a.double().t() @ b.double().t())
-    return plain + change, plain
+    plain, wide = _product(x, weight), LoraWeights(lora.a.double(), lora.b.double(), lora.scales)
+    return lora_reference(plain, x, wide, slots), plain
 
 
 def gated(k: int, n: int, rows: int) -> Shape:
@@ -103,7 +96,7 @@ def gated(k: int, n: int, rows: int) -> Shape:
     return Shape(
         name=f"gate+up {k}x{n} rows {rows}", fields={"k": k, "n": n, "rows": rows},
         make=partial(_random, "nf4", k, n, rows),
-        reference=lambda inputs: (swiglu_reference(*_product(inputs).chunk(2, dim=1)),),
+        reference=in_fp64(lambda x, weight: swiglu_reference(*_product(x, weight).chunk(2, dim=1))),
         num_bytes=weight_bytes("nf4", n, k) + 2 * rows * (n // 2 + k), flops=2.0 * rows * n * k, leaves=("x",),
     )  # fmt: skip
 
@@ -152,12 +145,11 @@ def bitsandbytes(package: Any, inputs: Inputs) -> Call:
     return lambda x: package.matmul_4bit(x, codes, quant_state=state)
 
 
-def bitsandbytes_gemv(inputs: Inputs) -> Call | None:
+def bitsandbytes_gemv(inputs: Inputs) -> Call:
     """Its older kernel for one row, with absmax in fp32: it would expand doubly quantized ones in every call."""
     _need_gpu(inputs)  # on a CPU it takes another layout
-    if (package := installed("bitsandbytes")) is None:
-        return None
-    state, codes = _nf4_state(package, inputs, inputs.weight.block_scales().clone()), inputs.weight.codes.view(-1, 1)
+    package, codes = installed("bitsandbytes"), inputs.weight.codes.view(-1, 1)
+    state = _nf4_state(package, inputs, inputs.weight.block_scales().clone())
     return lambda x: package.functional.gemv_4bit(x, codes, state=state)
 
 
@@ -201,14 +193,12 @@ def torchao(package: Any, inputs: Inputs) -> Call:
     return lambda x: F.linear(x, weight)
 
 
-def gemlite(inputs: Inputs) -> Call | None:
+def gemlite(inputs: Inputs) -> Call:
     """For shapes that its configuration lacks, the first call tunes it."""
     _need_gpu(inputs)  # the package asks for the name of the GPU when it is imported
-    if (package := _tuned_gemlite()) is None:
-        return None
     weight, name = inputs.weight, inputs.shape["format"]
     names = {"int4": "A16W4_HQQ_INT", "int8": "A16W8_INT8", "fp8": "A16W8_FP8"}
-    layer = getattr(package.helper, names[name])(device=inputs.x.device, dtype=BF16)
+    layer = getattr(_tuned_gemlite().helper, names[name])(device=inputs.x.device, dtype=BF16)
     if name != "int4":
         return layer.from_weights(weight.codes, scales=weight.scales[:, None])
     scales = weight.scales.to(BF16)
@@ -216,9 +206,9 @@ def gemlite(inputs: Inputs) -> Call | None:
 
 
 @cache
-def _tuned_gemlite() -> Any | None:
+def _tuned_gemlite() -> Any:
     package = installed("gemlite")
-    if package is not None and "h200" in torch.cuda.get_device_name().lower():
+    if "h200" in torch.cuda.get_device_name().lower():
         package.load_config(str(Path(package.__file__).parent / "configs" / GEMLITE_CONFIGURATION))
     return package
 

@@ -127,7 +127,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 @needs("liger_kernel.ops")
-def liger_cross_entropy(liger: Any, inputs: Inputs) -> Call | None:
+def liger_cross_entropy(liger: Any, inputs: Inputs) -> Call:
     """With sums instead of means, and the gradient of the head added up in fp32, as ours."""
     options = (None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32)
     apply = liger.LigerFusedLinearCrossEntropyFunction.apply
@@ -135,7 +135,7 @@ def liger_cross_entropy(liger: Any, inputs: Inputs) -> Call | None:
 
 
 @needs("liger_kernel.ops")
-def liger_jsd(liger: Any, inputs: Inputs) -> Call | None:
+def liger_jsd(liger: Any, inputs: Inputs) -> Call:
     """Its generalized JSD, a mean over the tokens."""
     given = (inputs.teacher, inputs.teacher_head, inputs.labels)
     options = (LIGER_BETA[inputs.shape["kind"]], -100, 1.0, torch.float32)

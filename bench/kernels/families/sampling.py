@@ -246,11 +246,6 @@ def _flashinfer_draws(inputs: Inputs) -> dict[str, Tensor]:
     return {"seed": seed, "offset": torch.zeros_like(seed)}
 
 
-def torch_penalties(logits: Tensor, state: RequestState, slots: Tensor) -> Tensor:
-    """The reference's steps in fp32."""
-    return penalized(logits.float(), state, slots)
-
-
 def torch_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Outputs:
     """By a softmax of everything, and a count of the more likely."""
     logprobs, token = logits.float().log_softmax(dim=-1), tokens[:, None]
