@@ -31,7 +31,7 @@ from kernels.linear.quantization import Fp8Weight, Int8Weight, IntegerWeight, qu
 from kernels.linear.rounded import rounded_linear
 from model.files.safe_io import CheckpointError
 from model.formats.base import FormatOfLayer, IntegerFormat, KernelFormat, ServingForm, WeightFormat
-from model.formats.words import num_words, pack_words, unpack_words
+from model.formats.words import check_scales, check_stored, num_words, pack_words, stored_scales, unpack_words
 
 _METHOD, _MIXED = "compressed-tensors", "mixed-precision"
 _PACKED, _SCALE, _ZERO, _SHAPE = "_packed", "_scale", "_zero_point", "_shape"
@@ -168,7 +168,7 @@ class _Integers(_CompressedTensors[IntegerWeight], IntegerFormat):
         levels, scales, zeros = self.unpack(self.moved(weight, "cpu"))
         tensors = {
             name + _PACKED: pack_words(levels, self.bits),
-            name + _SCALE: _stored(scales, dtype),
+            name + _SCALE: stored_scales(scales, dtype),
             name + _SHAPE: torch.tensor(weight.shape, dtype=torch.int64),
         }
         if zeros is not None:
@@ -181,12 +181,12 @@ class _Integers(_CompressedTensors[IntegerWeight], IntegerFormat):
         packed, scales, stored = (read(name + suffix) for suffix in (_PACKED, _SCALE, _SHAPE))
         if stored.tolist() != [rows, columns]:
             raise CheckpointError(f"{name}{_SHAPE} says {stored.tolist()}; config.json calls for {[rows, columns]}.")
-        _check(name + _PACKED, packed, torch.int32, [rows, num_words(columns, self.bits)])
-        _check_scales(name + _SCALE, scales, [rows, groups])
+        check_stored(name + _PACKED, packed, torch.int32, [rows, num_words(columns, self.bits)])
+        check_scales(name + _SCALE, scales, [rows, groups])
         zeros = None
         if not self.symmetric:
             words = read(name + _ZERO)
-            _check(name + _ZERO, words, torch.int32, [num_words(rows, self.bits), groups])
+            check_stored(name + _ZERO, words, torch.int32, [num_words(rows, self.bits), groups])
             zeros = unpack_words(words.t(), self.bits, rows).t().contiguous()
         return self.pack(unpack_words(packed, self.bits, columns), scales.float(), zeros)
 
@@ -234,7 +234,10 @@ class Int8(_Integers):
     def to_files(self, name: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
         if not self.activations:
             return super().to_files(name, weight, dtype)
-        return {name: weight.codes.cpu().contiguous(), name + _SCALE: _stored(weight.scales.cpu()[:, None], dtype)}
+        return {
+            name: weight.codes.cpu().contiguous(),
+            name + _SCALE: stored_scales(weight.scales.cpu()[:, None], dtype),
+        }
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> IntegerWeight:
         if not self.activations:
@@ -281,7 +284,10 @@ class Fp8(_CompressedTensors[Fp8Weight]):
         return [name, name + _SCALE]
 
     def to_files(self, name: str, weight: Fp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: weight.codes.cpu().contiguous(), name + _SCALE: _stored(weight.scales.cpu()[:, None], dtype)}
+        return {
+            name: weight.codes.cpu().contiguous(),
+            name + _SCALE: stored_scales(weight.scales.cpu()[:, None], dtype),
+        }
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> Fp8Weight:
         return Fp8Weight(*_codes_and_scales(name, shape, read, torch.float8_e4m3fn))
@@ -319,27 +325,16 @@ def _targeted(name: str, formats: Mapping[str, WeightFormat[Any]]) -> WeightForm
     return formats.get("Embedding" if name == _EMBEDDING else "Linear")
 
 
-def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales made of weights in the model's dtype are numbers of it; others keep their bits."""
-    rounded = scales.to(dtype)
-    return (rounded if torch.equal(rounded.float(), scales) else scales).contiguous()
+def _unpacked_files(name: str, weight: IntegerWeight | Fp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+    scales = stored_scales(weight.scales.cpu()[:, None], dtype)
+    return {name: weight.codes.cpu().contiguous(), name + _SCALE: scales}
 
 
 def _codes_and_scales(
     name: str, shape: torch.Size, read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     codes, scales = read(name), read(name + _SCALE)
-    _check(name, codes, dtype, list(shape))
+    check_stored(name, codes, dtype, list(shape))
     scales = scales.expand(shape[0], 1) if scales.numel() == 1 else scales
-    _check_scales(name + _SCALE, scales, [shape[0], 1])
+    check_scales(name + _SCALE, scales, [shape[0], 1])
     return codes, scales[:, 0].float().contiguous()
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
-    if tensor.dtype != dtype or list(tensor.shape) != shape:
-        raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {shape}.")
-
-
-def _check_scales(name: str, scales: Tensor, shape: list[int]) -> None:
-    if not scales.is_floating_point() or list(scales.shape) != shape:
-        raise CheckpointError(f"{name} is {scales.dtype} {list(scales.shape)}, not floats {shape}.")

@@ -14,6 +14,8 @@ FORMATS = {
     "int8": "model.formats.compressed_tensors:Int8",
     "int4": "model.formats.compressed_tensors:Int4",
     "fp8": "model.formats.compressed_tensors:Fp8",
+    "gptq": "model.formats.gptq:Gptq",
+    "awq": "model.formats.awq:Awq",
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"

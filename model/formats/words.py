@@ -1,4 +1,4 @@
-"""Levels in 32-bit words, as files hold them: the first in the lowest bits.
+"""Levels in 32-bit words, the first in the lowest bits, and scales, as files hold them.
 
 Legend: N rows, K levels of a row.
 """
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear.quantization import pack_int4
+from model.files.safe_io import CheckpointError
 
 _WORD_BITS = 32
 
@@ -32,3 +33,21 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 4:
         levels = torch.stack((levels & 15, levels >> 4), dim=-1).flatten(1)
     return levels[:, :count].contiguous()
+
+
+def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales fp32 in `dtype` where they are numbers of it, as those made for it are; others keep their bits."""
+    rounded = scales.to(dtype)
+    return (rounded if torch.equal(rounded.float(), scales) else scales).contiguous()
+
+
+def check_stored(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
+    """CheckpointError unless the file holds this."""
+    if tensor.dtype != dtype or list(tensor.shape) != shape:
+        raise CheckpointError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {shape}.")
+
+
+def check_scales(name: str, scales: Tensor, shape: list[int]) -> None:
+    """CheckpointError unless the file holds floats of this shape."""
+    if not scales.is_floating_point() or list(scales.shape) != shape:
+        raise CheckpointError(f"{name} is {scales.dtype} {list(scales.shape)}, not floats {shape}.")

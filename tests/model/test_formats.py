@@ -24,6 +24,8 @@ from train.config import TrainingConfig
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
+METHODS = ("gptq", "awq")
+"""Formats whose names are also those of methods in compress/quantize."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,7 +38,8 @@ def test_only_its_file_and_the_list_name_a_format(name: str) -> None:
         str(path.relative_to(ROOT)): path.read_text() for room in folders for path in (ROOT / room).rglob("*.py")
     }
     # int8 alone is also a dtype of torch, and 8 bits may be those of an optimizer or of pages.
-    naming = re.compile(rf"(?<![\w.]){name}(?!\w)|{name}(?:Weight|Linear|Format)", re.IGNORECASE)
+    word = rf"formats\.{name}" if name in METHODS else rf"(?<![\w.]){name}(?!\w)"
+    naming = re.compile(rf"{word}|{name}(?:Weight|Linear|Format)", re.IGNORECASE)
     assert {path for path, text in sources.items() if naming.search(text)} <= own
 
 
