@@ -3,7 +3,7 @@
     plain        k and v as the model computes them
     8 bits       integers or floats, each head of a token with an fp32 scale for its key and one for its value
 
-`KV_FORMATS` lists them by their dtype.
+`KV_FORMATS` lists them by their dtype, `choose_kv_format` knows them by the names that users write.
 
 Legend: T tokens, P pages, Hq query heads, Hkv KV heads, d head dim.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.attention.paged import PagedPlan, paged_attention
 from kernels.attention.rotary_write import HeadNorms, rotate_and_write
+from kernels.attention.write_pages import check_page_dtypes
 from model.config import ModelConfig
 
 
@@ -105,7 +106,7 @@ class KVFormat(ABC):
         return 2 * sum(config.kv_heads) * self.head_bytes(config.head_dim)
 
     def allocate(self, config: ModelConfig, num_pages: int, page_size: int, device: torch.device) -> KVPages:
-        """An empty cache."""
+        """An empty cache. ValueError where the device cannot convert to this format."""
         layers = [self.new_layer((num_pages, page_size, heads, config.head_dim), device) for heads in config.kv_heads]
         slots = num_pages * page_size + 1
         present = {layer: torch.zeros(slots, dtype=torch.bool, device=device) for layer in config.routed_attention}
@@ -129,10 +130,19 @@ class EightBitKV(KVFormat):
         return head_dim + torch.float32.itemsize
 
     def new_layer(self, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
-        pages = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
-        return LayerPages(*pages, *(torch.zeros(shape[:3], device=device) for _ in range(2)))
+        k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
+        scales = [torch.zeros(shape[:3], device=device) for _ in range(2)]
+        check_page_dtypes(self.dtype, k, v, *scales)
+        return LayerPages(k, v, *scales)
 
 
-_PLAIN, _EIGHT_BITS = (torch.float32, torch.bfloat16, torch.float16), (torch.int8, torch.float8_e4m3fn)
+_PLAIN, _EIGHT_BITS = (torch.float32, torch.bfloat16, torch.float16), {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 KV_FORMATS: dict[torch.dtype, KVFormat] = {dtype: PlainKV(dtype) for dtype in _PLAIN}
-KV_FORMATS |= {dtype: EightBitKV(dtype) for dtype in _EIGHT_BITS}
+KV_FORMATS |= {dtype: EightBitKV(dtype) for dtype in _EIGHT_BITS.values()}
+
+
+def choose_kv_format(name: str, dtype: torch.dtype) -> KVFormat:
+    """The format of that name; `auto` keeps keys and values as a model of `dtype` computes them. Raises ValueError."""
+    if name != "auto" and name not in _EIGHT_BITS:
+        raise ValueError(f"kv_cache_dtype must be auto, {' or '.join(_EIGHT_BITS)}, not {name!r}")
+    return KV_FORMATS[_EIGHT_BITS.get(name, dtype)]

@@ -26,6 +26,9 @@ class EngineConfig:
     """LoRA adapters of `model` that requests choose from: their folders, by name."""
     dtype: str = "auto"
     """"float32", "bfloat16", "float16", or "auto": bfloat16 where the device multiplies it fast, else float32."""
+    kv_cache_dtype: str = "auto"
+    """In what keys and values are cached, the draft's too: "int8" or "fp8", each token's head with a scale of its own,
+    which takes about half of bf16; "auto": as they are computed."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" takes a GPU when there is one."""
     max_model_len: int | None = None

@@ -54,6 +54,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     model: str
     draft: str | None
     dtype: str
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    """Target and draft together."""
     device: str
     vocab_size: int
     max_model_len: int

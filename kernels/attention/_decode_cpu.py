@@ -68,7 +68,7 @@ def plan_decode(sequences: np.ndarray, block_tables: np.ndarray, page_size: int,
 def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
     """Whether `attend_decode` does q [T, Hq, d] over keys and values [slots, Hkv, d]."""
     return (
-        q.dtype == torch.bfloat16
+        all(x.dtype == torch.bfloat16 for x in (q, k_slots, v_slots))
         and q.shape[2] % _COLUMNS == 0
         and all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k_slots, v_slots))
         and _library() is not None

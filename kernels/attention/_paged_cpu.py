@@ -3,7 +3,7 @@
 Decoding and verifying sequences go to `_decode.c` where it takes them. Else they are grouped by similar length. One
 gather per group lines up their keys, and one call of torch's attention serves the group: the G query heads of a
 key/value head go in as G rows, so that keys are read once instead of G times. A sequence whose pages lie side by side
-is used in place when it is alone in its group.
+is used in place when it is alone in its group. 8-bit keys and values are decoded as they are gathered.
 
 Legend: T queries of all sequences, B sequences, Hq query heads, Hkv key/value heads, G query heads per key/value head,
 d head dim, P pages in the pool; in a group g sequences of n queries and at most m keys.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.attention._decode_cpu import DecodePlan, attend_decode, plan_decode, takes
 from kernels.attention._flash_cpu import attend_causally
+from kernels.attention._kv_quantization import dequantize_rows
 
 # Sequences with more queries than this (prompts) are attended one by one.
 _MOST_QUERIES_TO_GROUP = 16
@@ -163,27 +164,45 @@ def _mask(members: list[_Sequence], window: int | None) -> Tensor | None:
     return torch.from_numpy(visible if window is None else visible & (key > last - window))
 
 
-def attend_groups(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: GroupedPlan, scale: float) -> Tensor:
+class CachedRows(NamedTuple):
+    """The keys, or the values, of every slot."""
+
+    rows: Tensor
+    """[slots, Hkv, d]."""
+    scales: Tensor | None
+    """[slots, Hkv] fp32 of rows in 8 bits; None: the rows are as they are read."""
+
+    def take(self, where: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Return some rows in `dtype`, which those without scales have already."""
+        if self.scales is None:
+            return _take(self.rows, where)
+        # Not every torch copies rows of fp8, but all copy bytes.
+        rows = _take(self.rows.view(torch.uint8), where).view(self.rows.dtype)
+        return dequantize_rows(rows, _take(self.scales, where), torch.float32).to(dtype)
+
+
+def attend_groups(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, plan: GroupedPlan, scale: float) -> Tensor:
     """Return the attention of all queries, [T, Hq, d] in and out."""
-    k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if plan.decode is not None and takes(q, k_slots, v_slots):
-        attend_decode(q, k_slots, v_slots, plan.decode, out, scale)
+    if plan.decode is not None and takes(q, k_slots.rows, v_slots.rows):
+        attend_decode(q, k_slots.rows, v_slots.rows, plan.decode, out, scale)
     elif len(plan.groups) == 1 and not plan.prompts:
         return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
     else:
         for group in plan.groups:
             _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
     for prompt in plan.prompts:
-        k, v = _take(k_slots, prompt.keys), _take(v_slots, prompt.keys)
+        k, v = (slots.take(prompt.keys, q.dtype) for slots in (k_slots, v_slots))
         _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=plan.window, scale=scale))
     return out
 
 
-def _attend_group(q: Tensor, k_slots: Tensor, v_slots: Tensor, group: _Group, scale: float) -> Tensor:
+def _attend_group(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, group: _Group, scale: float) -> Tensor:
     """Return the attention of a group's queries, [g·n, Hq, d] in and out."""
-    g, (num_kv_heads, d) = group.size, k_slots.shape[1:]
-    k, v = (_take(slots, group.keys).view(g, -1, num_kv_heads, d).transpose(1, 2) for slots in (k_slots, v_slots))
+    g, (num_kv_heads, d) = group.size, k_slots.rows.shape[1:]
+    k, v = (
+        slots.take(group.keys, q.dtype).view(g, -1, num_kv_heads, d).transpose(1, 2) for slots in (k_slots, v_slots)
+    )
     mask = group.mask
     if q.shape[0] == g:  # decode: a view where the rows below are copies
         rows = q.reshape(g, num_kv_heads, -1, d)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kernels.attention._flash_cpu import visible_keys
 from kernels.attention._kv_quantization import dequantize_rows
-from kernels.attention._paged_cpu import GroupedPlan, attend_groups
+from kernels.attention._paged_cpu import CachedRows, GroupedPlan, attend_groups
 from kernels.attention._paged_plan import ListedPlan, Tiles, padded_head_dim
 from kernels.attention.write_pages import check_page_dtypes
 from kernels.attention.write_pages import write_pages as write_pages
@@ -363,8 +363,12 @@ def paged_attention(
     if isinstance(plan, ListedPlan):
         pages = _Pages(k_pages, v_pages, k_scales, v_scales, visible_slots)
         return _launch(q, pages, block_tables, plan, scale=scale, tree_mask=tree_mask)
-    if k_scales is None and visible_slots is None and tree_mask is None:
-        return attend_groups(q, k_pages, v_pages, plan, scale)
+    if visible_slots is None and tree_mask is None:
+        k_slots, v_slots = (
+            CachedRows(pages.flatten(0, 1), None if scales is None else scales.flatten(0, 1))
+            for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
+        )
+        return attend_groups(q, k_slots, v_slots, plan, scale)
     return paged_attention_reference(
         q.float(), k_pages, v_pages, block_tables, cu_seqlens_q, kv_lengths, window=window, scale=scale,
         k_scales=k_scales, v_scales=v_scales, visible_slots=visible_slots, tree_mask=tree_mask,

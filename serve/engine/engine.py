@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs
+from model.kv_format import KVFormat, choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.batch_state import BatchState, Download, feed_reference, synchronize, upload
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
@@ -115,7 +116,11 @@ class Engine:
         self.dtype, self.device = models.dtype, models.device
         self.vocab_size = models.num_known_tokens
         """Token ids that requests may name are below this."""
-        self.num_pages = count_pages(config, models)
+        kv_format = choose_kv_format(config.kv_cache_dtype, self.dtype)
+        self.kv_cache_dtype = kv_format.dtype
+        self.kv_bytes_per_token = models.kv_bytes_per_token(kv_format.dtype)
+        """Target and draft together."""
+        self.num_pages = count_pages(config, models, self.kv_bytes_per_token)
         self.max_model_len = choose_max_model_len(config, models.target.config, self.num_pages)
         self.cache = KVCache(self.num_pages, share_prefixes=config.enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -143,17 +148,17 @@ class Engine:
             num_kept_tokens=self.max_model_len if kind is not None and kind.needs_text else 0,
         )
         self.sampler = Sampler(self.state)
-        self.runner = Runner(models.target, self.num_pages, dtype=self.dtype, feed=self.state.feed)
+        self.runner = Runner(models.target, self.num_pages, kv_format=kv_format, feed=self.state.feed)
         self.draft: Draft | None = None
         if kind is not None:
-            self._add_draft(kind, models)
+            self._add_draft(kind, models, kv_format)
         self.is_overlapped = self.device.type == "cuda"
         """Whether a step is launched before the one before it has been read, where it can be."""
         self._pending: list[PendingStep] = []
         """Steps that have been launched and not been read yet, the oldest first."""
         self._counters = Counters([0] * (config.num_speculative_tokens or MAX_DRAFT_TOKENS))
 
-    def _add_draft(self, kind: type[Draft], models: Models) -> None:
+    def _add_draft(self, kind: type[Draft], models: Models, kv_format: KVFormat) -> None:
         target_costs, draft_costs = PassCosts(), PassCosts()
         self._target_timer = PassTimer(target_costs, self.device)
         self.draft = kind(
@@ -161,7 +166,7 @@ class Engine:
                 sampler=self.sampler,
                 cache=self.cache,
                 model=models.draft,
-                dtype=self.dtype,
+                kv_format=kv_format,
                 max_tokens=self.config.max_num_batched_tokens,
                 timer=PassTimer(draft_costs, self.device),
             )

@@ -11,6 +11,7 @@ from model.cost import kv_bytes_per_token, step_bytes
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
+from model.kv_format import choose_kv_format
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.text.tokenizer import Tokenizer, different_token
@@ -40,17 +41,17 @@ class Models:
         """Token ids below this have a row in every embedding; what lies beyond is padding, but not in all models."""
         return min(model.config.vocab_size for model in (self.target, self.draft) if model is not None)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page, target and draft together."""
+    def kv_bytes_per_token(self, kv_cache_dtype: torch.dtype) -> int:
+        """Bytes that a token takes in the cache, target and draft together."""
         configs = [self.target.config] + ([self.draft.config] if self.draft else [])
-        return PAGE_SIZE * sum(kv_bytes_per_token(config, self.dtype) for config in configs)
+        return sum(kv_bytes_per_token(config, kv_cache_dtype) for config in configs)
 
 
 def load_models(config: EngineConfig) -> Models:
     """Read target, draft and tokenizer. ValueError (or a subclass) with one sentence when they do not fit together."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    choose_kv_format(config.kv_cache_dtype, dtype)  # a wrong name is found before weights are read
     kind = draft_kind(config.draft)
     draft = config.draft if kind is not None and kind.needs_model else None
     for folder in (config.model, draft, *config.adapters.values()):
@@ -99,21 +100,25 @@ def check_same_vocabulary(model: str, draft: str) -> None:
         )
 
 
-def count_pages(config: EngineConfig, models: Models) -> int:
-    """KV pages that the options and the memory allow. ValueError when not even one fits."""
+def count_pages(config: EngineConfig, models: Models, bytes_per_token: int) -> int:
+    """KV pages that the options and the memory allow. ValueError when not even one fits.
+
+    `bytes_per_token`: as `Models.kv_bytes_per_token` has it.
+    """
+    page_bytes = PAGE_SIZE * bytes_per_token
     if config.num_pages is not None:
         num_pages = config.num_pages
-    elif models.page_bytes == 0:
+    elif page_bytes == 0:
         num_pages = _useful_pages(config, models.target.config)
     elif config.kv_cache_bytes is not None:
-        num_pages = config.kv_cache_bytes // models.page_bytes
+        num_pages = config.kv_cache_bytes // page_bytes
     elif models.device.type == "cuda":
-        num_pages = _free_gpu_bytes(config, models) // models.page_bytes
+        num_pages = _free_gpu_bytes(config, models) // page_bytes
     else:
-        affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4) // models.page_bytes
+        affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4) // page_bytes
         num_pages = min(affordable, _useful_pages(config, models.target.config))
     if num_pages < 1:
-        raise ValueError(f"there is no memory for KV pages: one of {PAGE_SIZE} tokens takes {models.page_bytes} bytes")
+        raise ValueError(f"there is no memory for KV pages: one of {PAGE_SIZE} tokens takes {page_bytes} bytes")
     return num_pages
 
 

@@ -157,6 +157,8 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
         model=config.model,
         draft=config.draft,
         dtype=str(engine.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(engine.kv_cache_dtype).removeprefix("torch."),
+        kv_bytes_per_token=engine.kv_bytes_per_token,
         device=str(engine.device),
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from model.attention import PagedAttention, PagedBatch
 from model.config import ModelConfig
-from model.kv_format import KV_FORMATS
+from model.kv_format import KVFormat
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import resolve, upload
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, pages_for
@@ -51,12 +50,12 @@ class SequenceInput:
 class Runner:
     """One model with its pages. The host waits for nothing here."""
 
-    def __init__(self, model: LanguageModel, num_pages: int, *, dtype: torch.dtype, feed: Tensor) -> None:
-        """Allocates `num_pages` pages of keys and values a layer, of `dtype`, on the device of the feed."""
+    def __init__(self, model: LanguageModel, num_pages: int, *, kv_format: KVFormat, feed: Tensor) -> None:
+        """Allocates `num_pages` pages of keys and values a layer, in `kv_format`, on the device of the feed."""
         self.model = model
         self.feed = feed
         self.device = feed.device
-        self.pages = KV_FORMATS[dtype].allocate(model.config, num_pages, PAGE_SIZE, self.device)
+        self.pages = kv_format.allocate(model.config, num_pages, PAGE_SIZE, self.device)
 
     def hidden(self, inputs: list[SequenceInput]) -> Tensor:
         """Computes the inputs and stores their keys and values. Returns `[R, D]`, sequence after sequence."""

@@ -81,6 +81,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", "port to listen on; 0 takes a free one", type=int)
     add("--served-model-name", "names that requests use for the model", nargs="+", metavar="NAME")
     add("--dtype", "auto, float32, bfloat16 or float16")
+    add("--kv-cache-dtype", "auto, or int8 or fp8: keys and values in 8 bits, so that more tokens fit")
     add("--device", "auto, cpu, cuda or cuda:N")
     add("--max-model-len", "most tokens of prompt and output together", type=int, metavar="TOKENS")
     add("--gpu-memory-utilization", "fraction of the GPU's memory to use", type=float, metavar="FRACTION")

@@ -171,7 +171,8 @@ def announce_engine(options: ServerOptions, info: Ready) -> None:
     adapters = f"; adapters: {', '.join(options.engine.adapters)}" if options.engine.adapters else ""
     print(
         f"ready after {info.load_s:.1f} s: {options.model_names[0]}, {info.dtype} on {info.device}, "
-        f"{info.num_pages} KV pages = {info.num_pages * info.page_size} tokens, "
+        f"{info.num_pages} KV pages = {info.num_pages * info.page_size} tokens "
+        f"of {info.kv_bytes_per_token:,} bytes in {info.kv_cache_dtype}, "
         f"context {info.max_model_len} tokens, {draft}{adapters}",
         flush=True,
     )

@@ -115,16 +115,17 @@ def make_engine(target: Transformer, draft: Transformer | str | None, device: to
     return Engine(EngineConfig(model="toy", draft=name, device=device.type, **(sizes | options)), models)
 
 
-@pytest.mark.parametrize("draft", [None, "equal", "stranger"])
-def test_the_engine_says_what_it_says_on_the_cpu(draft: str | None) -> None:
-    """Speculation must change nothing, whether all drafts are accepted or none."""
+@pytest.mark.parametrize(("draft", "kept"), [(None, "auto"), ("equal", "auto"), ("stranger", "auto"), (None, "int8")])
+def test_the_engine_says_what_it_says_on_the_cpu(draft: str | None, kept: str) -> None:
+    """Speculation must change nothing, whether all drafts are accepted or none, nor in what pages are kept."""
     prompts, params = random_prompts(3, seed=2, high=30), greedy(6)
     cpu = torch.device("cpu")
-    expected = generate(make_engine(small_model("qwen3"), None, cpu), prompts, params)
+    expected = generate(make_engine(small_model("qwen3"), None, cpu, kv_cache_dtype=kept), prompts, params)
     with triton() as device:
         target = small_model("qwen3").to(device).fuse()
         drafts = {"equal": target, "stranger": small_model(seed=8, num_layers=1).to(device)}
-        engine = make_engine(target, drafts[draft] if draft else None, device, num_speculative_tokens=2)
+        options: dict[str, Any] = {"num_speculative_tokens": 2, "kv_cache_dtype": kept}
+        engine = make_engine(target, drafts[draft] if draft else None, device, **options)
         assert generate(engine, prompts, params) == expected
     if draft:
         stats = engine.stats()

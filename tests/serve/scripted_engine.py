@@ -125,6 +125,8 @@ def load(config: EngineConfig) -> tuple[ScriptedEngine, Ready]:
         model=config.model,
         draft=None,
         dtype="none",
+        kv_cache_dtype="none",
+        kv_bytes_per_token=0,
         device="none",
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,

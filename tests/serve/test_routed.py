@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from model.config import MixtureOfDepths
+from model.kv_format import choose_kv_format
 from model.transformer import Transformer
 from serve.engine.kv_cache import PAGE_SIZE
 from serve.engine.runner import Runner
@@ -134,7 +135,12 @@ def test_requests_do_not_notice_each_other(model: Transformer) -> None:
 
 
 def make_runner(route: str) -> Runner:
-    return Runner(routed_model(route), 4, dtype=torch.float32, feed=torch.zeros(1, 1, dtype=torch.int64))
+    return Runner(
+        routed_model(route),
+        4,
+        kv_format=choose_kv_format("auto", torch.float32),
+        feed=torch.zeros(1, 1, dtype=torch.int64),
+    )
 
 
 def test_copies_of_pages_take_along_who_is_there() -> None:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import ClassVar, Protocol
 
-import torch
-
+from model.kv_format import KVFormat
 from serve.config import DRAFT_MODEL, DRAFTS
 from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import DraftTree
@@ -25,7 +24,8 @@ class DraftContext:
     """The pages of each sequence, under whose ids the draft may keep what it likes."""
     model: LanguageModel | None
     """What `Models.draft` holds, for kinds that need a model."""
-    dtype: torch.dtype
+    kv_format: KVFormat
+    """The target's, for keys and values of its own."""
     max_tokens: int
     """Most rows of one pass."""
     timer: PassTimer

@@ -56,7 +56,7 @@ class ModelDraft:
         if context.model is None:
             raise ValueError("a model that drafts must be loaded")
         state, cache = context.sampler.state, context.cache
-        self.runner = Runner(context.model, cache.num_pages, dtype=context.dtype, feed=state.feed)
+        self.runner = Runner(context.model, cache.num_pages, kv_format=context.kv_format, feed=state.feed)
         self.sampler, self.pool = context.sampler, cache.pool
         self.max_tokens, self.timer = context.max_tokens, context.timer
         self.last_token = context.model.config.vocab_size - 1
