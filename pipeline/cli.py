@@ -116,6 +116,11 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     plan.add_argument("--gpu-memory", metavar="80GiB", help="memory to fit (default: this GPU's, or common sizes)")
     plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
     plan.set_defaults(command=_plan, late="overrides")
+    export = commands.add_parser("export", help="write a finished model as another program wants it")
+    export.add_argument("model", metavar="MODEL", help="folder of a model or of a run")
+    export.add_argument("--to", required=True, metavar="LAYOUT[:TYPE]", help="such as gguf (in bf16) or gguf:q4_0")
+    export.add_argument("--out", type=Path, metavar="PATH", help="what to write (default: NAME-TYPE in this folder)")
+    export.set_defaults(command=_export)
     recipe = commands.add_parser("recipe", help="show or check a recipe")
     actions = recipe.add_subparsers(required=True, metavar="ACTION")
     for name, text in (("show", "print it with every default and override"), ("validate", "only check it")):
@@ -208,6 +213,13 @@ def _plan(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(terminal_table(plan_table(plans, budgets), width=console.width))
     console.print(note(plans), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from pipeline.export import export
+
+    print(export(options))
     return 0
 
 

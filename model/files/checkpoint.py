@@ -77,6 +77,26 @@ class TensorFiles:
             return file.get_tensor(name)
 
 
+def dense_sources(folder: str | Path) -> dict[str, Callable[[], Tensor]]:
+    """Every tensor of a folder of dense weights, in the order of `tensor_shapes`, to be read when it is called.
+
+    Raises CheckpointError as `load_model` does: for names at once, for a tensor when it is read.
+    """
+    folder = Path(folder)
+    config, files = load_config(folder), TensorFiles(folder)
+    shapes = tensor_shapes(config)
+    _check_names(folder, config, shapes.keys(), files.places)
+    if config.tie_word_embeddings and HEAD in files.places:
+        _check_tied_head(files)
+    return {name: partial(_read_dense, files, name, shape) for name, shape in shapes.items()}
+
+
+def _read_dense(files: TensorFiles, name: str, shape: torch.Size) -> Tensor:
+    tensor = files.read(name)
+    _check_tensor(f"{files.places[name]} holds {name}", tensor, shape)
+    return tensor
+
+
 def load_model(
     folder: str | Path,
     *,

@@ -6,7 +6,7 @@ into words before merging (`tokenizer.ggml.pre`). The table below holds those ru
 
 from typing import Any
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # entries of tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # entries of tokenizer.ggml.token_type
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = (
@@ -40,6 +40,11 @@ NORMALIZED_TO_NFC = ("qwen2", "deepseek-r1-qwen")
 
 class GGUFError(ValueError):
     """A GGUF file that cannot be imported faithfully; the sentence names the field or the tensor."""
+
+
+def padding_token(row: int) -> str:
+    """What llama.cpp's converter calls a row of the embeddings that no token has; its type is UNUSED."""
+    return f"[PAD{row}]"
 
 
 def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -166,17 +171,21 @@ def _sentencepiece_parts(metadata: dict[str, Any]) -> dict[str, Any]:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": vocabulary,
-            "merges": _merges_from_scores(vocabulary, _field(metadata, "scores"), _field(metadata, "token_type")),
+            "merges": merges_from_scores(vocabulary, _field(metadata, "scores"), _field(metadata, "token_type")),
         },
     }
 
 
 def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
-    tokens = _field(metadata, "tokens")
+    """Ids by token; rows that only pad the embeddings are none."""
+    tokens, types = _field(metadata, "tokens"), _field(metadata, "token_type")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         double = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
         raise GGUFError(f"tokenizer.ggml.tokens lists {double!r} twice.")
+    for row, (token, kind) in enumerate(zip(tokens, types, strict=False)):
+        if kind == UNUSED and token == padding_token(row):
+            del vocabulary[token]
     return vocabulary
 
 
@@ -188,7 +197,7 @@ def _merge_pair(merge: str) -> list[str]:
     return [merge[:cut], merge[cut + 1 :]]
 
 
-def _merges_from_scores(vocabulary: dict[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
+def merges_from_scores(vocabulary: dict[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
     """SentencePiece merges whichever neighbours form the token of the highest score; BPE wants those pairs in order.
 
     Only ordinary tokens form: text that spells a control token must not merge into it.

@@ -28,7 +28,7 @@ def test_help_is_fast_and_imports_no_torch() -> None:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         fastest = min(fastest, time.perf_counter() - started)
     assert done.returncode == 0
-    for command in ("run", "serve", "generate", "report", "plan", "doctor", "recipe"):
+    for command in ("run", "serve", "generate", "report", "plan", "doctor", "export", "recipe"):
         assert command in done.stdout
     heavy = {
         "torch",
@@ -65,6 +65,8 @@ def test_recipes_are_checked_without_torch() -> None:
         (["report", "nowhere"], "nowhere is no run folder: it has no recipe.yaml."),
         (["serve", "nowhere"], "nowhere is neither a model folder (with config.json) nor a run folder"),
         (["generate", "nowhere", "hello"], "nowhere is neither a model folder"),
+        (["export", "nowhere", "--to", "gguf"], "nowhere is neither a model folder"),
+        (["export", "nowhere", "--to", "onnx"], "Nothing can be exported to 'onnx'; known are gguf."),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

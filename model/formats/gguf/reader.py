@@ -1,10 +1,8 @@
 """Import of GGUF files of the Llama family: dequantized weights, configuration and tokenizer as a Hugging Face folder.
 
-GGUF is llama.cpp's single-file format: key-value metadata, then tensors in ggml's block formats. Names and layouts
-follow llama.cpp's converter from Hugging Face, which this module inverts.
+Names and layouts follow llama.cpp's converter from Hugging Face, which this module inverts.
 """
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,30 +15,18 @@ from kernels.attention.rotary import rope_frequencies
 from model.config import ARCHITECTURES, ModelConfig
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.files.safe_io import write_json, write_text
+from model.formats.gguf.names import (
+    INTERLEAVED_FAMILIES,
+    ROPE_DIVISORS,
+    SUPPORTED_FAMILIES,
+    halves_from_pairs,
+    hugging_face_name,
+    is_rotated,
+)
 from model.text.gguf_tokenizer import GGUFError, chat_template, special_token_ids, tokenizer_config, tokenizer_json
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
-
-# Families whose q and k rows llama.cpp stores for rotation of neighbouring pairs, not of the two halves of a head.
-INTERLEAVED_FAMILIES = ("llama", "smollm3")
-SUPPORTED_FAMILIES = (*INTERLEAVED_FAMILIES, "qwen2", "qwen3")
-GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Divisors of the rotary frequencies; they become `rope_scaling` in the configuration.
-ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -51,7 +37,7 @@ def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = to
     folder = Path(folder)
     metadata, tensors = _contents(Path(path))
     config = _config(metadata, tensors)
-    renamed = {_hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
+    renamed = {hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
     expected = tensor_shapes(config)
     if missing := [name for name in expected if name not in renamed]:
         raise GGUFError(f"{path} lacks the tensor that becomes {missing[0]}.")
@@ -164,18 +150,6 @@ def _rope_scaling(
     return scaling
 
 
-def _hugging_face_name(name: str) -> str:
-    """`blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match:
-        layer, part, kind = match.groups()
-        if layer is None and part in GLOBAL_TENSORS:
-            return f"{GLOBAL_TENSORS[part]}.{kind}"
-        if layer is not None and part in LAYER_TENSORS:
-            return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
-    raise GGUFError(f"The GGUF file holds the unknown tensor {name}.")
-
-
 def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig) -> Tensor:
     """One tensor in fp32, its rows in Hugging Face's order."""
     from gguf import dequantize
@@ -184,12 +158,6 @@ def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig) -> Tensor:
         weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
     except NotImplementedError:
         raise GGUFError(f"{tensor.name} is stored as {tensor.tensor_type.name}, which cannot be dequantized.") from None
-    if config.family in INTERLEAVED_FAMILIES and (".q_proj." in name or ".k_proj." in name):
-        return _halves_from_pairs(weight, config.head_dim)
+    if config.family in INTERLEAVED_FAMILIES and is_rotated(name):
+        return halves_from_pairs(weight, config.head_dim)
     return weight
-
-
-def _halves_from_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head from (0, d/2, 1, d/2 + 1, ...) back to (0, 1, 2, ...). `[heads * d, ...]`."""
-    pairs = weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,227 @@
+"""Export of a Hugging Face folder of dense weights as one GGUF file that llama.cpp loads: the inverse of `reader.py`.
+
+Matrices take the type that is asked for, everything else is fp32. As in llama.cpp's own files the matrix that makes
+logits keeps 8 bits where others have 4, and a matrix whose rows the blocks do not divide is stored in fp16.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention.rotary import rope_frequencies
+from model.config import ModelConfig
+from model.files.adapter import base_folder
+from model.files.checkpoint import EMBEDDING, HEAD, dense_sources, is_quantized, load_config, tensor_shapes
+from model.files.safe_io import sync_file
+from model.formats.gguf.blocks import BLOCK_TYPES
+from model.formats.gguf.names import INTERLEAVED_FAMILIES, ROPE_DIVISORS, gguf_name, is_rotated, pairs_from_halves
+from model.text.gguf_tokenizer import GGUFError
+from model.text.gguf_vocabulary import tokenizer_metadata
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FILE_TYPES = {"bf16": 32, "f16": 1, "f32": 0, "q8_0": 7, "q4_0": 2, "q4_1": 3}
+"""What can be asked for, and llama.cpp's number for a file of it."""
+QUANTIZATION_VERSION = 2
+LLAMA_CPP_FAMILIES = {"mistral": "llama"}
+ROTATED_IN_PAIRS = (*INTERLEAVED_FAMILIES, *LLAMA_CPP_FAMILIES)
+# What llama.cpp computes in each family, besides what all have.
+BIASES = {"llama": ("qkv_bias", "output_bias", "mlp_bias"), "qwen2": ("qkv_bias",)}
+ROPE_LAYERS_WITHOUT = 4
+"""In SmolLM3 llama.cpp rotates nothing in every fourth layer."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the file, made when it is written."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    """ggml's name."""
+    read: Callable[[], Tensor]
+
+    @property
+    def row_bytes(self) -> int:
+        if self.type in DENSE:
+            return self.shape[-1] * DENSE[self.type].itemsize
+        block = BLOCK_TYPES[self.type]
+        return self.shape[-1] // block.num_weights * block.num_bytes
+
+    def stored(self) -> np.ndarray:
+        """u8 [..., bytes of a row]; GGUFError where a weight is too large for the type."""
+        weight = self.read()
+        if self.type not in DENSE:
+            return BLOCK_TYPES[self.type].quantize(weight).numpy()
+        dense = weight.to(DENSE[self.type]).contiguous()
+        if not torch.isfinite(dense).all():
+            raise GGUFError(f"{self.name} holds values that are not finite in {self.type}; nothing is written.")
+        return dense.view(torch.uint8).numpy()
+
+
+def export_gguf(folder: str | Path, path: str | Path, *, type: str = "bf16", name: str | None = None) -> None:
+    """Writes the model in `folder` to the new file `path`, its matrices in `type`, one of FILE_TYPES.
+
+    `name` is what the file says that it holds; None: the folder's. Raises GGUFError for what GGUF or llama.cpp cannot
+    hold, CheckpointError or TokenizerError for a folder that cannot be read.
+    """
+    folder, path = Path(folder), Path(path)
+    if type not in FILE_TYPES:
+        raise GGUFError(f"{type!r} is not a type of GGUF file; known are {', '.join(FILE_TYPES)}.")
+    if path.exists():
+        raise GGUFError(f"{path} is there already; remove it or name another file.")
+    _check_is_dense(folder)
+    config = load_config(folder)
+    _check_fits(config)
+    metadata = {
+        "general.name": name or folder.name,
+        **_metadata(config),
+        **tokenizer_metadata(folder, config.vocab_size),
+    }
+    metadata |= {"general.file_type": FILE_TYPES[type], "general.quantization_version": QUANTIZATION_VERSION}
+    part = path.with_name(f"{path.name}.part")
+    try:
+        _write(part, _family(config), metadata, _tensors(folder, config, type.upper()))
+        sync_file(part)
+        os.replace(part, path)
+        sync_file(path.absolute().parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _check_is_dense(folder: Path) -> None:
+    if base_folder(folder) != folder:
+        raise GGUFError(
+            f"{folder} holds an adapter beside its base; merge it into the base and export what that gives."
+        )
+    if is_quantized(folder):
+        raise GGUFError(f"The weights of {folder} are quantized already; export the model that they were made of.")
+
+
+def _check_fits(config: ModelConfig) -> None:
+    """GGUFError naming what llama.cpp would not compute, or would compute otherwise."""
+    family = _family(config)
+    if config.mixture_of_depths is not None:
+        raise GGUFError("GGUF holds no routers (mixture of depths); export a model of the recipe from before them.")
+    if config.layer_kv_heads:
+        raise GGUFError(
+            f"llama.cpp reads as many KV heads in every layer, not {list(config.layer_kv_heads)}; group them alike."
+        )
+    if any(window is not None for window in config.windows):
+        raise GGUFError(
+            "llama.cpp ignores this family's sliding window; if your texts fit into the window, set sliding_window to "
+            "null in config.json and export again."
+        )
+    if family == "smollm3" and config.rope_layers != tuple(
+        (layer + 1) % ROPE_LAYERS_WITHOUT != 0 for layer in range(config.num_layers)
+    ):
+        raise GGUFError("llama.cpp leaves every fourth layer of SmolLM3 without rotation, this model has others.")
+    for bias in ("qkv_bias", "output_bias", "mlp_bias"):
+        if getattr(config, bias) and bias not in BIASES.get(family, ()):
+            raise GGUFError(f"llama.cpp knows no such biases in models of the family {family}: {bias}.")
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3" and family != "llama":
+        raise GGUFError(f"llama.cpp reads no divisors of the rotary frequencies for the family {family}.")
+
+
+def _family(config: ModelConfig) -> str:
+    return LLAMA_CPP_FAMILIES.get(config.family, config.family)
+
+
+def _metadata(config: ModelConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_query_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope_theta),
+        "vocab_size": config.vocab_size,
+    }
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "linear":
+        fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope_scaling["factor"])}
+    return {f"{_family(config)}.{name}": value for name, value in fields.items()}
+
+
+def _tensors(folder: Path, config: ModelConfig, type: str) -> list[StoredTensor]:
+    sources, shapes = dense_sources(folder), tensor_shapes(config)
+    head = EMBEDDING if config.tie_word_embeddings else HEAD
+    tensors = []
+    for name, read in sources.items():
+        stored_as = "F32" if len(shapes[name]) == 1 else _fitting(type, shapes[name][-1], makes_logits=name == head)
+        if config.family in ROTATED_IN_PAIRS and is_rotated(name):
+            read = partial(_in_pairs, read, config.head_dim)
+        tensors.append(StoredTensor(gguf_name(name), tuple(shapes[name]), stored_as, read))
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
+        plain, scaled = (
+            rope_frequencies(config.head_dim, config.rope_theta, how) for how in (None, config.rope_scaling)
+        )
+        tensors.append(StoredTensor(ROPE_DIVISORS, tuple(plain.shape), "F32", lambda: plain / scaled))
+    return tensors
+
+
+def _fitting(type: str, columns: int, *, makes_logits: bool) -> str:
+    if type in DENSE:
+        return type
+    if columns % BLOCK_TYPES[type].num_weights:
+        return "F16"
+    return "Q8_0" if makes_logits else type
+
+
+def _in_pairs(read: Callable[[], Tensor], head_dim: int) -> Tensor:
+    return pairs_from_halves(read(), head_dim)
+
+
+def _write(path: Path, family: str, metadata: dict[str, Any], tensors: list[StoredTensor]) -> None:
+    """One tensor is in memory at a time."""
+    writer, types = _open(path, family)
+    for name, value in metadata.items():
+        _add(writer, name, value)
+    for tensor in tensors:
+        shape = (*tensor.shape[:-1], tensor.row_bytes)
+        num_bytes = math.prod(shape)
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), num_bytes, raw_dtype=types[tensor.type])
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.stored())
+    finally:
+        writer.close()
+
+
+def _open(path: Path, family: str) -> "tuple[GGUFWriter, Any]":
+    """A writer, and the types of tensors by name."""
+    try:
+        from gguf import GGMLQuantizationType, GGUFWriter
+    except ImportError:
+        raise GGUFError("Writing GGUF files needs the package gguf: pip install gguf.") from None
+    return GGUFWriter(path, family), GGMLQuantizationType
+
+
+def _add(writer: "GGUFWriter", name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)

@@ -1,0 +1,56 @@
+"""`potstill export`: a finished model in the layout of another program.
+
+What can be written is one line of TARGETS; the module that it names is imported when it is asked for.
+"""
+
+import argparse
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.run_folder import resolve_served
+
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layout that models can be written in."""
+
+    function: str
+    """"module:name"; takes a model folder, a path that is not there yet, a type and the model's name."""
+    default_type: str
+    suffix: str
+    """Of what is written."""
+
+
+TARGETS = {"gguf": Target("model.formats.gguf.writer:export_gguf", "bf16", ".gguf")}
+
+
+def export(options: argparse.Namespace) -> str:
+    """Writes the model that the options name; returns the sentence that says what was written."""
+    target_name, _, wanted = options.to.partition(":")
+    if target_name not in TARGETS:
+        raise UserError(f"Nothing can be exported to {target_name!r}; known are {', '.join(TARGETS)}.")
+    target, served = TARGETS[target_name], resolve_served(options.model)
+    folder, type = Path(served.model), wanted or target.default_type
+    name = served.name or _name_of(folder)
+    out = options.out or Path(f"{name}-{type}{target.suffix}")
+    module, _, function = target.function.partition(":")
+    getattr(import_module(module), function)(folder, out, type=type, name=name)
+    return _sentence(folder, out, type)
+
+
+def _name_of(folder: Path) -> str:
+    """Of a model folder; the stage's in a run, where each is called "model"."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
+def _sentence(folder: Path, out: Path, type: str) -> str:
+    from model.files.checkpoint import load_config
+
+    parameters, num_bytes = load_config(folder).num_parameters(), out.stat().st_size
+    size = f"{num_bytes / MEGABYTE:,.1f} MB, {8 * num_bytes / parameters:.2f} bits a weight"
+    return f"{out} holds {folder} in {type}: {parameters / 1e6:,.1f} M parameters in {size}, tokenizer included."

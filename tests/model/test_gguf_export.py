@@ -1,0 +1,248 @@
+"""GGUF export: what is written comes back through the import, whose own oracle is transformers, to the bit."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.lora import inject
+from compress.quantize.round_to_nearest import quantize_folder
+from model.config import MixtureOfDepths
+from model.files.adapter import save_adapter
+from model.files.checkpoint import load_config, load_model, replace_config, save_model
+from model.formats.gguf.blocks import BLOCK_TYPES
+from model.formats.gguf.reader import import_gguf
+from model.formats.gguf.writer import FILE_TYPES, export_gguf
+from model.formats.registry import format_named
+from model.lora import LoraConfig
+from model.text.gguf_tokenizer import GGUFError, tokenizer_json
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from tests.model import tiny_tokenizers
+from tests.model.test_gguf import sentencepiece_metadata, tiny
+from tests.tiny import full_logits
+
+TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+ENDS = {"bos_token_id": 3, "eos_token_ids": (2,), "pad_token_id": 0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def model_folder(
+    path: Path, family: str = "llama", *, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Transformer:
+    """The folder of a tiny model, 12 rows of whose embeddings have no token."""
+    model = tiny(family, **ENDS | changes)
+    save_model(model, path, dtype=dtype)
+    tiny_tokenizers.our_tokenizer(template="chatml").save(path)
+    return model
+
+
+def there_and_back(path: Path, type: str = "f32", dtype: torch.dtype = torch.float32) -> Path:
+    export_gguf(path / "folder", path / "model.gguf", type=type)
+    import_gguf(path / "model.gguf", path / "again", dtype=dtype)
+    return path / "again"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
+def test_a_model_comes_back_as_it_was(family: str, tied: bool, tmp_path: Path) -> None:
+    original = model_folder(tmp_path / "folder", family, tie_word_embeddings=tied)
+    again = load_model(there_and_back(tmp_path))
+    for name, parameter in original.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+    assert replace(again.config, initializer_range=original.config.initializer_range) == original.config
+    assert torch.equal(full_logits(again, TOKENS), full_logits(original, TOKENS))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LLAMA3, "rope_theta": 500_000.0, "head_dim": 64},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    ],
+    ids=["llama3", "linear", "biases"],
+)
+def test_features_of_a_configuration_come_back(changes: dict[str, Any], tmp_path: Path) -> None:
+    original = model_folder(tmp_path / "folder", **changes)
+    again = load_model(there_and_back(tmp_path))
+    assert replace(again.config, initializer_range=original.config.initializer_range) == original.config
+    assert torch.equal(full_logits(again, TOKENS), full_logits(original, TOKENS))
+
+
+def test_mistral_without_a_window_is_a_llama_to_llama_cpp(tmp_path: Path) -> None:
+    original = model_folder(tmp_path / "folder", "mistral", windows=(None, None))
+    again = load_model(there_and_back(tmp_path))
+    assert again.config.family == "llama"
+    assert torch.equal(full_logits(again, TOKENS), full_logits(original, TOKENS))
+
+
+def test_bf16_keeps_every_bit(tmp_path: Path) -> None:
+    original = model_folder(tmp_path / "folder", dtype=torch.bfloat16)
+    again = load_model(there_and_back(tmp_path, "bf16", torch.bfloat16), dtype="auto")
+    for name, parameter in original.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter.bfloat16()), name
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0", "q4_1"])
+def test_quantized_types_round_matrices_alone(type: str, tmp_path: Path) -> None:
+    original = model_folder(tmp_path / "folder", "qwen2")
+    again = load_model(there_and_back(tmp_path, type))
+    for name, parameter in original.named_parameters():
+        block = BLOCK_TYPES["Q8_0" if name == "lm_head.weight" else type.upper()]
+        expected = parameter
+        if parameter.ndim == 2:
+            expected = block.unpack(block.quantize(parameter.detach())).dequantize()
+        assert torch.equal(again.get_parameter(name), expected), name
+    bits = (
+        8 * sum(path.stat().st_size for path in tmp_path.glob("*.gguf")) / sum(p.numel() for p in original.parameters())
+    )
+    assert bits < {"q8_0": 11.5, "q4_0": 8.5, "q4_1": 9}[type]  # the tokenizer is a large part of so small a model
+
+
+def test_rows_that_blocks_do_not_divide_are_stored_in_fp16(tmp_path: Path) -> None:
+    original = model_folder(tmp_path / "folder", hidden_size=72, head_dim=16)
+    again = load_model(there_and_back(tmp_path, "q4_0"))
+    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"):
+        assert torch.equal(again.get_parameter(name), original.get_parameter(name).half().float()), name
+
+
+# Tokenizers
+
+
+def assert_same_tokenizer(one: Path, other: Path) -> None:
+    ours, theirs = Tokenizer.load(one), Tokenizer.load(other)
+    for text in (tiny_tokenizers.TEXT, "12345 don't\n\n  x <|im_end|> <think>", "世界 👩‍💻\t½ ① \u00a0 "):
+        for flags in ({}, {"allow_special": True}, {"add_special_tokens": True}):
+            assert theirs.encode(text, **flags) == ours.encode(text, **flags)
+        assert theirs.decode(theirs.encode(text)) == ours.decode(ours.encode(text))
+    assert theirs.control_tokens == ours.control_tokens
+    assert theirs.special_tokens == ours.special_tokens
+    assert theirs.vocab_size == ours.vocab_size
+    assert (theirs.bos_token_id, theirs.eos_token_ids, theirs.pad_token_id) == (
+        ours.bos_token_id,
+        ours.eos_token_ids,
+        ours.pad_token_id,
+    )
+    assert {name: template.source for name, template in theirs.templates.items()} == {
+        name: template.source for name, template in ours.templates.items()
+    }
+
+
+def test_a_tokenizer_and_its_templates_come_back(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder")
+    there_and_back(tmp_path)
+    assert_same_tokenizer(tmp_path / "folder", tmp_path / "again")
+    messages = [{"role": "user", "content": "hi"}]
+    asked = [
+        Tokenizer.load(tmp_path / name).chat_token_ids(messages, add_generation_prompt=True)
+        for name in ("folder", "again")
+    ]
+    assert asked[0] == asked[1]
+
+
+def test_a_sentencepiece_tokenizer_comes_back(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", vocab_size=720)
+    metadata = sentencepiece_metadata()
+    metadata |= {"tokenizer.ggml.add_space_prefix": True}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    Tokenizer(json.dumps(tokenizer_json(metadata)), config=names).save(tmp_path / "folder")
+    (tmp_path / "folder" / "chat_template.jinja").unlink()
+    (tmp_path / "folder" / "generation_config.json").unlink()
+    there_and_back(tmp_path)
+    assert_same_tokenizer(tmp_path / "folder", tmp_path / "again")
+
+
+# What cannot be exported
+
+
+def refusal(folder: Path, path: Path, **options: Any) -> str:
+    with pytest.raises(GGUFError) as error:
+        export_gguf(folder, path, **options)
+    assert not list(path.parent.glob("*.part"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"mixture_of_depths": MixtureOfDepths("block", (1,), capacity=0.5)}, "GGUF holds no routers"),
+        ({"layer_kv_heads": (1, 2)}, "as many KV heads in every layer, not [1, 2]"),
+        ({"family": "mistral", "windows": (12, 12)}, "ignores this family's sliding window"),
+        ({"family": "smollm3", "rope_layers": (True, False)}, "every fourth layer"),
+        ({"family": "qwen3", "qkv_bias": True}, "no such biases in models of the family qwen3: qkv_bias"),
+        ({"family": "qwen2", "rope_scaling": LLAMA3}, "no divisors of the rotary frequencies for the family qwen2"),
+        ({"eos_token_ids": (1, 2, 4, 5)}, "The model has 4 tokens that end a text"),
+        ({"vocab_size": 499}, "token 500 has no row in the embeddings, which have 499"),
+    ],
+)
+def test_what_gguf_or_llama_cpp_cannot_hold_is_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder")
+    replace_config(tmp_path / "folder", replace(load_config(tmp_path / "folder"), **changes))
+    if "eos_token_ids" in changes:
+        generation = json.dumps({"eos_token_id": list(changes["eos_token_ids"])})
+        (tmp_path / "folder" / "generation_config.json").write_text(generation)
+    assert sentence in refusal(tmp_path / "folder", tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
+            "rule that llama.cpp has no name for",
+        ),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "rule that llama.cpp has no name for"),
+        ({"normalizer": {"type": "Lowercase"}}, "normalizes text by Lowercase"),
+    ],
+)
+def test_other_tokenizers_are_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder")
+    path = tmp_path / "folder" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert sentence in refusal(tmp_path / "folder", tmp_path / "model.gguf")
+
+
+def test_merges_in_no_order_of_tokens_are_refused(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", vocab_size=720)
+    tiny_tokenizers.our_tokenizer("metaspace").save(tmp_path / "folder")
+    assert "merges do not follow" in refusal(tmp_path / "folder", tmp_path / "model.gguf")
+
+
+def test_weights_that_are_quantized_or_too_large_are_refused(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "folder")
+    quantize_folder(tmp_path / "folder", tmp_path / "quantized", format_named("nf4"))
+    assert "are quantized already" in refusal(tmp_path / "quantized", tmp_path / "model.gguf")
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = 1e6
+    save_model(model, tmp_path / "large")
+    tiny_tokenizers.our_tokenizer().save(tmp_path / "large")
+    sentence = refusal(tmp_path / "large", tmp_path / "model.gguf", type="f16")
+    assert "blk.1.ffn_up.weight holds values that are not finite in F16" in sentence
+
+
+def test_an_adapter_beside_its_base_is_refused(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "base")
+    config = LoraConfig(rank=2)
+    inject(model, config)
+    save_adapter(model, tmp_path / "folder", config)
+    shutil.copytree(tmp_path / "base", tmp_path / "folder" / "base")
+    assert "merge it into the base" in refusal(tmp_path / "folder", tmp_path / "model.gguf")
+
+
+def test_files_are_never_replaced_and_types_are_named(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder")
+    (tmp_path / "model.gguf").write_text("mine")
+    assert "is there already" in refusal(tmp_path / "folder", tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").read_text() == "mine"
+    assert f"known are {', '.join(FILE_TYPES)}" in refusal(tmp_path / "folder", tmp_path / "other.gguf", type="q2")
