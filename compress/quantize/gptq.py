@@ -31,26 +31,26 @@ def gptq_levels(weight: Tensor, hessian: Tensor, grid: Grid, *, act_order: bool 
     order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(len(hessian))
     order = order.to(weight.device)
     factor = inverse_factor(hessian[order][:, order])
-    scales, zeros = grid.columns(order)
-    rest = weight.float()[:, order]
+    # Transposed, so that a column of the weight is a piece of memory.
+    scales, zeros = (part.T.contiguous() for part in grid.columns(order))
+    rest = weight.float()[:, order].T.contiguous()
     levels = torch.empty_like(rest)
-    for start in range(0, rest.shape[1], _BLOCK):
+    for start in range(0, len(rest), _BLOCK):
         block = slice(start, start + _BLOCK)
         errors = _round_block(
-            rest[:, block], levels[:, block], scales[:, block], zeros[:, block], factor[block, block], grid.highest
+            rest[block], levels[block], scales[block], zeros[block], factor[block, block], grid.highest
         )
-        rest[:, start + _BLOCK :] -= errors @ factor[block, start + _BLOCK :]
-    return levels[:, order.argsort()].to(torch.uint8)
+        rest[start + _BLOCK :].addmm_(factor[block, start + _BLOCK :].T, errors, alpha=-1)
+    return levels[order.argsort()].T.to(torch.uint8).contiguous()
 
 
 def _round_block(rest: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, highest: int) -> Tensor:
-    """Fills `levels`; the errors of columns over their U_ii, [N, block]. `rest` is used up."""
+    """Fills `levels`; the errors of columns over their U_ii. All but `factor` are [block, N]; `rest` is used up."""
     errors = torch.empty_like(rest)
-    for i in range(rest.shape[1]):
-        column, scale, zero = rest[:, i], scales[:, i], zeros[:, i]
-        levels[:, i] = nearest(column, scale, zero, highest)
-        errors[:, i] = (column - (levels[:, i] - zero) * scale) / factor[i, i]
-        rest[:, i + 1 :] -= errors[:, i, None] * factor[i, i + 1 :]
+    for i, column in enumerate(rest):
+        levels[i] = nearest(column, scales[i], zeros[i], highest)
+        errors[i] = (column - (levels[i] - zeros[i]) * scales[i]) / factor[i, i]
+        rest[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
     return errors
 
 

@@ -1,0 +1,255 @@
+"""Training through rounding: a model learns with the weights that it will be exported with.
+
+    ŵ = s · (clamp(round(w / s) + z, 0, 2^bits − 1) − z)       in the forward pass, as `IntegerFormat` stores it
+
+    dw = dŵ where w / s lies between the lowest level and the highest, else 0    rounding counts as the identity
+    ds = Σ dŵ · (level − z − w / s) there, Σ dŵ · (level − z) elsewhere          of each group, over √(g (2^bits − 1))
+
+The forward product is that of the exported weight itself, so what is trained is served, bit for bit. What is trained:
+
+    scales      s alone; the levels stay
+    low_rank    s, and A and B of w + B A around a frozen w; merged before the last rounding
+    all         s and w
+
+and the norms each time, with "all" embeddings and biases too. Sources: straight-through gradients
+https://arxiv.org/abs/1308.3432; those of scales LSQ, https://arxiv.org/abs/1902.08153.
+
+Legend: T tokens, N output features, K input features, G groups of a row, g elements of a group, r rank.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.quantize.grid import Grid, group_size
+from compress.quantize.round_to_nearest import QuantizationError
+from kernels.linear.quantization import IntegerWeight
+from model.formats.base import IntegerFormat
+from model.layers import RMSNorm
+from model.quantized import QuantizedLinear, quantized_layers, set_quantized
+from model.transformer import Transformer
+
+Trained = Literal["scales", "low_rank", "all"]
+RANK = 16
+_SMALLEST_SCALE = 1e-8
+
+
+class FakeQuantizedLinear(nn.Module):
+    """`x [T, K] -> [T, N]` with a weight on a grid whose scales are trained; the levels stay."""
+
+    def __init__(self, layer: QuantizedLinear, format: IntegerFormat, scale_dtype: torch.dtype) -> None:
+        """`scale_dtype`: in which files will keep the scales. Numbers of it are used; what is trained is fp32."""
+        super().__init__()
+        self.out_features, self.in_features = layer.out_features, layer.in_features
+        self.format, self.bias, self.scale_dtype = format, layer.bias, scale_dtype
+        weight: Any = layer.weight
+        levels, scales, zeros = format.unpack(weight)
+        self.levels: Tensor
+        self.zeros: Tensor | None
+        self.register_buffer("levels", levels, persistent=False)
+        self.register_buffer("zeros", zeros, persistent=False)
+        self.scales = nn.Parameter(scales.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        with torch.autocast(kind, enabled=False):
+            scales = _used(self.scales, self.scale_dtype)
+            return _ExportedProduct.apply(x, self.values(scales), self.bias, self._pack(scales), self.format)
+
+    def values(self, scales: Tensor) -> Tensor:
+        """ŵ [N, K] fp32, of the scales in use [N, G]; differentiable."""
+        steps = self.levels.view(*scales.shape, -1).float() - self._zeros()
+        return (steps * scales[..., None]).flatten(1)
+
+    @torch.no_grad()
+    def levels_of(self, scales: Tensor) -> Tensor:
+        """Levels u8 [N, K] with these scales."""
+        return self.levels
+
+    @torch.no_grad()
+    def exported(self) -> IntegerWeight:
+        """The weight that the forward pass multiplies with."""
+        return self._pack(_used(self.scales, self.scale_dtype))
+
+    def _pack(self, scales: Tensor) -> IntegerWeight:
+        return self.format.pack(self.levels_of(scales), scales.detach(), self.zeros)
+
+    def grid(self, scales: Tensor) -> Grid:
+        return Grid(scales, self.zeros, self.format.bits, group_size(self.format, self.in_features))
+
+    def _zeros(self) -> Tensor:
+        """fp32 [N, G, 1]."""
+        if self.zeros is not None:
+            return self.zeros.float()[..., None]
+        return torch.full_like(self.scales, 2 ** (self.format.bits - 1)).detach()[..., None]
+
+
+class RoundedLinear(FakeQuantizedLinear):
+    """One whose weight is trained too."""
+
+    def __init__(
+        self, layer: QuantizedLinear, format: IntegerFormat, scale_dtype: torch.dtype, dense: Tensor | None = None
+    ) -> None:
+        """`dense` [N, K]: the weight before it was rounded; without it each starts in the middle of its level."""
+        super().__init__(layer, format, scale_dtype)
+        rounded = self.grid(self.scales.detach()).values(self.levels)
+        self.weight = nn.Parameter(rounded if dense is None else self._within_reach(dense.float(), rounded))
+        del self.levels
+
+    def _within_reach(self, dense: Tensor, rounded: Tensor) -> Tensor:
+        """What is nearest to the dense weight among all that rounds to the levels found: a method chose them."""
+        reach = 0.49 * self.grid(self.scales.detach()).columns(slice(self.in_features))[0]
+        return torch.clamp(dense, rounded - reach, rounded + reach)
+
+    def before_rounding(self) -> Tensor:
+        """w, fp32 [N, K]."""
+        return self.weight
+
+    def values(self, scales: Tensor) -> Tensor:
+        factor = 1 / math.sqrt(self.in_features // scales.shape[1] * (2**self.format.bits - 1))
+        groups = self.before_rounding().view(*scales.shape, -1)
+        scales = _GradientScale.apply(scales, factor)[..., None]
+        return fake_quantize(groups, scales, self._zeros(), self.format.bits)
+
+    @torch.no_grad()
+    def levels_of(self, scales: Tensor) -> Tensor:
+        return self.grid(scales).levels(self.before_rounding())
+
+
+class LowRankRoundedLinear(RoundedLinear):
+    """One whose weight stays, with A and B trained beside it."""
+
+    def __init__(
+        self,
+        layer: QuantizedLinear,
+        format: IntegerFormat,
+        scale_dtype: torch.dtype,
+        dense: Tensor | None = None,
+        rank: int = RANK,
+    ) -> None:
+        super().__init__(layer, format, scale_dtype, dense)
+        self.weight.requires_grad_(False)
+        bound, device = 1 / math.sqrt(self.in_features), self.weight.device
+        self.a = nn.Parameter(torch.empty(rank, self.in_features, device=device).uniform_(-bound, bound))
+        self.b = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
+
+    def before_rounding(self) -> Tensor:
+        return self.weight + self.b @ self.a
+
+
+def fake_quantize(weight: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    """ŵ [N, K] fp32 of groups [N, G, g], scales and zeros [N, G, 1]; differentiable."""
+    steps = (weight / scales).clamp(-zeros, 2**bits - 1 - zeros)
+    return (_Round.apply(steps) * scales).flatten(1)
+
+
+def train_through_rounding(
+    model: Transformer,
+    trained: Trained,
+    *,
+    dense: Transformer | None = None,
+    rank: int = RANK,
+    scale_dtype: torch.dtype | None = None,
+) -> Transformer:
+    """Puts a layer that can be trained in place of each quantized one; what is not trained is frozen.
+
+    `dense`: the model before it was quantized (with scales folded as in `model`), from whose weights those before
+    rounding start. `scale_dtype`: that of the files to come; None is the model's. Raises QuantizationError for a model
+    without quantized layers, or with some whose levels are not integers.
+    """
+    layers = quantized_layers(model)
+    if not layers:
+        raise QuantizationError("The model has no quantized layers; there is no rounding to train through.")
+    for name, layer in layers.items():
+        if not isinstance(layer.format, IntegerFormat):
+            raise QuantizationError(f"{name} is {layer.format.title}; only integers can be trained through rounding.")
+    model.requires_grad_(trained == "all")
+    dtype = scale_dtype or model.dtype
+    for name, layer in layers.items():
+        start = None if dense is None else dense.get_parameter(f"{name}.weight").detach().to(layer.device)
+        model.set_submodule(name, _trainable(layer, trained, dtype, start, rank))
+    for part in model.modules():
+        if isinstance(part, RMSNorm):
+            part.requires_grad_(True)
+    return model
+
+
+def _trainable(
+    layer: QuantizedLinear, trained: Trained, scale_dtype: torch.dtype, dense: Tensor | None, rank: int
+) -> FakeQuantizedLinear:
+    format: Any = layer.format
+    if trained == "scales":
+        return FakeQuantizedLinear(layer, format, scale_dtype)
+    if trained == "low_rank":
+        return LowRankRoundedLinear(layer, format, scale_dtype, dense, rank)
+    return RoundedLinear(layer, format, scale_dtype, dense)
+
+
+def to_quantized(model: Transformer) -> Transformer:
+    """Puts its exported weight in place of each layer that was trained through rounding; outputs stay, to the bit."""
+    trained = {name: part for name, part in model.named_modules() if isinstance(part, FakeQuantizedLinear)}
+    for name, layer in trained.items():
+        set_quantized(model, name, layer.exported(), layer.format)
+    return model.requires_grad_(True).eval()
+
+
+def _used(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positive numbers of `dtype` as fp32; to the gradient these are the scales themselves."""
+    return _NumbersOf.apply(scales, dtype)
+
+
+class _Round(torch.autograd.Function):
+    """Half to even; the identity for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _NumbersOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return scales.clamp(min=_SMALLEST_SCALE).to(dtype).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GradientScale(torch.autograd.Function):
+    """x, whose gradient is multiplied with a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+class _ExportedProduct(torch.autograd.Function):
+    """x ŵᵀ + b by the product that serves the exported weight; gradients by ŵ [N, K] as it stands beside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, exported: IntegerWeight, format: IntegerFormat
+    ) -> Tensor:
+        ctx.save_for_backward(x, values)
+        return format.product(x, format.prepare(exported), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        (grad,), (x, values) = grads, ctx.saved_tensors
+        to_x = grad @ values.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        to_values = (grad.T @ x).float() if ctx.needs_input_grad[1] else None
+        return to_x, to_values, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
