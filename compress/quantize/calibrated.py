@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.prune.depth import PackedBatch
 from compress.quantize.awq import awq_scales
-from compress.quantize.gptq import gptq_levels, output_error
+from compress.quantize.gptq import compensation, gptq_levels, output_error
 from compress.quantize.grid import diagonal_blocks, group_size, min_max, searched
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
 from compress.quantize.round_to_nearest import QuantizationError
@@ -180,15 +180,15 @@ def quantized_matrix(
     """A weight [N, K] in `format`; scales are numbers of its dtype."""
     if not method.needs_levels or not isinstance(format, IntegerFormat):
         return format.quantize(weight)
-    if method.grid == "searched":
+    if method.rounding == "nearest":
         grid = searched(weight, format, _moments_of_groups(moments, format), weight.dtype)
+        return format.pack(grid.levels(weight), grid.scales, grid.zeros)
+    compensated = compensation(moments.hessian, act_order=method.act_order)
+    if method.grid == "searched":
+        grid = searched(weight, format, compensated.importance, weight.dtype)
     else:
         grid = min_max(weight, format, weight.dtype)
-    if method.rounding == "nearest":
-        levels = grid.levels(weight)
-    else:
-        levels = gptq_levels(weight, moments.hessian, grid, act_order=method.act_order)
-    return format.pack(levels, grid.scales, grid.zeros)
+    return format.pack(gptq_levels(weight, grid, compensated), grid.scales, grid.zeros)
 
 
 def _moments_of_groups(moments: InputMoments, format: IntegerFormat) -> Tensor:

@@ -5,12 +5,15 @@
 
 Columns go in blocks; what a block owes to the later ones is added up and subtracted at once. The grid is fixed
 beforehand, so that columns can go in any order and neighbours still share a scale: with `act_order` those that the
-inputs excite most go first, while there are still others to make up for them.
+inputs excite most go first, while there are still others to make up for them. The outputs err by Σ e² in all, so a grid
+is best searched with 1 / U_ii² as the importance of column i: what its rounding costs after all that is made up for.
 
 Sources: GPTQ https://arxiv.org/abs/2210.17323.
 
 Legend: N output features, K input features.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,15 +25,34 @@ _MOST_DAMPING = 1.0
 _BLOCK = 128
 
 
-@torch.no_grad()
-def gptq_levels(weight: Tensor, hessian: Tensor, grid: Grid, *, act_order: bool = True) -> Tensor:
-    """Levels u8 [N, K] of `weight` [N, K] on `grid`; `hessian` fp32 [K, K] is Σ x xᵀ, at any scale.
+@dataclass(frozen=True, slots=True)
+class Compensation:
+    """The order of columns, and how the later ones make up for each."""
 
-    A column that no input excites is rounded by itself. ValueError if H is not finite.
-    """
-    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(len(hessian))
-    order = order.to(weight.device)
-    factor = inverse_factor(hessian[order][:, order])
+    order: Tensor
+    """int64 [K]."""
+    factor: Tensor
+    """U, fp32 [K, K], of columns in this order."""
+
+    @property
+    def importance(self) -> Tensor:
+        """1 / U_ii² of each column, [K], for `grid.searched`."""
+        return self.factor.diagonal().square().reciprocal()[self.order.argsort()]
+
+
+@torch.no_grad()
+def compensation(hessian: Tensor, *, act_order: bool = True) -> Compensation:
+    """Of `hessian` fp32 [K, K], Σ x xᵀ at any scale; ValueError if it is not finite."""
+    diagonal = hessian.diagonal()
+    order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
+    order = order.to(hessian.device)
+    return Compensation(order, inverse_factor(hessian[order][:, order]))
+
+
+@torch.no_grad()
+def gptq_levels(weight: Tensor, grid: Grid, compensation: Compensation) -> Tensor:
+    """Levels u8 [N, K] of `weight` [N, K] on `grid`. A column that no input excites is rounded by itself."""
+    order, factor = compensation.order, compensation.factor
     # Transposed, so that a column of the weight is a piece of memory.
     scales, zeros = (part.T.contiguous() for part in grid.columns(order))
     rest = weight.float()[:, order].T.contiguous()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PIECE_ELEMENTS = 1 << 20
-_SHRINKS = tuple(1 - step / 32 for step in range(16))
+_SHRINKS = tuple(1 - step / 16 for step in range(8))
 _ZERO_SHIFTS = (0, -1, 1)
 
 

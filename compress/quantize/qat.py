@@ -161,7 +161,7 @@ def train_through_rounding(
     rounding start. `scale_dtype`: that of the files to come; None is the model's. Raises QuantizationError for a model
     without quantized layers, or with some whose levels are not integers.
     """
-    layers = quantized_layers(model)
+    layers = decoder_projections(model)
     if not layers:
         raise QuantizationError("The model has no quantized layers; there is no rounding to train through.")
     for name, layer in layers.items():
@@ -187,6 +187,12 @@ def _trainable(
     if trained == "low_rank":
         return LowRankRoundedLinear(layer, format, scale_dtype, dense, rank)
     return RoundedLinear(layer, format, scale_dtype, dense)
+
+
+def decoder_projections(model: Transformer) -> dict[str, QuantizedLinear]:
+    """The quantized ones; embedding and head stay as they are."""
+    layers = quantized_layers(model).items()
+    return {name: one for name, one in layers if isinstance(one, QuantizedLinear) and name.endswith("_proj")}
 
 
 def to_quantized(model: Transformer) -> Transformer:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.quantize.gptq import gptq_levels, inverse_factor, output_error
+from compress.quantize.gptq import compensation, inverse_factor, output_error
+from compress.quantize.gptq import gptq_levels as levels_with
 from compress.quantize.grid import Grid, min_max
 from tests.compress.quantizing import Scheme, correlated_inputs
 
@@ -15,6 +16,10 @@ def a_weight(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 def error_of(weight: Tensor, hessian: Tensor, grid: Grid, levels: Tensor) -> float:
     return output_error(weight, grid.values(levels), hessian)
+
+
+def gptq_levels(weight: Tensor, hessian: Tensor, grid: Grid, *, act_order: bool = True) -> Tensor:
+    return levels_with(weight, grid, compensation(hessian, act_order=act_order))
 
 
 def by_elimination(weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
@@ -78,6 +83,26 @@ def test_outputs_err_less_than_by_rounding() -> None:
     plain, ordered = (sum(found) / 10 for found in ratios.values())
     assert max(*ratios[False], *ratios[True]) < 1
     assert plain < 0.5 and ordered < 0.5
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_the_importance_of_columns_is_what_their_rounding_costs_in_the_end(act_order: bool) -> None:
+    """Outputs err by the squares of what each column is moved when its turn comes, times its importance."""
+    weight, x = a_weight(8, 96), correlated_inputs(400, 96, seed=2)
+    hessian, grid = x.T @ x, min_max(weight, Scheme(4, 32))
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(96)
+    compensated = compensation(hessian, act_order=act_order)
+    values = grid.values(levels_with(weight, grid, compensated))
+    # Undone from the first column of the order on: what GPTQ moved column i by is what is left of w − ŵ there.
+    order = compensated.order
+    moved = torch.linalg.solve_triangular(
+        compensated.factor.double(), (weight - values).double()[:, order], upper=True, left=False
+    )
+    expected = moved.square().sum()
+    shifts = moved * compensated.factor.double().diagonal()
+    by_importance = (shifts.square() * compensated.importance.double()[order]).sum()
+    assert abs(output_error(weight, values, damped) / expected - 1) < 1e-3
+    assert abs(by_importance / expected - 1) < 1e-5
 
 
 def test_fewer_tokens_than_columns_are_enough() -> None:
