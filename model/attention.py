@@ -6,10 +6,11 @@ projected: with pages, one kernel then normalises and rotates them and writes th
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +19,11 @@ from kernels.attention.paged import PagedPlan, plan_paged_attention
 from kernels.attention.rotary_write import qk_norm_rope
 from kernels.attention.visible_slots import SlotPlan, plan_visible_slots, visible_slots
 from model.config import ModelConfig
-from model.kv_format import KVPages, NormRope
+from model.kv_format import KVFormat, KVPages, NormRope
+
+_DOCUMENT_PAGE = 16
+AttentionOf: TypeAlias = "Callable[[ModelConfig, Tensor], AttentionOverBatch]"
+"""From a configuration and cu_seqlens `[B+1]` to attention inside the documents; `PackedAttention` is one."""
 
 
 class AttentionOverBatch(Protocol):
@@ -101,6 +106,25 @@ class PagedAttention:
         self.windows = config.windows
         self.batch = batch
         self.pages = pages
+
+    @classmethod
+    def over_documents(cls, config: ModelConfig, cu_seqlens: Tensor, kv_format: KVFormat) -> "PagedAttention":
+        """What `PackedAttention` computes, from a new cache in this format: for measuring what the format costs."""
+        lengths = cu_seqlens.diff()
+        pages = (lengths + _DOCUMENT_PAGE - 1) // _DOCUMENT_PAGE
+        first = pages.cumsum(0) - pages
+        places = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+        slots = places + (first * _DOCUMENT_PAGE - cu_seqlens[:-1]).repeat_interleave(lengths)
+        batch = PagedBatch.plan(
+            config,
+            slots,
+            block_tables=(first[:, None] + torch.arange(int(pages.max()), device=first.device)).int(),
+            cu_seqlens=cu_seqlens,
+            kv_lengths=lengths,
+            page_size=_DOCUMENT_PAGE,
+        )
+        cache = kv_format.allocate(config, int(pages.sum()), _DOCUMENT_PAGE, cu_seqlens.device)
+        return cls(config, batch, cache)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
         pages, batch, window = self.pages.layers[layer], self.batch, self.windows[layer]

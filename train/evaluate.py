@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import linear_distillation
+from model.attention import AttentionOf, PackedAttention
 from model.layers import Routing
 from model.transformer import Transformer
 from train.objectives import hidden_states, teacher_states
@@ -48,16 +49,23 @@ class TeacherStates:
     """`[T, D]` of each batch."""
 
 
-def mean_nll(model: Transformer, batches: Sequence[Batch], *, routing: Routing | None = None) -> float:
+def mean_nll(
+    model: Transformer,
+    batches: Sequence[Batch],
+    *,
+    routing: Routing | None = None,
+    attention: AttentionOf = PackedAttention,
+) -> float:
     """Scores every label of `batches`; nats a token.
 
-    `routing`: who passes layers that have a router, instead of the rule by which the model is served.
+    `routing`: who passes layers that have a router, instead of the rule by which the model is served; `attention`: over
+    what it attends, instead of keys and values as it computes them.
     """
     tokens, total = _count_labels(batches), 0.0
     for batch in batches:
         batch = batch.to(model.device)
         with torch.no_grad():
-            hidden = hidden_states(model, batch, routing)
+            hidden = hidden_states(model, batch, routing, attention)
             total += linear_cross_entropy(hidden, model.head_weight.detach(), batch.labels).item()
     return total / tokens
 
@@ -69,11 +77,16 @@ def compute_teacher_states(teacher: Transformer, batches: Sequence[Batch]) -> Te
 
 
 def compare(
-    student: Transformer, teacher: TeacherStates, batches: Sequence[Batch], *, routing: Routing | None = None
+    student: Transformer,
+    teacher: TeacherStates,
+    batches: Sequence[Batch],
+    *,
+    routing: Routing | None = None,
+    attention: AttentionOf = PackedAttention,
 ) -> Comparison:
     """Measures the student against the teacher, whose states are of these same batches.
 
-    `routing`: as in `mean_nll`, of the student.
+    `routing` and `attention`: as in `mean_nll`, of the student.
     """
     tokens = _count_labels(batches)
     if len(teacher.hidden) != len(batches):
@@ -82,7 +95,7 @@ def compare(
     for batch, reference in zip(batches, teacher.hidden, strict=True):
         batch = batch.to(student.device)
         with torch.no_grad():
-            hidden = hidden_states(student, batch, routing)
+            hidden = hidden_states(student, batch, routing, attention)
             result = linear_distillation(hidden, student.head_weight.detach(), reference, teacher.weight, batch.labels)
         measured = [result.cross_entropy, result.kl, result.agreement, result.total_variation]
         sums += torch.stack(measured).double().cpu()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
-from model.attention import PackedAttention
+from model.attention import AttentionOf, PackedAttention
 from model.layers import Routing
 from model.routed import ExpertChoice
 from model.transformer import Transformer
@@ -39,9 +39,11 @@ class Objective(Protocol):
     def __call__(self, model: Transformer, batch: Batch, progress: float) -> ObjectiveOutput: ...
 
 
-def hidden_states(model: Transformer, batch: Batch, routing: Routing | None = None) -> Tensor:
+def hidden_states(
+    model: Transformer, batch: Batch, routing: Routing | None = None, attention: AttentionOf = PackedAttention
+) -> Tensor:
     """Final hidden states `[T, D]` of a packed batch."""
-    return model(batch.tokens, batch.positions, PackedAttention(model.config, batch.cu_seqlens), routing)
+    return model(batch.tokens, batch.positions, attention(model.config, batch.cu_seqlens), routing)
 
 
 class LanguageModelling:

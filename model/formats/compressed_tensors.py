@@ -109,7 +109,8 @@ class _CompressedTensors(KernelFormat[W]):
         schemes = {f"{w.get('num_bits')} bits a {w.get('strategy')}" for w in (g.get("weights") or {} for g in groups)}
         rounded = [a for a in (g.get("input_activations") for g in groups) if a]
         schemes |= {f"activations in {a.get('num_bits')} bits a {a.get('strategy')}" for a in rounded}
-        return ", ".join([_METHOD, str(entry.get("format")), *sorted(schemes)])
+        cache = ["keys and values cached by calibrated scales"] if entry.get("kv_cache_scheme") else []
+        return ", ".join([_METHOD, str(entry.get("format")), *sorted(schemes), *cache])
 
     def config_entry(self, dtype: torch.dtype, dense: Collection[str]) -> dict[str, Any]:
         return self.entry_of_layers({"Linear": self}, dtype, dense)

@@ -5,12 +5,16 @@ Batches of held-out text are the independent draws behind every interval: tokens
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
+from model.attention import AttentionOf, PackedAttention, PagedAttention
 from model.cost import kv_bytes_per_token, num_weights, weight_bytes
 from model.files.checkpoint import load_model
+from model.kv_format import choose_kv_format
 from model.layers import Routing
 from model.mesh import choose_device
 from model.transformer import Transformer
@@ -24,6 +28,13 @@ MIN_BATCHES, MAX_BATCH_TOKENS = 8, 2_048
 """Held-out text comes in at least so many batches where it can: they are the draws behind an interval."""
 PUBLISHED_DTYPE = torch.bfloat16
 """Of weights on disk. Quality is measured on the rounded weights, so the figures are those of what is served."""
+
+
+class _Forward(TypedDict):
+    """How the model that is measured is run."""
+
+    routing: Routing | None
+    attention: AttentionOf
 
 
 @dataclass(frozen=True)
@@ -40,16 +51,24 @@ class HeldOut:
         return cls(tuple(held_out_batches(data.held_out, **wanted)))
 
     def quality(
-        self, model: Transformer, reference: TeacherStates | None = None, *, routing: Routing | None = None
+        self,
+        model: Transformer,
+        reference: TeacherStates | None = None,
+        *,
+        routing: Routing | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> Quality:
         """Measures `model`, against a reference's states of the same batches if given.
 
-        `routing`: who passes layers that have a router, instead of the rule by which the model is served.
+        `routing`: who passes layers that have a router, instead of the rule by which the model is served;
+        `kv_cache_dtype`: the server's option, so that attention goes over keys and values as that cache keeps them.
+        With the model's own states as the reference, `kl` is what the cache alone costs.
         """
         model.eval()  # dropout is for training
         labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
-        compared = [] if reference is None else self._compared(model, reference, routing)
-        alone = [] if compared else [mean_nll(model, [batch], routing=routing) for batch in self.batches]
+        how: _Forward = {"routing": routing, "attention": _attention_over(kv_cache_dtype, model.dtype)}
+        compared = [] if reference is None else self._compared(model, reference, how)
+        alone = [] if compared else [mean_nll(model, [batch], **how) for batch in self.batches]
         nlls = alone or [one.nll for one in compared]
         nll = estimate(nlls, labels)
         sums = zip(nlls, labels, spelled, strict=True)
@@ -73,12 +92,18 @@ class HeldOut:
         """The reference's side of every comparison, computed once."""
         return compute_teacher_states(reference.eval(), self.batches)
 
-    def _compared(self, model: Transformer, reference: TeacherStates, routing: Routing | None) -> list[Comparison]:
+    def _compared(self, model: Transformer, reference: TeacherStates, how: _Forward) -> list[Comparison]:
         """Of each batch; one pass gives the model's own loss as well."""
         return [
-            compare(model, TeacherStates(reference.weight, (hidden,)), [batch], routing=routing)
+            compare(model, TeacherStates(reference.weight, (hidden,)), [batch], **how)
             for batch, hidden in zip(self.batches, reference.hidden, strict=True)
         ]
+
+
+def _attention_over(kv_cache_dtype: str, dtype: torch.dtype) -> AttentionOf:
+    """Keys and values as the model computes them need no cache."""
+    kv_format = choose_kv_format(kv_cache_dtype, dtype)
+    return PackedAttention if kv_format.dtype == dtype else partial(PagedAttention.over_documents, kv_format=kv_format)
 
 
 def load_published(folder: Path) -> Transformer:
@@ -86,12 +111,14 @@ def load_published(folder: Path) -> Transformer:
     return load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device())
 
 
-def describe_model(label: str, model: Transformer, quality: Quality | None = None) -> ModelReport:
-    """The row of one model, sizes in the dtypes in which its weights are."""
+def describe_model(
+    label: str, model: Transformer, quality: Quality | None = None, *, kv_cache_dtype: str = "auto"
+) -> ModelReport:
+    """The row of one model, sizes in the dtypes in which its weights are, and served with this `kv_cache_dtype`."""
     return ModelReport(
         label=label,
         parameters=num_weights(model),
         weight_bytes=weight_bytes(model),
-        kv_bytes_per_token=kv_bytes_per_token(model.config, model.dtype),
+        kv_bytes_per_token=kv_bytes_per_token(model.config, choose_kv_format(kv_cache_dtype, model.dtype).dtype),
         quality=quality,
     )

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from model.attention import PackedAttention
+from model.attention import AttentionOverBatch, PackedAttention, PagedAttention
+from model.kv_format import KV_FORMATS
 from model.transformer import Transformer
 from tests.model.paged_cache import PagedCache, RoundedAttention
 from tests.tiny import full_logits, tiny_config, tiny_model
@@ -17,7 +18,9 @@ def documents(seed: int = 0) -> list[list[int]]:
     return [torch.randint(0, 512, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def packed_logits(model: Transformer, batch: list[list[int]], attention: PackedAttention | None = None) -> torch.Tensor:
+def packed_logits(
+    model: Transformer, batch: list[list[int]], attention: AttentionOverBatch | None = None
+) -> torch.Tensor:
     tokens = torch.tensor([token for document in batch for token in document])
     positions = torch.cat([torch.arange(len(document)) for document in batch])
     cu_seqlens = torch.tensor([0, *map(len, batch)]).cumsum(0).int()
@@ -79,6 +82,18 @@ def test_pages_of_eight_bits_hold_rounded_keys_and_values(family: str, dtype: to
     cache = PagedCache(model, LENGTHS, dtype=dtype)
     paged = cache.logits([(sequence, 0, document) for sequence, document in enumerate(documents())])
     assert_same(paged, packed_logits(model, documents(), RoundedAttention(model.config, LENGTHS, dtype)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_over_a_cache_of_their_own(family: str) -> None:
+    """Without rounding what packed attention gives; with it, what packed attention over rounded keys gives."""
+    model = tiny_model(family)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    for dtype in (torch.float32, torch.int8):
+        plain = dtype == model.dtype
+        expected = None if plain else RoundedAttention(model.config, LENGTHS, dtype)
+        paged = PagedAttention.over_documents(model.config, cu_seqlens, KV_FORMATS[dtype])
+        assert_same(packed_logits(model, documents(), paged), packed_logits(model, documents(), expected))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from pipeline.measure.quality import HeldOut
+from pipeline.measure.quality import HeldOut, describe_model
+from tests.serve.toys import drain, greedy, make_engine
 from tests.tiny import tiny_model
 from train.evaluate import compare, mean_nll
 from train.packing import Batch
@@ -41,3 +42,25 @@ def test_the_figures_are_those_of_all_batches_together(with_reference: bool) -> 
     assert quality.kl.value == pytest.approx(both.kl, rel=1e-5)
     assert quality.agreement.value == pytest.approx(both.agreement)
     assert quality.acceptance.value == pytest.approx(both.acceptance, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_what_a_cache_in_eight_bits_costs(name: str) -> None:
+    """KL from the model's own distribution, over pages as the engine's, which gives the same log-probabilities."""
+    model = tiny_model(seed=1)
+    states = HELD_OUT.states(model)
+    plain, cached = (HELD_OUT.quality(model, states, kv_cache_dtype=kept) for kept in ("auto", name))
+    assert plain.kl and cached.kl and plain.kl.value < 1e-6 < 1e-4 < cached.kl.value < 0.1
+    engine = make_engine(model, kv_cache_dtype=name)
+    for number, one in enumerate(HELD_OUT.batches):
+        engine.add_request(str(number), one.tokens.tolist(), greedy(1, prompt_logprobs=1))
+    entries = [entry for output in drain(engine).values() for entry in output.prompt_logprobs or () if entry]
+    assert len(entries) == cached.tokens
+    served = -sum(entry.logprob for entry in entries) / len(entries)
+    assert cached.nll.value == pytest.approx(served, abs=1e-5) != pytest.approx(plain.nll.value, abs=1e-5)
+    assert HELD_OUT.quality(model, kv_cache_dtype=name).nll.value == pytest.approx(served, abs=1e-5)
+
+
+def test_a_report_says_what_a_token_takes_in_the_cache() -> None:
+    sizes = [describe_model("m", tiny_model(), kv_cache_dtype=name).kv_bytes_per_token for name in ("auto", "int8")]
+    assert sizes == [2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * (16 + 4)]
