@@ -31,7 +31,8 @@ from model.config import ModelConfig
 from model.formats.registry import NO_FORMAT, format_named
 from model.kv_format import KV_FORMATS
 from model.layers import Linear
-from model.lora import LoraConfig, matching_layers
+from model.lora import Lora, LoraConfig, matching_layers
+from model.mesh import training_dtype
 from model.quantized import quantized_layers
 from model.transformer import Transformer
 
@@ -82,9 +83,11 @@ def num_weights(model: nn.Module) -> int:
     return sum(map(Tensor.numel, model.parameters())) + quantized_size(model)[0]
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Of all weights, as they are in memory."""
-    return sum(parameter.nbytes for parameter in model.parameters()) + quantized_size(model)[1]
+def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Of all weights as files hold them: dense ones in `dtype`, those of adapters in fp32."""
+    dense = sum(map(Tensor.numel, model.parameters()))
+    adapters = sum(p.numel() for m in model.modules() if isinstance(m, Lora) for p in m.parameters())
+    return dtype.itemsize * (dense - adapters) + FULL * adapters + quantized_size(model)[1]
 
 
 def quantized_size(model: nn.Module) -> tuple[int, int]:
@@ -152,7 +155,7 @@ class Setup:
     model: ModelConfig
     training: TrainingStep
     teacher: ModelConfig | None = None
-    """Of a distillation; bf16."""
+    """Of a distillation; bf16 where that is fast."""
     adapter: LoraConfig | None = None
     """Train this alone, over a frozen base."""
     routers: int = 0
@@ -204,7 +207,8 @@ class _Arithmetic:
         self.tokens = setup.training.micro_batch_tokens
         self.frozen = setup.adapter is not None or setup.routers > 0
         # Of activations, and of weights and the residual stream, which takes the embeddings' dtype.
-        self.item = HALF if setup.training.precision == "bf16" else FULL
+        self.item = training_dtype(setup.training.precision, on_gpu=setup.on_gpu).itemsize
+        self.teacher_item = training_dtype("bf16", on_gpu=setup.on_gpu).itemsize
         self.stream = self.item if self.frozen and not setup.fp32_base else FULL
 
     @cached_property
@@ -255,7 +259,7 @@ class _Arithmetic:
 
     def _weights(self) -> int:
         teacher = self.setup.teacher
-        total = 0 if teacher is None else HALF * teacher.num_parameters()
+        total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
         if not self.frozen:
             return total + FULL * sum(self.trained)
         parameters = sum(parameter.numel() for parameter in self.shape.parameters())
@@ -349,7 +353,8 @@ class _Arithmetic:
     def _work(self) -> int:
         """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""
         config = self.config
-        moving = self.tokens * (4 * self.item * config.intermediate_size + 3 * self.stream * config.hidden_size)
+        wide = 2 if self.item == FULL else 4  # autocast holds both sides of its casts
+        moving = self.tokens * (wide * self.item * config.intermediate_size + 3 * self.stream * config.hidden_size)
         widest = max(layer.weight.numel() for layer in self._layers())
         moving += (
             self.item * widest if self.setup.on_gpu or not self.frozen else 0
@@ -359,7 +364,7 @@ class _Arithmetic:
     def _loss(self) -> int:
         """Buffers of the loss; the gradients of hidden states and of a trained output projection."""
         config, teacher, tokens = self.config, self.setup.teacher, self.tokens
-        heads = [(config, self.stream)] + ([(teacher, HALF)] if teacher is not None else [])
+        heads = [(config, self.stream)] + ([(teacher, self.teacher_item)] if teacher is not None else [])
         total = sum(self._head(head, dtype) for head, dtype in heads)
         if self.setup.on_gpu:
             return total + FULL * tokens * config.hidden_size + self._head_gradient()

@@ -76,14 +76,18 @@ def choose_dtype(name: str, device: "torch.device") -> "torch.dtype":
     import torch
 
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bfloat16() else torch.float32
+        return training_dtype("bf16", on_gpu=device.type == "cuda")
     if name not in DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
     return getattr(torch, name)
 
 
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has bf16 instructions; without them bf16 is slower than fp32."""
+def training_dtype(precision: str, *, on_gpu: bool) -> "torch.dtype":
+    """What matrix products are in at this precision, "bf16" or "fp32".
+
+    A CPU without bf16 instructions takes up to eighty times as long in bf16, so there it is fp32 either way.
+    """
     import torch
 
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = on_gpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if precision == "bf16" and fast else torch.float32

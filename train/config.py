@@ -45,7 +45,10 @@ class TrainingConfig:
     max_grad_norm: float = setting(1.0, range=POSITIVE)
     """Gradients of a larger norm are scaled down to it."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of the matrix products; weights that are trained, gradients and moments are fp32 either way."""
+    """Of the matrix products; weights that are trained, gradients and moments are fp32 either way.
+
+    On a CPU without bf16 instructions products are in fp32, which is many times faster there.
+    """
     activation_checkpointing: bool = setting(False, weights=False)
     """Recompute each layer in the backward pass: less memory, a third more work."""
     evaluate_every_tokens: int | None = setting(None, weights=False, count=True, range=COUNTS)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.mesh import training_dtype
 from model.transformer import Transformer
 from train.accelerator import this_accelerator
 from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, save_checkpoint
@@ -126,6 +127,7 @@ class Trainer:
         model.activation_checkpointing = config.activation_checkpointing
         self.module = self.accelerator.prepare_model(_ObjectiveOfModel(model, objective))
         self.accelerator.free_memory()  # it outlives the trainer, and must not keep the model
+        self.dtype = training_dtype(config.precision, on_gpu=self.accelerator.device.type == "cuda")
         self.optimizer = make_optimizer(model, config)
         self.counters = _Counters()
         self._saved: tuple[int, bool] | None = None
@@ -136,6 +138,8 @@ class Trainer:
 
         Raises DivergedError after more than three steps in a row with a non-finite gradient.
         """
+        if self.config.precision == "bf16" and self.dtype != torch.bfloat16:
+            log.info("This CPU has no bf16 instructions: products are in fp32.")
         self._resume()
         interrupted = False
         with StopSignals() as signals, self._display() as display:
@@ -226,7 +230,7 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         device = self.accelerator.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
+        return torch.autocast(device, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def _count_skips(self, updated: bool) -> None:
         self.counters.skipped_in_a_row = 0 if updated else self.counters.skipped_in_a_row + 1

@@ -16,7 +16,7 @@ from model.cost import kv_bytes_per_token, num_weights, weight_bytes
 from model.files.checkpoint import load_model
 from model.kv_format import choose_kv_format
 from model.layers import Routing
-from model.mesh import choose_device
+from model.mesh import choose_device, choose_dtype
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Quality
@@ -107,18 +107,20 @@ def _attention_over(kv_cache_dtype: str, dtype: torch.dtype) -> AttentionOf:
 
 
 def load_published(folder: Path) -> Transformer:
-    """A model as it is published, on this process's device."""
-    return load_model(folder, dtype=PUBLISHED_DTYPE, device=choose_device())
+    """A model as it is published, on this process's device, in the dtype that this multiplies fast."""
+    device = choose_device()
+    return load_model(folder, dtype=choose_dtype("auto", device), device=device)
 
 
 def describe_model(
     label: str, model: Transformer, quality: Quality | None = None, *, kv_cache_dtype: str = "auto"
 ) -> ModelReport:
-    """The row of one model, sizes in the dtypes in which its weights are, and served with this `kv_cache_dtype`."""
+    """The row of one model, with the sizes in which it is published, and served with this `kv_cache_dtype`."""
+    kv_format = choose_kv_format(kv_cache_dtype, PUBLISHED_DTYPE)
     return ModelReport(
         label=label,
         parameters=num_weights(model),
-        weight_bytes=weight_bytes(model),
-        kv_bytes_per_token=kv_bytes_per_token(model.config, choose_kv_format(kv_cache_dtype, model.dtype).dtype),
+        weight_bytes=weight_bytes(model, PUBLISHED_DTYPE),
+        kv_bytes_per_token=kv_bytes_per_token(model.config, kv_format.dtype),
         quality=quality,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.mesh import Rank, choose_device, choose_dtype, has_gpu, this_rank
+from model.mesh import Rank, choose_device, choose_dtype, has_gpu, this_rank, training_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = re.compile(
@@ -79,6 +79,20 @@ def test_dtypes_by_name() -> None:
     assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
     with pytest.raises(ValueError, match="dtype must be auto, float32, bfloat16, float16"):
         choose_dtype("int8", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
+def test_products_are_in_bf16_where_the_device_has_instructions_for_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    for feature in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, feature, lambda: False)
+    assert choose_dtype("auto", cpu) == training_dtype("bf16", on_gpu=False) == torch.float32
+    assert training_dtype("bf16", on_gpu=True) == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, name, lambda: True)
+    assert choose_dtype("auto", cpu) == training_dtype("bf16", on_gpu=False) == torch.bfloat16
+    assert training_dtype("fp32", on_gpu=False) == training_dtype("fp32", on_gpu=True) == torch.float32
 
 
 def test_nobody_else_chooses_a_device_or_reads_a_rank() -> None:

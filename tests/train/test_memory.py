@@ -14,6 +14,7 @@ from model.config import MixtureOfDepths, ModelConfig
 from model.cost import Setup, largest_micro_batch
 from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig, LoraError
+from model.mesh import choose_dtype
 from model.quantized import QuantizedLinear
 from model.routed import routed_layers
 from model.transformer import Transformer
@@ -53,12 +54,13 @@ def training(tokens: int = TOKENS, *, micro_batches: int = 1, **changes: Any) ->
 def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
     model = Transformer(setup.model)
     model.initialize(0)
-    teacher = None if setup.teacher is None else Transformer(setup.teacher).to(torch.bfloat16)
+    fast = choose_dtype("auto", torch.device("cpu"))
+    teacher = None if setup.teacher is None else Transformer(setup.teacher).to(fast)
     if teacher is not None:
         teacher.initialize(1)
     if setup.adapter is not None:
         if setup.training.precision == "bf16" and not setup.fp32_base:
-            model.to(torch.bfloat16)
+            model.to(fast)
         if setup.quantization == "nf4":
             quantize_model(model, NF4())
         inject(model, setup.adapter)

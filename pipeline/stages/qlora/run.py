@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from compress.lora import inject, merge, merge_requantized
 from compress.mod import calibrate
 from compress.quantize.round_to_nearest import quantize_folder
@@ -27,7 +25,7 @@ from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publ
 from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
 from model.formats.registry import NO_FORMAT, format_named
 from model.lora import LoraConfig, LoraError, adapted_layers
-from model.mesh import choose_device
+from model.mesh import choose_device, training_dtype
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -42,9 +40,14 @@ from train.loop import TrainingResult
 
 log = logging.getLogger(__name__)
 
-QloraStage = TrainingStage[Qlora]
-
 GENERATION_NAME = "generation_config.json"
+
+
+class QloraStage(TrainingStage[Qlora]):
+    """A frozen base with an adapter is published as it is trained."""
+
+    def published_form(self, model: Transformer) -> Transformer:
+        return model
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,9 @@ def _measure_start(stage: QloraStage, base: Path) -> Start:
 
 def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, LoraConfig]:
     """The frozen base, in the dtype of products, with a fresh adapter."""
-    dtype = torch.float32 if config.precision == "fp32" else PUBLISHED_DTYPE
-    model = load_model(base, dtype=dtype, device=choose_device())
+    device = choose_device()
+    dtype = training_dtype(config.precision, on_gpu=device.type == "cuda")
+    model = load_model(base, dtype=dtype, device=device)
     dense = TensorFiles(source) if config.adapter.init == "loftq" else None
     try:
         adapter = config.adapter
@@ -193,10 +197,10 @@ def _measure_merges(stage: QloraStage, model: Transformer) -> list[MergedQuality
     """Each way of handing over base and adapter: its quality, compared with base and adapter side by side."""
     ways: dict[str, Callable[[], Transformer]] = {
         "adapter": lambda: model,
-        "merged": lambda: merge(model, dtype=PUBLISHED_DTYPE),
+        "merged": lambda: merge(model, dtype=PUBLISHED_DTYPE).to(model.dtype),
     }
     if stage.config.quantization != NO_FORMAT:
-        ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE)
+        ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE).to(model.dtype)
     states = stage.held_out.states(model)
     rows = []
     for way, make in ways.items():

@@ -20,6 +20,7 @@ from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import is_quantized, save_model
 from model.lora import LoraConfig
+from model.mesh import choose_dtype
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -152,12 +153,8 @@ class TrainingStage(Generic[C]):
         return measure
 
     def published_form(self, model: Transformer) -> Transformer:
-        """As it would be published: a copy in bf16 of a model that is trained in fp32, its routers calibrated.
-
-        A frozen base with an adapter is published as it is.
-        """
-        is_frozen = model.dtype == PUBLISHED_DTYPE
-        form = model if is_frozen else copy.deepcopy(model).to(PUBLISHED_DTYPE).requires_grad_(False)
+        """As it would be published: a copy of a model that is trained, rounded to bf16, its routers calibrated."""
+        form = copy.deepcopy(model).to(PUBLISHED_DTYPE).to(choose_dtype("auto", model.device)).requires_grad_(False)
         if learns_routing(model):
             calibrate(form, self.training_text())
         return form
