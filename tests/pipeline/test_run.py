@@ -73,6 +73,7 @@ def test_the_figures_are_those_of_the_published_files(finished_run: TinyRun) -> 
 
     import torch
 
+    from model.mesh import choose_dtype
     from model.text.tokenizer import Tokenizer
     from pipeline.processes import Processes
     from pipeline.recipe import load_recipe
@@ -85,7 +86,8 @@ def test_the_figures_are_those_of_the_published_files(finished_run: TinyRun) -> 
     recipe = load_recipe(folder.path / "recipe.yaml")
     tokenizer = Tokenizer.load(folder.path / "00-teacher" / "model")
     held_out = prepare_data(recipe.data["text"], tokenizer, finished_run.home / "cache", Processes()).held_out
-    models = [load_model(folder.path / name / "model", dtype=torch.bfloat16) for name in ("00-teacher", "01-distill")]
+    dtype = choose_dtype("auto", torch.device("cpu"))
+    models = [load_model(folder.path / name / "model", dtype=dtype) for name in ("00-teacher", "01-distill")]
     sums, labels = dict.fromkeys(("nll", "kl", "acceptance", "agreement"), 0.0), 0
     for start, end in zip(held_out.offsets[:-1], held_out.offsets[1:], strict=True):
         tokens = held_out.tokens[start:end].tolist()
