@@ -1,0 +1,72 @@
+"""llama.cpp, from the wheel `xllamacpp`, as an oracle: its distributions and tokens for a GGUF file."""
+
+import json
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+xllamacpp = pytest.importorskip("xllamacpp", reason="the oracle llama.cpp needs: pip install xllamacpp")
+
+WHOLE_CHARACTER = 7
+"""A token of the tiny tokenizers that is one, "!"."""
+
+
+@dataclass
+class LlamaCpp:
+    """An open file."""
+
+    server: Any
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Ids of the most likely continuation."""
+        return self._complete(prompt, num_tokens)["tokens"]
+
+    def log_probs(self, prompt: Sequence[int], vocab_size: int) -> Tensor:
+        """Of each token after the prompt, [vocab_size]."""
+        # It reports no distribution where the chosen token is a part of a character; the bias moves the choice alone.
+        answer = self._complete(prompt, 1, n_probs=vocab_size, logit_bias=[[WHOLE_CHARACTER, 1e6]])
+        found = torch.full((vocab_size,), float("nan"))
+        for choice in answer["completion_probabilities"][0]["top_logprobs"]:
+            found[choice["id"]] = choice["logprob"]
+        return found
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        asked = {"content": text, "add_special": add_special, "parse_special": parse_special}
+        return self._ask("tokenize", asked)["tokens"]
+
+    def apply_template(self, messages: Sequence[dict[str, str]]) -> str:
+        """A conversation as text, ready for an answer."""
+        return self._ask("apply-template", {"messages": list(messages)})["prompt"]
+
+    def _complete(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> Any:
+        asked = {"prompt": list(prompt), "n_predict": num_tokens, "temperature": 0.0, "return_tokens": True}
+        return self._ask("completion", asked | {"ignore_eos": True, "cache_prompt": False} | options)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(f"{self.server.listening_address}/{path}", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[LlamaCpp]:
+    """One thread, keys and values in fp32."""
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.port, params.warmup, params.verbosity = 512, 1, 0, False, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = LlamaCpp(xllamacpp.Server(params))
+    try:
+        yield server
+    finally:
+        del server.server

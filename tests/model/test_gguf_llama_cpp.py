@@ -1,0 +1,123 @@
+"""llama.cpp opens what we export, and computes, tokenizes and formats as we do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.files.checkpoint import load_model
+from model.formats.gguf.reader import import_gguf
+from model.formats.gguf.writer import export_gguf
+from model.text.gguf_tokenizer import tokenizer_json
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from tests.model import tiny_tokenizers
+from tests.model.llama_cpp import LlamaCpp, opened
+from tests.model.test_gguf import WORDS, byte_level_metadata, sentencepiece_metadata
+from tests.model.test_gguf_export import LLAMA3, model_folder
+from tests.serve.toys import greedy_oracle
+from tests.tiny import full_logits
+
+# Of a seed with which no model says "</s>" or another token that llama.cpp takes for an end, by its spelling.
+PROMPTS = torch.randint(7, 500, (5, 12), generator=torch.Generator().manual_seed(15)).tolist()
+TEXTS = (tiny_tokenizers.TEXT[:600], "12345 don't I'LL\n\n  x <|im_end|>", "世界 👩‍💻\t½ ① naïve ", "")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-rope-scaled": (
+        "llama",
+        {"tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 5e5, "head_dim": 64},
+    ),
+    "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-biases": ("llama", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"windows": (None, None)}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {}),
+}
+
+
+def next_log_probs(model: Transformer, prompt: list[int]) -> Tensor:
+    return full_logits(model, prompt)[-1].log_softmax(-1)
+
+
+def kl(theirs: LlamaCpp, model: Transformer) -> float:
+    """Mean KL(llama.cpp ‖ ours), nats a token."""
+    document = [token for prompt in PROMPTS for token in prompt]
+    pairs = [
+        (theirs.log_probs(document[:length], 512), next_log_probs(model, document[:length])) for length in range(1, 61)
+    ]
+    return torch.stack([(p.exp() * (p - q)).sum() for p, q in pairs]).mean().item()
+
+
+@pytest.mark.parametrize(("family", "changes"), MODELS.values(), ids=MODELS)
+def test_llama_cpp_computes_the_same(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "folder", family, **changes)
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type="f32")
+    with opened(tmp_path / "model.gguf") as theirs:
+        for prompt in PROMPTS:
+            expected = next_log_probs(model, prompt)
+            torch.testing.assert_close(theirs.log_probs(prompt, 512), expected, atol=1e-3, rtol=0)
+            assert theirs.greedy(prompt, 16) == greedy_oracle(model, prompt, 16)
+
+
+def test_greedy_text_of_the_bf16_file_is_ours(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", dtype=torch.bfloat16)
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf")
+    model = load_model(tmp_path / "folder", dtype=torch.float32)
+    with opened(tmp_path / "model.gguf") as theirs:
+        for prompt in PROMPTS:
+            assert theirs.greedy(prompt, 16) == greedy_oracle(model, prompt, 16)
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0", "q4_1"])
+def test_llama_cpp_reads_our_quantized_weights(type: str, tmp_path: Path) -> None:
+    """It rounds activations to 8 bits, so not to the last digit; the unrounded weights are much farther away."""
+    original = model_folder(tmp_path / "folder")
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type=type)
+    import_gguf(tmp_path / "model.gguf", tmp_path / "again", dtype=torch.float32)
+    with opened(tmp_path / "model.gguf") as theirs:
+        near, far = kl(theirs, load_model(tmp_path / "again")), kl(theirs, original)
+    assert near < 2e-3
+    assert type == "q8_0" or far > 20 * near
+
+
+# Tokenizers
+
+
+def assert_tokenizes_alike(theirs: LlamaCpp, ours: Tokenizer) -> None:
+    for text in TEXTS:
+        assert theirs.tokenize(text) == ours.encode(text)
+        assert theirs.tokenize(text, add_special=True) == ours.encode(text, add_special_tokens=True)
+        assert theirs.tokenize(text, parse_special=True) == ours.encode(text, allow_special=True)
+
+
+def test_llama_cpp_tokenizes_and_formats_alike(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder")
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf")
+    ours = Tokenizer.load(tmp_path / "folder")
+    messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "What is a potstill?"}]
+    with opened(tmp_path / "model.gguf") as theirs:
+        assert_tokenizes_alike(theirs, ours)
+        assert theirs.apply_template(messages) == ours.apply_chat_template(messages, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in WORDS if rule != "default"])
+def test_llama_cpp_splits_text_by_the_rule_that_we_name(rule: str, tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder")
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    Tokenizer(json.dumps(tokenizer_json(byte_level_metadata(rule))), config=settings).save(tmp_path / "folder")
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf")
+    with opened(tmp_path / "model.gguf") as theirs:
+        assert_tokenizes_alike(theirs, Tokenizer.load(tmp_path / "folder"))
+
+
+def test_llama_cpp_follows_our_scores(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", vocab_size=720, eos_token_ids=(4,))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<|endoftext|>"}
+    Tokenizer(json.dumps(tokenizer_json(sentencepiece_metadata())), config=settings).save(tmp_path / "folder")
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf")
+    with opened(tmp_path / "model.gguf") as theirs:
+        assert_tokenizes_alike(theirs, Tokenizer.load(tmp_path / "folder"))
