@@ -187,7 +187,7 @@ def with_weights(**fields: Any) -> dict[str, Any]:
         (with_weights() | {"format": "float-quantized"}, "compressed-tensors, float-quantized, 8 bits a channel"),
         (
             with_weights() | {"kv_cache_scheme": {"num_bits": 8}},
-            "a channel, keys and values cached by calibrated scales",
+            "compressed-tensors, pack-quantized, 8 bits a channel, keys and values cached by calibrated scales",
         ),
         (with_weights() | {"config_groups": {}}, "compressed-tensors, pack-quantized"),
     ],
