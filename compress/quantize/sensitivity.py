@@ -1,0 +1,156 @@
+"""How much each layer's rounding would cost the model, and a bit width for each layer under a budget.
+
+    KL to the model as it is, nats a token ≈ ½ Σ_n mean(g_n²) · (Δ H Δᵀ)_nn,   H = mean of x xᵀ,   Δ = W − Ŵ
+
+g are gradients of log p(y) by the outputs of the layer, y drawn from the model's own predictions: their second moments
+are its Fisher information, here without its correlations between tokens and outputs. One pass backward gives g for all
+layers, one walk H for each. Layers that read one input are served as one product, so they get one format.
+
+Legend: T tokens, N output features, K input features.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.prune.depth import PackedBatch
+from compress.quantize.calibrated import Method, quantized_matrix
+from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.residual_stream import ResidualStream, layers_of
+from kernels.losses.linear_cross_entropy import linear_cross_entropy
+from model.attention import PackedAttention
+from model.formats.base import WeightFormat
+from model.linear import Linear
+from model.transformer import Transformer
+
+Format = WeightFormat[Any]
+Costs = Mapping[str, Mapping[Format, float]]
+"""Nats a token by name of a projection and format."""
+_ROWS_AT_ONCE = 256
+
+
+def rounding_costs(
+    model: Transformer, batches: Sequence[PackedBatch], candidates: Sequence[Format], method: Method
+) -> dict[str, dict[Format, float]]:
+    """What the decoder's projections of a dense model would each cost alone, for each candidate."""
+    gradients = output_gradients(model, batches)
+    streams = [ResidualStream(model, batch) for batch in batches]
+    costs: dict[str, dict[Format, float]] = {}
+    for number, layer in enumerate(layers_of(model)):
+        for first, moments in input_moments(streams, layer, list(CONSUMERS)).items():
+            for name in CONSUMERS[first]:
+                full, weight = f"model.layers.{number}.{name}", projection(layer, name).weight.detach()
+                costs[full] = {
+                    format: _cost(weight, quantized_matrix(weight, format, moments, method), moments, gradients[full])
+                    for format in candidates
+                }
+        for stream in streams:
+            stream.pass_on(layer)
+    return costs
+
+
+def _cost(weight: Tensor, rounded: Any, moments: InputMoments, gradients: Tensor) -> float:
+    difference = weight.float() - rounded.dequantize()
+    errors = ((difference @ moments.hessian) * difference).sum(1) / max(moments.tokens, 1)
+    return 0.5 * float(errors @ gradients)
+
+
+def output_gradients(model: Transformer, batches: Sequence[PackedBatch], *, seed: int = 0) -> dict[str, Tensor]:
+    """Mean squares of g, fp32 [N], of each of the decoder's projections by name; over the tokens that it has seen."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
+    sums = {name: torch.zeros(layer.out_features, device=layer.device) for name, layer in layers.items()}
+    tokens = dict.fromkeys(layers, 0)
+
+    def add(name: str, grad: Tensor) -> None:
+        sums[name] += grad.float().square().sum(0)
+        tokens[name] += len(grad)
+
+    def observe(name: str, _: Any, __: Any, output: Tensor) -> None:
+        output.register_hook(partial(add, name))
+
+    hooks = [layer.register_forward_hook(partial(observe, name)) for name, layer in layers.items()]
+    hooks.append(model.model.embed_tokens.register_forward_hook(lambda _, __, output: output.requires_grad_()))
+    generator = torch.Generator(model.device).manual_seed(seed)
+    try:
+        with _frozen(model):
+            for batch in batches:
+                _surprise(model, batch, generator).backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: total / max(tokens[name], 1) for name, total in sums.items()}
+
+
+@contextmanager
+def _frozen(model: Transformer) -> Iterator[None]:
+    """No gradients for weights meanwhile: they would take the memory of the model again."""
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, wanted in trained.items():
+            parameter.requires_grad_(wanted)
+
+
+def _surprise(model: Transformer, batch: PackedBatch, generator: torch.Generator) -> Tensor:
+    """−Σ log p(y) over the tokens, with y drawn from p."""
+    tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
+    with torch.enable_grad():
+        hidden = model(tokens, positions, PackedAttention(model.config, cu_seqlens))
+        with torch.no_grad():
+            pieces = [model.logits(piece).float().softmax(-1) for piece in hidden.split(_ROWS_AT_ONCE)]
+            drawn = torch.cat([torch.multinomial(p, 1, generator=generator)[:, 0] for p in pieces])
+        return linear_cross_entropy(hidden, model.head_weight, drawn)
+
+
+def choose_formats(costs: Costs, shapes: Mapping[str, tuple[int, int]], average_bits: float) -> dict[str, Format]:
+    """A format for each projection, so that all cost little in at most `average_bits` a weight, scales included.
+
+    `shapes` [N, K] by name. From the smallest format on, those that gain most for a byte get a larger one. ValueError
+    where even the smallest take more.
+    """
+    budget = average_bits / 8 * sum(rows * columns for rows, columns in shapes.values())
+    units = _units(costs)
+    chosen = [min(costs[unit[0]], key=lambda format: _bytes(unit, format, shapes)) for unit in units]
+    used = sum(_bytes(unit, format, shapes) for unit, format in zip(units, chosen, strict=True))
+    if used > budget:
+        least = average_bits * used / budget
+        raise ValueError(f"{average_bits} bits a weight are less than the smallest formats take, {least:.2f}")
+    while (step := _best_step(units, chosen, costs, shapes, budget - used)) is not None:
+        number, format = step
+        used += _bytes(units[number], format, shapes) - _bytes(units[number], chosen[number], shapes)
+        chosen[number] = format
+    return {name: format for unit, format in zip(units, chosen, strict=True) for name in unit}
+
+
+def _units(costs: Costs) -> list[tuple[str, ...]]:
+    """Projections that read one input, by their names in the model."""
+    firsts = [(name, first) for name in costs for first in CONSUMERS if name.endswith(f".{first}")]
+    return [tuple(name.removesuffix(first) + other for other in CONSUMERS[first]) for name, first in firsts]
+
+
+def _bytes(unit: Sequence[str], format: Format, shapes: Mapping[str, tuple[int, int]]) -> int:
+    return sum(format.num_bytes(shapes[name]) for name in unit)
+
+
+def _best_step(
+    units: Sequence[Sequence[str]],
+    chosen: Sequence[Format],
+    costs: Costs,
+    shapes: Mapping[str, tuple[int, int]],
+    left_bytes: float,
+) -> tuple[int, Format] | None:
+    """Which unit to give which larger format; None if none gains within the bytes that are left."""
+    best, most = None, 0.0
+    for number, (unit, now) in enumerate(zip(units, chosen, strict=True)):
+        for format in costs[unit[0]]:
+            more = _bytes(unit, format, shapes) - _bytes(unit, now, shapes)
+            gain = sum(costs[name][now] - costs[name][format] for name in unit)
+            if 0 < more <= left_bytes and gain / more > most:
+                best, most = (number, format), gain / more
+    return best
