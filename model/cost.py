@@ -17,7 +17,7 @@ attention keeps nothing that grows with the square of a sequence.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from kernels.adamw_8bit import BLOCK
 from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
+from model.formats.base import WeightFormat
 from model.formats.registry import NO_FORMAT, format_named
 from model.kv_format import KV_FORMATS
 from model.layers import Linear
@@ -88,6 +89,15 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     dense = sum(map(Tensor.numel, model.parameters()))
     adapters = sum(p.numel() for m in model.modules() if isinstance(m, Lora) for p in m.parameters())
     return dtype.itemsize * (dense - adapters) + FULL * adapters + quantized_size(model)[1]
+
+
+def planned_weight_bytes(config: ModelConfig, formats: Mapping[str, WeightFormat[Any]], dtype: torch.dtype) -> int:
+    """Of all weights of a model whose layers, by name, are quantized; the others are in `dtype`."""
+    with torch.device("meta"):
+        parameters = dict(Transformer(config).named_parameters())
+    quantized = {f"{name}.weight": format for name, format in formats.items()}
+    dense = sum(weight.numel() for name, weight in parameters.items() if name not in quantized)
+    return dense * dtype.itemsize + sum(one.num_bytes(parameters[name].shape) for name, one in quantized.items())
 
 
 def quantized_size(model: nn.Module) -> tuple[int, int]:
@@ -262,13 +272,12 @@ class _Arithmetic:
         total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
         if not self.frozen:
             return total + FULL * sum(self.trained)
-        parameters = sum(parameter.numel() for parameter in self.shape.parameters())
         format = format_named(self.setup.quantization, double=self.setup.double_quantization)
-        if format is None:
-            return total + self.stream * parameters
-        weights = [layer.weight for layer in self._layers()]
-        dense = parameters - sum(weight.numel() for weight in weights)
-        return total + self.stream * dense + sum(format.num_bytes(weight.shape) for weight in weights)
+        names = [name for name, layer in self.shape.model.named_modules(prefix="model") if isinstance(layer, Linear)]
+        formats = {} if format is None else dict.fromkeys(names, format)
+        return total + planned_weight_bytes(
+            self.config, formats, torch.float32 if self.stream == FULL else torch.bfloat16
+        )
 
     def _layers(self) -> list[Linear]:
         """Every linear layer but the output projection: what is quantized."""

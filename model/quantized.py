@@ -80,7 +80,7 @@ class QuantizedLinear(QuantizedLayer):
     @torch.no_grad()
     def times(self, x: Tensor) -> Tensor:
         """See `model.lora.AdaptedLinear`."""
-        return self.format.product(x, self.prepared_weight)
+        return self.format.times(x, self.prepared_weight)
 
     def row_squares(self) -> Tensor:
         """See `model.lora.AdaptedLinear`."""

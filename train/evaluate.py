@@ -61,12 +61,12 @@ def mean_nll(
     `routing`: who passes layers that have a router, instead of the rule by which the model is served; `attention`: over
     what it attends, instead of keys and values as it computes them.
     """
-    tokens, total = _count_labels(batches), 0.0
+    tokens, total, head = _count_labels(batches), 0.0, model.head_weight.detach()
     for batch in batches:
         batch = batch.to(model.device)
         with torch.no_grad():
             hidden = hidden_states(model, batch, routing, attention)
-            total += linear_cross_entropy(hidden, model.head_weight.detach(), batch.labels).item()
+            total += linear_cross_entropy(hidden, head, batch.labels).item()
     return total / tokens
 
 
@@ -91,12 +91,12 @@ def compare(
     tokens = _count_labels(batches)
     if len(teacher.hidden) != len(batches):
         raise ValueError(f"teacher states of {len(teacher.hidden)} batches cannot be compared on {len(batches)}")
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums, head = torch.zeros(4, dtype=torch.float64), student.head_weight.detach()
     for batch, reference in zip(batches, teacher.hidden, strict=True):
         batch = batch.to(student.device)
         with torch.no_grad():
             hidden = hidden_states(student, batch, routing, attention)
-            result = linear_distillation(hidden, student.head_weight.detach(), reference, teacher.weight, batch.labels)
+            result = linear_distillation(hidden, head, reference, teacher.weight, batch.labels)
         measured = [result.cross_entropy, result.kl, result.agreement, result.total_variation]
         sums += torch.stack(measured).double().cpu()
     nll, kl, agreement, total_variation = (sums / tokens).tolist()

@@ -107,4 +107,7 @@ def _quantize(files: TensorFiles, name: str, format: WeightFormat[Any]) -> Quant
     weight = files.read(name)
     if not torch.isfinite(weight).all():
         raise QuantizationError(f"{files.places[name]} holds values in {name} that are not finite.")
-    return format.quantize(weight)
+    try:
+        return format.quantize(weight)
+    except ValueError as reason:
+        raise QuantizationError(f"{name} cannot be quantized: {reason}") from None

@@ -137,6 +137,10 @@ class WeightFormat(ServingForm[W]):
         y = linear(x, prepared.dequantize(x.dtype), bias)
         return y if lora is None else lora_add(y, x, lora, slots)
 
+    def times(self, x: Tensor, prepared: Any) -> Tensor:
+        """`x Wᵀ` of x as it is, whatever `product` does to activations."""
+        return self.product(x, prepared)
+
     def rows(self, tokens: Tensor, prepared: Any, dtype: torch.dtype) -> Tensor:
         """Of a prepared weight [V, D] those of `tokens` [T] int64, [T, D]."""
         return prepared.dequantize(dtype, tokens)

@@ -75,6 +75,9 @@ class _CompressedTensors(KernelFormat[W]):
         y = rounded_linear(x, prepared, bias, self.rounds_to)
         return y if lora is None else lora_add(y, x, lora, slots)
 
+    def times(self, x: Tensor, prepared: Any) -> Tensor:
+        return super().product(x, prepared)
+
     def swiglu(
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:

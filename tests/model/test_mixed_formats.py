@@ -9,18 +9,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compress.quantize.round_to_nearest import Overrides, QuantizationError, quantize_folder, quantize_model
-from model.cost import weight_bytes
+from compress.lora import inject, merge, merge_requantized
+from compress.quantize.round_to_nearest import (
+    Overrides,
+    QuantizationError,
+    formats_of_layers,
+    quantize_folder,
+    quantize_model,
+)
+from model.cost import planned_weight_bytes, weight_bytes
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Fp8, Int4, Int8
+from model.lora import LoraConfig, adapted_layers
 from model.quantized import quantized_layers
 from model.transformer import Transformer
 from serve import LLM
 from serve.sampling_params import SamplingParams
 from tests.compare import relative_rms
+from tests.model.test_lora import disturb
 from tests.serve.toys import greedy_oracle, toy_tokenizer
 from tests.tiny import full_logits, tiny_model
+from train.evaluate import compare, compute_teacher_states
+from train.objectives import Distillation
+from train.packing import Batch
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 EMBEDDING = "model.embed_tokens"
@@ -188,6 +200,8 @@ def test_an_embedding_takes_what_is_planned(tied: bool) -> None:
     parameters = sum(p.nbytes for p in model.parameters())
     tensors = [t for layer in quantized_layers(model).values() for t in layer.format.tensors(layer.weight).values()]
     assert weight_bytes(model) == parameters + sum(tensor.nbytes for tensor in tensors)
+    formats = formats_of_layers(model.config, Int4(), {"embed_tokens": Int8()})
+    assert weight_bytes(model) == planned_weight_bytes(model.config, formats, torch.bfloat16)
     assert model.to(torch.float32).model.embed_tokens(torch.tensor([1])).dtype == torch.float32
     assert model.head_weight.shape == (model.config.vocab_size, model.config.hidden_size)
 
@@ -213,3 +227,94 @@ def test_activations_with_a_fixed_scale_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="activations in 8 bits a tensor"):
         load_model(folder)
+
+
+def test_adapters_go_over_a_quantized_embedding_and_head(tmp_path: Path) -> None:
+    """Trained, merged, and quantized again; DoRA's row norms are those of the weight, whatever rounds activations."""
+    model = load_model(make_folder(tmp_path, "embedding and head in int8"))
+    before = full_logits(model, TOKENS)
+    inject(model, LoraConfig(rank=2, targets=("q_proj", "embed_tokens", "lm_head")))
+    torch.testing.assert_close(full_logits(model, TOKENS), before)
+    disturb(model)
+    merged = merge(model, dtype=torch.float32)
+    assert not quantized_layers(merged)
+    torch.testing.assert_close(full_logits(model, TOKENS), full_logits(merged, TOKENS), rtol=1e-4, atol=1e-4)
+    again = merge_requantized(model, dtype=torch.float32)
+    assert {n: layer.format for n, layer in quantized_layers(again).items()} == {
+        n: layer.format for n, layer in quantized_layers(model).items()
+    }
+    rounded = load_model(make_folder(tmp_path / "rounded", "int8 activations"))
+    before = full_logits(rounded, TOKENS)
+    inject(rounded, LoraConfig(rank=2, dora=True))
+    torch.testing.assert_close(full_logits(rounded, TOKENS), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["tied embedding in int8", "embedding and head in int8"])
+def test_a_model_with_a_quantized_head_is_measured_and_distilled(case: str, tmp_path: Path) -> None:
+    model, dense = load_model(make_folder(tmp_path, case)), load_model(tmp_path / "dense")
+    batch = Batch(
+        torch.tensor(TOKENS),
+        torch.arange(len(TOKENS)),
+        torch.tensor([0, len(TOKENS)], dtype=torch.int32),
+        torch.tensor([*TOKENS[1:], -100]),
+        len(TOKENS) - 1,
+    )
+    measured = compare(model, compute_teacher_states(dense, [batch]), [batch])
+    ours, theirs = (torch.log_softmax(full_logits(one, TOKENS)[:-1].double(), -1) for one in (model, dense))
+    expected = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+    assert measured.kl == pytest.approx(expected, rel=1e-4) and expected > 1e-3
+    inject(model, LoraConfig(rank=2))
+    output = Distillation(dense)(model, batch)
+    output.loss_sum.backward()
+    assert all(layer.lora.b.grad is not None for layer in adapted_layers(model).values())
+
+
+def preset(name: str, **changes: Any) -> Any:
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+
+    scheme: Any = preset_name_to_scheme(name, ["Linear"])
+    for key, value in changes.items():
+        setattr(scheme.weights, key, value)
+    return QuantizationScheme.model_validate(scheme.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("W4A16", {"group_size": 32}),
+        ("W4A16_ASYM", {"group_size": 32}),
+        ("W8A16", {"strategy": "channel", "group_size": None}),
+        ("W8A8", {}),
+        ("FP8_DYNAMIC", {}),
+    ],
+)
+def test_what_the_library_writes_opens_here(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Scheme, scales and zeros by compressed-tensors, written by transformers."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from transformers import AutoModelForCausalLM
+
+    save_model(tiny_model(), tmp_path / "dense")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    scheme = preset(name, **changes)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    apply_quantization_config(theirs, config)
+    for module in theirs.modules():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        groups = module.weight.detach().unflatten(1, (-1, scheme.weights.group_size or module.weight.shape[1]))
+        scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+        module.weight_scale.data.copy_(scales)
+        if hasattr(module, "weight_zero_point"):
+            module.weight_zero_point.data.copy_(zeros)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([TOKENS])).logits[0]
+    compressor = ModelCompressor.from_pretrained_model(theirs)
+    compressor.compress_model(theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    compressor.update_config(str(tmp_path / "theirs"))
+    model = load_model(tmp_path / "theirs")
+    assert len(quantized_layers(model)) == 14
+    assert relative_rms(full_logits(model, TOKENS), expected) < 1e-4
