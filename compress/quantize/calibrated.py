@@ -10,7 +10,7 @@ Legend: N output features, K input features.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from compress.quantize.awq import awq_scales
 from compress.quantize.gptq import compensation, gptq_levels, output_error
 from compress.quantize.grid import diagonal_blocks, group_size, min_max, searched
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.quantize.methods import Method
 from compress.quantize.round_to_nearest import QuantizationError
 from compress.quantize.scaling import BEHIND_NORMS, fold, shared_by_heads
 from compress.quantize.smoothquant import smoothing_scales
@@ -35,34 +36,6 @@ Choose = Callable[[str], WeightFormat[Any] | None]
 """The format of a linear layer by its name; None leaves it dense."""
 FEWEST_TOKENS = 128
 _LONGEST_BLOCK = 256
-
-
-@dataclass(frozen=True)
-class Method:
-    """How weights are quantized."""
-
-    scaling: Literal["none", "awq", "smoothquant"] = "none"
-    grid: Literal["min_max", "searched"] = "searched"
-    """Of groups: what covers them, or what costs least in products with the inputs seen."""
-    rounding: Literal["nearest", "gptq"] = "nearest"
-    act_order: bool = True
-    """GPTQ: the columns that inputs excite most first."""
-
-    @property
-    def needs_levels(self) -> bool:
-        """Whether it chooses levels and scales itself, which only formats of integers leave to it."""
-        return self.grid == "searched" or self.rounding == "gptq"
-
-
-METHODS = {
-    "round": Method(grid="min_max"),
-    "weighted": Method(),
-    "gptq": Method(rounding="gptq"),
-    "awq": Method(scaling="awq"),
-    "awq+gptq": Method(scaling="awq", rounding="gptq"),
-    "smoothquant": Method(scaling="smoothquant", grid="min_max"),
-}
-"""By the names that recipes use."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +55,13 @@ def quantize_layers(
     choose: Choose,
     method: Method,
     *,
+    dtype: torch.dtype | None = None,
     start: int = 0,
     on_layer: Callable[[QuantizedLayerReport], None] | None = None,
 ) -> Transformer:
     """Quantizes the decoder's projections of a model in memory, in place, and returns it.
 
+    `dtype`: in which files will hold scales; None is the model's.
     `start`: layers before this one are as they will stay; to go on after a break they are given their quantized
     weights and their other parameters, which scaling changes too. `on_layer` is called behind each layer.
     Raises QuantizationError for a model, text or choice that does not fit.
@@ -95,9 +70,10 @@ def quantize_layers(
     _check_choice(model, choose, method)
     _check_text(batches)
     streams = [ResidualStream(model, batch) for batch in batches]
+    rounding = _Rounding(choose, method, dtype or model.dtype)
     for number, layer in enumerate(layers_of(model)):
         if number >= start:
-            report = _quantize_layer(layer, number, streams, choose, method)
+            report = _quantize_layer(layer, number, streams, rounding)
             if on_layer is not None:
                 on_layer(report)
         for stream in streams:
@@ -138,14 +114,24 @@ def _check_text(batches: Sequence[PackedBatch]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Rounding:
+    """How the layers of a model are rounded."""
+
+    choose: Choose
+    method: Method
+    dtype: torch.dtype
+    """Of scales in files."""
+
+
 def _quantize_layer(
-    layer: DecoderLayer, number: int, streams: Sequence[ResidualStream], choose: Choose, method: Method
+    layer: DecoderLayer, number: int, streams: Sequence[ResidualStream], rounding: _Rounding
 ) -> QuantizedLayerReport:
     began, errors = time.monotonic(), {}
     prefix = f"model.layers.{number}."
-    formats = {name: choose(prefix + name) for consumers in CONSUMERS.values() for name in consumers}
-    if method.scaling != "none":
-        _scale_layer(layer, streams, formats, method)
+    formats = {name: rounding.choose(prefix + name) for consumers in CONSUMERS.values() for name in consumers}
+    if rounding.method.scaling != "none":
+        _scale_layer(layer, streams, formats, rounding.method)
     for name, consumers in CONSUMERS.items():
         chosen = {consumer: format for consumer in consumers if (format := formats[consumer]) is not None}
         if not chosen:
@@ -154,19 +140,19 @@ def _quantize_layer(
         if not moments.tokens:
             raise QuantizationError(f"No token of the calibration text passes {prefix}{name}; it needs more text.")
         for consumer, format in chosen.items():
-            errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, moments, method)
+            errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, moments, rounding)
     return QuantizedLayerReport(number, errors, time.monotonic() - began)
 
 
 def _quantize_projection(
-    layer: DecoderLayer, prefix: str, name: str, format: WeightFormat[Any], moments: InputMoments, method: Method
+    layer: DecoderLayer, prefix: str, name: str, format: WeightFormat[Any], moments: InputMoments, rounding: _Rounding
 ) -> float:
     """Replaces a projection; returns its relative squared error."""
     weight = projection(layer, name).weight
     if not torch.isfinite(weight).all():
         raise QuantizationError(f"{prefix}{name} has weights that are not finite.")
     try:
-        rounded = quantized_matrix(weight, format, moments, method)
+        rounded = quantized_matrix(weight, format, moments, rounding.method, rounding.dtype)
     except ValueError as error:
         raise QuantizationError(f"{prefix}{name} cannot be quantized: {error}.") from error
     set_quantized(layer, name, rounded, format)
@@ -175,20 +161,23 @@ def _quantize_projection(
 
 
 def quantized_matrix(
-    weight: Tensor, format: WeightFormat[Any], moments: InputMoments, method: Method
+    weight: Tensor, format: WeightFormat[Any], moments: InputMoments, method: Method, dtype: torch.dtype
 ) -> QuantizedMatrix:
-    """A weight [N, K] in `format`; scales are numbers of its dtype."""
-    if not method.needs_levels or not isinstance(format, IntegerFormat):
-        return format.quantize(weight)
-    if method.rounding == "nearest":
-        grid = searched(weight, format, _moments_of_groups(moments, format), weight.dtype)
-        return format.pack(grid.levels(weight), grid.scales, grid.zeros)
-    compensated = compensation(moments.hessian, act_order=method.act_order)
+    """A weight [N, K] in `format`; scales are numbers of `dtype`."""
+    if not isinstance(format, IntegerFormat):
+        return format.quantize(weight.to(dtype))
+    if method.rounding == "gptq":
+        compensated = compensation(moments.hessian, act_order=method.act_order)
+        importance = compensated.importance
+        grid = (
+            searched(weight, format, importance, dtype) if method.grid == "searched" else min_max(weight, format, dtype)
+        )
+        return format.pack(gptq_levels(weight, grid, compensated), grid.scales, grid.zeros)
     if method.grid == "searched":
-        grid = searched(weight, format, compensated.importance, weight.dtype)
+        grid = searched(weight, format, _moments_of_groups(moments, format), dtype)
     else:
-        grid = min_max(weight, format, weight.dtype)
-    return format.pack(gptq_levels(weight, grid, compensated), grid.scales, grid.zeros)
+        grid = min_max(weight, format, dtype)
+    return format.pack(grid.levels(weight), grid.scales, grid.zeros)
 
 
 def _moments_of_groups(moments: InputMoments, format: IntegerFormat) -> Tensor:

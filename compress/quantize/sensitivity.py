@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch
-from compress.quantize.calibrated import Method, quantized_matrix
+from compress.quantize.calibrated import quantized_matrix
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.quantize.methods import Method
 from compress.residual_stream import ResidualStream, layers_of
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from model.attention import PackedAttention
@@ -44,10 +45,8 @@ def rounding_costs(
         for first, moments in input_moments(streams, layer, list(CONSUMERS)).items():
             for name in CONSUMERS[first]:
                 full, weight = f"model.layers.{number}.{name}", projection(layer, name).weight.detach()
-                costs[full] = {
-                    format: _cost(weight, quantized_matrix(weight, format, moments, method), moments, gradients[full])
-                    for format in candidates
-                }
+                rounded = {one: quantized_matrix(weight, one, moments, method, weight.dtype) for one in candidates}
+                costs[full] = {one: _cost(weight, it, moments, gradients[full]) for one, it in rounded.items()}
         for stream in streams:
             stream.pass_on(layer)
     return costs

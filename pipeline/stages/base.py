@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.schema import Recipe
     from pipeline.stages.shared.context import StageContext
 
-KINDS = ("import_model", "pretrain", "gqa", "mod", "distill", "qlora", "evaluate", "conversation")
+KINDS = ("import_model", "pretrain", "gqa", "mod", "distill", "qlora", "quantize", "evaluate", "conversation")
 """Modules of pipeline/stages/; a kind that is not listed does not exist."""
 
 C = TypeVar("C")
@@ -91,9 +91,9 @@ class StageKind(Generic[C, D]):
         return own(config, shapes) if own else None
 
     def shape(self, config: C, shapes: "Mapping[str, ModelConfig]", cache: Path) -> "ModelConfig | None":
-        """What it publishes: that of `setup`, or by `shape(config, cache)`."""
+        """What it publishes: that of `setup`, or by `shape(config, shapes, cache)`."""
         if own := self._function("shape"):
-            return own(config, cache)
+            return own(config, shapes, cache)
         setup = self.setup(config, shapes)
         return setup.model if setup else None
 

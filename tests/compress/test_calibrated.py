@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from compress.lora import inject
-from compress.quantize.calibrated import METHODS, Method, QuantizedLayerReport, quantize_layers
+from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
+from compress.quantize.methods import METHODS, Method
 from compress.quantize.round_to_nearest import QuantizationError, quantize_model
 from compress.residual_stream import ResidualStream, layers_of
 from model.config import MixtureOfDepths

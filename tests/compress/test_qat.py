@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.quantize.calibrated import METHODS, quantize_layers
+from compress.quantize.calibrated import quantize_layers
+from compress.quantize.methods import METHODS
 from compress.quantize.qat import (
     FakeQuantizedLinear,
     LowRankRoundedLinear,

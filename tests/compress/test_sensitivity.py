@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from compress.quantize.calibrated import METHODS
+from compress.quantize.methods import METHODS
 from compress.quantize.sensitivity import choose_formats, output_gradients, rounding_costs
 from compress.residual_stream import layers_of
 from model.attention import PackedAttention

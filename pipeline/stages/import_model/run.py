@@ -5,6 +5,7 @@ only, whatever lay beside it at its origin.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from model.config import ModelConfig
@@ -60,7 +61,7 @@ def report_of(label: str, folder: Path) -> ModelReport:
     )
 
 
-def shape(source: ModelSource, cache: Path) -> ModelConfig:
+def shape(source: ModelSource, shapes: Mapping[str, ModelConfig], cache: Path) -> ModelConfig:
     """The configuration alone: of a model on the hub nothing else is fetched. Raises as `run` does."""
     found = _locate(source, cache, ["config.json"])
     return gguf_config(found) if found.is_file() else load_config(found)

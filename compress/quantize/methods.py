@@ -1,0 +1,32 @@
+"""The methods of calibrated quantization by name. The list alone needs no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Method:
+    """How weights are quantized."""
+
+    scaling: Literal["none", "awq", "smoothquant"] = "none"
+    grid: Literal["min_max", "searched"] = "searched"
+    """Of groups: what covers them, or what costs least in products with the inputs seen."""
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    act_order: bool = True
+    """GPTQ: the columns that inputs excite most first."""
+
+    @property
+    def needs_levels(self) -> bool:
+        """Whether it chooses levels and scales itself, which only formats of integers leave to it."""
+        return self.grid == "searched" or self.rounding == "gptq"
+
+
+METHODS = {
+    "round": Method(grid="min_max"),
+    "weighted": Method(),
+    "gptq": Method(rounding="gptq"),
+    "awq": Method(scaling="awq"),
+    "awq+gptq": Method(scaling="awq", rounding="gptq"),
+    "smoothquant": Method(scaling="smoothquant", grid="min_max"),
+}
+"""By the names that recipes use."""

@@ -1,0 +1,65 @@
+"""Settings of the stage `quantize`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from compress.quantize.methods import METHODS
+from model.formats.registry import FORMATS, NO_FORMAT
+from pipeline.schema import Recipe
+from pipeline.settings import COUNTS, redeclared, setting
+from pipeline.stages.shared.config import Recovery
+from pipeline.stages.shared.config import mistakes as training_mistakes
+
+_DEFAULTS = {"group": None, "symmetric": True, "activations": False}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the linear weights are stored."""
+
+    format: str = setting("int4", choices=tuple(FORMATS))
+    group: int | None = setting(None, range=(1, 1_000_000))
+    """Neighbours of a row that share a scale; nothing is what the format has by itself: 32 in four bits, else a row."""
+    symmetric: bool = True
+    """Codes around zero; else each group has a zero of its own."""
+    activations: bool = False
+    """Round what these weights are multiplied with to 8 bits as well, each token by itself; for formats of 8 bits."""
+
+    def options(self) -> dict[str, Any]:
+        """What differs from the format's own defaults."""
+        chosen = {"group": self.group, "symmetric": self.symmetric, "activations": self.activations}
+        return {name: chosen[name] for name, default in _DEFAULTS.items() if chosen[name] != default}
+
+
+@dataclass(frozen=True)
+class Quantize(Recovery):
+    """Stage: round the weights to fewer bits, teach them by the model that they were made of, measure, publish."""
+
+    model: str = setting(refers="model")
+    method: str = setting("gptq", choices=tuple(METHODS))
+    """How levels and scales are chosen, as in compress/quantize."""
+    weights: Weights = field(default_factory=Weights)
+    embeddings: str = setting("int8", choices=(*FORMATS, NO_FORMAT))
+    """Of the embeddings and the head, a fifth of a small model."""
+    layers: dict[str, str] = field(default_factory=dict)
+    """Other formats by patterns of layers' names, such as `"*.down_proj": int8`; `none` leaves a layer dense."""
+    compare: tuple[str, ...] = setting((), weights=False, figures=True, choices=tuple(METHODS))
+    """Methods to show beside each other, before recovery."""
+    calibration_tokens: int = setting(32_768, count=True, range=COUNTS)
+    """Training tokens whose inputs to each layer decide how its weights are rounded."""
+    tokens: int = redeclared(Recovery, "tokens", 0, range=(0, 10**12))
+    """Tokens of the recovery; 0 publishes what rounding gives."""
+    train: Literal["scales", "low_rank", "all"] = "scales"
+    """What recovery trains beside the norms: scales alone, levels staying as they are; scales and a low-rank update of
+    the weights behind the levels; or these weights themselves."""
+    learning_rate: float = redeclared(Recovery, "learning_rate", 1e-4)
+    out: str = redeclared(Recovery, "out", "quantized")
+
+
+def mistakes(config: Quantize, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What is wrong with its batches, and formats that do not exist."""
+    yield from training_mistakes(config, recipe)
+    for pattern, name in config.layers.items():
+        if name not in (*FORMATS, NO_FORMAT):
+            yield f"layers.{pattern}", f"is {name!r}; it can be {', '.join((*FORMATS, NO_FORMAT))}"

@@ -1,0 +1,229 @@
+"""Stage `quantize`: weights rounded layer by layer on calibration text, then taught by the model they were made of.
+
+    calibrate and round → measure → recover → measure
+
+Each finished layer is kept in rounded/METHOD/, so that a stage that was interrupted goes on behind it.
+"""
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from compress.mod import calibrate
+from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
+from compress.quantize.methods import METHODS
+from compress.quantize.qat import to_quantized, train_through_rounding
+from compress.quantize.round_to_nearest import QuantizationError, formats_of_layers
+from compress.residual_stream import layers_of
+from model.config import ModelConfig
+from model.cost import Setup, quantized_size
+from model.files.checkpoint import load_model
+from model.formats.base import WeightFormat
+from model.formats.registry import format_named
+from model.mesh import choose_device, choose_dtype
+from model.quantized import quantized_layers, set_quantized
+from model.transformer import Transformer
+from pipeline.errors import UserError
+from pipeline.measure.quality import PUBLISHED_DTYPE
+from pipeline.results import Quality, Result
+from pipeline.stages.quantize.config import Quantize
+from pipeline.stages.quantize.report import ProjectionError, QuantizeDetails, Rounded
+from pipeline.stages.shared.context import StageContext
+from pipeline.stages.shared.training import RecoveryStage, check_dense
+from train.loop import TrainingResult
+from train.progress import Progress
+
+log = logging.getLogger(__name__)
+
+ROUNDED_NAME = "rounded"
+
+
+class QuantizeStage(RecoveryStage[Quantize]):
+    """Rounded weights and the dense model that teaches them."""
+
+    def published_form(self, model: Transformer) -> Transformer:
+        """A copy with levels and scales as files will hold them, the rest rounded to bf16."""
+        form = to_quantized(copy.deepcopy(model)).to(PUBLISHED_DTYPE)
+        return form.to(choose_dtype("auto", model.device)).requires_grad_(False)
+
+    def dense(self) -> Transformer:
+        """The parent in fp32."""
+        return load_model(self.context.model(self.config.model), device=choose_device())
+
+    @cached_property
+    def formats(self) -> dict[str, WeightFormat[Any]]:
+        """Of each layer that is quantized, by its name in the model."""
+        config, shape = self.config, self.teacher.config
+        ends = ["embed_tokens"] if shape.tie_word_embeddings else ["embed_tokens", "lm_head"]
+        try:
+            weights: Any = format_named(config.weights.format, **config.weights.options())
+            named = {p: weights if n == config.weights.format else format_named(n) for p, n in config.layers.items()}
+            overrides = dict.fromkeys(ends, format_named(config.embeddings)) | named
+            return formats_of_layers(shape, weights, overrides)
+        except ValueError as error:
+            raise UserError(f"quantize: {error}") from None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before recovery."""
+
+    parent: Quality
+    rounded: list[Rounded]
+    """By each method, the one of the result first."""
+
+
+def run(context: StageContext) -> Result[QuantizeDetails] | None:
+    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    config: Quantize = context.stage.config
+    check_dense(context, config.model)
+    stage = QuantizeStage(context, config.model)
+    start = context.start(Start, partial(_measure_start, stage))
+    student, reports = _rounded(stage, config.method)
+    _calibrate_routers(stage, student)
+    training = _recover(stage, student)
+    if not context.processes.is_main:
+        return None
+    details = _details(stage, student, start, reports)
+    measured = start.parent, start.rounded[0].quality
+    return stage.finish_student(student, config.model, measured=measured, training=training, details=details)
+
+
+def setup(config: Quantize, shapes: Mapping[str, ModelConfig]) -> Setup | None:
+    """What its recovery holds in memory; without one there is nothing to plan."""
+    shape = shapes[config.model]
+    return Setup(shape, config, teacher=shape) if config.tokens else None
+
+
+def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> ModelConfig:
+    """Its parent's."""
+    return shapes[config.model]
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+def _measure_start(stage: QuantizeStage) -> Start:
+    held_out, methods = stage.held_out, dict.fromkeys([stage.config.method, *stage.config.compare])
+    states, rows = held_out.states(stage.teacher), []
+    for method in methods:
+        reports = _round(stage, method)
+        model, _ = _rounded(stage, method)
+        _calibrate_routers(stage, model)
+        quality = held_out.quality(stage.published_form(model), states)
+        log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
+        rows.append(Rounded(method, quality, sum(report.seconds for report in reports)))
+    return Start(held_out.quality(stage.teacher), rows)
+
+
+def _round(stage: QuantizeStage, method: str) -> list[QuantizedLayerReport]:
+    """Writes each layer's rounded weights, and goes on behind those that lie there."""
+    model, done = _rounded(stage, method)
+    total = model.config.num_layers
+    if len(done) == total:
+        return done
+    text = stage.training_text(stage.config.calibration_tokens)
+    log.info("rounding by %s on %s tokens", method, f"{sum(len(batch.tokens) for batch in text):,}")
+    folder = stage.context.folder / ROUNDED_NAME / method
+    with Progress(f"rounding by {method}", total, done=len(done)) as progress:
+
+        def keep(report: QuantizedLayerReport) -> None:
+            _save_layer(model, report, folder)
+            done.append(report)
+            progress.advance(1, f"layer {report.number + 1} of {total}")
+
+        try:
+            quantize_layers(
+                model,
+                text,
+                stage.formats.get,
+                METHODS[method],
+                dtype=PUBLISHED_DTYPE,
+                start=len(done),
+                on_layer=keep,
+            )
+        except QuantizationError as error:
+            raise UserError(f"quantize: {error}") from None
+    return done
+
+
+def _rounded(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
+    """The model in fp32 with those layers that have been rounded, and what is said of each."""
+    model = stage.dense()
+    for name, format in stage.formats.items():
+        if not name.endswith("_proj"):  # embeddings and head see no method
+            weight = model.get_parameter(f"{name}.weight").detach().to(PUBLISHED_DTYPE)
+            set_quantized(model, name, format.quantize(weight), format)
+    files = sorted((stage.context.folder / ROUNDED_NAME / method).glob("*.safetensors"))
+    return model, [_load_layer(model, path, stage.formats) for path in files]
+
+
+def _calibrate_routers(stage: QuantizeStage, model: Transformer) -> None:
+    """Sets anew the thresholds of routers, whose scores are not what they were before rounding."""
+    if model.config.mixture_of_depths is not None:
+        calibrate(model, stage.training_text())
+
+
+def _save_layer(model: Transformer, report: QuantizedLayerReport, folder: Path) -> None:
+    """Whole or not at all."""
+    layer = layers_of(model)[report.number]
+    tensors = {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
+    for name, quantized in quantized_layers(layer).items():
+        tensors |= quantized.format.to_files(name, quantized.weight, PUBLISHED_DTYPE)
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / "staging"
+    save_file(tensors, staging, {"report": msgspec.json.encode(report).decode()})
+    staging.rename(folder / f"{report.number:04d}.safetensors")
+
+
+def _load_layer(model: Transformer, path: Path, formats: Mapping[str, WeightFormat[Any]]) -> QuantizedLayerReport:
+    with safe_open(path, framework="pt") as file:
+        report = msgspec.json.decode(file.metadata()["report"], type=QuantizedLayerReport)
+    tensors, layer = load_file(path), layers_of(model)[report.number]
+    for full_name in report.errors:
+        name = full_name.removeprefix(f"model.layers.{report.number}.")
+        format = formats[full_name]
+        weight = format.from_files(name, model.get_parameter(f"{full_name}.weight").shape, tensors.__getitem__)
+        set_quantized(layer, name, format.moved(weight, model.device), format)
+    for name, parameter in layer.named_parameters():
+        parameter.data.copy_(tensors[name])
+    return report
+
+
+# --- recovery --------------------------------------------------------------------------------------------------------
+
+
+def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
+    """Trains what the recipe says, and leaves the student quantized."""
+    config = stage.config
+    if not config.tokens:
+        return TrainingResult(0, 0, 0.0, {}, interrupted=False, skipped=0)
+    dense = None if METHODS[config.method].scaling != "none" else stage.dense()
+    train_through_rounding(student, config.train, dense=dense, scale_dtype=PUBLISHED_DTYPE)
+    training = stage.train(student)
+    to_quantized(student)
+    return training
+
+
+def _details(
+    stage: QuantizeStage, student: Transformer, start: Start, reports: list[QuantizedLayerReport]
+) -> QuantizeDetails:
+    weights, stored = quantized_size(student)
+    formats = {name: layer.format.title for name, layer in quantized_layers(student).items()}
+    errors = {name: error for report in reports for name, error in report.errors.items()}
+    return QuantizeDetails(
+        method=stage.config.method,
+        format=", ".join(dict.fromkeys(formats.values())),
+        bits_per_weight=8 * stored / weights,
+        compared=start.rounded,
+        errors=[ProjectionError(name, formats[name], error) for name, error in errors.items()],
+        train=stage.config.train,
+    )

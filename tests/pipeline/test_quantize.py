@@ -1,0 +1,126 @@
+"""Stage `quantize` on a tiny teacher: what it publishes, compares, recovers, and how it goes on after a kill."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.quantize import calibrated
+from model.files.artifact import open_artifact
+from model.files.checkpoint import load_model
+from model.quantized import quantized_layers
+from pipeline.errors import UserError
+from pipeline.results import Result
+from tests.pipeline.tiny_run import run_stages
+
+STAGE: dict[str, Any] = {
+    "model": "teacher",
+    "method": "gptq",
+    "compare": ["round", "weighted"],
+    "weights": {"format": "int4", "group": 16},
+    "calibration_tokens": "512",
+    "data": "text",
+    "batch_tokens": 256,
+    "micro_batch_tokens": 128,
+    "precision": "fp32",
+    "held_out_tokens": 512,
+    "out": "small",
+}
+
+
+def run(home: Path, **changes: object) -> list[Result[Any]]:
+    return run_stages(home, {"quantize": STAGE | changes}, serve="small")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result[Any]]:
+    home = tmp_path_factory.mktemp("quantize")
+    return home, run(home)[-1]
+
+
+def test_it_publishes_four_bits_that_serve_as_they_were_measured(finished: tuple[Path, Result[Any]]) -> None:
+    home, result = finished
+    folder = home / "run" / "01-quantize" / "model"
+    assert open_artifact(folder).digest == result.output
+    layers = quantized_layers(load_model(folder))
+    assert {layer.format.name for name, layer in layers.items() if name.endswith("_proj")} == {"int4"}
+    assert result.parity is not None and result.parity.passed
+    assert 4 < result.details.bits_per_weight < 8
+    teacher, _, small = result.models
+    assert small.weight_bytes < teacher.weight_bytes
+
+
+def test_methods_stand_side_by_side_and_calibration_pays(finished: tuple[Path, Result[Any]]) -> None:
+    _, result = finished
+    found = {row.method: row.quality.kl.value for row in result.details.compared}
+    assert list(found) == ["gptq", "round", "weighted"]
+    assert found["weighted"] < found["round"] and found["gptq"] < found["round"]
+    assert len({one.name for one in result.details.errors}) == 7 * 3
+
+
+def test_the_report_shows_methods_and_layers(finished: tuple[Path, Result[Any]]) -> None:
+    home, _ = finished
+    page = (home / "run" / "report.html").read_text()
+    assert "Quantized weights: 01-quantize" in page and "weighted" in page and "down_proj" in page
+
+
+@pytest.mark.parametrize("train", ["scales", "all"])
+def test_recovery_brings_it_closer_to_its_parent(train: str, tmp_path: Path) -> None:
+    result = run(tmp_path, compare=[], method="round", train=train, tokens="4k", learning_rate=1e-3)[-1]
+    _, before, after = (row.quality for row in result.models)
+    assert before and after and before.kl and after.kl
+    assert after.kl.value < 0.9 * before.kl.value
+    assert result.parity is not None and result.parity.passed
+
+
+def test_layers_may_have_other_formats_or_none(tmp_path: Path) -> None:
+    run(tmp_path, compare=[], layers={"*.down_proj": "int8", "model.layers.0.*": "none"})
+    layers = quantized_layers(load_model(tmp_path / "run" / "01-quantize" / "model"))
+    names = {name: layer.format.name for name, layer in layers.items()}
+    assert names["model.layers.1.mlp.down_proj"] == "int8" and names["model.layers.1.mlp.up_proj"] == "int4"
+    assert not any(name.startswith("model.layers.0.self_attn") for name in names)
+
+
+def test_after_a_kill_it_goes_on_behind_the_last_layer(
+    finished: tuple[Path, Result[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = calibrated._quantize_layer, []
+
+    def dies_in_the_last_layer(layer: Any, number: int, *others: Any) -> Any:
+        seen.append(number)
+        if number == 2 and seen.count(2) == 1:
+            raise KeyboardInterrupt
+        return real(layer, number, *others)
+
+    monkeypatch.setattr(calibrated, "_quantize_layer", dies_in_the_last_layer)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, compare=[])
+    assert run(tmp_path, compare=[])[-1].output is not None
+    assert seen == [0, 1, 2, 2]
+    home, _ = finished
+    whole, resumed = (load_model(place / "run" / "01-quantize" / "model") for place in (home, tmp_path))
+    for name, layer in quantized_layers(whole).items():
+        assert torch.equal(layer.weight.dequantize(), quantized_layers(resumed)[name].weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"weights": {"format": "int4", "group": 48}}, "groups of 48 do not divide"),
+        ({"layers": {"*.down_proj": "int5"}}, "layers"),
+        ({"method": "magic"}, "method"),
+        ({"calibration_tokens": 16, "data": "text"}, "calibration text has"),
+    ],
+)
+def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        run(tmp_path, compare=[], **changes)
+    assert "\n" not in str(caught.value).strip()
+
+
+def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="quantized already"):
+        run_stages(
+            tmp_path, {"quantize": STAGE}, {"quantize": STAGE | {"model": "small", "out": "smaller"}}, serve="smaller"
+        )
