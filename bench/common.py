@@ -5,17 +5,15 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernels.common.compiled import processor_features
-from pipeline.environment import processor_name
+from pipeline.environment import package_versions, processor_name
 from pipeline.results import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,15 +27,6 @@ def teacher_folder() -> Path:
     if not (TEACHER / "potstill.json").exists():
         subprocess.run([sys.executable, "-m", "pipeline", "run", "configs/teacher.yaml"], cwd=ROOT, check=True)
     return TEACHER
-
-
-def versions(names: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
-    found = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def gpu_name() -> str | None:
@@ -54,7 +43,7 @@ def machine() -> dict[str, Any]:
         "bf16_instructions": [flag for flag in ("amx_bf16", "avx512_bf16") if flag in processor_features()],
         "gpu": gpu_name(),
         "python": platform.python_version(),
-        "packages": dict.fromkeys(names) | versions(names),
+        "packages": dict.fromkeys(names) | package_versions(names),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

@@ -2,6 +2,8 @@
 
 import os
 import platform
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ DECISIVE = ("potstill", "torch", "triton", "numpy", "safetensors", "tokenizers",
 
 def versions() -> dict[str, str]:
     """Version of Python and of each library that can change a number; what is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for name in DECISIVE:
-        try:
+    return {"python": platform.python_version(), **package_versions(DECISIVE)}
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -33,9 +33,10 @@ from typing import Any
 
 import torch
 
-from bench.common import RESULTS, ROOT, gpu_name, machine, versions, write_json
+from bench.common import RESULTS, ROOT, gpu_name, machine, write_json
 from bench.kernels import goals
 from bench.kernels.plot import draw
+from pipeline.environment import package_versions
 from pipeline.results import write_atomically
 
 PART_S = 200.0
@@ -80,13 +81,12 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
     """Run the cases that `path` does not hold yet, for at most PART_S, and write it after each."""
     identity = identify(tiny=options.tiny)
     wanted = {case.shape.name: case for case in cases if options.only in case.shape.name}
-    done = read_cases(path, identity)
-    if options.again:
-        done = {shape: found for shape, found in done.items() if shape not in wanted}
+    known = read_cases(path, identity)
+    done = {shape: found for shape, found in known.items() if not (options.again and shape in wanted)}
     todo = [shape for shape in wanted if shape not in done]
+    if wanted and not todo:
+        print(f"{name}: already measured, see {path} (--again measures it anew)")
     if not todo:
-        if wanted:
-            print(f"{name}: already measured, see {path} (--again measures it anew)")
         return
     from bench.kernels.timing import Lab, one_line, run_case, side_stream
     from kernels.common.triton_support import interpreted
@@ -108,9 +108,9 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
             except Exception as error:  # a shape that cannot even be set up is written down, and no reason to stop
                 found = {"name": shape, "failed": one_line(error), "candidates": {}}
             done[shape] = found
-            print(describe(found, speeds=not options.tiny), flush=True)
-            for line in complaints(found):
-                print(line, file=sys.stderr, flush=True)
+            line, complaints = describe(found, speeds=not options.tiny)
+            print(line, flush=True)
+            sys.stderr.writelines(f"{complaint}\n" for complaint in complaints)
             ordered = [done[case.shape.name] for case in cases if case.shape.name in done]
             write(path, {"part": name, "identity": identity, "limits": limits, "cases": ordered})
             gc.collect()
@@ -119,12 +119,11 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
 
 def merge(out: Path, *, tiny: bool) -> int:
     """Join all parts of the GPU measured last; say whether everything of ours is right."""
-    parts = [json.loads(path.read_text()) for path in sorted((out / "kernels").glob("*.json"))]
-    parts = [part for part in parts if part["identity"]["tiny"] == tiny]
+    found = [json.loads(path.read_text()) for path in (out / "kernels").glob("*.json")]
+    parts = sorted((part for part in found if part["identity"]["tiny"] == tiny), key=lambda part: part["written"])
     if not parts:
         print(f"There are no parts in {out / 'kernels'}.", file=sys.stderr)
         return 2
-    parts.sort(key=lambda part: part["written"])
     gpu = parts[-1]["identity"]["gpu"]
     for part in parts:
         if part["identity"]["gpu"] != gpu:
@@ -149,15 +148,17 @@ def ours_right(case: dict[str, Any]) -> bool:
     return {found["status"] for found in case["candidates"].values() if found["role"] != "peer"} == {"measured"}
 
 
-def describe(case: dict[str, Any], *, speeds: bool) -> str:
-    """One line: ours with its rate and its fraction of the limit, then everybody else."""
-    if "failed" in case:
-        return f"  {case['name']:34} FAILED {case['failed']}"
-    words = []
+def describe(case: dict[str, Any], *, speeds: bool) -> tuple[str, list[str]]:
+    """One line: ours with its rate and its fraction of the limit, then everybody else; and one for each that broke."""
+    words, complaints = [f"FAILED {case['failed']}"] if "failed" in case else [], []
     for name, found in case["candidates"].items():
         status = found["status"]
-        if status != "measured":
-            words.append(f"{name} {status.upper() if status in ('red', 'failed') else status}")
+        if status in ("red", "failed"):
+            words.append(f"{name} {status.upper()}")
+            error = f" error {found['error']}" if "error" in found else ""
+            complaints.append(f"  {name}: {status}{error} {found.get('reason', '')}".rstrip())
+        elif status != "measured":
+            words.append(f"{name} {status}")
         elif not speeds:
             words.append(f"{name} right")
         elif found["role"] == "ours":
@@ -169,15 +170,7 @@ def describe(case: dict[str, Any], *, speeds: bool) -> str:
             ratio = f"{found['times_ours']:.2f}x" if "times_ours" in found else f"{found['median_s'] * 1e6:.1f} µs"
             memory = f", {found['times_our_peak']:.1f}x the memory" if "times_our_peak" in found else ""
             words.append(f"{name} {ratio}{memory}")
-    return f"  {case['name']:34} " + " | ".join(words)
-
-
-def complaints(case: dict[str, Any]) -> Iterator[str]:
-    """A line for each candidate that is wrong or broke."""
-    for name, found in case["candidates"].items():
-        if found["status"] in ("red", "failed"):
-            error = f" error {found['error']}" if "error" in found else ""
-            yield f"  {name}: {found['status']}{error} {found.get('reason', '')}".rstrip()
+    return f"  {case['name']:34} " + " | ".join(words), complaints
 
 
 def identify(*, tiny: bool) -> dict[str, Any]:
@@ -199,7 +192,8 @@ def read_cases(path: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]
 def write(path: Path, part: dict[str, Any]) -> None:
     # There is no commit where there is no repository, as in a copy of the working tree.
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
-    write_json(path, {**part, "written": time.time(), "commit": head, "machine": machine(), "peers": versions(PEERS)})
+    peers = package_versions(PEERS)
+    write_json(path, {**part, "written": time.time(), "commit": head, "machine": machine(), "peers": peers})
 
 
 if __name__ == "__main__":

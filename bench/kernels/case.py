@@ -4,10 +4,9 @@ Costs count what the mathematics needs: FLOPs of the visible scores only, each i
 once. Results are in fp64, by the references beside the kernels, called in pieces that fit in memory.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -187,11 +186,10 @@ def tensors(inputs: Any) -> Iterator[Tensor]:
     """The tensors in a set of inputs: of tensors, dataclasses and tuples of them, and what else it needs."""
     if isinstance(inputs, Tensor):
         yield inputs
-    elif dataclasses.is_dataclass(inputs):
-        for field in dataclasses.fields(inputs):
-            yield from tensors(getattr(inputs, field.name))
+    elif is_dataclass(inputs):
+        yield from tensors(tuple(getattr(inputs, field.name) for field in fields(inputs)))
     elif isinstance(inputs, SimpleNamespace | tuple):
-        for part in vars(inputs).values() if isinstance(inputs, SimpleNamespace) else inputs:
+        for part in inputs if isinstance(inputs, tuple) else vars(inputs).values():
             yield from tensors(part)
 
 

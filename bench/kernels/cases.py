@@ -11,13 +11,13 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.case import Adapt, Call, Candidate, Case, Inputs, Outputs, Shape, by_name
 from bench.kernels.families import attention, elementwise, linear, losses, sampling
 from bench.kernels.families.attention import documents, paged
 from bench.kernels.families.elementwise import EPS, gate, norm, rotary, routed
-from bench.kernels.families.linear import product as weight_product
 from bench.kernels.families.losses import KINDS, loss
 from kernels.attention.flash import flash_attention
 from kernels.attention.paged import paged_attention, plan_paged_attention
@@ -49,7 +49,7 @@ class Group:
 
 
 class Part:
-    """What one run of the driver measures, in under 4 minutes."""
+    """What is measured in one go, in under 4 minutes."""
 
     def __init__(self, text: str, *groups: Group) -> None:
         self.text, self.groups = text, groups
@@ -148,7 +148,7 @@ GATE = [
     _ours(by_name(swiglu)),
     Candidate("liger", elementwise.liger_swiglu, takes=_on(backward=(False,))),
     Candidate("liger", elementwise.liger_swiglu, takes=_on(backward=(True,)), in_place=True),
-    Candidate("torch_compile", by_name(elementwise.plain_swiglu, compiles=True), compiles=True),
+    Candidate("torch_compile", by_name(lambda gate, up: F.silu(gate) * up, compiles=True), compiles=True),
 ]
 ROTARY = [
     _ours(by_name(apply_rotary)),
@@ -213,13 +213,8 @@ GATED = [
 
 
 def _linear_group(name: str) -> Group:
-    shapes = [weight_product(name, *matrix, rows) for rows in ROWS for matrix in MATRICES]
-    return Group(LINEAR, [weight_product(name, 256, 128, rows) for rows in (1, 3)], shapes)
-
-
-def _backward(*formats: str, matrices: Sequence[tuple[int, int]] = MATRICES[1:2]) -> list[Shape]:
-    sizes = product((2048, 8192), formats, matrices)
-    return [weight_product(name, *matrix, rows, backward=True) for rows, name, matrix in sizes]
+    shapes = [linear.product(name, *matrix, rows) for rows in ROWS for matrix in MATRICES]
+    return Group(LINEAR, [linear.product(name, 256, 128, rows) for rows in (1, 3)], shapes)
 
 
 # Losses
@@ -312,8 +307,10 @@ PARTS = {
     "quantized_fp8": Part("The same with FP8 and a scale for each output.", _linear_group("fp8")),
     "quantized_backward": Part(
         "The gradient of x, as QLoRA's backward pass computes it: NF4 on all matrices, the other formats on one.",
-        Group(LINEAR, [weight_product(name, 256, 128, 3, backward=True) for name in ("nf4", "int8")],
-              [*_backward("nf4", matrices=MATRICES), *_backward("int4", "int8", "fp8")])),
+        Group(LINEAR, [linear.product(name, 256, 128, 3, backward=True) for name in ("nf4", "int8")],
+              [linear.product(name, *matrix, rows, backward=True)
+               for names, matrices in ((("nf4",), MATRICES), (("int4", "int8", "fp8"), MATRICES[1:2]))
+               for rows, name, matrix in product((2048, 8192), names, matrices)])),
     "quantized_fused": Part(
         "NF4 products with the adapters of 1, 8 or 64 users in a batch of 64 rows; gate and up as one product.",
         Group(ADAPTERS, [linear.adapted(256, 128, 4, 3)],

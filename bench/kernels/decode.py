@@ -148,21 +148,18 @@ def attention() -> Iterator[tuple[dict[str, Any], Sides]]:
     for (layer, heads), (sequences, keys) in itertools.product(LAYERS.items(), BATCHES):
         names, shape = ("heads", "kv_heads", "head_dim"), paged(sequences, 1, keys, *heads)
         sizes = {"layer": layer, **dict(zip(names, heads, strict=True)), "sequences": sequences, "keys": keys}
-        copies = max(1, PAGE_BYTES // page_bytes(sizes) // CALLS) * CALLS
+        num_bytes = 4 * sequences * keys * math.prod(heads[1:])
+        copies = max(1, PAGE_BYTES // num_bytes // CALLS) * CALLS
         inputs = [shape.inputs(torch.device(DEVICE)) for _ in range(copies)]
         [expected], sides = shape.reference(inputs[0]), {"ours": over_pages, "by_torch": by_torch}
         yield sizes, {name: ([adapt(one) for one in inputs], expected) for name, adapt in sides.items()}
 
 
-def page_bytes(sizes: dict[str, Any]) -> int:
-    """Of the keys and values that a step reads."""
-    return 4 * math.prod(sizes[name] for name in ("sequences", "keys", "kv_heads", "head_dim"))
-
-
 def measure_attention() -> None:
     results = compare(attention(), "by_torch", "speedup_over_torch")
     for result in results:
-        result["gb_per_s"] = page_bytes(result) / result["seconds"]["ours"] / 1e9
+        num_bytes = 4 * math.prod(result[name] for name in ("sequences", "keys", "kv_heads", "head_dim"))
+        result["gb_per_s"] = num_bytes / result["seconds"]["ours"] / 1e9
     unit = "seconds are medians of one layer's attention of one decoding step"
     write_result("attention-cpu", "python -m bench.kernels.decode attention", {"attention": results, "unit": unit})
 

@@ -75,16 +75,13 @@ def compare(parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """For each goal its worst case; none where nothing that it concerns was measured."""
     cases = {part["part"]: part["cases"] for part in parts}
     for goal in GOALS:
-        figures = {}
-        for case in cases.get(goal.part, []):
-            found = case["candidates"].get(goal.candidate, {})
-            if goal.figure in found and goal.concerns(case):
-                figures[case["name"]] = found[goal.figure]
-        worst = min(figures, key=lambda name: figures[name], default=None)
-        figure = None if worst is None else figures[worst]
+        concerned = [case for case in cases.get(goal.part, []) if goal.concerns(case)]
+        found = [(case["candidates"].get(goal.candidate, {}).get(goal.figure), case["name"]) for case in concerned]
+        figures = [(figure, name) for figure, name in found if figure is not None]
+        worst, shape = min(figures, default=(None, None))
         yield {
-            "goal": goal.text, "at_least": goal.at_least, "shapes": len(figures), "worst": figure,
-            "worst_shape": worst, "reached": None if figure is None else figure >= goal.at_least,
+            "goal": goal.text, "at_least": goal.at_least, "shapes": len(figures), "worst": worst,
+            "worst_shape": shape, "reached": None if worst is None else worst >= goal.at_least,
         }  # fmt: skip
 
 

@@ -31,11 +31,11 @@ def draw(joined: dict[str, Any]) -> str:
     """The joined results as an SVG document."""
     parts = joined["parts"]
     families = _families(parts, "peer")
-    colors = {family: f"hsl({number * 137.5 % 360:.0f} 50% 50%)" for number, family in enumerate(families)}
-    colors |= dict.fromkeys(_families(parts, "baseline"), "")
-    pieces, y = [*_header(joined, colors)], TOP
+    paints = {family: f'fill="hsl({number * 137.5 % 360:.0f} 50% 50%)"' for number, family in enumerate(families)}
+    paints |= dict.fromkeys(_families(parts, "baseline"), 'class="ring"')
+    pieces, y = [*_header(joined, paints)], TOP
     for part in parts:
-        pieces += _section(part, y, colors)
+        pieces += _section(part, y, paints)
         y += SECTION + ROW * len(part["cases"])
     size = f'width="{WIDTH}" height="{y + 12}"'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 12}" {size}><style>{STYLE}</style>'
@@ -53,20 +53,20 @@ def _families(parts: Sequence[dict[str, Any]], role: str) -> list[str]:
     return list(dict.fromkeys(_family(name) for name, it in listed if (it["role"], it["status"]) == (role, "measured")))
 
 
-def _header(joined: dict[str, Any], colors: dict[str, str]) -> Iterator[str]:
+def _header(joined: dict[str, Any], paints: dict[str, str]) -> Iterator[str]:
     title = "tiny shapes: that they run, not how fast" if joined["tiny"] else f"kernels on {joined['gpu']}"
     yield _text(20, 32, f"potstill, {title}", "strong title")
     x, y = 20.0, 56
-    for name, color in colors.items():
+    for name, paint in paints.items():
         length = 26 + 6.8 * len(name)
         if x + length > RIGHT:
             x, y = 20.0, y + 18
-        yield f'<circle cx="{x + 4:.0f}" cy="{y - 4}" r="4" {_paint(color)}/>'
+        yield f'<circle cx="{x + 4:.0f}" cy="{y - 4}" r="4" {paint}/>'
         yield _text(x + 13, y, name)
         x += length
 
 
-def _section(part: dict[str, Any], y: int, colors: dict[str, str]) -> Iterator[str]:
+def _section(part: dict[str, Any], y: int, paints: dict[str, str]) -> Iterator[str]:
     bottom = y + SECTION - 14 + ROW * len(part["cases"])
     copy, product = part["limits"]["copy_bytes_per_s"] / 1e12, part["limits"]["matmul_flop_per_s"] / 1e12
     yield _text(20, y + 22, part["part"], "strong part")
@@ -79,10 +79,10 @@ def _section(part: dict[str, Any], y: int, colors: dict[str, str]) -> Iterator[s
         yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{y + 44}" y2="{bottom}"/>'
         yield _text(x, y + 40, text, anchor="middle")
     for index, case in enumerate(part["cases"]):
-        yield from _row(case, y + SECTION - 8 + ROW * index, colors)
+        yield from _row(case, y + SECTION - 8 + ROW * index, paints)
 
 
-def _row(case: dict[str, Any], y: int, colors: dict[str, str]) -> Iterator[str]:
+def _row(case: dict[str, Any], y: int, paints: dict[str, str]) -> Iterator[str]:
     yield _text(20, y + 9, case["name"])
     ours = next((found for found in case["candidates"].values() if found["role"] == "ours"), {"status": "failed"})
     if ours["status"] == "measured":
@@ -92,30 +92,25 @@ def _row(case: dict[str, Any], y: int, colors: dict[str, str]) -> Iterator[str]:
     else:
         yield _text(LEFT_BAR, y + 9, ours["status"].upper(), "red")
     for name, found in case["candidates"].items():
-        color = colors.get(_family(name), "")
+        paint = paints.get(_family(name), "")
         if found["status"] == "measured" and found["role"] == "peer":
             x = LEFT_BAR + BAR * min(found["roofline_fraction"], 1.0)
-            yield f'<rect x="{x - 1:.1f}" y="{y - 2}" width="2" height="14" fill="{color}">{_hover(name, found)}</rect>'
+            yield f'<rect x="{x - 1:.1f}" y="{y - 2}" width="2" height="14" {paint}>{_hover(name, found)}</rect>'
         if "times_ours" in found:
-            yield _dot(name, found, y + 5, color)
+            yield _dot(name, found, y + 5, paint)
 
 
 def _text(x: float, y: int, text: str, kind: str = "", anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _dot(name: str, found: dict[str, Any], y: int, color: str) -> str:
+def _dot(name: str, found: dict[str, Any], y: int, paint: str) -> str:
     ratio, x = found["times_ours"], _ratio_x(found["times_ours"])
     if LOW <= ratio <= HIGH:
-        return f'<circle cx="{x:.1f}" cy="{y}" r="4.5" {_paint(color)}>{_hover(name, found)}</circle>'
+        return f'<circle cx="{x:.1f}" cy="{y}" r="4.5" {paint}>{_hover(name, found)}</circle>'
     tip = 7 if ratio > HIGH else -7
     corners = f"{x:.1f},{y - 5} {x:.1f},{y + 5} {x + tip:.1f},{y}"
-    return f'<polygon points="{corners}" {_paint(color)}>{_hover(name, found)}</polygon>'
-
-
-def _paint(color: str) -> str:
-    """Filled with a color; without one, a ring."""
-    return f'fill="{color}"' if color else 'class="ring"'
+    return f'<polygon points="{corners}" {paint}>{_hover(name, found)}</polygon>'
 
 
 def _hover(name: str, found: dict[str, Any]) -> str:

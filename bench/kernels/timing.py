@@ -174,9 +174,7 @@ class _Measurement:
         self.case, self.lab, self.budget_s = case, lab, budget_s
         self.sets = [case.shape.inputs(lab.device)]
         self.expected = case.shape.reference(self.sets[0])
-        self.found: dict[str, dict[str, Any]] = {
-            one.name: {"status": "right", "role": one.role} for one in case.candidates
-        }
+        self.found = {one.name: dict[str, Any](status="right", role=one.role) for one in case.candidates}
         self.programs: dict[str, list[Program]] = {}
         self.calls, self.num_sets = self._sizes()
 
@@ -279,11 +277,12 @@ def interleave(programs: Mapping[str, Sequence[Program]], clock: Clock, rounds: 
     while rounds is None and time.monotonic() < warm_up_ends:
         round_s = sum(clock.seconds(one_of_each))
     rounds = number_of_rounds(round_s) if rounds is None else rounds
-    order = [names[number % len(names) :] + names[: number % len(names)] for number in range(rounds)]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for first in range(0, rounds, ROUNDS_IN_FLIGHT):
-        block = range(first, min(first + ROUNDS_IN_FLIGHT, rounds))
-        played = [(name, programs[name][number % len(programs[name])]) for number in block for name in order[number]]
+        played = []
+        for number in range(first, min(first + ROUNDS_IN_FLIGHT, rounds)):
+            turn = number % len(names)
+            played += [(name, programs[name][number % len(programs[name])]) for name in names[turn:] + names[:turn]]
         for (name, program), elapsed_s in zip(played, clock.seconds([p for _, p in played]), strict=True):
             samples[name].append(elapsed_s / program.calls)
     return samples

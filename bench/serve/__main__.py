@@ -32,21 +32,17 @@ from serve import LLM, SamplingParams
 STATIC_BATCH_SIZES = (8, 16, 32, 64)
 
 
-def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> None:
-    """By transformers, as its documentation shows it: left padding, one call a batch."""
-    ids, mask = (
-        pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
-        for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
-    )
-    with torch.inference_mode():
-        lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
-
-
-def generate_in_batches(model: Any, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
+def generate(model: Any, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
+    """By transformers, as its documentation shows it: left padding; a batch is as long as its longest request."""
     for start in range(0, len(prompts), batch_size):
-        stop = start + batch_size
-        generate(model, prompts[start:stop], max(lengths[start:stop]))
+        rows, new_tokens = prompts[start : start + batch_size], max(lengths[start : start + batch_size])
+        ids, mask = (
+            pad_sequence([make(row) for row in rows], batch_first=True, padding_side="left")
+            for make in (torch.tensor, lambda row: torch.ones(len(row), dtype=torch.int64))
+        )
+        wanted = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **wanted)
 
 
 def ask(address: tuple[str, int], prompt: list[int], new_tokens: int) -> None:
@@ -94,10 +90,9 @@ def one_at_a_time(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, A
         sides: dict[str, Callable[[], Any]] = {
             "potstill_engine": lambda: llm.generate([prompt], params),
             "potstill_http": lambda: ask(address, prompt, new_tokens),
-            "transformers": lambda: generate(peer, [prompt], new_tokens),
+            "transformers": lambda: generate(peer, [prompt], [new_tokens], 1),
         }
-        for warm_up in sides.values():
-            warm_up()
+        by_turns(sides, new_tokens, rounds=1)  # warms everybody up
         speeds = by_turns(sides, new_tokens, rounds)
     return {"prompt_tokens": len(prompt), "new_tokens": new_tokens, **summarize(speeds)}
 
@@ -116,7 +111,7 @@ def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, An
         if produced != wanted:
             raise RuntimeError(f"The engine produced {produced} tokens, {wanted} were wanted.")
 
-    by_size = {size: partial(generate_in_batches, peer, prompts, lengths, size) for size in STATIC_BATCH_SIZES}
+    by_size = {size: partial(generate, peer, prompts, lengths, size) for size in STATIC_BATCH_SIZES}
     static = {size: speed for size, [speed] in by_turns(by_size, wanted, 1).items()}
     best = max(static, key=lambda size: static[size])
     speeds = by_turns({"potstill_engine": by_engine, "transformers": by_size[best]}, wanted, rounds)

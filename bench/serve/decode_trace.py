@@ -34,8 +34,7 @@ def trace(llm: LLM, batch: int, steps: int, path: str | None) -> None:
     engine, random_ = llm.engine, random.Random(0)
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8 * steps + 64, ignore_eos=True)
     for number in range(batch):
-        prompt = [random_.randrange(engine.vocab_size) for _ in range(64)]
-        engine.add_request(str(number), prompt, params)
+        engine.add_request(str(number), random_.choices(range(engine.vocab_size), k=64), params)
     for _ in range(20):  # prompts, and whatever is compiled at first use
         engine.step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -131,15 +131,11 @@ def check(case: Case) -> dict[str, dict[str, Any]]:
     return sides
 
 
-def planned(case: Case) -> dict[str, int]:
-    """What `potstill plan` says of this step."""
-    model, stage = load_config(case.scratch / "dense"), stage_of(case)
-    return asdict(Setup(model, stage, adapter=stage.adapter, quantization="nf4", on_gpu=DEVICE != "cpu").memory())
-
-
 def compare(case: Case, rounds: int) -> dict[str, Any]:
-    """Checks, plans, times; prints as it goes."""
-    checked, plan = check(case), planned(case)
+    """Checks, plans as `potstill plan` does, times; prints as it goes."""
+    checked, model, stage = check(case), load_config(case.scratch / "dense"), stage_of(case)
+    setup = Setup(model, stage, adapter=stage.adapter, quantization="nf4", on_gpu=DEVICE != "cpu")
+    plan = asdict(setup.memory())
     losses = {name: side.pop("losses")[0] for name, side in checked.items()}
     ours, theirs = (side["peak_bytes"] for side in checked.values())
     print(f"  first losses {losses['potstill']:.4f} and {losses['peft']:.4f}; tensors at most {ours / 2**20:,.0f} MiB")

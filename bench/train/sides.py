@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,13 +33,13 @@ from train.objectives import Objective
 from train.sampler import Sampler
 
 
+@dataclass
 class Recorder:
     """Stands in for the tracker: keeps each step's speed and loss, and the peak memory of the process until then."""
 
-    def __init__(self) -> None:
-        self.tokens_per_s: list[float] = []
-        self.losses: list[float] = []
-        self.peak_bytes = 0
+    tokens_per_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
 
     def start(self, metrics_bytes: int) -> None: ...
 
@@ -51,10 +51,6 @@ class Recorder:
 
 def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @dataclass(frozen=True)
@@ -105,12 +101,11 @@ class Case:
 
 def _write_random(config: ModelConfig, folder: Path) -> None:
     """A bf16 model with random weights, made and written tensor by tensor."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
+    torch.manual_seed(0)
 
     def make(shape: torch.Size) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape)
-        return config.initializer_range * torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        matrix = config.initializer_range * torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+        return torch.ones(shape) if len(shape) == 1 else matrix
 
     sources = {name: partial(make, shape) for name, shape in tensor_shapes(config).items()}
     write_checkpoint(folder, config, sources, dtype=torch.bfloat16)
@@ -153,8 +148,7 @@ def train_plainly(
 ) -> None:  # fmt: skip
     """By a loop as tutorials have it, over the batches that our sampler draws: loss_of(ids, labels), both [B, T]."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    betas = config.beta1, config.beta2
-    optimizer = make_optimizer(trained, lr=config.learning_rate, betas=betas, weight_decay=0.0)
+    optimizer = make_optimizer(trained, lr=config.learning_rate, betas=(config.beta1, config.beta2), weight_decay=0.0)
     sampler = Sampler(
         case.documents(), sequence_length=case.sequence_length, micro_batch_tokens=case.step_tokens, seed=config.seed
     )
@@ -172,7 +166,7 @@ def train_plainly(
 
 def time_side(load: Load, case: Case) -> dict[str, Any]:
     """Speed of the steps after the first, and the peak of the process above its start, and above the loaded models."""
-    recorder, start = Recorder(), _resident_bytes()
+    recorder, start = Recorder(), int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     side = load(case)
     loaded = _peak_bytes()
     side.train(recorder)
@@ -190,7 +184,7 @@ class Benchmark:
     sides: dict[str, Load]
     memory: str
     """The figure of memory that is compared."""
-    kept: Sequence[str] = ()
+    kept: Sequence[str]
     """The figures of memory, of `time_side`, that stand in the result."""
 
     def run(self, part: Part, side: str, case: Case) -> dict[str, Any]:
@@ -198,7 +192,7 @@ class Benchmark:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             return process.submit(part, self.sides[side], case).result()
 
-    def compare(self, case: Case, rounds: int, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    def compare(self, case: Case, rounds: int, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """Times both sides, of which some figures may be known already; prints as it goes."""
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self.sides}
         for _ in range(rounds):
@@ -207,7 +201,12 @@ class Benchmark:
                 speed = statistics.median(of_side[-1]["tokens_per_s"])
                 peak = of_side[-1]["peak_bytes_above_models"] / 2**20
                 print(f"  {name}: {speed:,.0f} tokens/s, peak {peak:,.0f} MiB above the models", flush=True)
-        sides = {name: (known or {}).get(name, {}) | self._summary(of_side) for name, of_side in runs.items()}
+        sides = {}
+        for name, of_side in runs.items():
+            speeds = [speed for run in of_side for speed in run["tokens_per_s"]]
+            sides[name] = known.get(name, {}) | {"tokens_per_s": statistics.median(speeds), "all_tokens_per_s": speeds}
+            sides[name] |= {figure: statistics.median(run[figure] for run in of_side) for figure in self.kept}
+            sides[name]["losses"] = of_side[0]["losses"]
         ours, theirs = sides.values()
         speed, memory = (ours[figure] / theirs[figure] for figure in ("tokens_per_s", self.memory))
         print(f"  speed {speed:.2f}x, peak memory {memory:.2f}x")
@@ -215,12 +214,6 @@ class Benchmark:
             "sequence_length": case.sequence_length, "micro_batch_tokens": case.step_tokens, "sides": sides,
             "ratio_speed": speed, "ratio_peak_memory": memory,
         }  # fmt: skip
-
-    def _summary(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
-        speeds = [speed for run in runs for speed in run["tokens_per_s"]]
-        memory = {figure: statistics.median(run[figure] for run in runs) for figure in self.kept}
-        losses = {"losses": runs[0]["losses"]}
-        return {"tokens_per_s": statistics.median(speeds), "all_tokens_per_s": speeds, **memory, **losses}
 
     def main(
         self, doc: str | None, name: str, rounds: int, *, prepare_inputs: Callable[..., Case],

@@ -314,7 +314,7 @@ def test_memory_is_compared_and_shown() -> None:
     }
     timing.add_rates(SUM, LAB.limits, found)
     assert found["dense"]["times_our_peak"] == 7.0 and "times_our_peak" not in found["potstill"]
-    line = driver.describe({"name": "x", "bound": "compute", "candidates": found}, speeds=True)
+    line, _ = driver.describe({"name": "x", "bound": "compute", "candidates": found}, speeds=True)
     assert "2.00 GB" in line and "dense 3.00x, 7.0x the memory" in line
 
 

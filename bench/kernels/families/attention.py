@@ -114,9 +114,8 @@ def _attention_of_each(inputs: Inputs) -> Outputs:
 
 def last_rows(inputs: Inputs) -> Inputs:
     """The same keys, with only the last query of each sequence: plain decode."""
-    ends = torch.arange(len(inputs.lengths) + 1, dtype=torch.int32, device=inputs.q.device)
     q = inputs.q.unflatten(0, (-1, inputs.rows))[:, -1].contiguous()
-    return inputs.replace(q=q, cu_seqlens_q=ends, rows=1)
+    return inputs.replace(q=q, cu_seqlens_q=inputs.cu_seqlens_q // inputs.rows, rows=1)
 
 
 def in_16_bits(inputs: Inputs) -> Inputs:
@@ -233,13 +232,10 @@ def _flashinfer_workspace(device: torch.device) -> Tensor:
 
 def _flashinfer_pages(inputs: Inputs) -> tuple[Any, ...]:
     """Where each sequence's pages start in the list of all, that list, how full each last page is; heads; page size."""
-    lengths, device = inputs.lengths, inputs.q.device
-    counts = [-(-length // PAGE) for length in lengths]
-    owned = [inputs.block_tables[row, :count] for row, count in enumerate(counts)]
-    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    fill = torch.tensor([(length - 1) % PAGE + 1 for length in lengths], dtype=torch.int32)
-    heads = inputs.q.shape[1], inputs.k_pages.shape[2], inputs.q.shape[2]
-    return starts.to(device), torch.cat(owned), fill.to(device), *heads, PAGE
+    counts, table = (inputs.kv_lengths + PAGE - 1) // PAGE, inputs.block_tables
+    starts, fill = F.pad(counts.cumsum(0), (1, 0)).int(), (inputs.kv_lengths - 1) % PAGE + 1
+    owned = table[torch.arange(table.shape[1], device=table.device) < counts[:, None]]
+    return starts, owned, fill, inputs.q.shape[1], inputs.k_pages.shape[2], inputs.q.shape[2], PAGE
 
 
 @needs("flash_attn_interface")
@@ -268,18 +264,16 @@ def vllm_fa3(package: Any, inputs: Inputs) -> Call:
 @needs("vllm.v1.attention.ops.triton_unified_attention")
 def vllm_triton(package: Any, inputs: Inputs) -> Call:
     """vLLM's unified Triton kernel, with the buffers that its backend gives it."""
-    (query_heads, head_dim), device = inputs.q.shape[1:], inputs.q.device
-    most_sequences = VLLM_SMALLEST_GRID // inputs.k_pages.shape[2]
-    partial = (most_sequences, query_heads, VLLM_SEGMENTS)
-    out = torch.empty_like(inputs.q)
+    (heads, head_dim), device = inputs.q.shape[1:], inputs.q.device
+    most_sequences, out = VLLM_SMALLEST_GRID // inputs.k_pages.shape[2], torch.empty_like(inputs.q)
+    one, segments = torch.ones(1, device=device), (most_sequences, heads, VLLM_SEGMENTS)
     arguments = _vllm_arguments(inputs) | {
         "q": inputs.q, "k": inputs.k_pages, "v": inputs.v_pages, "out": out, "softmax_scale": head_dim**-0.5,
-        "window_size": (-1, -1), "softcap": 0.0, "q_descale": None, "k_descale": torch.ones(1, device=device),
-        "v_descale": torch.ones(1, device=device), "seq_threshold_3D": most_sequences,
-        "num_par_softmax_segments": VLLM_SEGMENTS,
-        "softmax_segm_output": torch.empty(*partial, head_dim, device=device),
-        "softmax_segm_max": torch.empty(partial, device=device),
-        "softmax_segm_expsum": torch.empty(partial, device=device),
+        "window_size": (-1, -1), "softcap": 0.0, "q_descale": None, "k_descale": one, "v_descale": one,
+        "seq_threshold_3D": most_sequences, "num_par_softmax_segments": VLLM_SEGMENTS,
+        "softmax_segm_output": torch.empty(*segments, head_dim, device=device),
+        "softmax_segm_max": torch.empty(segments, device=device),
+        "softmax_segm_expsum": torch.empty(segments, device=device),
     }  # fmt: skip
 
     def run() -> Tensor:

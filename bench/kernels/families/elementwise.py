@@ -119,10 +119,6 @@ def plain_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
     return F.rms_norm(summed, weight.shape, weight, EPS), summed
 
 
-def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
 def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """For the tables of `rotary_tables`, whose sines are negative in the first half."""
     half = q.shape[-1] // 2

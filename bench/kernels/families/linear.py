@@ -38,25 +38,21 @@ def weight_bytes(format_name: str, n: int, k: int) -> float:
     return n * k / 2 + 2 * n * k / GROUP if format_name == "int4" else n * k + 2 * n
 
 
-def _random(format_name: str, k: int, n: int, rows: int) -> dict[str, Any]:
-    """x [T, K], weight [N, K]."""
+def _random(format_name: str, k: int, n: int, rows: int, backward: bool = False) -> dict[str, Any]:
+    """x [T, K], weight [N, K], and for the gradient of x that of the result, [T, N]."""
+    grad = {"grad": normal(rows, n)} if backward else {}
     weight = QUANTIZERS[format_name](normal(n, k) * k**-0.5)
     if not isinstance(weight, quantization.NF4Weight):
         weight = replace(weight, scales=weight.scales.to(BF16).float())
-    return {"x": normal(rows, k), "weight": weight}
+    return {"x": normal(rows, k), "weight": weight, **grad}
 
 
 def product(format_name: str, k: int, n: int, rows: int, backward: bool = False) -> Shape:
-    """Backward: the gradient of x, which does not depend on x, from that of the result, [T, N]."""
-
-    def make() -> dict[str, Any]:
-        grad = {"grad": normal(rows, n)} if backward else {}
-        return _random(format_name, k, n, rows) | grad
-
+    """Backward: the gradient of x, which does not depend on x."""
     return Shape(
         name=f"{f'{format_name} ' if backward else ''}{k}x{n} rows {rows}",
-        fields={"format": format_name, "k": k, "n": n, "rows": rows}, make=make,
-        reference=in_fp64(_product),
+        fields={"format": format_name, "k": k, "n": n, "rows": rows},
+        make=partial(_random, format_name, k, n, rows, backward), reference=in_fp64(_product),
         num_bytes=weight_bytes(format_name, n, k) + 2 * rows * (n + k), flops=2.0 * rows * n * k, leaves=("x",),
         grads=("grad",), mode="backward" if backward else "forward",
     )  # fmt: skip

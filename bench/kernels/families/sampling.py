@@ -8,6 +8,7 @@ they draw by torch's own generator.
 Legend: B sequences, V vocabulary, M biases a request, n drafted tokens, S tokens of a text.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +42,6 @@ def random_stream(batch: int) -> Stream:
     return Stream(seeds, torch.zeros(batch, dtype=torch.int32), positions.int())
 
 
-def _on_host(inputs: Inputs) -> Stream:
-    """There random numbers come from another form of the generator."""
-    return Stream(*(x.cpu() for x in inputs.stream))
-
-
 def tokens(mode: str, batch: int, vocabulary: int) -> Shape:
     """logits [B, V] bf16, and the filter that is on."""
 
@@ -62,7 +58,8 @@ def tokens(mode: str, batch: int, vocabulary: int) -> Shape:
 def _sampled(inputs: Inputs) -> Outputs:
     """The tokens, and the probability that the filters leave to each."""
     probabilities = adjusted_probabilities_reference(inputs.logits, **inputs.filters._asdict())
-    draws = exponential(_on_host(inputs), probabilities.shape[1], Purpose.TARGET).to(probabilities.device)
+    stream = Stream(*(x.cpu() for x in inputs.stream))  # the host's random numbers are another form of the generator
+    draws = exponential(stream, probabilities.shape[1], Purpose.TARGET).to(probabilities.device)
     return sample(probabilities, draws), probabilities
 
 
@@ -78,15 +75,13 @@ def penalties(batch: int, vocabulary: int) -> Shape:
     """logits [B, V] bf16, one slot a row, in any order; positions [B]."""
 
     def make() -> dict[str, Any]:
-        def tokens(count: int) -> Tensor:
-            return torch.randint(0, vocabulary, (batch, count))
-
-        counts = torch.zeros(batch, vocabulary, dtype=torch.int32)
-        counts.scatter_(1, tokens(min(PROMPT, vocabulary // 2)), IN_PROMPT)
-        emitted = tokens(min(OUTPUT, vocabulary // 4))
+        tokens, counts = partial(torch.randint, 0, vocabulary), torch.zeros(batch, vocabulary, dtype=torch.int32)
+        counts.scatter_(1, tokens((batch, min(PROMPT, vocabulary // 2))), IN_PROMPT)
+        emitted = tokens((batch, min(OUTPUT, vocabulary // 4)))
         counts.scatter_add_(1, emitted, torch.ones_like(emitted, dtype=torch.int32))
         repetition, frequency, presence = torch.rand(3, batch)
-        biases = tokens(BIASES).int(), torch.randn(batch, BIASES), torch.full((batch, BIASES), ALWAYS).int()
+        listed = (batch, BIASES)
+        biases = tokens(listed).int(), torch.randn(listed), torch.full(listed, ALWAYS).int()
         slots = torch.randperm(batch).int()
         state = RequestState(counts, 1 + repetition, frequency, presence, *biases)
         logits, positions = random_logits(batch, vocabulary), torch.full_like(slots, OUTPUT)
@@ -150,7 +145,8 @@ def drafted(tree: bool, nodes: int, batch: int, vocabulary: int) -> Shape:
 
 def _verified(inputs: Inputs) -> Outputs:
     """The five results, one sequence after the other in fp64; then what a commitment is checked against."""
-    (batch, nodes), vocabulary, stream = inputs.tokens.shape, inputs.target_p.shape[2], _on_host(inputs)
+    (batch, nodes), vocabulary = inputs.tokens.shape, inputs.target_p.shape[2]
+    stream = Stream(*(x.cpu() for x in inputs.stream))
     u, draws = uniform(stream, nodes, Purpose.ACCEPT), exponential(stream, vocabulary, Purpose.RESIDUAL)
     parents = [list(range(nodes))] * batch if inputs.parents is None else inputs.parents.tolist()
     found = []
