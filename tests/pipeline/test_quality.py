@@ -63,4 +63,4 @@ def test_what_a_cache_in_eight_bits_costs(name: str) -> None:
 
 def test_a_report_says_what_a_token_takes_in_the_cache() -> None:
     sizes = [describe_model("m", tiny_model(), kv_cache_dtype=name).kv_bytes_per_token for name in ("auto", "int8")]
-    assert sizes == [2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * (16 + 4)]
+    assert sizes == [2 * 2 * 2 * 16 * 2, 2 * 2 * 2 * (16 + 4)]

@@ -22,9 +22,10 @@ from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.llm import LLM
 from tests.serve.http_server import REAL, ROOT, running_server, save_tiny_folder
+from tests.serve.test_feature_pairs import essence, random_requests
 from tests.serve.test_routed import routed_model
 from tests.serve.test_speculation import noisy_twin
-from tests.serve.toys import generate, greedy, make_engine, random_prompts
+from tests.serve.toys import drain, generate, greedy, make_engine, random_prompts
 from tests.tiny import tiny_model
 
 PROMPTS = random_prompts(6, seed=1)
@@ -157,6 +158,25 @@ def test_routed_layers(name: str, draft: str | None) -> None:
     options: dict[str, Any] = {} if twin is None else {"num_speculative_tokens": 3}
     engine = make_engine(routed, twin, kv_cache_dtype=name, max_num_batched_tokens=24, **options)
     assert generate(engine, PROMPTS[:4], greedy(10)) == expected
+
+
+def test_requests_do_not_notice_each_other(model: Transformer, name: str) -> None:
+    """Forks that copy pages with their scales, shared prefixes, penalties, stops and preemption, all at once."""
+    requests = random_requests(2)[:9]
+    alone = {}
+    for number, (prompt, params) in enumerate(requests):
+        engine = make_engine(model, kv_cache_dtype=name, max_num_batched_tokens=256, enable_prefix_caching=False)
+        engine.add_request(str(number), prompt, params)
+        alone |= drain(engine)
+    for draft in (None, noisy_twin(model)):
+        options = {"num_pages": 14, "max_model_len": 110, "max_num_batched_tokens": 33}
+        engine = make_engine(model, draft, kv_cache_dtype=name, **options)
+        for number, (prompt, params) in enumerate(requests):
+            engine.add_request(str(number), prompt, params)
+        together = drain(engine)
+        assert {key: essence(output) for key, output in together.items()} == {
+            key: essence(output) for key, output in alone.items()
+        }
 
 
 def test_a_wrong_name_is_found_before_weights_are_read() -> None:
