@@ -271,6 +271,15 @@ class IntegerFormat(KernelFormat[IntegerWeight]):
         """Levels, scales and zeros as `pack` takes them."""
         return integer_levels(weight)
 
+    def convert(self, weight: IntegerWeight, source: "IntegerFormat") -> IntegerWeight:
+        """The same numbers, to the bit, of a weight in another format; ValueError where this one cannot hold them."""
+        if (source.bits, source.group) != (self.bits, self.group) or (self.symmetric and not source.symmetric):
+            raise ValueError(f"{self} cannot hold what is in {source}: bits, groups and zeros must agree.")
+        levels, scales, zeros = source.unpack(weight)
+        if zeros is None and not self.symmetric:
+            zeros = torch.full_like(scales, 1 << self.bits - 1, dtype=torch.uint8)
+        return self.pack(levels, scales, zeros)
+
     def quantize(self, dense: Tensor) -> IntegerWeight:
         self.num_groups(dense.shape[1])
         return quantize_integers(dense, bits=self.bits, group=self.group, symmetric=self.symmetric)

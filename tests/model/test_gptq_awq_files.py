@@ -13,6 +13,7 @@ from torch import Tensor
 from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.awq import Awq
+from model.formats.compressed_tensors import Int4
 from model.formats.gptq import Gptq
 from model.quantized import quantized_layers
 from serve import LLM
@@ -170,6 +171,15 @@ def test_what_cannot_be_read_is_said(
     rewrite(folder, tensor, **fields)
     with pytest.raises(CheckpointError, match=sentence):
         load_model(folder)
+
+
+@pytest.mark.parametrize("target", [Gptq(16), Gptq(16, symmetric=False, version=2), Awq(16)])
+def test_formats_of_integers_convert_to_the_bit(target: Any) -> None:
+    source = Int4(16)
+    weight = source.quantize(torch.randn(16, 32))
+    assert torch.equal(target.convert(weight, source).dequantize(), weight.dequantize())
+    with pytest.raises(ValueError, match="bits, groups and zeros must agree"):
+        Gptq(16).convert(Awq(16).quantize(torch.randn(16, 32)), Awq(16))
 
 
 def test_a_zero_that_version_1_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -199,9 +199,9 @@ def test_an_embedding_takes_what_is_planned(tied: bool) -> None:
     assert model.dtype == torch.bfloat16 and embedding(torch.tensor([1, 2])).dtype == torch.bfloat16
     parameters = sum(p.nbytes for p in model.parameters())
     tensors = [t for layer in quantized_layers(model).values() for t in layer.format.tensors(layer.weight).values()]
-    assert weight_bytes(model) == parameters + sum(tensor.nbytes for tensor in tensors)
+    assert weight_bytes(model, torch.bfloat16) == parameters + sum(tensor.nbytes for tensor in tensors)
     formats = formats_of_layers(model.config, Int4(), {"embed_tokens": Int8()})
-    assert weight_bytes(model) == planned_weight_bytes(model.config, formats, torch.bfloat16)
+    assert weight_bytes(model, torch.bfloat16) == planned_weight_bytes(model.config, formats, torch.bfloat16)
     assert model.to(torch.float32).model.embed_tokens(torch.tensor([1])).dtype == torch.float32
     assert model.head_weight.shape == (model.config.vocab_size, model.config.hidden_size)
 
