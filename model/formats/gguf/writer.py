@@ -1,12 +1,12 @@
 """Export of a Hugging Face folder of dense weights as one GGUF file that llama.cpp loads: the inverse of `reader.py`.
 
 Matrices take the type that is asked for, everything else is fp32. As in llama.cpp's own files the matrix that makes
-logits keeps 8 bits where others have 4, and a matrix whose rows the blocks do not divide is stored in fp16.
+logits keeps more bits where others have 4, and rows that blocks of 256 do not divide are stored in blocks of 32.
 """
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,54 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FILE_TYPES = {"bf16": 32, "f16": 1, "f32": 0, "q8_0": 7, "q4_0": 2, "q4_1": 3}
-"""What can be asked for, and llama.cpp's number for a file of it."""
+FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+"""For rows that a type's blocks do not divide; of other types F16."""
+
+
+@dataclass(frozen=True)
+class FileType:
+    """How a file stores its matrices, by ggml's names of types."""
+
+    number: int
+    """llama.cpp's."""
+    matrices: str
+    head: str = ""
+    """Of the matrix that makes logits; "" for that of the others."""
+    sensitive: str = ""
+    """Of values and down projections in half of the layers; "" for that of the others."""
+
+    def of_tensor(self, name: str, config: ModelConfig, shape: Sequence[int]) -> str:
+        """The type of a tensor by Hugging Face's name; vectors are not quantized."""
+        if len(shape) == 1:
+            return "F32"
+        wanted = self.matrices
+        if name == (EMBEDDING if config.tie_word_embeddings else HEAD):
+            wanted = self.head or wanted
+        elif ".v_proj." in name or ".down_proj." in name:
+            layer = int(name.split(".")[2])
+            wanted = self.sensitive if self.sensitive and _is_sensitive(layer, config.num_layers) else wanted
+        while wanted in BLOCK_TYPES and shape[-1] % BLOCK_TYPES[wanted].num_weights:
+            wanted = FALLBACKS.get(wanted, "F16")
+        return wanted
+
+
+def _is_sensitive(layer: int, num_layers: int) -> bool:
+    """The first and the last eighth of the layers, and every third between; llama.cpp's use_more_bits."""
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+
+
+FILE_TYPES = {
+    "bf16": FileType(32, "BF16"),
+    "f16": FileType(1, "F16"),
+    "f32": FileType(0, "F32"),
+    "q8_0": FileType(7, "Q8_0"),
+    "q6_k": FileType(18, "Q6_K"),
+    "q4_k_m": FileType(15, "Q4_K", head="Q6_K", sensitive="Q6_K"),
+    "q4_1": FileType(3, "Q4_1", head="Q8_0"),
+    "q4_0": FileType(2, "Q4_0", head="Q8_0"),
+}
+"""What can be asked for."""
 QUANTIZATION_VERSION = 2
 LLAMA_CPP_FAMILIES = {"mistral": "llama"}
 ROTATED_IN_PAIRS = (*INTERLEAVED_FAMILIES, *LLAMA_CPP_FAMILIES)
@@ -88,10 +134,10 @@ def export_gguf(folder: str | Path, path: str | Path, *, type: str = "bf16", nam
         **_metadata(config),
         **tokenizer_metadata(folder, config.vocab_size),
     }
-    metadata |= {"general.file_type": FILE_TYPES[type], "general.quantization_version": QUANTIZATION_VERSION}
+    metadata |= {"general.file_type": FILE_TYPES[type].number, "general.quantization_version": QUANTIZATION_VERSION}
     part = path.with_name(f"{path.name}.part")
     try:
-        _write(part, _family(config), metadata, _tensors(folder, config, type.upper()))
+        _write(part, _family(config), metadata, _tensors(folder, config, FILE_TYPES[type]))
         sync_file(part)
         os.replace(part, path)
         sync_file(path.absolute().parent)
@@ -157,12 +203,11 @@ def _metadata(config: ModelConfig) -> dict[str, Any]:
     return {f"{_family(config)}.{name}": value for name, value in fields.items()}
 
 
-def _tensors(folder: Path, config: ModelConfig, type: str) -> list[StoredTensor]:
+def _tensors(folder: Path, config: ModelConfig, type: FileType) -> list[StoredTensor]:
     sources, shapes = dense_sources(folder), tensor_shapes(config)
-    head = EMBEDDING if config.tie_word_embeddings else HEAD
     tensors = []
     for name, read in sources.items():
-        stored_as = "F32" if len(shapes[name]) == 1 else _fitting(type, shapes[name][-1], makes_logits=name == head)
+        stored_as = type.of_tensor(name, config, shapes[name])
         if config.family in ROTATED_IN_PAIRS and is_rotated(name):
             read = partial(_in_pairs, read, config.head_dim)
         tensors.append(StoredTensor(gguf_name(name), tuple(shapes[name]), stored_as, read))
@@ -172,14 +217,6 @@ def _tensors(folder: Path, config: ModelConfig, type: str) -> list[StoredTensor]
         )
         tensors.append(StoredTensor(ROPE_DIVISORS, tuple(plain.shape), "F32", lambda: plain / scaled))
     return tensors
-
-
-def _fitting(type: str, columns: int, *, makes_logits: bool) -> str:
-    if type in DENSE:
-        return type
-    if columns % BLOCK_TYPES[type].num_weights:
-        return "F16"
-    return "Q8_0" if makes_logits else type
 
 
 def _in_pairs(read: Callable[[], Tensor], head_dim: int) -> Tensor:
