@@ -57,13 +57,15 @@ def quantize_layers(
     *,
     dtype: torch.dtype | None = None,
     start: int = 0,
+    load_layer: Callable[[int], None] | None = None,
     on_layer: Callable[[QuantizedLayerReport], None] | None = None,
 ) -> Transformer:
     """Quantizes the decoder's projections of a model in memory, in place, and returns it.
 
     `dtype`: in which files will hold scales; None is the model's.
     `start`: layers before this one are as they will stay; to go on after a break they are given their quantized
-    weights and their other parameters, which scaling changes too. `on_layer` is called behind each layer.
+    weights and their other parameters, which scaling changes too. `load_layer` is called before each layer, whose
+    weights may lie on the meta device until then, so that memory holds one dense layer. `on_layer` is called behind it.
     Raises QuantizationError for a model, text or choice that does not fit.
     """
     _check_model(model, start)
@@ -71,7 +73,10 @@ def quantize_layers(
     _check_text(batches)
     streams = [ResidualStream(model, batch) for batch in batches]
     rounding = _Rounding(choose, method, dtype or model.dtype)
-    for number, layer in enumerate(layers_of(model)):
+    for number in range(model.config.num_layers):
+        if load_layer is not None:
+            load_layer(number)
+        layer = layers_of(model)[number]
         if number >= start:
             report = _quantize_layer(layer, number, streams, rounding)
             if on_layer is not None:

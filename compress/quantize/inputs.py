@@ -19,6 +19,7 @@ CONSUMERS = {
     "mlp.down_proj": ("mlp.down_proj",),
 }
 """The distinct inputs of a layer, by the first projection that reads each, in the order of computation."""
+LOUDEST = 10.0
 
 
 def projection(layer: DecoderLayer, name: str) -> Linear:
@@ -30,7 +31,12 @@ def projection(layer: DecoderLayer, name: str) -> Linear:
 
 
 class InputMoments:
-    """Sums over the tokens that one input has had, fp32 on their device."""
+    """Sums over the tokens that one input has had, fp32 on their device.
+
+    A few tokens, often the first of a text, have inputs of down_proj a thousand times larger than all others. Their
+    outputs are as large, so the norms behind them hide their errors, yet they would make up nearly all of H. So tokens
+    count with at most `LOUDEST` times the median energy |x|² of their batch.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.tokens = 0
@@ -50,9 +56,11 @@ class InputMoments:
         """Tokens `[T, K]`, at least one."""
         wide = x.float()
         self.tokens += len(wide)
+        self.largest = torch.maximum(self.largest, wide.abs().amax(0))
+        energy = wide.square().sum(1)
+        wide = wide * (LOUDEST * energy.median() / energy).sqrt().clamp(max=1).nan_to_num(1)[:, None]
         self.hessian.addmm_(wide.T, wide)
         self.magnitudes += wide.abs().sum(0)
-        self.largest = torch.maximum(self.largest, wide.abs().amax(0))
 
 
 @torch.no_grad()

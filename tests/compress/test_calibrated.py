@@ -112,6 +112,29 @@ def test_a_break_between_layers_changes_nothing(method: str) -> None:
     assert same(broken, quantized(model, METHODS[method]))
 
 
+def test_layers_can_be_loaded_one_after_another() -> None:
+    """Into a model that has none at first; each before it is used, and not earlier."""
+    dense = tiny_model()
+    model = copy.deepcopy(dense)
+    model.model.layers.to("meta")
+    events: list[str] = []
+
+    def load(number: int) -> None:
+        events.append(f"load {number}")
+        model.model.layers[number] = copy.deepcopy(dense.model.layers[number])
+
+    quantize_layers(
+        model,
+        TEXT,
+        lambda _: FORMAT,
+        METHODS["awq+gptq"],
+        load_layer=load,
+        on_layer=lambda report: events.append(f"done {report.number}"),
+    )
+    assert events == ["load 0", "done 0", "load 1", "done 1"]
+    assert same(model, quantized(dense, METHODS["awq+gptq"]))
+
+
 def test_layers_have_the_formats_chosen_for_them() -> None:
     def choose(name: str) -> WeightFormat[Any] | None:
         if name.endswith("down_proj"):
