@@ -19,6 +19,8 @@ FORMATS = {
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"
+DEFAULT_WEIGHTS, DEFAULT_EMBEDDINGS = "int4", "int8"
+"""Of a model that is quantized to be served."""
 
 
 def _class_of(name: str) -> "type[WeightFormat[Any]]":

@@ -26,6 +26,8 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 METHODS = ("gptq", "awq")
 """Formats whose names are also those of methods in compress/quantize."""
+PAGES = {"model/kv_format.py", "serve/config.py", "serve/http/options.py"}
+"""Where the same names mean formats of keys and values."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -37,6 +39,7 @@ def test_only_its_file_and_the_list_name_a_format(name: str) -> None:
     sources = {
         str(path.relative_to(ROOT)): path.read_text() for room in folders for path in (ROOT / room).rglob("*.py")
     }
+    own |= PAGES if name in ("int8", "fp8") else set()
     # int8 alone is also a dtype of torch, and 8 bits may be those of an optimizer or of pages.
     word = rf"formats\.{name}" if name in METHODS else rf"(?<![\w.]){name}(?!\w)"
     naming = re.compile(rf"{word}|{name}(?:Weight|Linear|Format)", re.IGNORECASE)

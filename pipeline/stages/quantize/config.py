@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compress.quantize.methods import METHODS
-from model.formats.registry import FORMATS, NO_FORMAT
+from model.formats.registry import DEFAULT_EMBEDDINGS, DEFAULT_WEIGHTS, FORMATS, NO_FORMAT
 from pipeline.schema import Recipe
 from pipeline.settings import COUNTS, redeclared, setting
 from pipeline.stages.shared.config import Recovery
@@ -18,7 +18,7 @@ _DEFAULTS = {"group": None, "symmetric": True, "activations": False}
 class Weights:
     """How the linear weights are stored."""
 
-    format: str = setting("int4", choices=tuple(FORMATS))
+    format: str = setting(DEFAULT_WEIGHTS, choices=tuple(FORMATS))
     group: int | None = setting(None, range=(1, 1_000_000))
     """Neighbours of a row that share a scale; nothing is what the format has by itself: 32 in four bits, else a row."""
     symmetric: bool = True
@@ -40,10 +40,10 @@ class Quantize(Recovery):
     method: str = setting("gptq", choices=tuple(METHODS))
     """How levels and scales are chosen, as in compress/quantize."""
     weights: Weights = field(default_factory=Weights)
-    embeddings: str = setting("int8", choices=(*FORMATS, NO_FORMAT))
+    embeddings: str = setting(DEFAULT_EMBEDDINGS, choices=(*FORMATS, NO_FORMAT))
     """Of the embeddings and the head, a fifth of a small model."""
     layers: dict[str, str] = field(default_factory=dict)
-    """Other formats by patterns of layers' names, such as `"*.down_proj": int8`; `none` leaves a layer dense."""
+    """Other formats by patterns of layers' names, such as `"*.down_proj": FORMAT`; `none` leaves a layer dense."""
     compare: tuple[str, ...] = setting((), weights=False, figures=True, choices=tuple(METHODS))
     """Methods to show beside each other, before recovery."""
     calibration_tokens: int = setting(32_768, count=True, range=COUNTS)
