@@ -74,6 +74,16 @@ def test_recovery_brings_it_closer_to_its_parent(train: str, tmp_path: Path) -> 
     assert result.parity is not None and result.parity.passed
 
 
+def test_figures_and_gate_are_those_with_the_cache_in_8_bits(
+    finished: tuple[Path, Result[Any]], tmp_path: Path
+) -> None:
+    plain, rounded = finished[1], run(tmp_path, compare=[], kv_cache="int8")[-1]
+    (*_, before), (*_, after) = plain.models, rounded.models
+    assert after.kv_bytes_per_token < 0.8 * before.kv_bytes_per_token
+    assert before.quality and after.quality and after.quality.nll != before.quality.nll
+    assert after.quality.perplexity == pytest.approx(before.quality.perplexity, rel=0.02)
+
+
 def test_layers_may_have_other_formats_or_none(tmp_path: Path) -> None:
     run(tmp_path, compare=[], layers={"*.down_proj": "int8", "model.layers.0.*": "none"})
     layers = quantized_layers(load_model(tmp_path / "run" / "01-quantize" / "model"))

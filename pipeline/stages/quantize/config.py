@@ -46,6 +46,8 @@ class Quantize(Recovery):
     """Other formats by patterns of layers' names, such as `"*.down_proj": FORMAT`; `none` leaves a layer dense."""
     compare: tuple[str, ...] = setting((), weights=False, figures=True, choices=tuple(METHODS))
     """Methods to show beside each other, before recovery."""
+    kv_cache: Literal["auto", "int8", "fp8"] = field(default="auto", metadata={"weights": False})
+    """In what keys and values will be cached (`--kv-cache-dtype` of the server): gate and figures are those with it."""
     calibration_tokens: int = setting(32_768, count=True, range=COUNTS)
     """Training tokens whose inputs to each layer decide how its weights are rounded."""
     tokens: int = redeclared(Recovery, "tokens", 0, range=(0, 10**12))

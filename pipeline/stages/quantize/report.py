@@ -41,6 +41,7 @@ class QuantizeDetails(TrainingDetails):
     compared: list[Rounded]
     errors: list[ProjectionError]
     train: str
+    kv_cache: str = "auto"
 
 
 QuantizeResult = Result[QuantizeDetails]
@@ -72,7 +73,7 @@ def _summary(result: QuantizeResult) -> str:
     text += f"Perplexity {parent.quality.perplexity:.2f} became {before.quality.perplexity:.2f}"
     if details.steps:
         text += f", and {after.quality.perplexity:.2f} by training the {details.train} in {details.steps} steps"
-    return f"{text}."
+    return f"{text}." if details.kv_cache == "auto" else f"{text}; with keys and values cached in {details.kv_cache}."
 
 
 def _compared(compared: Sequence[Rounded]) -> list[Table]:

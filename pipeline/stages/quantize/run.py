@@ -49,6 +49,11 @@ ROUNDED_NAME = "rounded"
 class QuantizeStage(RecoveryStage[Quantize]):
     """Rounded weights and the dense model that teaches them."""
 
+    @property
+    def kv_cache_dtype(self) -> str:  # type: ignore[override]
+        """The recipe's."""
+        return self.config.kv_cache
+
     def published_form(self, model: Transformer) -> Transformer:
         """A copy with levels and scales as files will hold them, the rest rounded to bf16."""
         form = to_quantized(copy.deepcopy(model)).to(PUBLISHED_DTYPE)
@@ -226,4 +231,5 @@ def _details(
         compared=start.rounded,
         errors=[ProjectionError(name, formats[name], error) for name, error in errors.items()],
         train=stage.config.train,
+        kv_cache=stage.config.kv_cache,
     )

@@ -57,6 +57,8 @@ class TrainingStage(Generic[C]):
 
     teacher: Transformer | None = None
     """What held-out figures are compared with, if anything."""
+    kv_cache_dtype = "auto"
+    """In what keys and values of the result will be cached, and its quality is measured."""
 
     def __init__(self, context: StageContext, tokenizer: Tokenizer) -> None:
         self.context, self.config = context, cast("C", context.stage.config)
@@ -190,8 +192,8 @@ class TrainingStage(Generic[C]):
         log.info("measuring %s after training", config.out)
         published = load_published(candidate)
         states = None if self.teacher is None else self.held_out.states(self.teacher)
-        quality = self.held_out.quality(published, states)
-        after = describe_model(config.out, published, quality)
+        quality = self.held_out.quality(published, states, kv_cache_dtype=self.kv_cache_dtype)
+        after = describe_model(config.out, published, quality, kv_cache_dtype=self.kv_cache_dtype)
         if untrained is not None:
             label = f"{config.out}, before"
             before = [*before, replace(after, label=label, quality=untrained, same_shape_as=config.out)]
