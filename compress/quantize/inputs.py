@@ -19,7 +19,6 @@ CONSUMERS = {
     "mlp.down_proj": ("mlp.down_proj",),
 }
 """The distinct inputs of a layer, by the first projection that reads each, in the order of computation."""
-LOUDEST = 10.0
 
 
 def projection(layer: DecoderLayer, name: str) -> Linear:
@@ -31,12 +30,7 @@ def projection(layer: DecoderLayer, name: str) -> Linear:
 
 
 class InputMoments:
-    """Sums over the tokens that one input has had, fp32 on their device.
-
-    A few tokens, often the first of a text, have inputs of down_proj a thousand times larger than all others. Their
-    outputs are as large, so the norms behind them hide their errors, yet they would make up nearly all of H. So tokens
-    count with at most `LOUDEST` times the median energy |x|² of their batch.
-    """
+    """Sums over the tokens that one input has had, fp32 on their device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.tokens = 0
@@ -57,8 +51,6 @@ class InputMoments:
         wide = x.float()
         self.tokens += len(wide)
         self.largest = torch.maximum(self.largest, wide.abs().amax(0))
-        energy = wide.square().sum(1)
-        wide = wide * (LOUDEST * energy.median() / energy).sqrt().clamp(max=1).nan_to_num(1)[:, None]
         self.hessian.addmm_(wide.T, wide)
         self.magnitudes += wide.abs().sum(0)
 
