@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from compress.quantize import calibrated
 from model.files.artifact import open_artifact
@@ -12,7 +13,9 @@ from model.files.checkpoint import load_model
 from model.quantized import quantized_layers
 from pipeline.errors import UserError
 from pipeline.results import Result
+from tests.compare import check_close
 from tests.pipeline.tiny_run import run_stages
+from tests.tiny import full_logits
 
 STAGE: dict[str, Any] = {
     "model": "teacher",
@@ -49,6 +52,19 @@ def test_it_publishes_four_bits_that_serve_as_they_were_measured(finished: tuple
     assert 4 < result.details.bits_per_weight < 8
     teacher, _, small = result.models
     assert small.weight_bytes < teacher.weight_bytes
+
+
+def test_transformers_reads_it_where_embeddings_are_dense(finished: tuple[Path, Result[Any]], tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    run(tmp_path, compare=[], embeddings="none")
+    folder, tokens = tmp_path / "run" / "01-quantize" / "model", list(range(3, 40))
+    assert "opens in transformers" in (folder / "README.md").read_text()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = theirs(torch.tensor([tokens])).logits[0]
+    check_close(full_logits(load_model(folder, dtype=torch.float32), tokens), logits, dtype=torch.float16)
+    home, _ = finished
+    assert "Only potstill reads it" in (home / "run" / "01-quantize" / "model" / "README.md").read_text()
 
 
 def test_methods_stand_side_by_side_and_calibration_pays(finished: tuple[Path, Result[Any]]) -> None:

@@ -41,7 +41,8 @@ class Quantize(Recovery):
     """How levels and scales are chosen, as in compress/quantize."""
     weights: Weights = field(default_factory=Weights)
     embeddings: str = setting(DEFAULT_EMBEDDINGS, choices=(*FORMATS, NO_FORMAT))
-    """Of the embeddings and the head, a fifth of a small model."""
+    """Of the embeddings and the head, a fifth of a small model. Only potstill reads quantized ones; `none` keeps the
+    result open to transformers and vLLM."""
     layers: dict[str, str] = field(default_factory=dict)
     """Other formats by patterns of layers' names, such as `"*.down_proj": FORMAT`; `none` leaves a layer dense."""
     compare: tuple[str, ...] = setting((), weights=False, figures=True, choices=tuple(METHODS))

@@ -21,6 +21,7 @@ from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import is_quantized, save_model
 from model.lora import LoraConfig
 from model.mesh import choose_dtype
+from model.quantized import QuantizedEmbedding
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -208,7 +209,7 @@ class TrainingStage(Generic[C]):
                 lambda folder: _move_files(candidate, folder),
                 reports=reports,
                 gates={"parity": asdict(parity), **{check.name: asdict(check) for check in checks}},
-                elsewhere=published.config.opens_elsewhere,
+                elsewhere=_opens_elsewhere(published),
             )
         return context.result(
             output=output,
@@ -290,6 +291,11 @@ def write_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
     """A model as it is published."""
     save_model(model, folder, dtype=PUBLISHED_DTYPE)
     tokenizer.save(folder)
+
+
+def _opens_elsewhere(model: Transformer) -> bool:
+    """Whether transformers and vLLM read the folder; they look for dense embeddings."""
+    return model.config.opens_elsewhere and not isinstance(model.model.embed_tokens, QuantizedEmbedding)
 
 
 def _move_files(source: Path, target: Path) -> None:
