@@ -74,8 +74,8 @@ FILE_TYPES = {
     "q8_0": FileType(7, "Q8_0"),
     "q6_k": FileType(18, "Q6_K"),
     "q4_k_m": FileType(15, "Q4_K", head="Q6_K", sensitive="Q6_K"),
-    "q4_1": FileType(3, "Q4_1", head="Q8_0"),
-    "q4_0": FileType(2, "Q4_0", head="Q8_0"),
+    "q4_1": FileType(3, "Q4_1", head="Q6_K"),
+    "q4_0": FileType(2, "Q4_0", head="Q6_K"),
 }
 """What can be asked for."""
 QUANTIZATION_VERSION = 2
@@ -83,8 +83,8 @@ LLAMA_CPP_FAMILIES = {"mistral": "llama"}
 ROTATED_IN_PAIRS = (*INTERLEAVED_FAMILIES, *LLAMA_CPP_FAMILIES)
 # What llama.cpp computes in each family, besides what all have.
 BIASES = {"llama": ("qkv_bias", "output_bias", "mlp_bias"), "qwen2": ("qkv_bias",)}
-ROPE_LAYERS_WITHOUT = 4
-"""In SmolLM3 llama.cpp rotates nothing in every fourth layer."""
+UNROTATED_EVERY = 4
+"""llama.cpp rotates nothing in every fourth layer of SmolLM3, whatever the file says."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _check_fits(config: ModelConfig) -> None:
             "null in config.json and export again."
         )
     if family == "smollm3" and config.rope_layers != tuple(
-        (layer + 1) % ROPE_LAYERS_WITHOUT != 0 for layer in range(config.num_layers)
+        (layer + 1) % UNROTATED_EVERY != 0 for layer in range(config.num_layers)
     ):
         raise GGUFError("llama.cpp leaves every fourth layer of SmolLM3 without rotation, this model has others.")
     for bias in ("qkv_bias", "output_bias", "mlp_bias"):
