@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from pipeline.report.charts import Chart, Lines, Series
 from pipeline.report.section import Curves, Section, Table
@@ -46,6 +47,15 @@ class QuantizeDetails(TrainingDetails):
 
 QuantizeResult = Result[QuantizeDetails]
 
+_TRAINED = {"scales": "scales and norms", "low_rank": "a low-rank update, scales and norms", "all": "every weight"}
+_LINES = {
+    "query, key, value": ("q_proj", "k_proj", "v_proj"),
+    "attention's output": ("o_proj",),
+    "gate, up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""The projections that read one input, by the name of their line."""
+
 
 def sections(results: Sequence[QuantizeResult], curves: Curves) -> list[Section]:
     """One for each stage."""
@@ -72,7 +82,8 @@ def _summary(result: QuantizeResult) -> str:
         return text
     text += f"Perplexity {parent.quality.perplexity:.2f} became {before.quality.perplexity:.2f}"
     if details.steps:
-        text += f", and {after.quality.perplexity:.2f} by training the {details.train} in {details.steps} steps"
+        trained = _TRAINED[details.train]
+        text += f", and {after.quality.perplexity:.2f} by training {trained} in {details.steps} steps"
     return f"{text}." if details.kv_cache == "auto" else f"{text}; with keys and values cached in {details.kv_cache}."
 
 
@@ -95,12 +106,13 @@ def _numbers(quality: Quality) -> list[str]:
 
 
 def _errors(errors: Sequence[ProjectionError]) -> Lines:
-    """A line for each projection of a layer."""
-    points: dict[str, list[tuple[float, float]]] = {}
+    """A line for each input of a layer, the mean of what reads it."""
+    found: dict[str, dict[int, list[float]]] = {name: {} for name in _LINES}
     for one in errors:
         _, _, number, *_, projection = one.name.split(".")
-        points.setdefault(projection, []).append((float(number), one.error))
-    series = [Series(name, line, marked=True) for name, line in points.items()]
+        line = next(name for name, projections in _LINES.items() if projection in projections)
+        found[line].setdefault(int(number), []).append(one.error)
+    series = [Series(name, [(x, fmean(ys)) for x, ys in line.items()], marked=True) for name, line in found.items()]
     return Lines(
         "What rounding does to each layer's outputs", series, "layer", "squared error, relative", from_zero=True
     )

@@ -7,6 +7,8 @@ Each finished layer is kept in rounded/METHOD/, so that a stage that was interru
 
 import copy
 import logging
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -223,10 +225,13 @@ def _details(
 ) -> QuantizeDetails:
     weights, stored = quantized_size(student)
     formats = {name: layer.format.title for name, layer in quantized_layers(student).items()}
+    sizes = Counter[str]()
+    for layer in quantized_layers(student).values():
+        sizes[layer.format.title] += math.prod(layer.shape)
     errors = {name: error for report in reports for name, error in report.errors.items()}
     return QuantizeDetails(
         method=stage.config.method,
-        format=", ".join(dict.fromkeys(formats.values())),
+        format=" and ".join(title for title, _ in sizes.most_common()),
         bits_per_weight=8 * stored / weights,
         compared=start.rounded,
         errors=[ProjectionError(name, formats[name], error) for name, error in errors.items()],
