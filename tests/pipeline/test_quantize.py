@@ -108,6 +108,14 @@ def test_layers_may_have_other_formats_or_none(tmp_path: Path) -> None:
     assert not any(name.startswith("model.layers.0.self_attn") for name in names)
 
 
+def test_a_budget_of_bits_goes_to_the_layers_that_rounding_costs_most(tmp_path: Path) -> None:
+    result = run(tmp_path, compare=[], average_bits=7.5, embeddings="none")[-1]
+    found = {one.name: one.format for one in result.details.errors}
+    assert set(found.values()) == {"INT4", "INT8"}
+    assert all(found[n] == found[n.replace("q_proj", "k_proj")] for n in found if n.endswith("q_proj"))
+    assert 7 < result.details.bits_per_weight <= 7.5
+
+
 def test_after_a_kill_it_goes_on_behind_the_last_layer(
     finished: tuple[Path, Result[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +142,7 @@ def test_after_a_kill_it_goes_on_behind_the_last_layer(
     ("changes", "sentence"),
     [
         ({"weights": {"format": "int4", "group": 48}}, "groups of 48 do not divide"),
+        ({"average_bits": 2.0}, "2.0 bits a weight are less than"),
         ({"layers": {"*.down_proj": "int5"}}, "layers"),
         ({"method": "magic"}, "method"),
         ({"calibration_tokens": 16, "data": "text"}, "calibration text has"),

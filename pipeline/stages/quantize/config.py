@@ -47,6 +47,10 @@ class Quantize(Recovery):
     """Other formats by patterns of layers' names, such as `"*.down_proj": FORMAT`; `none` leaves a layer dense."""
     compare: tuple[str, ...] = setting((), weights=False, figures=True, choices=tuple(METHODS))
     """Methods to show beside each other, before recovery."""
+    average_bits: float | None = setting(None, range=(1.0, 32.0))
+    """Give `larger` to the layers that rounding would cost most, so that the weights of all layers take this many bits
+    on average, scales included; nothing gives it to none."""
+    larger: str = setting("int8", choices=tuple(FORMATS))
     kv_cache: Literal["auto", "int8", "fp8"] = field(default="auto", metadata={"weights": False})
     """In what keys and values will be cached (`--kv-cache-dtype` of the server): gate and figures are those with it."""
     calibration_tokens: int = setting(32_768, count=True, range=COUNTS)

@@ -24,6 +24,7 @@ from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
 from compress.quantize.methods import METHODS
 from compress.quantize.qat import to_quantized, train_through_rounding
 from compress.quantize.round_to_nearest import QuantizationError, formats_of_layers
+from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
 from model.cost import Setup, quantized_size
@@ -35,7 +36,7 @@ from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
-from pipeline.results import Quality, Result
+from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.quantize.config import Quantize
 from pipeline.stages.quantize.report import ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext
@@ -45,7 +46,7 @@ from train.progress import Progress
 
 log = logging.getLogger(__name__)
 
-ROUNDED_NAME = "rounded"
+ROUNDED_NAME, ENLARGED_NAME = "rounded", "enlarged.json"
 
 
 class QuantizeStage(RecoveryStage[Quantize]):
@@ -73,10 +74,19 @@ class QuantizeStage(RecoveryStage[Quantize]):
         try:
             weights: Any = format_named(config.weights.format, **config.weights.options())
             named = {p: weights if n == config.weights.format else format_named(n) for p, n in config.layers.items()}
-            overrides = dict.fromkeys(ends, format_named(config.embeddings)) | named
+            overrides = dict.fromkeys(ends, format_named(config.embeddings)) | self._enlarged() | named
             return formats_of_layers(shape, weights, overrides)
         except ValueError as error:
             raise UserError(f"quantize: {error}") from None
+
+    def _enlarged(self) -> dict[str, WeightFormat[Any] | None]:
+        """The layers that get the larger format, chosen once, by the main process."""
+        if self.config.average_bits is None:
+            return {}
+        path = self.context.folder / ENLARGED_NAME
+        if not path.exists():
+            write_atomically(path, msgspec.json.encode(_most_sensitive(self, self.config.average_bits)))
+        return dict.fromkeys(msgspec.json.decode(path.read_bytes(), type=list[str]), format_named(self.config.larger))
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,21 @@ def setup(config: Quantize, shapes: Mapping[str, ModelConfig]) -> Setup | None:
 def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> ModelConfig:
     """Its parent's."""
     return shapes[config.model]
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _most_sensitive(stage: QuantizeStage, average_bits: float) -> list[str]:
+    """Names of the layers whose rounding would cost most, as many as the budget lets have more bits."""
+    config = stage.config
+    candidates = [format_named(config.weights.format, **config.weights.options()), format_named(config.larger)]
+    text, dense = stage.training_text(config.calibration_tokens), stage.dense()
+    log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
+    costs = rounding_costs(dense, text, [one for one in candidates if one is not None], METHODS[config.method])
+    weights = {name: dense.get_parameter(f"{name}.weight") for name in costs}
+    chosen = choose_formats(costs, {name: (len(w), w.shape[1]) for name, w in weights.items()}, average_bits)
+    return [name for name, format in chosen.items() if format == candidates[1]]
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
