@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from model.formats.registry import DEFAULT_WEIGHTS, FOREIGN_FORMATS
 from pipeline.errors import UserError
 from pipeline.run_folder import resolve_served
 
@@ -25,7 +26,12 @@ class Target:
     """Of what is written."""
 
 
-TARGETS = {"gguf": Target("model.formats.gguf.writer:export_gguf", "bf16", ".gguf")}
+QUANTIZED = "model.formats.convert:export_quantized"
+TARGETS = {
+    "gguf": Target("model.formats.gguf.writer:export_gguf", "bf16", ".gguf"),
+    "compressed-tensors": Target(QUANTIZED, DEFAULT_WEIGHTS, ""),
+    **{name: Target(QUANTIZED, name, "") for name in FOREIGN_FORMATS},
+}
 
 
 def export(options: argparse.Namespace) -> str:
@@ -51,6 +57,7 @@ def _name_of(folder: Path) -> str:
 def _sentence(folder: Path, out: Path, type: str) -> str:
     from model.files.checkpoint import load_config
 
-    parameters, num_bytes = load_config(folder).num_parameters(), out.stat().st_size
+    files = out.glob("*.safetensors") if out.is_dir() else [out]
+    parameters, num_bytes = load_config(folder).num_parameters(), sum(file.stat().st_size for file in files)
     size = f"{num_bytes / MEGABYTE:,.1f} MB, {8 * num_bytes / parameters:.2f} bits a weight"
     return f"{out} holds {folder} in {type}: {parameters / 1e6:,.1f} M parameters in {size}, tokenizer included."

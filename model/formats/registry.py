@@ -1,5 +1,6 @@
 """The list of weight formats. Naming one imports it: the list alone needs no torch."""
 
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from model.files.safe_io import CheckpointError
 
 if TYPE_CHECKING:
-    from model.formats.base import FormatOfLayer, WeightFormat
+    from model.formats.base import FormatOfLayer, IntegerFormat, WeightFormat
 
 FORMATS = {
     "nf4": "model.formats.bitsandbytes:NF4",
@@ -19,8 +20,10 @@ FORMATS = {
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"
-DEFAULT_WEIGHTS, DEFAULT_EMBEDDINGS = "int4", "int8"
-"""Of a model that is quantized to be served."""
+FOREIGN_FORMATS = ("gptq", "awq")
+"""Those that only the files of other programs are in, and `potstill export` writes."""
+DEFAULT_WEIGHTS, DEFAULT_FINER = "int4", "int8"
+"""Of a model that is quantized to be served, and of its embeddings and the layers that need more bits."""
 
 
 def _class_of(name: str) -> "type[WeightFormat[Any]]":
@@ -34,6 +37,14 @@ def format_named(name: str, *, double: bool = True, **options: Any) -> "WeightFo
     `double`: quantize the scales too, where it can; `options`: its fields, such as group and symmetric.
     """
     return None if name == NO_FORMAT else _class_of(name).with_options(double=double, **options)
+
+
+def format_like(name: str, source: "IntegerFormat") -> "IntegerFormat":
+    """The format of that name with the bits, groups and zeros of another; ValueError where it has no such."""
+    kind: Any = _class_of(name)
+    known = {field.name for field in fields(kind)}
+    options = {option: getattr(source, option) for option in ("group", "symmetric", "bits") if option in known}
+    return kind(**options)
 
 
 def formats_of_config(folder: Path, raw: dict[str, Any]) -> "FormatOfLayer | None":

@@ -246,8 +246,8 @@ def test_unknown_rope_scaling_is_refused() -> None:
 
 
 def test_quantized_weights_are_refused(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq"})
-    with pytest.raises(CheckpointError, match=r"is quantized \(gptq\)"):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match=r"is quantized \(hqq\)"):
         load_model(folder)
 
 

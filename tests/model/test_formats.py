@@ -26,7 +26,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 METHODS = ("gptq", "awq")
 """Formats whose names are also those of methods in compress/quantize."""
-PAGES = {"model/kv_format.py", "serve/config.py", "serve/http/options.py"}
+PAGES = {"model/kv_format.py", "serve/config.py", "serve/http/options.py", "pipeline/stages/quantize/config.py"}
 """Where the same names mean formats of keys and values."""
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,13 +1,22 @@
 """`potstill export`: what it writes, what it says, where it writes unless told."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import load_model
+from model.formats.bitsandbytes import NF4
+from model.formats.compressed_tensors import Int4, Int8
 from model.formats.gguf.reader import import_gguf
+from model.formats.registry import format_named
+from model.quantized import quantized_layers
+from model.text.tokenizer import Tokenizer
 from pipeline.cli import main
+from tests.compare import check_close
 from tests.model.test_gguf_export import model_folder
 from tests.pipeline.tiny_run import TinyRun
 
@@ -51,3 +60,49 @@ def test_a_mistake_in_the_type_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert "'q3' is not a type of GGUF file; known are bf16, f16, f32, q8_0, q6_k, q4_k_m, q4_1, q4_0." in error
     assert error.count("\n") == 1
+
+
+@pytest.fixture
+def four_bits(tmp_path: Path) -> Path:
+    model_folder(tmp_path / "dense")
+    embeddings = {"embed_tokens": format_named("int8")}
+    quantize_folder(tmp_path / "dense", tmp_path / "small", Int4(group=16), overrides=embeddings)
+    Tokenizer.load(tmp_path / "dense").save(tmp_path / "small")
+    return tmp_path / "small"
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "awq"])
+def test_a_quantized_model_keeps_its_integers_in_other_files(
+    target: str, four_bits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = four_bits.parent / "theirs"
+    assert main(["export", str(four_bits), "--to", target, "--out", str(out)]) == 0
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    assert f" in {size / 1e6:.1f} MB, " in capsys.readouterr().out
+    entry = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert entry["quant_method"] == target
+    ours, theirs = (load_model(folder, dtype=torch.float32) for folder in (four_bits, out))
+    layers = quantized_layers(theirs)
+    assert layers and all(name.endswith("_proj") for name in layers)
+    for name, layer in layers.items():
+        own = quantized_layers(ours)[name].weight.dequantize()
+        check_close(layer.weight.dequantize(), own, dtype=torch.float16, what=name)  # scales in fp16 there
+    assert Tokenizer.load(out).encode("still") == Tokenizer.load(four_bits).encode("still")
+
+
+@pytest.mark.parametrize(
+    ("make", "target", "sentence"),
+    [
+        (lambda dense, small: model_folder(small), "gptq", "are not quantized"),
+        (lambda dense, small: quantize_folder(dense, small, Int8()), "awq", "bits, groups and zeros must agree"),
+        (lambda dense, small: quantize_folder(dense, small, NF4()), "gptq", "integers on a grid"),
+    ],
+)
+def test_what_the_layout_cannot_hold_is_one_sentence(
+    make: Callable[[Path, Path], None], target: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_folder(tmp_path / "dense")
+    make(tmp_path / "dense", tmp_path / "small")
+    assert main(["export", str(tmp_path / "small"), "--to", target, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1 and not (tmp_path / "out").exists()

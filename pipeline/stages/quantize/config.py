@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compress.quantize.methods import METHODS
-from model.formats.registry import DEFAULT_EMBEDDINGS, DEFAULT_WEIGHTS, FORMATS, NO_FORMAT
+from model.formats.registry import DEFAULT_FINER, DEFAULT_WEIGHTS, FORMATS, NO_FORMAT
 from pipeline.schema import Recipe
 from pipeline.settings import COUNTS, redeclared, setting
 from pipeline.stages.shared.config import Recovery
@@ -40,7 +40,7 @@ class Quantize(Recovery):
     method: str = setting("gptq", choices=tuple(METHODS))
     """How levels and scales are chosen, as in compress/quantize."""
     weights: Weights = field(default_factory=Weights)
-    embeddings: str = setting(DEFAULT_EMBEDDINGS, choices=(*FORMATS, NO_FORMAT))
+    embeddings: str = setting(DEFAULT_FINER, choices=(*FORMATS, NO_FORMAT))
     """Of the embeddings and the head, a fifth of a small model. Only potstill reads quantized ones; `none` keeps the
     result open to transformers and vLLM."""
     layers: dict[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Quantize(Recovery):
     average_bits: float | None = setting(None, range=(1.0, 32.0))
     """Give `larger` to the layers that rounding would cost most, so that the weights of all layers take this many bits
     on average, scales included; nothing gives it to none."""
-    larger: str = setting("int8", choices=tuple(FORMATS))
+    larger: str = setting(DEFAULT_FINER, choices=tuple(FORMATS))
     kv_cache: Literal["auto", "int8", "fp8"] = field(default="auto", metadata={"weights": False})
     """In what keys and values will be cached (`--kv-cache-dtype` of the server): gate and figures are those with it."""
     calibration_tokens: int = setting(32_768, count=True, range=COUNTS)

@@ -1,0 +1,59 @@
+"""A quantized folder in another layout: the same integers, to the bit, where another program looks for them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from model.files.checkpoint import load_model, save_model
+from model.files.safe_io import CheckpointError
+from model.formats.base import IntegerFormat
+from model.formats.registry import format_like
+from model.linear import Embedding
+from model.quantized import QuantizedEmbedding, quantized_layers, set_quantized
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+
+
+def export_quantized(folder: str | Path, path: str | Path, *, type: str, name: str | None = None) -> None:
+    """Writes the quantized model in `folder` to the new folder `path`, its integers as the format `type` holds them.
+
+    Quantized embeddings become dense, since nobody else reads them. Raises CheckpointError for what is not quantized,
+    and for weights that the format cannot hold.
+    """
+    folder, path = Path(folder), Path(path)
+    if path.exists():
+        raise CheckpointError(f"{path} is there already; remove it or name another folder.")
+    model = load_model(folder, dtype="auto")
+    if not quantized_layers(model):
+        raise CheckpointError(f"The weights of {folder} are not quantized; the stage quantize makes some that are.")
+    _convert(model, type)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        save_model(model, part)
+        Tokenizer.load(folder).save(part)
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _convert(model: Transformer, type: str) -> None:
+    for name, layer in quantized_layers(model).items():
+        source: Any = layer.format
+        if isinstance(layer, QuantizedEmbedding):
+            model.set_submodule(name, _dense(layer))
+        elif isinstance(source, IntegerFormat):
+            try:
+                target: Any = format_like(type, source)
+                set_quantized(model, name, target.convert(layer.weight, source), target)
+            except ValueError as error:
+                raise CheckpointError(f"{name} cannot be written as {type}: {error}") from None
+        else:
+            raise CheckpointError(f"{name} is in {source.title}; {type} holds integers on a grid.")
+
+
+def _dense(layer: QuantizedEmbedding) -> Embedding:
+    embedding = Embedding(layer.num_embeddings, layer.embedding_dim)
+    embedding.weight = nn.Parameter(layer.weight.dequantize(layer.dtype), requires_grad=False)
+    return embedding
