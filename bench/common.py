@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernels.common.compiled import processor_features
+from model.mesh import choose_dtype
 from pipeline.environment import package_versions, processor_name
 from pipeline.results import write_atomically
 
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 TEACHER = ROOT / "runs" / "teacher" / "00-teacher" / "model"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = choose_dtype("auto", torch.device(DEVICE))
+"""In which every side multiplies: bf16 where that is fast."""
 
 
 def teacher_folder() -> Path:

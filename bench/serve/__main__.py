@@ -24,7 +24,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from bench.common import teacher_folder, write_result
+from bench.common import DTYPE, teacher_folder, write_result
 from model.text.tokenizer import Tokenizer
 from pipeline.stages.conversation.server import running_server
 from serve import LLM, SamplingParams
@@ -86,7 +86,7 @@ def one_at_a_time(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, A
     new_tokens = 128
     [prompt] = prompts_of(folder, [64])
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    with running_server(folder, None, "--dtype", "bfloat16", name="teacher") as address:
+    with running_server(folder, None, "--dtype", str(DTYPE).removeprefix("torch."), name="teacher") as address:
         sides: dict[str, Callable[[], Any]] = {
             "potstill_engine": lambda: llm.generate([prompt], params),
             "potstill_http": lambda: ask(address, prompt, new_tokens),
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="measured repetitions of each side")
     rounds, folder = parser.parse_args().rounds, teacher_folder()
-    llm, peer = LLM(str(folder), dtype="bfloat16"), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    llm, peer = LLM(str(folder)), AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE)
     parts = {part.__name__: part(folder, llm, peer, rounds) for part in (one_at_a_time, many_at_once)}
     write_result("serve-cpu", "python -m bench.serve", parts)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.common import DTYPE
 from bench.train.sides import Benchmark, Case, Side, train_ours, train_plainly
 from compress.prune.depth import prune_depth
 from model.files.checkpoint import load_config, load_model, save_model
@@ -32,7 +33,7 @@ def _config(case: Case) -> TrainingConfig:
 
 
 def potstill(case: Case) -> Side:
-    teacher = load_model(case.scratch / "teacher", dtype=torch.bfloat16)
+    teacher = load_model(case.scratch / "teacher", dtype=DTYPE)
     student = load_model(case.scratch / "student", dtype=torch.float32)
     return Side(partial(train_ours, student, Distillation(teacher), case, _config(case)))
 
@@ -40,13 +41,13 @@ def potstill(case: Case) -> Side:
 def plain_transformers(case: Case) -> Side:
     from transformers import AutoModelForCausalLM
 
-    teacher = AutoModelForCausalLM.from_pretrained(case.scratch / "teacher", dtype=torch.bfloat16).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(case.scratch / "teacher", dtype=DTYPE).eval()
     student = AutoModelForCausalLM.from_pretrained(case.scratch / "student", dtype=torch.float32).train()
 
     def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             target = F.log_softmax(teacher(ids).logits.float(), dim=-1)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.bfloat16 == DTYPE):
             logits = student(ids).logits
         return F.kl_div(F.log_softmax(logits.float(), dim=-1), target, reduction="sum", log_target=True) / ids.numel()
 

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from bench.common import DEVICE, gpu_peak_bytes
+from bench.common import DEVICE, DTYPE, gpu_peak_bytes
 from bench.train.sides import Benchmark, Case, Load, Recorder, Side, train_ours, train_plainly
 from compress.lora import inject
 from compress.quantize.round_to_nearest import quantize_folder
@@ -55,7 +55,7 @@ def stage_of(case: Case) -> Qlora:
 
 def potstill(case: Case) -> Side:
     stage = stage_of(case)
-    model = load_model(case.scratch / "nf4", dtype=torch.bfloat16, device=DEVICE)
+    model = load_model(case.scratch / "nf4", dtype=DTYPE, device=DEVICE)
     inject(model, stage.adapter, seed=stage.seed)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     weight_bytes += sum(layer.weight_bytes for layer in quantized_layers(model).values())
@@ -66,10 +66,10 @@ def peft(case: Case) -> Side:
     stage = stage_of(case)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=DTYPE,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(
-        case.scratch / "dense", quantization_config=quantization, dtype=torch.bfloat16, device_map={"": DEVICE}
+        case.scratch / "dense", quantization_config=quantization, dtype=DTYPE, device_map={"": DEVICE}
     )
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=stage.activation_checkpointing)
     adapter = stage.adapter
@@ -84,7 +84,7 @@ def peft(case: Case) -> Side:
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *scales))
 
     def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=torch.bfloat16 == DTYPE):
             loss: Tensor = model(input_ids=ids, labels=labels, shift_labels=labels).loss
         return loss
 

@@ -166,7 +166,7 @@ def test_what_is_wrong_with_a_weight_is_said(
 @pytest.mark.parametrize(
     ("quantization", "what"),
     [
-        ({"quant_method": "gptq"}, "gptq"),
+        ({"quant_method": "hqq"}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bitsandbytes, fp4"),
     ],
