@@ -6,12 +6,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#define INLINE static inline __attribute__((always_inline))
-/* Sums stay in registers only if every loop over them is unrolled. */
-#define UNROLLED _Pragma("GCC unroll 8") for
-
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+#include "inline.h"
 
 /* The sums of the 16 lanes of four registers. */
 INLINE __m128 sums_of_lanes(const __m512 *wide) {

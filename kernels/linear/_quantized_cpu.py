@@ -1,6 +1,6 @@
 """`quantized_linear` on the CPU.
 
-Few rows in bf16 go through `_skinny_cpu`, or, where that cannot be compiled, through torch's packed products. Else a
+Few rows go through `_skinny_cpu`, or, where that cannot be compiled, in bf16 through torch's packed products. Else a
 block of outputs at a time becomes a matrix of the dtype of x: there is never more than a block of the weight in it.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear._skinny_cpu import expanded_rows, prepare_skinny, skinny_product
+from kernels.linear._skinny_cpu import expanded_rows, multiplies, prepare_skinny, skinny_product
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -24,7 +24,7 @@ from kernels.linear.quantization import (
 )
 
 # Measured with `python -m bench.kernels.decode`: with more rows a product of blocks costs less.
-_MOST_SKINNY_ROWS = 32
+_MOST_SKINNY_ROWS = {torch.bfloat16: 32, torch.float32: 8}
 # torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
 # several calls they cost less than expanding the weight up to the second number.
 _PACKED_ROWS_AT_ONCE, _MOST_PACKED_ROWS = 16, 64
@@ -74,7 +74,7 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-    if weight.in_c and x.dtype == torch.bfloat16 and len(x) <= _MOST_SKINNY_ROWS:
+    if weight.in_c and multiplies(x.dtype) and len(x) <= _MOST_SKINNY_ROWS[x.dtype]:
         product = skinny_product(x, weight.held)
         return product if bias is None else product.add_(bias)
     out = x.new_empty(len(x), weight.shape[0])

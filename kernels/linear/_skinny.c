@@ -11,31 +11,11 @@
 */
 
 #include "../common/lanes.h"
+#include "weights.h"
 
 #define STEP 32 /* weights decoded at once */
 
-/* In the order of FORMATS in kernels/linear/_skinny_cpu.py. */
-enum { NF4, INT4, INT8, FP8 };
-
-typedef struct {
-    int64_t format, n, k;
-    int64_t group;        /* codes that share a scale: 64 in NF4, K in INT8 and FP8 */
-    const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits */
-    const float *scales;  /* [N, G] */
-    const uint8_t *zeros; /* [N, G] of asymmetric INT4, else null */
-} Weight;
-
-static const float NF4_VALUES[16] = {
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-};
 static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-INLINE int has_four_bits(int format) { return format == NF4 || format == INT4; }
-
-INLINE int64_t bytes_of(int format, int64_t codes) { return has_four_bits(format) ? codes / 2 : codes; }
 
 /* What the codes of a group stand for, fp32: in four bits 16 values, in eight the scale in every lane. */
 INLINE __m512 group_values(int format, const Weight *w, int64_t index) {
@@ -85,20 +65,6 @@ INLINE __m512i decode(int format, const uint8_t *codes, __m512i key) {
     __m512 low, high;
     scale_8bit(format, codes, _mm512_castsi512_ps(key), &low, &high);
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-}
-
-/* 32 neighbours of a row of W, fp32. */
-INLINE void decode_wide(int format, const uint8_t *codes, __m512 values, float *out) {
-    __m512 low, high;
-    if (has_four_bits(format)) {
-        __m512i starts = code_starts(format, codes);
-        low = _mm512_permutexvar_ps(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(starts)), values);
-        high = _mm512_permutexvar_ps(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(starts, 1)), values);
-    } else {
-        scale_8bit(format, codes, values, &low, &high);
-    }
-    _mm512_storeu_ps(out, low);
-    _mm512_storeu_ps(out + 16, high);
 }
 
 /* OUTPUTS columns of y from n on, of TOKENS rows of x, [K / 32, TOKENS, 32]; the first `rows` of them are stored. */
@@ -173,32 +139,26 @@ void skinny_product(const Weight *w, const uint16_t *x, uint16_t *y, int64_t row
         }
 }
 
-INLINE void expand_row(int format, const Weight *w, int64_t n, void *out, int wide) {
+INLINE void expand_row(int format, const Weight *w, int64_t n, uint16_t *out) {
     int64_t groups = (w->k + w->group - 1) / w->group, k = 0;
     const uint8_t *codes = w->codes + n * bytes_of(format, w->k);
     for (int64_t group = 0; group < groups; group++) {
-        __m512 values = group_values(format, w, n * groups + group);
-        __m512i key = group_key(format, values);
-        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP) {
-            const uint8_t *here = codes + bytes_of(format, k);
-            if (wide)
-                decode_wide(format, here, values, (float *)out + k);
-            else
-                _mm512_storeu_si512((uint16_t *)out + k, decode(format, here, key));
-        }
+        __m512i key = group_key(format, group_values(format, w, n * groups + group));
+        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP)
+            _mm512_storeu_si512(out + k, decode(format, codes + bytes_of(format, k), key));
     }
 }
 
-/* The rows of W from `start` to `stop`, [stop - start, K], fp32 if `wide`, else bf16. */
-void expand_rows(const Weight *w, int64_t start, int64_t stop, void *out, int wide, int threads) {
+/* The rows of W from `start` to `stop`, bf16 [stop - start, K]. */
+void expand_rows(const Weight *w, int64_t start, int64_t stop, uint16_t *out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = start; n < stop; n++) {
-        void *row = (char *)out + (n - start) * w->k * (wide ? 4 : 2);
+        uint16_t *row = out + (n - start) * w->k;
         switch (w->format) {
-        case NF4: expand_row(NF4, w, n, row, wide); break;
-        case INT4: expand_row(INT4, w, n, row, wide); break;
-        case INT8: expand_row(INT8, w, n, row, wide); break;
-        case FP8: expand_row(FP8, w, n, row, wide); break;
+        case NF4: expand_row(NF4, w, n, row); break;
+        case INT4: expand_row(INT4, w, n, row); break;
+        case INT8: expand_row(INT8, w, n, row); break;
+        case FP8: expand_row(FP8, w, n, row); break;
         }
     }
 }

@@ -1,12 +1,15 @@
-"""Products of a few bf16 rows with a quantized weight, and its rows expanded, by `_skinny.c` where that compiles.
+"""Products of a few rows with a quantized weight, and its rows expanded, where C compiles that suits the processor.
 
-The weight is read as it is stored, so preparing it copies nothing, and W is `dequantize(torch.bfloat16)` to the bit.
+    bf16 rows    `_skinny.c`        AVX-512 BF16 and VBMI
+    fp32 rows    `_skinny_wide.c`   AVX2, FMA and F16C
+
+The weight is read as it is stored, so preparing it copies nothing, and W is `dequantize` in the dtype of x to the bit.
 
 Legend: T tokens, K input features, N output features.
 """
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,7 @@ from kernels.linear.quantization import NF4_BLOCK, Fp8Weight, Int4Weight, Int8We
 
 _FORMATS = (NF4Weight, Int4Weight, Int8Weight, Fp8Weight)
 _STEP = 32
-"""So many weights become bf16 at once."""
-_TILES = (1, 4, 8)
-"""Rows of x that a tile has."""
+"""So many weights are decoded at once."""
 
 
 class _Weight(ctypes.Structure):
@@ -32,6 +33,26 @@ class _Weight(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True)
+class _Source:
+    """One C source: what it needs, and the numbers of rows that its tiles have."""
+
+    name: str
+    needs: frozenset[str]
+    tiles: tuple[int, ...]
+
+
+_SOURCES = {
+    torch.bfloat16: _Source("_skinny.c", frozenset({"avx512_bf16", "avx512vbmi"}), (1, 4, 8)),
+    torch.float32: _Source("_skinny_wide.c", frozenset({"avx2", "fma", "f16c"}), (1, 4)),
+}
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether rows in this dtype can be multiplied here."""
+    return dtype in _SOURCES and _library(dtype) is not None
+
+
 def prepare_skinny(weight: QuantizedWeight) -> QuantizedWeight | None:
     """The weight as the functions below take it, in its own memory; None where its shape or the machine does not fit.
 
@@ -39,7 +60,7 @@ def prepare_skinny(weight: QuantizedWeight) -> QuantizedWeight | None:
     """
     k = weight.shape[1]
     step = NF4_BLOCK if isinstance(weight, NF4Weight) else _STEP
-    if k % step or (isinstance(weight, Int4Weight) and weight.group % _STEP) or _library() is None:
+    if k % step or (isinstance(weight, Int4Weight) and weight.group % _STEP) or not any(map(multiplies, _SOURCES)):
         return None
     if _scales(weight).dtype != torch.float32:
         return None
@@ -49,32 +70,36 @@ def prepare_skinny(weight: QuantizedWeight) -> QuantizedWeight | None:
 
 
 def skinny_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """x Wᵀ, [T, N], of x [T, K], both bf16."""
+    """x Wᵀ, [T, N], of x [T, K] in a dtype that `multiplies`."""
     rows, k = x.shape
-    tile = next((tile for tile in _TILES if tile >= rows), _TILES[-1])
+    tiles = _SOURCES[x.dtype].tiles
+    tile = next((tile for tile in tiles if tile >= rows), tiles[-1])
     # The same 32 elements of a tile's rows become neighbours: rows 8 KiB apart would fight for lines of the cache.
     whole = F.pad(x, (0, 0, 0, -rows % tile)) if rows % tile else x.contiguous()
-    tiles = whole.view(-1, tile, k // _STEP, _STEP).transpose(1, 2).contiguous()
+    tiled = whole.view(-1, tile, k // _STEP, _STEP).transpose(1, 2).contiguous()
     out = x.new_empty(rows, weight.shape[0])
-    _library().skinny_product(_pointers(weight), tiles.data_ptr(), out.data_ptr(), rows, tile, torch.get_num_threads())
+    pointers, threads = _pointers(weight), torch.get_num_threads()
+    _library(x.dtype).skinny_product(pointers, tiled.data_ptr(), out.data_ptr(), rows, tile, threads)
     return out
 
 
 def expanded_rows(weight: QuantizedWeight, dtype: torch.dtype, rows: slice) -> Tensor:
     """`weight.dequantize(dtype, rows)` in bf16 or fp32, faster."""
+    if not multiplies(dtype):
+        return expanded_rows(weight, torch.float32, rows).to(dtype)
     out = torch.empty(rows.stop - rows.start, weight.shape[1], dtype=dtype)
-    wide = dtype == torch.float32
-    _library().expand_rows(_pointers(weight), rows.start, rows.stop, out.data_ptr(), wide, torch.get_num_threads())
+    _library(dtype).expand_rows(_pointers(weight), rows.start, rows.stop, out.data_ptr(), torch.get_num_threads())
     return out
 
 
 @cache
-def _library() -> Any:
-    library = compiled(Path(__file__).with_name("_skinny.c"), needs=frozenset({"avx512_bf16", "avx512vbmi"}))
+def _library(dtype: torch.dtype) -> Any:
+    source = _SOURCES[dtype]
+    library = compiled(Path(__file__).with_name(source.name), needs=source.needs)
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         library.skinny_product.argtypes = (ctypes.POINTER(_Weight), pointer, pointer, number, number, ctypes.c_int)
-        library.expand_rows.argtypes = (ctypes.POINTER(_Weight), number, number, pointer, ctypes.c_int, ctypes.c_int)
+        library.expand_rows.argtypes = (ctypes.POINTER(_Weight), number, number, pointer, ctypes.c_int)
         library.skinny_product.restype = library.expand_rows.restype = None
     return library
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear._skinny_cpu import _library, expanded_rows, prepare_skinny, skinny_product
+from kernels.linear._skinny_cpu import expanded_rows, multiplies, prepare_skinny, skinny_product
 from kernels.linear.quantization import (
     Fp8Weight,
     Int8Weight,
@@ -22,9 +22,9 @@ from kernels.linear.quantization import (
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
 
-pytestmark = pytest.mark.skipif(
-    _library() is None, reason="no C compiler, or a processor without AVX-512 BF16 and VBMI"
-)
+DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if multiplies(dtype)]
+pytestmark = pytest.mark.skipif(not DTYPES, reason="no C compiler, or a processor without AVX2")
+EACH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "nf4": lambda w: quantize_nf4(w, double=False),
@@ -62,11 +62,12 @@ def test_rows_are_the_dequantized_ones_to_the_bit(quantize: Quantize, shape: tup
 
 
 @ALL
+@EACH
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 65])
-def test_products_of_any_number_of_rows(quantize: Quantize, n: int) -> None:
+def test_products_of_any_number_of_rows(quantize: Quantize, n: int, dtype: torch.dtype) -> None:
     """Each row alone against fp64, and the same bits whatever rows are beside it."""
     weight = with_random_codes(quantize(torch.randn(n, 320)))
-    x = torch.randn(33, 320).bfloat16()
+    x = torch.randn(33, 320).to(dtype)
     expected = x.double() @ weight.dequantize(torch.float64).t()
     every = skinny_product(x, prepared(weight))
     check_close(every, expected)
@@ -76,14 +77,15 @@ def test_products_of_any_number_of_rows(quantize: Quantize, n: int) -> None:
 
 
 @ALL
-def test_threads_change_no_bit(quantize: Quantize) -> None:
-    weight, x = prepared(quantize(torch.randn(100, 512))), torch.randn(9, 512).bfloat16()
+@EACH
+def test_threads_change_no_bit(quantize: Quantize, dtype: torch.dtype) -> None:
+    weight, x = prepared(quantize(torch.randn(100, 512))), torch.randn(9, 512).to(dtype)
     before = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2, 2, 5):
             torch.set_num_threads(threads)
-            results.append((skinny_product(x, weight), expanded_rows(weight, torch.bfloat16, slice(0, 100))))
+            results.append((skinny_product(x, weight), expanded_rows(weight, dtype, slice(0, 100))))
     finally:
         torch.set_num_threads(before)
     for product, rows in results[1:]:
@@ -91,8 +93,9 @@ def test_threads_change_no_bit(quantize: Quantize) -> None:
 
 
 @ALL
-def test_zeros_outliers_and_what_is_not_finite_keep_to_their_row(quantize: Quantize) -> None:
-    weight, x = quantize(0.01 * torch.randn(96, 4096)), torch.randn(6, 4096).bfloat16()
+@EACH
+def test_zeros_outliers_and_what_is_not_finite_keep_to_their_row(quantize: Quantize, dtype: torch.dtype) -> None:
+    weight, x = quantize(0.01 * torch.randn(96, 4096)), torch.randn(6, 4096).to(dtype)
     x[1, 17], x[2], x[3], x[4, 5], x[5, 6] = 1e4, 0, 1e30, torch.inf, torch.nan
     y, expected = skinny_product(x, prepared(weight)), x.double() @ weight.dequantize(torch.float64).t()
     for row in (0, 1, 3):
@@ -112,8 +115,9 @@ def test_the_largest_scales() -> None:
 
 
 @ALL
-def test_prepared_weights_share_the_codes_and_are_copied_whole(quantize: Quantize) -> None:
-    weight, x = quantize(torch.randn(32, 128)), torch.randn(3, 128).bfloat16()
+@EACH
+def test_prepared_weights_share_the_codes_and_are_copied_whole(quantize: Quantize, dtype: torch.dtype) -> None:
+    weight, x = quantize(torch.randn(32, 128)), torch.randn(3, 128).to(dtype)
     ready = prepare_quantized_weight(weight)
     assert ready.held.codes.data_ptr() == weight.codes.data_ptr() and ready.packed is None
     other, expected = copy.deepcopy(ready), quantized_linear(x, ready)
@@ -122,8 +126,9 @@ def test_prepared_weights_share_the_codes_and_are_copied_whole(quantize: Quantiz
 
 
 @ALL
-def test_weights_whose_memory_has_gaps(quantize: Quantize) -> None:
-    weight, x = quantize(torch.randn(24, 256)), torch.randn(5, 256).bfloat16()
+@EACH
+def test_weights_whose_memory_has_gaps(quantize: Quantize, dtype: torch.dtype) -> None:
+    weight, x = quantize(torch.randn(24, 256)), torch.randn(5, 256).to(dtype)
     twice = torch.zeros(*weight.codes.shape, 2, dtype=weight.codes.dtype)
     twice[..., 0] = weight.codes
     spread = dataclasses.replace(weight, codes=twice[..., 0])

@@ -139,7 +139,7 @@ def test_of_a_model_on_the_hub_a_plan_fetches_the_configuration_alone(
         return str(teacher)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert shape(ModelSource(origin="org/name"), tmp_path) == load_config(teacher)
+    assert shape(ModelSource(origin="org/name"), {}, tmp_path) == load_config(teacher)
     assert asked == [["config.json"]]
 
 

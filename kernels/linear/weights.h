@@ -1,0 +1,32 @@
+/* What the C sources of quantized products share: how a weight lies in memory. */
+
+#ifndef WEIGHTS_H
+#define WEIGHTS_H
+
+#include <stdint.h>
+
+#include "../common/inline.h"
+
+/* In the order of FORMATS in kernels/linear/_skinny_cpu.py. */
+enum { NF4, INT4, INT8, FP8 };
+
+typedef struct {
+    int64_t format, n, k;
+    int64_t group;        /* codes that share a scale: 64 in NF4, K in INT8 and FP8 */
+    const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits */
+    const float *scales;  /* [N, G] */
+    const uint8_t *zeros; /* [N, G] of asymmetric INT4, else null */
+} Weight;
+
+static const float NF4_VALUES[16] = {
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+};
+
+INLINE int has_four_bits(int format) { return format == NF4 || format == INT4; }
+
+INLINE int64_t bytes_of(int format, int64_t codes) { return has_four_bits(format) ? codes / 2 : codes; }
+
+#endif
