@@ -362,8 +362,9 @@ class _Arithmetic:
     def _work(self) -> int:
         """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""
         config = self.config
-        wide = 2 if self.item == FULL else 4  # autocast holds both sides of its casts
-        moving = self.tokens * (wide * self.item * config.intermediate_size + 3 * self.stream * config.hidden_size)
+        wide, narrow = (2, 0) if self.item == FULL else (4, 3)  # autocast holds both sides of its casts
+        moving = wide * self.item * config.intermediate_size + narrow * self.stream * config.hidden_size
+        moving *= self.tokens
         widest = max(layer.weight.numel() for layer in self._layers())
         moving += (
             self.item * widest if self.setup.on_gpu or not self.frozen else 0

@@ -167,7 +167,7 @@ class Trainer:
     def _run_step(self, signals: StopSignals, display: Progress) -> tuple[bool, bool]:
         """One optimizer step. Returns whether to stop and whether to save, the same on every process."""
         began = time.monotonic()
-        factor = learning_rate_factor(self.counters.step, self.config)
+        factor = learning_rate_factor(self.counters.step, self.steps, self.config)
         sums, tokens, labels = self._accumulate()
         norm = self._update(labels, factor)
         save = self.is_main and time.monotonic() - self._saved_at >= self.config.checkpoint_every_s

@@ -72,9 +72,9 @@ def _is_lora_up(name: str) -> bool:
     return name.endswith(".lora.b")
 
 
-def learning_rate_factor(step: int, config: TrainingConfig) -> float:
+def learning_rate_factor(step: int, total_steps: int, config: TrainingConfig) -> float:
     """Returns what to multiply the peak learning rate by at `step` (0 is the first), in (0, 1]."""
-    schedule, total_steps, floor = config.schedule, config.steps, config.min_learning_rate_fraction
+    schedule, floor = config.schedule, config.min_learning_rate_fraction
     warmup_steps = round(total_steps * config.warmup_fraction)
     if step < warmup_steps:
         return (step + 1) / warmup_steps

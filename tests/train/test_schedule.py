@@ -14,7 +14,7 @@ def factors(schedule: Any, steps: int = 100, **changes: float) -> list[float]:
     config = TrainingConfig(
         tokens=steps, batch_tokens=1, micro_batch_tokens=1, schedule=schedule, **(settings | changes)
     )
-    return [learning_rate_factor(step, config) for step in range(steps)]
+    return [learning_rate_factor(step, config.steps, config) for step in range(steps)]
 
 
 @pytest.mark.parametrize("schedule", get_args(ScheduleName))
