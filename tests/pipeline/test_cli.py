@@ -66,7 +66,7 @@ def test_recipes_are_checked_without_torch() -> None:
         (["serve", "nowhere"], "nowhere is neither a model folder (with config.json) nor a run folder"),
         (["generate", "nowhere", "hello"], "nowhere is neither a model folder"),
         (["export", "nowhere", "--to", "gguf"], "nowhere is neither a model folder"),
-        (["export", "nowhere", "--to", "onnx"], "Nothing can be exported to 'onnx'; known are gguf."),
+        (["export", "nowhere", "--to", "onnx"], "Nothing can be exported to 'onnx'; known are gguf, "),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
