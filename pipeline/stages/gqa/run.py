@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from compress.gqa import (
     GroupingError,
@@ -43,7 +43,7 @@ from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.gqa.config import Gqa
 from pipeline.stages.gqa.report import Capacity, Compared, GqaDetails
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import RecoveryStage, check_dense, leave_trainable
+from pipeline.stages.shared.training import RecoveryStage, check_dense, leave_trainable, write_tensors
 from train.evaluate import TeacherStates
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def _save_plans(path: Path, plans: Mapping[Method, LayerPlan]) -> None:
             "key_out": torch.view_as_real(plan.key_out),
         }
         tensors |= {f"{method}.{name}": part.contiguous() for name, part in parts.items() if part is not None}
-    _write_tensors(path, tensors)
+    write_tensors(path, tensors)
 
 
 def _load_plans(stage: GqaStage, method: str) -> list[LayerPlan]:
@@ -199,19 +199,11 @@ def _refit(stage: GqaStage) -> None:
             fitted = _converted(stage, stage.teacher, method.removesuffix(REFIT))
             refit_outputs(fitted, stage.teacher, stage.training_text(stage.config.calibration_tokens))
             weights = {name: weight for name, weight in fitted.state_dict().items() if name.endswith("o_proj.weight")}
-            _write_tensors(path, weights)
+            write_tensors(path, weights)
 
 
 def _refitted_path(stage: GqaStage, method: str) -> Path:
     return stage.context.folder / REFITTED_NAME / f"{method}.safetensors"
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    staging = path.with_suffix(".staging")
-    save_file(dict(tensors), staging)
-    staging.rename(path)
 
 
 def _trainable(stage: GqaStage, method: str) -> Transformer:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from compress.mod import calibrate
 from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
@@ -40,7 +40,7 @@ from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.quantize.config import Quantize
 from pipeline.stages.quantize.report import ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import RecoveryStage, check_dense
+from pipeline.stages.shared.training import RecoveryStage, check_dense, write_tensors
 from train.loop import TrainingResult
 from train.progress import Progress
 
@@ -147,8 +147,7 @@ def _measure_start(stage: QuantizeStage) -> Start:
     held_out, methods = stage.held_out, dict.fromkeys([stage.config.method, *stage.config.compare])
     states, rows = held_out.states(stage.teacher), []
     for method in methods:
-        reports = _round(stage, method)
-        model, _ = _rounded(stage, method)
+        model, reports = _round(stage, method)
         _calibrate_routers(stage, model)
         quality = held_out.quality(stage.published_form(model), states)
         log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
@@ -156,12 +155,12 @@ def _measure_start(stage: QuantizeStage) -> Start:
     return Start(held_out.quality(stage.teacher), rows)
 
 
-def _round(stage: QuantizeStage, method: str) -> list[QuantizedLayerReport]:
-    """Writes each layer's rounded weights, and goes on behind those that lie there."""
+def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
+    """Writes each layer's rounded weights, and goes on behind those that lie there. Returns what `_rounded` does."""
     model, done = _rounded(stage, method)
     total = model.config.num_layers
     if len(done) == total:
-        return done
+        return model, done
     text = stage.training_text(stage.config.calibration_tokens)
     log.info("rounding by %s on %s tokens", method, f"{sum(len(batch.tokens) for batch in text):,}")
     folder = stage.context.folder / ROUNDED_NAME / method
@@ -184,7 +183,7 @@ def _round(stage: QuantizeStage, method: str) -> list[QuantizedLayerReport]:
             )
         except QuantizationError as error:
             raise UserError(f"quantize: {error}") from None
-    return done
+    return model, done
 
 
 def _rounded(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
@@ -205,15 +204,12 @@ def _calibrate_routers(stage: QuantizeStage, model: Transformer) -> None:
 
 
 def _save_layer(model: Transformer, report: QuantizedLayerReport, folder: Path) -> None:
-    """Whole or not at all."""
     layer = layers_of(model)[report.number]
     tensors = {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
     for name, quantized in quantized_layers(layer).items():
         tensors |= quantized.format.to_files(name, quantized.weight, PUBLISHED_DTYPE)
-    folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / "staging"
-    save_file(tensors, staging, {"report": msgspec.json.encode(report).decode()})
-    staging.rename(folder / f"{report.number:04d}.safetensors")
+    told = {"report": msgspec.json.encode(report).decode()}
+    write_tensors(folder / f"{report.number:04d}.safetensors", tensors, told)
 
 
 def _load_layer(model: Transformer, path: Path, formats: Mapping[str, WeightFormat[Any]]) -> QuantizedLayerReport:

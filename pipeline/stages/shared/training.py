@@ -9,11 +9,14 @@ point costs at most the work since the last arrow or checkpoint; the same comman
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Generic, TypeVar, cast
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from compress.lora import inject
 from compress.mod import calibrate, set_thresholds
@@ -291,6 +294,14 @@ def write_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
     """A model as it is published."""
     save_model(model, folder, dtype=PUBLISHED_DTYPE)
     tokenizer.save(folder)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A file that a stage goes on from: whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_suffix(".staging")
+    save_file(dict(tensors), staging, metadata)
+    staging.rename(path)
 
 
 def _opens_elsewhere(model: Transformer) -> bool:
