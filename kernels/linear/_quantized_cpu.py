@@ -61,14 +61,16 @@ def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
 def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
     n, k = weight.shape
     # torch checks neither, and reads beyond the end of its tensors.
-    if isinstance(weight, Int8Weight) and not n % 16 and not k % 32:
-        return CpuWeight(weight, packed=weight.codes, packed_scales=weight.scales.bfloat16())
+    if isinstance(weight, Int8Weight) and weight.has_only_row_scales and not n % 16 and not k % 32:
+        return CpuWeight(weight, packed=weight.codes, packed_scales=weight.scales[:, 0].bfloat16())
     if isinstance(weight, Int4Weight) and weight.group in _PACKED_GROUPS and not n % 64 and not k % weight.group:
         codes = weight.elements().to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         # torch computes (code − 8) · scale + shift.
-        shifts = torch.zeros_like(weight.scales) if weight.zeros is None else (8.0 - weight.zeros) * weight.scales
-        packed_scales = torch.stack((weight.scales.t(), shifts.t()), dim=-1).bfloat16().contiguous()
+        scales = weight.scales.float()
+        shifts = torch.zeros_like(scales) if weight.zeros is None else (8.0 - weight.zeros) * scales
+        shifts = shifts if weight.minima is None else 8 * scales + weight.minima
+        packed_scales = torch.stack((scales.t(), shifts.t()), dim=-1).bfloat16().contiguous()
         return CpuWeight(weight, packed=packed, packed_scales=packed_scales)
     return CpuWeight(weight)
 

@@ -26,8 +26,9 @@ from kernels.linear.quantization import (
     NESTED_BLOCK,
     NF4_BLOCK,
     Fp8Weight,
-    Int4Weight,
     Int8Weight,
+    IntegerWeight,
+    NF4Weight,
     QuantizedWeight,
     dynamic_table,
     nf4_table,
@@ -46,13 +47,15 @@ class TiledWeight:
     words: Tensor
     """int32 [tiles, ROWS, N]."""
     scales: Tensor
-    """fp32 [G, N], [tiles·TILE, N] where fine, [1, N] for a scale a row; u8 [G, N] if doubly quantized."""
+    """fp32 or fp16 [G, N], [tiles·TILE, N] where fine, [1, N] for a scale a row; u8 [G, N] if doubly quantized."""
     shape: tuple[int, int]
     tile: int
     group: int
     """Neighbours in a row that share a scale; 1 where fine, 0 for the whole row."""
     zeros: Tensor | None = None
-    """u8, of the shape of the scales: INT4 only."""
+    """u8, of the shape of the scales: INT4 without minima only."""
+    minima: Tensor | None = None
+    """As the scales: what code 0 stands for, of integers in groups."""
     nested_absmax: Tensor | None = None
     offset: Tensor | None = None
     """fp32, both [⌈B/256⌉], if doubly quantized."""
@@ -64,29 +67,59 @@ class TiledWeight:
 
 def tile_weight(weight: QuantizedWeight) -> TiledWeight:
     """Repack a weight on its own device."""
-    if isinstance(weight, Int8Weight | Fp8Weight):
-        name = "int8" if isinstance(weight, Int8Weight) else "fp8"
-        words = _words(weight.codes.view(torch.uint8), 8, _USUAL_TILE)
-        return TiledWeight(name, words, weight.scales[None].contiguous(), weight.shape, _USUAL_TILE, 0)
-    n, k = weight.shape
-    group = weight.group if isinstance(weight, Int4Weight) else gcd(k, NF4_BLOCK)
-    tile = gcd(group, _LONGEST_TILE)
-    fine = tile < _SHORTEST_TILE
-    tile = _USUAL_TILE if fine else tile
-    words = _words(weight.elements(), 4, tile)
-    padded = len(words) * tile
-    if isinstance(weight, Int4Weight):
+    if isinstance(weight, Fp8Weight):
+        return _tiled_rows("fp8", weight.codes, weight.scales[None].contiguous())
+    if isinstance(weight, Int8Weight) and weight.has_only_row_scales:
+        return _tiled_rows("int8", weight.codes, weight.scales.t().contiguous())
+    return _tiled_nf4(weight) if isinstance(weight, NF4Weight) else _tiled_integers(weight)
+
+
+def _tiled_rows(format: str, codes: Tensor, scales: Tensor) -> TiledWeight:
+    words = _words(codes.view(torch.uint8), 8, _USUAL_TILE)
+    return TiledWeight(format, words, scales, (codes.shape[0], codes.shape[1]), _USUAL_TILE, 0)
+
+
+def _tiled_integers(weight: IntegerWeight) -> TiledWeight:
+    tile, fine = _tile_of(weight.group)
+    zeros = None
+    if isinstance(weight, Int8Weight):
+        name, words = "int8", _words(weight.codes.view(torch.uint8), 8, tile)
+    else:
+        name, words = "int4", _words(weight.elements(), 4, tile)
         zeros = torch.full_like(weight.scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
-        scales, zeros = (_by_group(x, group, padded) if fine else x.t().contiguous() for x in (weight.scales, zeros))
-        return TiledWeight("int4", words, scales, weight.shape, tile, 1 if fine else group, zeros)
+    length = len(words) * tile
+
+    def of_outputs(values: Tensor) -> Tensor:
+        return _by_group(values, weight.group, length) if fine else values.t().contiguous()
+
+    minima = None if weight.minima is None else of_outputs(weight.minima)
+    zeros = None if zeros is None or minima is not None else of_outputs(zeros)
+    group = 1 if fine else weight.group
+    return TiledWeight(name, words, of_outputs(weight.scales), weight.shape, tile, group, zeros, minima)
+
+
+def _tiled_nf4(weight: NF4Weight) -> TiledWeight:
+    n, k = weight.shape
+    group = gcd(k, NF4_BLOCK)
+    tile, fine = _tile_of(group)
+    words = _words(weight.elements(), 4, tile)
     if group == NF4_BLOCK and weight.nested_absmax is not None and weight.offset is not None:
         codes = weight.absmax.view(n, -1).t().contiguous()
-        nested_absmax, offset = weight.nested_absmax, weight.offset.expand(len(weight.nested_absmax)).contiguous()
-        return TiledWeight("nf4", words, codes, weight.shape, tile, group, None, nested_absmax, offset)
+        nested = {
+            "nested_absmax": weight.nested_absmax,
+            "offset": weight.offset.expand(len(weight.nested_absmax)).contiguous(),
+        }
+        return TiledWeight("nf4", words, codes, weight.shape, tile, group, **nested)
     starts = torch.arange(0, n * k, group, device=words.device)
     scales = weight.block_scales()[starts // NF4_BLOCK].view(n, -1)
-    scales = _by_group(scales, group, padded) if fine else scales.t().contiguous()
+    scales = _by_group(scales, group, len(words) * tile) if fine else scales.t().contiguous()
     return TiledWeight("nf4", words, scales, weight.shape, tile, 1 if fine else group)
+
+
+def _tile_of(group: int) -> tuple[int, bool]:
+    """The tile for groups of this size, and whether each element of it has its own scale."""
+    tile = gcd(group, _LONGEST_TILE)
+    return (_USUAL_TILE, True) if tile < _SHORTEST_TILE else (tile, False)
 
 
 def _words(codes: Tensor, bits: int, tile: int) -> Tensor:
@@ -135,7 +168,9 @@ def tile_values(
         b_table = tl.load(p_table + tl.arange(0, 16))
         b_values = tl.reshape(tl.gather(b_table, tl.ravel(b_codes), 0), b_codes.shape)
     elif FORMAT == "int4":
-        if GROUP == 1:
+        if p_zeros is None:
+            b_zeros = tl.zeros([1, 1, 1], dtype=tl.int32)
+        elif GROUP == 1:
             o_zeros = element_offsets(tile, o_n, num_outputs, PER, ROWS)
             b_zeros = tl.load(p_zeros + o_zeros, mask=m_n[None, None, :], other=0)
         else:
@@ -169,22 +204,41 @@ def group_scales(
         b_nested = tl.load(p_nested + block // _NESTED_BLOCK, mask=m_n, other=0.0)
         b_offset = tl.load(p_offset + block // _NESTED_BLOCK, mask=m_n, other=0.0)
         b_scales = tl.load(p_dynamic + b_scales.to(tl.int32)) * b_nested + b_offset
-    return b_scales
+    return b_scales.to(tl.float32)
+
+
+@triton.jit
+def group_minima(p_minima, group, o_n, m_n, num_outputs):
+    """The minima of one group of each output, fp32 [N]."""
+    return tl.load(p_minima + tl.cast(group, tl.int64) * num_outputs + o_n, mask=m_n, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scaled_elements(
+    b_values, p_scales, p_minima, tile, o_n, m_n, num_outputs, PER: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Values [PER, ROWS, N] of a tile where every element has its own scale, scaled, fp32."""
+    o_scales = element_offsets(tile, o_n, num_outputs, PER, ROWS)
+    b_values *= tl.load(p_scales + o_scales, mask=m_n[None, None, :], other=0.0).to(tl.float32)
+    if p_minima is not None:
+        b_values += tl.load(p_minima + o_scales, mask=m_n[None, None, :], other=0.0).to(tl.float32)
+    return b_values
 
 
 @triton.jit
 def scaled_tile(
-    p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups, num_outputs,
-    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
+    num_outputs, FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The weights of a tile [TILE, N], scaled, fp32."""
     b_values = tile_values(p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, PER, ROWS, GROUP, tl.float32)
     if GROUP == 1:
-        o_scales = element_offsets(tile, o_n, num_outputs, PER, ROWS)
-        b_values *= tl.load(p_scales + o_scales, mask=m_n[None, None, :], other=0.0)
+        b_values = scaled_elements(b_values, p_scales, p_minima, tile, o_n, m_n, num_outputs, PER, ROWS)
     else:
         group = tile * (PER * ROWS) // GROUP if GROUP > 1 else 0
         b_values *= group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)[
             None, None, :
         ]
+        if p_minima is not None:
+            b_values += group_minima(p_minima, group, o_n, m_n, num_outputs)[None, None, :]
     return tl.reshape(b_values, [PER * ROWS, o_n.shape[0]])

@@ -19,10 +19,12 @@ static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
 
 /* What the codes of a group stand for, fp32: in four bits 16 values, in eight the scale in every lane. */
 INLINE __m512 group_values(int format, const Weight *w, int64_t index) {
-    __m512 scale = _mm512_set1_ps(w->scales[index]);
+    __m512 scale = _mm512_set1_ps(number_of(w, w->scales, index));
     if (format == INT8) return scale;
     if (format == FP8) return _mm512_mul_ps(scale, _mm512_set1_ps(256)); /* it is read as fp16 of 1/256 of its value */
     __m512 values = _mm512_loadu_ps(format == NF4 ? NF4_VALUES : INTEGERS);
+    if (format == INT4_FROM_MINIMA)
+        return _mm512_fmadd_ps(values, scale, _mm512_set1_ps(number_of(w, w->minima, index)));
     if (format == INT4) values = _mm512_sub_ps(values, _mm512_set1_ps(w->zeros ? w->zeros[index] : 8));
     return _mm512_mul_ps(values, scale);
 }
@@ -84,7 +86,7 @@ INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint
         __m512i key[4];
         UNROLLED(int i = 0; i < OUTPUTS; i++) {
             int64_t index = output[i] * groups + group;
-            _mm_prefetch((const char *)(w->scales + index + OUTPUTS * groups), _MM_HINT_T0);
+            _mm_prefetch(place_of(w, w->scales, index + OUTPUTS * groups), _MM_HINT_T0);
             key[i] = group_key(format, group_values(format, w, index));
         }
         for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP) {
@@ -135,6 +137,7 @@ void skinny_product(const Weight *w, const uint16_t *x, uint16_t *y, int64_t row
             case INT4: tile_of(INT4, w, n, from, to, rows - t, tokens); break;
             case INT8: tile_of(INT8, w, n, from, to, rows - t, tokens); break;
             case FP8: tile_of(FP8, w, n, from, to, rows - t, tokens); break;
+            case INT4_FROM_MINIMA: tile_of(INT4_FROM_MINIMA, w, n, from, to, rows - t, tokens); break;
             }
         }
 }
@@ -159,6 +162,7 @@ void expand_rows(const Weight *w, int64_t start, int64_t stop, uint16_t *out, in
         case INT4: expand_row(INT4, w, n, row); break;
         case INT8: expand_row(INT8, w, n, row); break;
         case FP8: expand_row(FP8, w, n, row); break;
+        case INT4_FROM_MINIMA: expand_row(INT4_FROM_MINIMA, w, n, row); break;
         }
     }
 }

@@ -19,17 +19,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.common.compiled import compiled
-from kernels.linear.quantization import NF4_BLOCK, Fp8Weight, Int4Weight, Int8Weight, NF4Weight, QuantizedWeight
+from kernels.linear.quantization import (
+    NF4_BLOCK,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    IntegerWeight,
+    NF4Weight,
+    QuantizedWeight,
+)
 
 _FORMATS = (NF4Weight, Int4Weight, Int8Weight, Fp8Weight)
+_INT4_FROM_MINIMA = len(_FORMATS)
 _STEP = 32
 """So many weights are decoded at once."""
 
 
 class _Weight(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("format", "n", "k", "group")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
+        *((name, ctypes.c_int64) for name in ("format", "n", "k", "group", "is_half")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "minima")),
     )
 
 
@@ -60,9 +69,9 @@ def prepare_skinny(weight: QuantizedWeight) -> QuantizedWeight | None:
     """
     k = weight.shape[1]
     step = NF4_BLOCK if isinstance(weight, NF4Weight) else _STEP
-    if k % step or (isinstance(weight, Int4Weight) and weight.group % _STEP) or not any(map(multiplies, _SOURCES)):
+    if k % step or (isinstance(weight, IntegerWeight) and not _fits(weight)) or not any(map(multiplies, _SOURCES)):
         return None
-    if _scales(weight).dtype != torch.float32:
+    if _scales(weight).dtype != torch.float32 and not isinstance(weight, IntegerWeight):
         return None
     fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
     whole: dict[str, Any] = {name: field.contiguous() for name, field in fields.items() if isinstance(field, Tensor)}
@@ -104,14 +113,22 @@ def _library(dtype: torch.dtype) -> Any:
     return library
 
 
+def _fits(weight: IntegerWeight) -> bool:
+    if weight.scales.dtype not in (torch.float32, torch.float16):
+        return False
+    if weight.minima is not None and (isinstance(weight, Int8Weight) or weight.minima.dtype != weight.scales.dtype):
+        return False
+    return not weight.group % _STEP
+
+
 def _scales(weight: QuantizedWeight) -> Tensor:
     return weight.absmax if isinstance(weight, NF4Weight) else weight.scales
 
 
 def _pointers(weight: QuantizedWeight) -> _Weight:
     n, k = weight.shape
-    group, zeros = NF4_BLOCK if isinstance(weight, NF4Weight) else k, None
-    if isinstance(weight, Int4Weight):
-        group, zeros = weight.group, weight.zeros
-    at = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, _scales(weight), zeros))
-    return _Weight(_FORMATS.index(type(weight)), n, k, group, *at)
+    group = NF4_BLOCK if isinstance(weight, NF4Weight) else getattr(weight, "group", k)
+    scales, zeros, minima = _scales(weight), getattr(weight, "zeros", None), getattr(weight, "minima", None)
+    format = _FORMATS.index(type(weight)) if minima is None else _INT4_FROM_MINIMA
+    at = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, scales, zeros, minima))
+    return _Weight(format, n, k, group, scales.dtype == torch.float16, *at)

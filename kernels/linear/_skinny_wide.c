@@ -16,17 +16,18 @@
 #define STEP 32 /* weights decoded between two looks at the clock of groups */
 #define LANES 8
 
-/* What the codes of a group stand for: (code - zero) * scale, or a value of the table times the scale. */
+/* What the codes of a group stand for: (code - zero) * scale, or a value of the table times the scale, plus minimum. */
 typedef struct {
-    __m256 scale;
+    __m256 scale, minimum;
     __m256i zero;
 } Group;
 
 INLINE Group group_of(int format, const Weight *w, int64_t index) {
-    float scale = w->scales[index];
+    float scale = number_of(w, w->scales, index);
     if (format == FP8) scale *= 256; /* it is read as fp16 of 1/256 of its value */
+    float minimum = format == INT4_FROM_MINIMA ? number_of(w, w->minima, index) : 0;
     int zero = format != INT4 ? 0 : w->zeros ? w->zeros[index] : 8;
-    return (Group){_mm256_set1_ps(scale), _mm256_set1_epi32(zero)};
+    return (Group){_mm256_set1_ps(scale), _mm256_set1_ps(minimum), _mm256_set1_epi32(zero)};
 }
 
 /* The values of NF4 at 8 codes. */
@@ -45,6 +46,8 @@ INLINE __m256 values_of(int format, __m128i bytes, Group group) {
         /* Sign, exponent and mantissa at their places in fp16, subnormal numbers too. */
         __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
         numbers = _mm256_cvtph_ps(_mm_and_si128(shifted, _mm_set1_epi16((short)0xbf80)));
+    } else if (format == INT4_FROM_MINIMA) {
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), group.scale, group.minimum);
     } else {
         __m256i codes = format == INT8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
         numbers = _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, group.zero));
@@ -123,6 +126,7 @@ void skinny_product(const Weight *w, const float *x, float *y, int64_t rows, int
             case INT4: tile_of(INT4, w, n, from, to, rows - t, tokens); break;
             case INT8: tile_of(INT8, w, n, from, to, rows - t, tokens); break;
             case FP8: tile_of(FP8, w, n, from, to, rows - t, tokens); break;
+            case INT4_FROM_MINIMA: tile_of(INT4_FROM_MINIMA, w, n, from, to, rows - t, tokens); break;
             }
         }
 }
@@ -152,6 +156,7 @@ void expand_rows(const Weight *w, int64_t start, int64_t stop, float *out, int t
         case INT4: expand_row(INT4, w, n, row); break;
         case INT8: expand_row(INT8, w, n, row); break;
         case FP8: expand_row(FP8, w, n, row); break;
+        case INT4_FROM_MINIMA: expand_row(INT4_FROM_MINIMA, w, n, row); break;
         }
     }
 }

@@ -2,11 +2,12 @@
 
     NF4    w = table[code] · absmax of its 64-block          blocks run through the flattened matrix, across its rows
     INT4   w = (code − zero) · scale of its row and group    zero = 8 everywhere if symmetric
-    INT8   w = code · scale of its row
+    INT8   w = code · scale of its row and group
     FP8    w = code · scale of its row                       e4m3fn: largest 448, no infinity
 
 Every product is formed in fp32 and rounded once to the dtype asked for. NF4's absmax may itself be quantized ("double
-quantization"): absmax = dynamic[code] · nested absmax of its 256-block + offset.
+quantization"): absmax = dynamic[code] · nested absmax of its 256-block + offset. Groups of integers may have minima
+instead of zeros, as in GGUF files: w = code · scale + minimum; scales are short there, and code · scale exact in fp32.
 
 Sources: NF4 https://arxiv.org/abs/2305.14314, its bytes as in bitsandbytes; the dynamic codebook
 https://arxiv.org/abs/1511.04561; INT4 and INT8 ranges as in compressed-tensors: scale = 2·absmax / (2^bits − 1).
@@ -109,11 +110,13 @@ class Int4Weight:
     codes: Tensor
     """u8 [N, ⌈K/2⌉]: two elements a byte, the even one in the low nibble; 0..15."""
     scales: Tensor
-    """fp32 [N, G]."""
+    """fp32 or fp16 [N, G]."""
     shape: tuple[int, int]
     group: int
     zeros: Tensor | None = None
     """u8 [N, G] if asymmetric: the code that means 0. Else it is 8."""
+    minima: Tensor | None = None
+    """As the scales: what code 0 stands for; then there are no zeros."""
 
     def elements(self) -> Tensor:
         """Codes 0..15, u8 [N, K]."""
@@ -121,14 +124,42 @@ class Int4Weight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | Tensor = slice(None)) -> Tensor:
         """The matrix, or `rows` of it: a slice, or their numbers."""
-        columns = self.shape[1]
-        codes = _low_nibble_first(self.codes[rows], columns).float()
-        zeros = _SYMMETRIC_ZERO if self.zeros is None else _repeated(self.zeros[rows].float(), self.group, columns)
-        return ((codes - zeros) * _repeated(self.scales[rows], self.group, columns)).to(dtype)
+        codes = _low_nibble_first(self.codes[rows], self.shape[1]).float()
+        if self.minima is None:
+            codes -= _SYMMETRIC_ZERO if self.zeros is None else _of_columns(self, self.zeros[rows])
+        return _on_grid(self, codes, rows).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _RowScaledWeight:
+class Int8Weight:
+    """A matrix [N, K] in 8-bit integers with a scale for each group of neighbours in a row; the last may be shorter."""
+
+    codes: Tensor
+    """i8 [N, K]."""
+    scales: Tensor
+    """fp32 or fp16 [N, G]."""
+    group: int
+    """K for a scale of each row."""
+    minima: Tensor | None = None
+    """As the scales: what code 0 stands for, if not 0."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def has_only_row_scales(self) -> bool:
+        return self.scales.shape[1] == 1 and self.minima is None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | Tensor = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it: a slice, or their numbers."""
+        return _on_grid(self, self.codes[rows].float(), rows).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A matrix [N, K] in float8_e4m3fn with a scale for each row."""
+
     codes: Tensor
     """[N, K]."""
     scales: Tensor
@@ -141,14 +172,6 @@ class _RowScaledWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | Tensor = slice(None)) -> Tensor:
         """The matrix, or `rows` of it: a slice, or their numbers."""
         return (self.codes[rows].float() * self.scales[rows, None]).to(dtype)
-
-
-class Int8Weight(_RowScaledWeight):
-    """A matrix [N, K] in int8 with a scale for each row."""
-
-
-class Fp8Weight(_RowScaledWeight):
-    """A matrix [N, K] in float8_e4m3fn with a scale for each row."""
 
 
 IntegerWeight = Int4Weight | Int8Weight
@@ -220,12 +243,18 @@ def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -
     return Int4Weight(pack_int4(codes.view(n, -1)[:, :k].to(torch.uint8)), scales, (n, k), group, zeros)
 
 
-def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Quantize a matrix [N, K] of floats row by row. Scales are numbers of its dtype, in which files keep them."""
+def quantize_int8(weight: Tensor, *, group: int | None = None) -> Int8Weight:
+    """Quantize a matrix [N, K] of floats in groups of `group` neighbours of a row; None: in whole rows.
+
+    Scales are numbers of its dtype, in which files keep them.
+    """
     _check_matrix(weight)
-    wide = weight.float()
+    n, k = weight.shape
+    group = k if group is None else group
+    wide = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     scales = _stored_scales(wide.abs().amax(-1) / 127.5, weight.dtype)
-    return Int8Weight((wide / scales[:, None]).round().clamp(-128, 127).to(torch.int8), scales)
+    codes = (wide / scales[..., None]).round().clamp(-128, 127).to(torch.int8)
+    return Int8Weight(codes.view(n, -1)[:, :k].contiguous(), scales, group)
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
@@ -241,7 +270,7 @@ def quantize_integers(weight: Tensor, *, bits: int, group: int | None, symmetric
     """`quantize_int8` or `quantize_int4`, by the number of bits; a group of None is the whole row."""
     if bits == 4:
         return quantize_int4(weight, group=group or weight.shape[1], symmetric=symmetric)
-    return quantize_int8(weight)
+    return quantize_int8(weight, group=group)
 
 
 def integer_weight(
@@ -249,35 +278,50 @@ def integer_weight(
 ) -> IntegerWeight:
     """The weight (level − zero) · scale of levels u8 [N, K] below 2^bits, scales fp32 [N, G], zeros u8 [N, G].
 
-    Without zeros the zero is 2^(bits − 1). ValueError for 8 bits with zeros, or with several groups in a row.
+    Without zeros the zero is 2^(bits − 1). ValueError for 8 bits with zeros.
     """
     n, k = levels.shape
     if bits == 4:
         return Int4Weight(pack_int4(levels), scales.float(), (n, k), group, zeros)
-    if bits != 8 or zeros is not None or scales.shape[1] != 1:
-        raise ValueError(f"{bits} bits are multiplied symmetric and with one scale a row alone")
-    return Int8Weight((levels ^ 128).view(torch.int8), scales[:, 0].float())
+    if bits != 8 or zeros is not None:
+        raise ValueError(f"{bits} bits are multiplied symmetric alone")
+    return Int8Weight((levels ^ 128).view(torch.int8), scales.float(), group)
 
 
 def integer_levels(weight: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Levels, scales and zeros of which `integer_weight` makes the weight."""
     if isinstance(weight, Int4Weight):
         return weight.elements(), weight.scales, weight.zeros
-    return weight.codes.view(torch.uint8) ^ 128, weight.scales[:, None], None
+    return weight.codes.view(torch.uint8) ^ 128, weight.scales, None
 
 
 def stack_integers(weights: Sequence[IntegerWeight]) -> IntegerWeight | None:
-    """Matrices of the same K below one another as one; None where one has zeros or another group."""
-    first, kinds = weights[0], {(type(w), getattr(w, "group", 0), getattr(w, "zeros", None) is None) for w in weights}
+    """Matrices of the same K below one another as one; None where they differ in more than numbers."""
+    first, kinds = weights[0], {(type(weight), weight.group, *_dtypes_of_parts(weight)) for weight in weights}
     if len(kinds) > 1:
         return None
-    shape = sum(weight.shape[0] for weight in weights), first.shape[1]
     parts: dict[str, Any] = {
-        name: torch.cat([getattr(weight, name) for weight in weights])
-        for name in ("codes", "scales", "zeros")
-        if getattr(first, name, None) is not None
+        name: torch.cat([getattr(weight, name) for weight in weights]) for name, _ in _dtypes_of_parts(first)
     }
-    return replace(first, **parts, shape=shape) if isinstance(first, Int4Weight) else Int8Weight(**parts)
+    if isinstance(first, Int4Weight):
+        parts["shape"] = sum(weight.shape[0] for weight in weights), first.shape[1]
+    return replace(first, **parts)
+
+
+def _dtypes_of_parts(weight: IntegerWeight) -> list[tuple[str, torch.dtype]]:
+    parts = ((name, getattr(weight, name, None)) for name in ("codes", "scales", "zeros", "minima"))
+    return [(name, part.dtype) for name, part in parts if part is not None]
+
+
+def _on_grid(weight: IntegerWeight, codes: Tensor, rows: slice | Tensor) -> Tensor:
+    """Codes, fp32, times the scales of their groups; plus the minima."""
+    values = codes * _of_columns(weight, weight.scales[rows])
+    return values if weight.minima is None else values + _of_columns(weight, weight.minima[rows])
+
+
+def _of_columns(weight: IntegerWeight, values: Tensor) -> Tensor:
+    """Values of groups [N, G], fp32 of each column [N, K]."""
+    return values.float().repeat_interleave(weight.group, -1)[..., : weight.shape[1]]
 
 
 def _check_matrix(weight: Tensor) -> None:
@@ -306,11 +350,6 @@ def _stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales rounded to `dtype`, fp32. A group of zeros gets the scale 1."""
     rounded = scales.to(dtype).float()
     return torch.where(rounded == 0, 1.0, rounded)
-
-
-def _repeated(values: Tensor, times: int, length: int) -> Tensor:
-    """Each of the last dimension's values `times` times, `length` in all."""
-    return values.repeat_interleave(times, -1)[..., :length]
 
 
 def _low_nibble_first(codes: Tensor, columns: int) -> Tensor:

@@ -29,8 +29,9 @@ from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_o
 from kernels.linear._quantized_epilogue import NO_EPILOGUE, Epilogue, finish, output_columns
 from kernels.linear._quantized_tiles import (
     TiledWeight,
-    element_offsets,
+    group_minima,
     group_scales,
+    scaled_elements,
     scaled_tile,
     tables,
     tile_codes,
@@ -86,7 +87,7 @@ def quantized_linear_reference(
 
 @triton.jit
 def _row_kernel(
-    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset,
+    p_x, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
     p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
     num_inputs, num_outputs, num_columns, num_tiles, num_groups, tiles_each, num_adapters, rank,
     FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -105,14 +106,15 @@ def _row_kernel(
             p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, PER, ROWS, GROUP, tl.float32
         )
         if GROUP == 1:
-            o_scales = element_offsets(tile, o_n, num_outputs, PER, ROWS)
-            b_values *= tl.load(p_scales + o_scales, mask=m_n[None, None, :], other=0.0)
+            b_values = scaled_elements(b_values, p_scales, p_minima, tile, o_n, m_n, num_outputs, PER, ROWS)
         b_part = tl.sum(b_values * b_x[:, :, None], axis=0)
         if GROUP > 1:
             group = tile * (PER * ROWS) // GROUP
             b_part *= group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)[
                 None, :
             ]
+            if p_minima is not None:
+                b_part += tl.sum(b_x, axis=0)[:, None] * group_minima(p_minima, group, o_n, m_n, num_outputs)[None, :]
         b_sum += b_part
     b_y = tl.sum(b_sum, axis=0)
     if GROUP == 0:
@@ -126,7 +128,7 @@ def _row_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
-    p_x, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset,
+    p_x, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
     p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
     num_rows, num_inputs, num_outputs, num_columns, num_tiles, num_groups, tiles_each, num_adapters, rank, stride_x,
     FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -148,8 +150,8 @@ def _rows_kernel(
         b_x = tl.load(p_rows + o_k, mask=mask, other=0.0, eviction_policy="evict_last")
         if GROUP == 1:
             b_w = scaled_tile(
-                p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
-                num_outputs, FORMAT, PER, ROWS, GROUP,
+                p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n,
+                num_groups, num_outputs, FORMAT, PER, ROWS, GROUP,
             )  # fmt: skip
             b_w = as_operand(b_w, DTYPE, INTERPRETED)
         else:
@@ -162,6 +164,9 @@ def _rows_kernel(
             group = tile * TILE // GROUP
             b_scales = group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)
             b_sum += b_part * b_scales[None, :]
+            if p_minima is not None:
+                b_minima = group_minima(p_minima, group, o_n, m_n, num_outputs)
+                b_sum += tl.sum(b_x.to(tl.float32), axis=1)[:, None] * b_minima[None, :]
         else:
             b_sum = dot(b_x, b_w, b_sum, INTERPRETED)
     if GROUP == 0:
@@ -198,7 +203,7 @@ def _add_splits_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _grad_input_kernel(
-    p_grad, p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_out,
+    p_grad, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, p_out,
     num_rows, num_inputs, num_outputs, num_groups, stride_grad,
     FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -215,7 +220,7 @@ def _grad_input_kernel(
         m_n = o_n < num_outputs
         b_grad = tl.load(p_rows + o_n[None, :], mask=m_t[:, None] & m_n[None, :], other=0.0)
         b_w = scaled_tile(
-            p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
+            p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
             num_outputs, FORMAT, PER, ROWS, GROUP,
         )  # fmt: skip
         b_w = as_operand(b_w, p_grad.dtype.element_ty, INTERPRETED)
@@ -228,7 +233,7 @@ def _grad_input_kernel(
 
 @triton.jit
 def _expand_kernel(
-    p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, p_out,
+    p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, p_out,
     num_inputs, num_outputs, num_groups,
     FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -237,8 +242,8 @@ def _expand_kernel(
     o_n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     m_n = o_n < num_outputs
     b_w = scaled_tile(
-        p_words, p_table, p_zeros, p_scales, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups, num_outputs,
-        FORMAT, PER, ROWS, GROUP,
+        p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
+        num_outputs, FORMAT, PER, ROWS, GROUP,
     )  # fmt: skip
     o_k = tile * (PER * ROWS) + tl.arange(0, PER * ROWS)
     mask = m_n[:, None] & (o_k < num_inputs)[None, :]
@@ -415,7 +420,8 @@ def expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
 
 def _tensors(weight: TiledWeight, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     table, dynamic = tables(weight, dtype)
-    return weight.words, table, weight.zeros, weight.scales, dynamic, weight.nested_absmax, weight.offset
+    nested = dynamic, weight.nested_absmax, weight.offset
+    return weight.words, table, weight.zeros, weight.scales, weight.minima, *nested
 
 
 def _constants(weight: TiledWeight, tiles: Tiles) -> dict[str, Any]:

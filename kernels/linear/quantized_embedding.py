@@ -29,6 +29,7 @@ def quantized_embedding(tokens: Tensor, weight: PreparedQuantizedWeight, dtype: 
         return weight.held.dequantize(dtype, tokens)
     if weight.format == "nf4":
         raise ValueError("blocks of NF4 run across rows: it holds no embeddings")
-    zeros = None if weight.zeros is None else weight.zeros.index_select(1, tokens)
-    words, scales = weight.words.index_select(2, tokens), weight.scales.index_select(1, tokens)
-    return expand(replace(weight, words=words, scales=scales, zeros=zeros, shape=(len(tokens), weight.shape[1])), dtype)
+    groups = {name: getattr(weight, name) for name in ("scales", "zeros", "minima")}
+    groups = {name: part.index_select(1, tokens) for name, part in groups.items() if part is not None}
+    words = weight.words.index_select(2, tokens)
+    return expand(replace(weight, words=words, shape=(len(tokens), weight.shape[1]), **groups), dtype)

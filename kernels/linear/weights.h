@@ -3,19 +3,22 @@
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
+#include <immintrin.h>
 #include <stdint.h>
 
 #include "../common/inline.h"
 
-/* In the order of FORMATS in kernels/linear/_skinny_cpu.py. */
-enum { NF4, INT4, INT8, FP8 };
+/* In the order of FORMATS in kernels/linear/_skinny_cpu.py, then INT4 with minima. */
+enum { NF4, INT4, INT8, FP8, INT4_FROM_MINIMA };
 
 typedef struct {
     int64_t format, n, k;
-    int64_t group;        /* codes that share a scale: 64 in NF4, K in INT8 and FP8 */
+    int64_t group;        /* codes that share a scale: 64 in NF4, K in FP8 */
+    int64_t is_half;      /* whether scales and minima are fp16, else fp32 */
     const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits */
-    const float *scales;  /* [N, G] */
+    const void *scales;   /* [N, G] */
     const uint8_t *zeros; /* [N, G] of asymmetric INT4, else null */
+    const void *minima;   /* [N, G] of INT4_FROM_MINIMA, else null */
 } Weight;
 
 static const float NF4_VALUES[16] = {
@@ -25,7 +28,17 @@ static const float NF4_VALUES[16] = {
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 };
 
-INLINE int has_four_bits(int format) { return format == NF4 || format == INT4; }
+INLINE int has_four_bits(int format) { return format == NF4 || format == INT4 || format == INT4_FROM_MINIMA; }
+
+/* Where a scale or minimum of the weight lies, and its value. */
+INLINE const char *place_of(const Weight *w, const void *numbers, int64_t index) {
+    return (const char *)numbers + index * (w->is_half ? 2 : 4);
+}
+
+INLINE float number_of(const Weight *w, const void *numbers, int64_t index) {
+    const char *place = place_of(w, numbers, index);
+    return w->is_half ? _cvtsh_ss(*(const uint16_t *)place) : *(const float *)place;
+}
 
 INLINE int64_t bytes_of(int format, int64_t codes) { return has_four_bits(format) ? codes / 2 : codes; }
 

@@ -240,8 +240,8 @@ class IntegerFormat(KernelFormat[IntegerWeight]):
         """Of a level: 4 or 8."""
 
     def __post_init__(self) -> None:
-        if self.bits == 8 and (self.group is not None or not self.symmetric):
-            raise ValueError(f"{self.title} is symmetric and has one scale a row: it takes neither groups nor zeros.")
+        if self.bits == 8 and not self.symmetric:
+            raise ValueError(f"{self.title} is symmetric: it takes no zeros.")
         if self.group is not None and self.group < 1:
             raise ValueError(f"{self.title} cannot have groups of {self.group}; none are the whole row.")
 

@@ -212,13 +212,18 @@ class Int4(_Integers):
 
 @dataclass(frozen=True)
 class Int8(_Integers):
-    """8 bits a weight, symmetric, and a scale for each row."""
+    """8 bits a weight, symmetric, and a scale for each group or row."""
 
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
 
     activations: bool = False
     """Round activations to 8 bits, too: W8A8."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activations and self.group is not None:
+            raise ValueError(f"{self.title} with rounded activations has one scale a row: no groups.")
 
     @property
     def rounds_to(self) -> torch.dtype | None:
@@ -230,7 +235,8 @@ class Int8(_Integers):
 
     @classmethod
     def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
-        return cls(activations=rounds)
+        size = weights.get("group_size") if weights.get("strategy") == "group" else None
+        return cls(size, activations=rounds)
 
     def stored_names(self, name: str) -> list[str]:
         return [name, name + _SCALE] if self.activations else super().stored_names(name)
@@ -240,13 +246,13 @@ class Int8(_Integers):
             return super().to_files(name, weight, dtype)
         return {
             name: weight.codes.cpu().contiguous(),
-            name + _SCALE: stored_scales(weight.scales.cpu()[:, None], dtype),
+            name + _SCALE: stored_scales(weight.scales.cpu(), dtype),
         }
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> IntegerWeight:
         if not self.activations:
             return super().from_files(name, shape, read)
-        return Int8Weight(*_codes_and_scales(name, shape, read, torch.int8))
+        return Int8Weight(*_codes_and_scales(name, shape, read, torch.int8), shape[1])
 
 
 @dataclass(frozen=True)
@@ -294,7 +300,8 @@ class Fp8(_CompressedTensors[Fp8Weight]):
         }
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> Fp8Weight:
-        return Fp8Weight(*_codes_and_scales(name, shape, read, torch.float8_e4m3fn))
+        codes, scales = _codes_and_scales(name, shape, read, torch.float8_e4m3fn)
+        return Fp8Weight(codes, scales[:, 0])
 
 
 def _format_of(group: dict[str, Any], layout: str | None) -> "_CompressedTensors[Any] | None":
@@ -329,11 +336,6 @@ def _targeted(name: str, formats: Mapping[str, WeightFormat[Any]]) -> WeightForm
     return formats.get("Embedding" if name == _EMBEDDING else "Linear")
 
 
-def _unpacked_files(name: str, weight: IntegerWeight | Fp8Weight, dtype: torch.dtype) -> dict[str, Tensor]:
-    scales = stored_scales(weight.scales.cpu()[:, None], dtype)
-    return {name: weight.codes.cpu().contiguous(), name + _SCALE: scales}
-
-
 def _codes_and_scales(
     name: str, shape: torch.Size, read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -341,4 +343,4 @@ def _codes_and_scales(
     check_stored(name, codes, dtype, list(shape))
     scales = scales.expand(shape[0], 1) if scales.numel() == 1 else scales
     check_scales(name + _SCALE, scales, [shape[0], 1])
-    return codes, scales[:, 0].float().contiguous()
+    return codes, scales.float().contiguous()

@@ -32,7 +32,7 @@ _STEP = 8
 
 @dataclass(frozen=True)
 class Gptq(IntegerFormat):
-    """4 bits in groups or rows, symmetric or not, or 8 bits symmetric in rows."""
+    """4 bits, symmetric or not, or 8 bits, symmetric; in groups or rows."""
 
     name: ClassVar[str] = "gptq"
     holds_embeddings: ClassVar[bool] = False

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.linear.quantization import (
     NF4_TABLE,
     Int4Weight,
+    Int8Weight,
     NF4Weight,
     QuantizedWeight,
     dynamic_table,
@@ -23,6 +24,7 @@ from kernels.linear.quantization import (
     stack_nf4,
 )
 from tests.compare import relative_rms
+from tests.kernels.integers import from_minima, in_halves
 
 CPU = torch.device("cpu")
 QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
@@ -30,7 +32,10 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "nf4 single": lambda w: quantize_nf4(w, double=False),
     "int4": lambda w: quantize_int4(w, group=32),
     "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
+    "int4 from minima": from_minima,
     "int8": quantize_int8,
+    "int8 in groups": lambda w: in_halves(quantize_int8(w, group=32)),
+    "int8 from minima": lambda w: from_minima(w, 16, bits=5),
     "fp8": quantize_fp8,
 }
 ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
@@ -172,6 +177,16 @@ def test_int4_by_hand() -> None:
     assert asymmetric.dequantize()[0].tolist() == pytest.approx([-3.0, 12.0, 0.0, 5.0, 2.0])
 
 
+def test_groups_from_minima_by_hand() -> None:
+    """w = code · scale + minimum: no zero beside it, codes of 8 bits signed."""
+    scales, minima = torch.tensor([[0.5, 2.0]]).half(), torch.tensor([[-1.0, 3.0]]).half()
+    four = Int4Weight(torch.tensor([[15 << 4, 8 | 1 << 4]], dtype=torch.uint8), scales, (1, 4), 2, minima=minima)
+    assert four.dequantize().tolist() == [[-1.0, 6.5, 19.0, 5.0]]
+    eight = Int8Weight(torch.tensor([[0, 31, -1, 127]], dtype=torch.int8), scales, 2, minima=minima)
+    assert eight.dequantize().tolist() == [[-1.0, 14.5, 1.0, 257.0]]
+    assert quantize_int8(torch.tensor([[127.5, -3.0, 255.0, 2.0]]), group=2).scales.tolist() == [[1.0, 2.0]]
+
+
 def test_int4_decodes_every_byte() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     values = Int4Weight(codes, torch.tensor([[0.5]]), (1, 512), 512).dequantize().view(256, 2)
@@ -182,7 +197,7 @@ def test_int8_and_fp8_by_hand() -> None:
     weight = torch.tensor([[127.5, -127.5, 0.5, 1.5, -3.4], [0.0] * 5])
     int8 = quantize_int8(weight)
     assert int8.codes.tolist() == [[127, -128, 0, 2, -3], [0] * 5]
-    assert int8.scales.tolist() == [1.0, 1.0]
+    assert int8.scales.tolist() == [[1.0], [1.0]]
     fp8 = quantize_fp8(torch.tensor([[-448.0, 440.0, 17.0, 2**-9, 2**-11]]))
     assert fp8.scales.tolist() == [1.0]
     assert fp8.dequantize().tolist() == [[-448.0, 448.0, 16.0, 2**-9, 0.0]]

@@ -19,13 +19,17 @@ from kernels.linear.quantization import (
 )
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, quantized_linear_reference
 from tests.compare import check_close
+from tests.kernels.integers import from_minima, in_halves
 
 QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "nf4": quantize_nf4,
     "nf4 single": lambda w: quantize_nf4(w, double=False),
     "int4": lambda w: quantize_int4(w, group=128),
     "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
+    "int4 from minima": from_minima,
     "int8": quantize_int8,
+    "int8 in groups": lambda w: in_halves(quantize_int8(w, group=32)),
+    "int8 from minima": lambda w: from_minima(w, 16, bits=5),
     "fp8": quantize_fp8,
 }
 ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
@@ -132,6 +136,9 @@ def test_kernel_with_groups_of_other_sizes(device: torch.device, group: int) -> 
         weight = to(quantize_int4(torch.randn(20, 200), group=group, symmetric=symmetric), device)
         check(rows(device, 3, 200), weight)
         check(rows(device, 1, 200), weight)
+    for weight in (from_minima(torch.randn(20, 200), group), quantize_int8(torch.randn(20, 200), group=group)):
+        check(rows(device, 3, 200), to(weight, device))
+        check(rows(device, 1, 200), to(weight, device))
 
 
 def test_kernel_reads_stacked_weights(device: torch.device) -> None:

@@ -93,7 +93,7 @@ def test_offsets_beyond_31_bits() -> None:
     """A head so large that its last outputs lie beyond 2³¹ elements."""
     n, k = 2**31 // 2048 + 200, 2048
     codes = torch.randint(0, 256, (n, k), dtype=torch.uint8, device="cuda").view(torch.int8)
-    weight = Int8Weight(codes, torch.rand(n, device="cuda"))
+    weight = Int8Weight(codes, torch.rand(n, 1, device="cuda"), codes.shape[1])
     prepared = prepare_quantized_weight(weight)
     for tokens in (1, 4):
         x = rows(tokens, k)

@@ -21,6 +21,7 @@ from kernels.linear.quantization import (
 )
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
+from tests.kernels.integers import from_minima, in_halves
 
 DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if multiplies(dtype)]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="no C compiler, or a processor without AVX2")
@@ -31,7 +32,9 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4": quantize_int4,
     "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
     "int4 in groups that do not divide a row": lambda w: quantize_int4(w, group=96, symmetric=False),
+    "int4 from minima": from_minima,
     "int8": quantize_int8,
+    "int8 in groups": lambda w: in_halves(quantize_int8(w, group=32)),
     "fp8": quantize_fp8,
 }
 ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
@@ -107,7 +110,7 @@ def test_zeros_outliers_and_what_is_not_finite_keep_to_their_row(quantize: Quant
 def test_the_largest_scales() -> None:
     codes = torch.tensor([[127, -128] * 32], dtype=torch.int8)
     for weight in (
-        Int8Weight(codes, torch.tensor([1e36])),
+        Int8Weight(codes, torch.tensor([[1e36]]), 64),
         Fp8Weight(torch.full((1, 64), 448).to(torch.float8_e4m3fn), torch.tensor([7e35])),
     ):
         for dtype in (torch.bfloat16, torch.float32):
@@ -143,8 +146,9 @@ def test_shapes_that_do_not_fit_go_elsewhere(shape: tuple[int, int]) -> None:
         assert prepare_skinny(weight) is None
         y = quantized_linear(x, prepare_quantized_weight(weight))
         check_close(y, x.double() @ weight.dequantize(torch.float64).t())
-    assert prepare_skinny(quantize_int4(torch.randn(4, 128), group=16)) is None
-    assert prepare_skinny(dataclasses.replace(quantize_int8(torch.randn(4, 128)), scales=torch.ones(4).half())) is None
+    for quantize in (quantize_int4, quantize_int8):
+        assert prepare_skinny(quantize(torch.randn(4, 128), group=16)) is None
+    assert prepare_skinny(dataclasses.replace(quantize_fp8(torch.randn(4, 128)), scales=torch.ones(4).half())) is None
 
 
 def test_shares_torchs_threads() -> None:

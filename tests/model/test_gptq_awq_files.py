@@ -155,7 +155,8 @@ def rewrite(folder: Path, tensor: str | None = None, **fields: Any) -> None:
     [
         (Gptq(32), f"{Q_PROJ}.g_idx", {"desc_act": True}, r"q_proj.g_idx spreads groups over the row \(desc_act\)"),
         (Gptq(32), None, {"bits": 3}, r"\(gptq, 3 bits in groups of 32\)"),
-        (Gptq(32), None, {"bits": 8}, r"\(gptq, 8 bits in groups of 32\)"),
+        (Gptq(32), None, {"bits": 8}, r"qweight is torch.int32 \[8, 64\], not torch.int32 \[16, 64\]"),
+        (Gptq(32), None, {"bits": 8, "sym": False}, r"\(gptq, 8 bits in groups of 32\)"),
         (Gptq(32), None, {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "layers that differ"),
         (Gptq(32), None, {"checkpoint_format": "marlin"}, r"\(marlin, 4 bits"),
         (Gptq(32), None, {"checkpoint_format": "gptq_v2"}, "qzeros holds other zeros than 8"),

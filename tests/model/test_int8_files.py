@@ -31,12 +31,15 @@ from train.config import TrainingConfig
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+INT8 = Int8()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def make_folder(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def make_folder(
+    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, format: Int8 = INT8, **changes: Any
+) -> Path:
     save_model(tiny_model(family, **changes).to(dtype), folder / "dense")
-    quantize_folder(folder / "dense", folder / "int8", Int8())
+    quantize_folder(folder / "dense", folder / "int8", format)
     toy_tokenizer().save(folder / "int8")
     return folder / "int8"
 
@@ -107,10 +110,10 @@ def test_a_folder_read_and_written_again_holds_the_same_bits(dtype: torch.dtype,
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("shape", [(7, 33), (5, 70), (64, 96)])
-def test_a_weight_of_any_shape_survives(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("shape", "group"), [((7, 33), None), ((7, 33), 11), ((5, 70), None), ((64, 96), 32)])
+def test_a_weight_of_any_shape_survives(shape: tuple[int, int], group: int | None) -> None:
     """Also where the scales are no numbers of the model's dtype."""
-    weight, format = quantize_int8(torch.randn(shape)), Int8()
+    weight, format = quantize_int8(torch.randn(shape), group=group), Int8(group)
     tensors = format.to_files("w", weight, torch.bfloat16)
     again = format.from_files("w", torch.Size(shape), tensors.__getitem__)
     assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
@@ -160,11 +163,12 @@ def test_adapters_train_on_it_and_merge_into_it() -> None:
     assert 0 < relative_rms(full_logits(merged, TOKENS), full_logits(model, TOKENS)) < 0.05
 
 
-def test_transformers_opens_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", [Int8(), Int8(32)], ids=["rows", "groups"])
+def test_transformers_opens_it(format: Int8, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    folder = make_folder(tmp_path, tie_word_embeddings=True)
+    folder = make_folder(tmp_path, format=format, tie_word_embeddings=True)
     theirs, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(report.values())
     with torch.no_grad():
@@ -182,7 +186,7 @@ def with_weights(**fields: Any) -> dict[str, Any]:
     ("entry", "what"),
     [
         (with_weights(num_bits=3), "compressed-tensors, pack-quantized, 3 bits a channel"),
-        (with_weights(strategy="group", group_size=128), "compressed-tensors, pack-quantized, 8 bits a group"),
+        (with_weights(strategy="block"), "compressed-tensors, pack-quantized, 8 bits a block"),
         (with_weights(symmetric=False), "compressed-tensors, pack-quantized, 8 bits a channel"),
         (with_weights() | {"format": "float-quantized"}, "compressed-tensors, float-quantized, 8 bits a channel"),
         (
