@@ -81,7 +81,15 @@ class ResidualStream:
     @torch.no_grad()
     def pass_on(self, layer: DecoderLayer) -> None:
         """Goes through the next layer."""
-        self._delta, self._residual = layer(self._delta, self._residual, rotary=self._rotary, attention=self._attention)
+        self._delta, self._residual = self._through(layer)
+
+    def behind(self, layer: DecoderLayer) -> Tensor:
+        """The stream behind this, the next layer, `[T, D]`; with gradients of the layer."""
+        delta, residual = self._through(layer)
+        return delta if residual is None else delta + residual
+
+    def _through(self, layer: DecoderLayer) -> tuple[Tensor, Tensor | None]:
+        return layer(self._delta, self._residual, rotary=self._rotary, attention=self._attention)
 
     @property
     def before_mlp(self) -> Tensor:

@@ -2,7 +2,8 @@
 
 Of each layer, in the order of computation, the inputs of its projections are summed up (`inputs.py`), and these
 projections rounded, so that o_proj is rounded for what rounded q, k and v give. AWQ and SmoothQuant first scale the
-whole layer (`scaling.py`). Memory holds one layer's sums above the model and the residual streams.
+whole layer (`scaling.py`). Learned rounding goes on from there, for a whole layer at once (`learned.py`). Memory holds
+one layer's sums above the model and the residual streams.
 
 Legend: N output features, K input features.
 """
@@ -20,6 +21,7 @@ from compress.quantize.awq import awq_scales
 from compress.quantize.gptq import compensation, gptq_levels, output_error
 from compress.quantize.grid import diagonal_blocks, group_size, min_max, searched
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.quantize.learned import learn_rounding, output_errors
 from compress.quantize.methods import Method
 from compress.quantize.round_to_nearest import QuantizationError
 from compress.quantize.scaling import BEHIND_NORMS, fold, shared_by_heads
@@ -56,38 +58,43 @@ def quantize_layers(
     method: Method,
     *,
     dtype: torch.dtype | None = None,
-    start: int = 0,
     load_layer: Callable[[int], None] | None = None,
+    restore: Callable[[int], bool] | None = None,
     on_layer: Callable[[QuantizedLayerReport], None] | None = None,
 ) -> Transformer:
     """Quantizes the decoder's projections of a model in memory, in place, and returns it.
 
     `dtype`: in which files will hold scales; None is the model's.
-    `start`: layers before this one are as they will stay; to go on after a break they are given their quantized
-    weights and their other parameters, which scaling changes too. `load_layer` is called before each layer, whose
-    weights may lie on the meta device until then, so that memory holds one dense layer. `on_layer` is called behind it.
-    Raises QuantizationError for a model, text or choice that does not fit.
+    `load_layer` is called before each layer, whose weights may lie on the meta device until then, so that memory holds
+    one dense layer. `restore` is asked then, to go on after a break: it gives a layer that was quantized before its
+    quantized weights and its other parameters, which scaling changes too, and returns whether it has. `on_layer` is
+    called behind each layer that is quantized now. Raises QuantizationError for a model, text or choice that does not
+    fit.
     """
-    _check_model(model, start)
+    _check_model(model)
     _check_choice(model, choose, method)
     _check_text(batches)
     streams = [ResidualStream(model, batch) for batch in batches]
+    learning = method.rounding == "learned"
+    dense_streams = [ResidualStream(model, batch) for batch in batches] if learning else []
     rounding = _Rounding(choose, method, dtype or model.dtype)
     for number in range(model.config.num_layers):
         if load_layer is not None:
             load_layer(number)
         layer = layers_of(model)[number]
-        if number >= start:
-            report = _quantize_layer(layer, number, streams, rounding)
+        for stream in dense_streams:
+            stream.pass_on(layer)
+        if restore is None or not restore(number):
+            report = _quantize_layer(layer, number, streams, rounding, dense_streams)
             if on_layer is not None:
                 on_layer(report)
         for stream in streams:
-            stream.pass_on(layer)
+            stream.pass_on(layers_of(model)[number])
     return model
 
 
-def _check_model(model: Transformer, start: int) -> None:
-    if any(quantized_layers(layer) for layer in layers_of(model)[start:]):
+def _check_model(model: Transformer) -> None:
+    if any(quantized_layers(layer) for layer in layers_of(model)):
         raise QuantizationError("The model is quantized already; quantize the one that it was made from.")
     if adapted_layers(model):
         raise QuantizationError("The model has an unmerged adapter; merge it before you quantize.")
@@ -130,13 +137,37 @@ class _Rounding:
 
 
 def _quantize_layer(
-    layer: DecoderLayer, number: int, streams: Sequence[ResidualStream], rounding: _Rounding
+    layer: DecoderLayer,
+    number: int,
+    streams: Sequence[ResidualStream],
+    rounding: _Rounding,
+    dense_streams: Sequence[ResidualStream] = (),
 ) -> QuantizedLayerReport:
-    began, errors = time.monotonic(), {}
-    prefix = f"model.layers.{number}."
+    """`dense_streams`: behind the layer, where learned rounding aims."""
+    began, prefix = time.monotonic(), f"model.layers.{number}."
     formats = {name: rounding.choose(prefix + name) for consumers in CONSUMERS.values() for name in consumers}
     if rounding.method.scaling != "none":
         _scale_layer(layer, streams, formats, rounding.method)
+    if rounding.method.rounding == "learned":
+        dense = {name: projection(layer, name).weight.detach() for name, format in formats.items() if format}
+        _quantize_projections(layer, prefix, formats, streams, rounding)
+        targets, iterations = [stream.value.float() for stream in dense_streams], rounding.method.iterations
+        learn_rounding(layer, dense, streams, targets, iterations=iterations, scale_dtype=rounding.dtype)
+        errors = {prefix + name: error for name, error in output_errors(layer, dense, streams).items()}
+    else:
+        errors = _quantize_projections(layer, prefix, formats, streams, rounding)
+    return QuantizedLayerReport(number, errors, time.monotonic() - began)
+
+
+def _quantize_projections(
+    layer: DecoderLayer,
+    prefix: str,
+    formats: dict[str, WeightFormat[Any] | None],
+    streams: Sequence[ResidualStream],
+    rounding: _Rounding,
+) -> dict[str, float]:
+    """Replaces them one input after another; returns the relative squared error of each, by its name in the model."""
+    errors = {}
     for name, consumers in CONSUMERS.items():
         chosen = {consumer: format for consumer in consumers if (format := formats[consumer]) is not None}
         if not chosen:
@@ -146,7 +177,7 @@ def _quantize_layer(
             raise QuantizationError(f"No token of the calibration text passes {prefix}{name}; it needs more text.")
         for consumer, format in chosen.items():
             errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, moments, rounding)
-    return QuantizedLayerReport(number, errors, time.monotonic() - began)
+    return errors
 
 
 def _quantize_projection(

@@ -11,14 +11,16 @@ class Method:
     scaling: Literal["none", "awq", "smoothquant"] = "none"
     grid: Literal["min_max", "searched"] = "searched"
     """Of groups: what covers them, or what costs least in products with the inputs seen."""
-    rounding: Literal["nearest", "gptq"] = "nearest"
+    rounding: Literal["nearest", "gptq", "learned"] = "nearest"
     act_order: bool = True
     """GPTQ: the columns that inputs excite most first."""
+    iterations: int = 200
+    """Steps of learned rounding, a text each, for every layer."""
 
     @property
     def needs_levels(self) -> bool:
         """Whether it chooses levels and scales itself, which only formats of integers leave to it."""
-        return self.grid == "searched" or self.rounding == "gptq"
+        return self.grid == "searched" or self.rounding != "nearest"
 
 
 METHODS = {
@@ -27,6 +29,7 @@ METHODS = {
     "gptq": Method(rounding="gptq"),
     "awq": Method(scaling="awq"),
     "awq+gptq": Method(scaling="awq", rounding="gptq"),
+    "autoround": Method(rounding="learned"),
     "smoothquant": Method(scaling="smoothquant", grid="min_max"),
 }
 """By the names that recipes use."""

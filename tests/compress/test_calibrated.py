@@ -1,6 +1,7 @@
 """Quantizing a model layer by layer on text."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def errors_of(model: Transformer, method: Method) -> float:
 def test_methods_err_less_than_rounding() -> None:
     model = tiny_model()
     plain = errors_of(model, METHODS["round"])
-    found = {name: errors_of(model, method) / plain for name, method in METHODS.items()}
+    found = {name: errors_of(model, method) / plain for name, method in METHODS.items() if name != "autoround"}
     assert found["weighted"] < 0.9 and found["awq"] < 0.9, found
     assert found["gptq"] < 0.8 and found["awq+gptq"] < 0.8, found
 
@@ -95,7 +96,7 @@ def test_a_report_comes_behind_each_layer() -> None:
     assert all(1e-4 < error < 0.1 for report in reports for error in report.errors.values())
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq+gptq", "smoothquant"])
+@pytest.mark.parametrize("method", ["gptq", "awq+gptq", "smoothquant", "autoround"])
 def test_a_break_between_layers_changes_nothing(method: str) -> None:
     class Broken(Exception):
         pass
@@ -104,12 +105,17 @@ def test_a_break_between_layers_changes_nothing(method: str) -> None:
         if report.number == 0:
             raise Broken
 
-    model = tiny_model()
-    broken = copy.deepcopy(model)
+    def restore(number: int) -> bool:
+        if number == 0:
+            model.model.layers[0] = broken.model.layers[0]
+        return number == 0
+
+    model, chosen = tiny_model(), replace(METHODS[method], iterations=5)
+    broken, whole = copy.deepcopy(model), quantized(model, chosen)
     with pytest.raises(Broken):
-        quantize_layers(broken, TEXT, lambda _: FORMAT, METHODS[method], on_layer=stop)
-    quantize_layers(broken, TEXT, lambda _: FORMAT, METHODS[method], start=1)
-    assert same(broken, quantized(model, METHODS[method]))
+        quantize_layers(broken, TEXT, lambda _: FORMAT, chosen, on_layer=stop)
+    quantize_layers(model, TEXT, lambda _: FORMAT, chosen, restore=restore)
+    assert same(model, whole)
 
 
 def test_layers_can_be_loaded_one_after_another() -> None:

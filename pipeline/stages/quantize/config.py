@@ -55,6 +55,8 @@ class Quantize(Recovery):
     """In what keys and values will be cached (`--kv-cache-dtype` of the server): gate and figures are those with it."""
     calibration_tokens: int = setting(32_768, count=True, range=COUNTS)
     """Training tokens whose inputs to each layer decide how its weights are rounded."""
+    iterations: int = setting(200, range=(1, 100_000))
+    """Steps of learned rounding for each layer, on one sequence of the calibration text each."""
     tokens: int = redeclared(Recovery, "tokens", 0, range=(0, 10**12))
     """Tokens of the recovery; 0 publishes what rounding gives."""
     train: Literal["scales", "low_rank", "all"] = "scales"

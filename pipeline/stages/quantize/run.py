@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,10 @@ class QuantizeStage(RecoveryStage[Quantize]):
     def dense(self) -> Transformer:
         """The parent in fp32."""
         return load_model(self.context.model(self.config.model), device=choose_device())
+
+    def rounded_folder(self, method: str) -> Path:
+        """Where the layers that a method has rounded are kept."""
+        return self.context.folder / ROUNDED_NAME / method
 
     @cached_property
     def formats(self) -> dict[str, WeightFormat[Any]]:
@@ -156,45 +160,51 @@ def _measure_start(stage: QuantizeStage) -> Start:
 
 
 def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
-    """Writes each layer's rounded weights, and goes on behind those that lie there. Returns what `_rounded` does."""
-    model, done = _rounded(stage, method)
-    total = model.config.num_layers
-    if len(done) == total:
-        return model, done
-    text = stage.training_text(stage.config.calibration_tokens)
+    """Writes each layer's rounded weights, but those that lie there already. Returns what `_rounded` does."""
+    folder, total = stage.rounded_folder(method), stage.teacher.config.num_layers
+    found = len(_layer_files(folder))
+    if found == total:
+        return _rounded(stage, method)
+    model, text = _with_rounded_embeddings(stage), stage.training_text(stage.config.calibration_tokens)
     log.info("rounding by %s on %s tokens", method, f"{sum(len(batch.tokens) for batch in text):,}")
-    folder = stage.context.folder / ROUNDED_NAME / method
-    with Progress(f"rounding by {method}", total, done=len(done)) as progress:
+    reports: list[QuantizedLayerReport] = []
+    with Progress(f"rounding by {method}", total, done=found) as progress:
+
+        def restore(number: int) -> bool:
+            if not (path := _layer_file(folder, number)).exists():
+                return False
+            reports.append(_load_layer(model, path, stage.formats))
+            return True
 
         def keep(report: QuantizedLayerReport) -> None:
             _save_layer(model, report, folder)
-            done.append(report)
+            reports.append(report)
             progress.advance(1, f"layer {report.number + 1} of {total}")
 
+        chosen = replace(METHODS[method], iterations=stage.config.iterations)
         try:
             quantize_layers(
-                model,
-                text,
-                stage.formats.get,
-                METHODS[method],
-                dtype=PUBLISHED_DTYPE,
-                start=len(done),
-                on_layer=keep,
+                model, text, stage.formats.get, chosen, dtype=PUBLISHED_DTYPE, restore=restore, on_layer=keep
             )
         except QuantizationError as error:
             raise UserError(f"quantize: {error}") from None
-    return model, done
+    return model, reports
 
 
 def _rounded(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
-    """The model in fp32 with those layers that have been rounded, and what is said of each."""
+    """The model in fp32 with all its rounded layers, and what is said of each."""
+    model = _with_rounded_embeddings(stage)
+    return model, [_load_layer(model, path, stage.formats) for path in _layer_files(stage.rounded_folder(method))]
+
+
+def _with_rounded_embeddings(stage: QuantizeStage) -> Transformer:
+    """The parent in fp32, embeddings and head as they will stay: they see no method."""
     model = stage.dense()
     for name, format in stage.formats.items():
-        if not name.endswith("_proj"):  # embeddings and head see no method
+        if not name.endswith("_proj"):
             weight = model.get_parameter(f"{name}.weight").detach().to(PUBLISHED_DTYPE)
             set_quantized(model, name, format.quantize(weight), format)
-    files = sorted((stage.context.folder / ROUNDED_NAME / method).glob("*.safetensors"))
-    return model, [_load_layer(model, path, stage.formats) for path in files]
+    return model
 
 
 def _calibrate_routers(stage: QuantizeStage, model: Transformer) -> None:
@@ -209,7 +219,7 @@ def _save_layer(model: Transformer, report: QuantizedLayerReport, folder: Path) 
     for name, quantized in quantized_layers(layer).items():
         tensors |= quantized.format.to_files(name, quantized.weight, PUBLISHED_DTYPE)
     told = {"report": msgspec.json.encode(report).decode()}
-    write_tensors(folder / f"{report.number:04d}.safetensors", tensors, told)
+    write_tensors(_layer_file(folder, report.number), tensors, told)
 
 
 def _load_layer(model: Transformer, path: Path, formats: Mapping[str, WeightFormat[Any]]) -> QuantizedLayerReport:
@@ -224,6 +234,15 @@ def _load_layer(model: Transformer, path: Path, formats: Mapping[str, WeightForm
     for name, parameter in layer.named_parameters():
         parameter.data.copy_(tensors[name])
     return report
+
+
+def _layer_file(folder: Path, number: int) -> Path:
+    return folder / f"{number:04d}.safetensors"
+
+
+def _layer_files(folder: Path) -> list[Path]:
+    """Of the layers that are done, in order."""
+    return sorted(folder.glob("*.safetensors"))
 
 
 # --- recovery --------------------------------------------------------------------------------------------------------
