@@ -6,7 +6,6 @@ the same command goes on.
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -82,8 +81,8 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP, alone or verified",
-        description="MODEL may also be the folder of a run: its recipe says what to serve, and --verify takes the name "
-        "of one of its models.",
+        description="MODEL may also be a .gguf file, whose weights are served as they are stored, or the folder of a "
+        "run: its recipe says what to serve, and --verify takes the name of one of its models.",
     )
     add_serve_arguments(serve)
     serve.set_defaults(command=_serve)
@@ -91,7 +90,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     generate = commands.add_parser("generate", help="print one answer")
-    generate.add_argument("model", metavar="MODEL", help="folder of a model or of a run")
+    generate.add_argument("model", metavar="MODEL", help="folder of a model or of a run, or a .gguf file")
     generate.add_argument("prompt", nargs="?", help="what to say (default: read from standard input)")
     generate.add_argument("--verify", metavar="TARGET", help="serve TARGET's distribution, with MODEL as its draft")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
@@ -135,6 +134,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _run(options: argparse.Namespace) -> int:
+    from pipeline.environment import default_cache
     from pipeline.processes import Processes
     from pipeline.recipe import load_recipe
     from pipeline.run_folder import RECIPE_NAME, RunFolder, is_run
@@ -206,6 +206,7 @@ def _plan(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     from rich.console import Console
 
+    from pipeline.environment import default_cache
     from pipeline.plan import budgets_of, note, plan_recipe, plan_table
     from pipeline.report.terminal import terminal_table
 
@@ -254,11 +255,6 @@ def log_to(file: Path | None, *, show: bool) -> None:
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
         logger.handlers = handlers
-
-
-def default_cache() -> Path:
-    """Where downloads and tokenized text are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
 
 
 def _print_results(results: "Sequence[Result[Any]]", report: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import RunLockedError, UserError
+from pipeline.gguf_files import folder_of_gguf, is_gguf
 from pipeline.recipe import load_recipe, recipe_to_yaml
 from pipeline.results import Result, write_atomically
 from pipeline.schema import Recipe, Stage
@@ -136,24 +137,26 @@ class Served:
     model: str
     verify: str | None
     name: str | None
-    """The run's name; None for a model folder, which names itself."""
+    """The run's name, or the file's; None for a model folder, which names itself."""
 
 
 def resolve_served(given: str, verify: str | None = None) -> Served:
     """What `serve` and `generate` were told → folders.
 
-    `given` is a model folder, or a run folder whose recipe's `serve:` decides; `verify` is a model folder or, with a
-    run folder, the name of one of its models. Raises UserError for anything else.
+    `given` is a model folder, a GGUF file, or a run folder whose recipe's `serve:` decides; `verify` is one of the
+    first two or, with a run folder, the name of one of its models. Raises UserError for anything else.
     """
     path = Path(given)
     if not is_run(path):
-        return Served(_model_folder(given), verify and _model_folder(verify), None)
+        return Served(_model_folder(given), verify and _model_folder(verify), path.stem if is_gguf(path) else None)
     folder = RunFolder(path)
     recipe = folder.recipe()
     if recipe.serve is None:
         raise UserError(f"The recipe of {path} has no `serve:`; give the folder of one of its models instead.")
     verify = verify or recipe.serve.verify
-    if verify is not None and not _is_model(Path(verify)):
+    if verify is not None and is_gguf(verify):
+        verify = _model_folder(verify)
+    elif verify is not None and not _is_model(Path(verify)):
         verify = str(folder.artifact(recipe, verify))
     return Served(str(folder.artifact(recipe, recipe.serve.model)), verify, recipe.name)
 
@@ -166,4 +169,8 @@ def _is_model(folder: Path) -> bool:
 def _model_folder(given: str) -> str:
     if _is_model(Path(given)):
         return given
-    raise UserError(f"{given} is neither a model folder (with config.json) nor a run folder (with {RECIPE_NAME}).")
+    if is_gguf(given):
+        return str(folder_of_gguf(given))
+    raise UserError(
+        f"{given} is neither a model folder (with config.json), a run folder (with {RECIPE_NAME}) nor a .gguf file."
+    )

@@ -288,6 +288,13 @@ def integer_weight(
     return Int8Weight((levels ^ 128).view(torch.int8), scales.float(), group)
 
 
+def weight_of_codes(codes: Tensor, scales: Tensor, minima: Tensor | None, *, columns: int, group: int) -> IntegerWeight:
+    """The weight [N, columns] of codes as it holds them: u8 for 4 bits, i8 for 8."""
+    if codes.dtype == torch.int8:
+        return Int8Weight(codes, scales, group, minima)
+    return Int4Weight(codes, scales, (codes.shape[0], columns), group, minima=minima)
+
+
 def integer_levels(weight: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Levels, scales and zeros of which `integer_weight` makes the weight."""
     if isinstance(weight, Int4Weight):

@@ -17,6 +17,7 @@ FORMATS = {
     "fp8": "model.formats.compressed_tensors:Fp8",
     "gptq": "model.formats.gptq:Gptq",
     "awq": "model.formats.awq:Awq",
+    "ggml": "model.formats.ggml:Ggml",
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"

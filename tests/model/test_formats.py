@@ -24,8 +24,10 @@ from train.config import TrainingConfig
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
-METHODS = ("gptq", "awq")
-"""Formats whose names are also those of methods in compress/quantize."""
+AMBIGUOUS = ("gptq", "awq", "ggml")
+"""Formats whose names are also those of methods in compress/quantize, or of the library that defines them."""
+READERS = {"ggml": "model/formats/gguf/reader.py"}
+"""What makes weights of a format from files of another kind."""
 PAGES = {"model/kv_format.py", "serve/config.py", "serve/http/options.py", "pipeline/stages/quantize/config.py"}
 """Where the same names mean formats of keys and values."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,9 +41,9 @@ def test_only_its_file_and_the_list_name_a_format(name: str) -> None:
     sources = {
         str(path.relative_to(ROOT)): path.read_text() for room in folders for path in (ROOT / room).rglob("*.py")
     }
-    own |= PAGES if name in ("int8", "fp8") else set()
+    own |= PAGES if name in ("int8", "fp8") else {READERS[name]} if name in READERS else set()
     # int8 alone is also a dtype of torch, and 8 bits may be those of an optimizer or of pages.
-    word = rf"formats\.{name}" if name in METHODS else rf"(?<![\w.]){name}(?!\w)"
+    word = rf"formats\.{name}" if name in AMBIGUOUS else rf"(?<![\w.]){name}(?!\w)"
     naming = re.compile(rf"{word}|{name}(?:Weight|Linear|Format)", re.IGNORECASE)
     assert {path for path, text in sources.items() if naming.search(text)} <= own
 

@@ -54,6 +54,11 @@ class BlockType(ABC):
     """Of a block."""
     num_bytes: int
     """Of a block."""
+    bits: int
+    """Of a level."""
+    group: int
+    """Weights that share a scale."""
+    has_minimum: bool
 
     def quantize(self, dense: Tensor) -> Tensor:
         """u8 [N, bytes of a row] of a matrix of floats [N, K], by llama.cpp's rule; K must be divisible into blocks."""
@@ -79,7 +84,7 @@ class BlockType(ABC):
 class SmallBlocks(BlockType):
     """32 weights with one scale, and a minimum where the name ends with 1."""
 
-    num_weights = SMALL_BLOCK
+    num_weights = group = SMALL_BLOCK
 
     def __init__(self, name: str, bits: int, *, has_minimum: bool) -> None:
         self.name, self.bits, self.has_minimum = name, bits, has_minimum
@@ -135,6 +140,7 @@ class FourBitSuperBlocks(BlockType):
     """Q4_K: 8 groups of 32 weights; scales and minima of the groups are 6-bit multiples of the block's two."""
 
     name, num_weights, num_bytes = "Q4_K", LARGE_BLOCK, 144
+    bits, group, has_minimum = 4, 32, True
 
     def pack(self, levels: Tensor, scale: Tensor, minimum: Tensor, multiples: tuple[Tensor, Tensor]) -> Tensor:
         """Of levels u8 [n, 256], d and dmin fp32 [n, 1], and s and t u8 [n, 8]."""
@@ -167,6 +173,7 @@ class SixBitSuperBlocks(BlockType):
     """Q6_K: 16 groups of 16 weights; their scales are signed 8-bit multiples of the block's."""
 
     name, num_weights, num_bytes = "Q6_K", LARGE_BLOCK, 210
+    bits, group, has_minimum = 6, 16, False
 
     def pack(self, levels: Tensor, scale: Tensor, multiples: Tensor) -> Tensor:
         """Of levels u8 [n, 256], d fp32 [n, 1] and s i8 [n, 16]."""

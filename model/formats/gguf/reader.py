@@ -1,8 +1,10 @@
-"""Import of GGUF files of the Llama family: dequantized weights, configuration and tokenizer as a Hugging Face folder.
+"""Import of GGUF files of the Llama family: weights, configuration and tokenizer as a Hugging Face folder.
 
 Names and layouts follow llama.cpp's converter from Hugging Face, which this module inverts.
 """
 
+import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,8 @@ from kernels.attention.rotary import rope_frequencies
 from model.config import ARCHITECTURES, ModelConfig
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.files.safe_io import write_json, write_text
+from model.formats.ggml import Ggml
+from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.names import (
     INTERLEAVED_FAMILIES,
     ROPE_DIVISORS,
@@ -28,14 +32,35 @@ from model.text.gguf_tokenizer import GGUFError, chat_template, special_token_id
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+log = logging.getLogger(__name__)
+_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes config.json, weights in `dtype`, tokenizer files and the chat template of a GGUF file into `folder`.
+    """Writes config.json, dense weights in `dtype`, tokenizer files and the chat template of a GGUF file into `folder`.
 
     Raises GGUFError naming the metadata field or tensor that is missing, unknown or not supported.
     """
-    folder = Path(folder)
-    metadata, tensors = _contents(Path(path))
+    _import(Path(path), Path(folder), {}, dtype)
+
+
+def import_gguf_blocks(path: str | Path, folder: str | Path) -> None:
+    """As `import_gguf`, but matrices keep levels and scales of their blocks to the bit, and other weights their dtype.
+
+    Matrices in blocks that are not multiplied here become bf16; a log says so.
+    """
+    tensors = _contents(Path(path))[1]
+    matrices = {name: tensor.tensor_type.name for name, tensor in tensors.items() if len(tensor.shape) > 1}
+    formats = {hugging_face_name(name): Ggml(type) for name, type in matrices.items() if type in BLOCK_TYPES}
+    rest = sorted({type for type in matrices.values() if type not in BLOCK_TYPES})
+    dtype = _DENSE.get(rest[0], torch.bfloat16) if len(rest) == 1 else torch.bfloat16 if rest else torch.float32
+    if expanded := [type for type in rest if type not in _DENSE]:
+        log.warning("weights in %s are expanded to bf16: they take up to 8 times as much", ", ".join(expanded))
+    _import(Path(path), Path(folder), formats, dtype)
+
+
+def _import(path: Path, folder: Path, formats: Mapping[str, Ggml], dtype: torch.dtype) -> None:
+    metadata, tensors = _contents(path)
     config = _config(metadata, tensors)
     renamed = {hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
     expected = tensor_shapes(config)
@@ -45,8 +70,8 @@ def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = to
         name = min(extra)
         raise GGUFError(f"{path} holds {renamed[name].name}, which a {config.family} model does not have.")
     tokenizer = tokenizer_json(metadata)
-    sources = {name: partial(_weight, tensor, name, config) for name, tensor in renamed.items()}
-    write_checkpoint(folder, config, sources, dtype=dtype)
+    sources = {name: partial(_weight, tensor, name, config, formats.get(name)) for name, tensor in renamed.items()}
+    write_checkpoint(folder, config, sources, dtype=dtype, formats=formats)
     write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config.max_position_embeddings))
     if template := chat_template(metadata):
@@ -150,14 +175,18 @@ def _rope_scaling(
     return scaling
 
 
-def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig) -> Tensor:
-    """One tensor in fp32, its rows in Hugging Face's order."""
+def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig, format: Ggml | None) -> Any:
+    """One tensor in fp32, or in its blocks' format; its rows in Hugging Face's order."""
+    stored = _dequantized(tensor) if format is None else torch.from_numpy(np.array(tensor.data))
+    if config.family in INTERLEAVED_FAMILIES and is_rotated(name):
+        stored = halves_from_pairs(stored, config.head_dim)
+    return stored if format is None else format.weight_of(stored)
+
+
+def _dequantized(tensor: "ReaderTensor") -> Tensor:
     from gguf import dequantize
 
     try:
-        weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
     except NotImplementedError:
         raise GGUFError(f"{tensor.name} is stored as {tensor.tensor_type.name}, which cannot be dequantized.") from None
-    if config.family in INTERLEAVED_FAMILIES and is_rotated(name):
-        return halves_from_pairs(weight, config.head_dim)
-    return weight

@@ -1,0 +1,46 @@
+"""GGUF files on the command line: unpacked once, served as they are stored."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from model.files.checkpoint import is_quantized
+from pipeline.cli import main
+from pipeline.errors import UserError
+from pipeline.run_folder import Served, resolve_served
+from tests.model.test_gguf import write_model
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import gguf
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_model(tmp_path / "tiny.Q4_1.gguf", "llama", kind=gguf.GGMLQuantizationType.Q4_1)
+    return tmp_path / "tiny.Q4_1.gguf"
+
+
+def test_a_file_is_unpacked_once_and_anew_when_it_changes(file: Path, tmp_path: Path) -> None:
+    served = resolve_served(str(file), verify=str(file))
+    assert served == Served(served.model, served.model, "tiny.Q4_1") and is_quantized(served.model)
+    written = (Path(served.model) / "config.json").stat().st_mtime_ns
+    assert resolve_served(str(file)).model == served.model
+    assert (Path(served.model) / "config.json").stat().st_mtime_ns == written
+    os.utime(file, ns=(1, 1))
+    assert resolve_served(str(file)).model != served.model
+    assert len(list((tmp_path / "cache" / "potstill" / "gguf").iterdir())) == 2
+
+
+def test_what_cannot_be_opened_is_said_and_leaves_nothing(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="There is no GGUF file at missing"):
+        resolve_served("missing.gguf")
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ValueError, match="is not a valid GGUF file"):
+        resolve_served(str(file))
+    assert not any((tmp_path / "cache" / "potstill" / "gguf").iterdir())
+
+
+def test_a_file_answers(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(file), "a b c", "--raw", "--max-tokens", "4"]) == 0
+    assert "4 tokens" in capsys.readouterr().err
