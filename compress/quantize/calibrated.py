@@ -2,12 +2,14 @@
 
 Of each layer, in the order of computation, the inputs of its projections are summed up (`inputs.py`), and these
 projections rounded, so that o_proj is rounded for what rounded q, k and v give. AWQ and SmoothQuant first scale the
-whole layer (`scaling.py`). Learned rounding goes on from there, for a whole layer at once (`learned.py`). Memory holds
-one layer's sums above the model and the residual streams.
+whole layer (`scaling.py`). Weights may first be moved to make up for the layers before (`propagation.py`). Learned
+rounding goes on from there, for a whole layer at once (`learned.py`). Memory holds one layer's sums, and one layer as
+it was, above the model and the residual streams.
 
 Legend: N output features, K input features.
 """
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from compress.quantize.grid import diagonal_blocks, group_size, min_max, searche
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
 from compress.quantize.learned import learn_rounding, output_errors
 from compress.quantize.methods import Method
+from compress.quantize.propagation import corrected, input_shift
 from compress.quantize.round_to_nearest import QuantizationError
 from compress.quantize.scaling import BEHIND_NORMS, fold, shared_by_heads
 from compress.quantize.smoothquant import smoothing_scales
@@ -32,6 +35,7 @@ from model.layers import DecoderLayer
 from model.linear import Linear
 from model.lora import adapted_layers
 from model.quantized import quantized_layers, set_quantized
+from model.routed import RoutedLayer
 from model.transformer import Transformer
 
 Choose = Callable[[str], WeightFormat[Any] | None]
@@ -75,21 +79,21 @@ def quantize_layers(
     _check_choice(model, choose, method)
     _check_text(batches)
     streams = [ResidualStream(model, batch) for batch in batches]
-    learning = method.rounding == "learned"
-    dense_streams = [ResidualStream(model, batch) for batch in batches] if learning else []
+    dense_streams = [ResidualStream(model, batch) for batch in batches] if method.needs_parent else []
     rounding = _Rounding(choose, method, dtype or model.dtype)
     for number in range(model.config.num_layers):
         if load_layer is not None:
             load_layer(number)
         layer = layers_of(model)[number]
-        for stream in dense_streams:
-            stream.pass_on(layer)
+        parent = _Parent(copy.deepcopy(layer), dense_streams) if dense_streams else None
         if restore is None or not restore(number):
-            report = _quantize_layer(layer, number, streams, rounding, dense_streams)
+            report = _quantize_layer(layer, number, streams, rounding, parent)
             if on_layer is not None:
                 on_layer(report)
         for stream in streams:
             stream.pass_on(layers_of(model)[number])
+        if parent is not None:
+            parent.pass_on()
     return model
 
 
@@ -136,26 +140,44 @@ class _Rounding:
     """Of scales in files."""
 
 
+@dataclass(frozen=True)
+class _Parent:
+    """What a layer was, and what the layers before it, as they were, made of the text."""
+
+    layer: DecoderLayer
+    streams: Sequence[ResidualStream]
+
+    def pass_on(self) -> None:
+        for stream in self.streams:
+            stream.pass_on(self.layer)
+
+    def outputs(self) -> list[Tensor]:
+        """The streams behind the layer, fp32 [T, D]."""
+        behind = [copy.copy(stream) for stream in self.streams]
+        for stream in behind:
+            stream.pass_on(self.layer)
+        return [stream.value.float() for stream in behind]
+
+
 def _quantize_layer(
     layer: DecoderLayer,
     number: int,
     streams: Sequence[ResidualStream],
     rounding: _Rounding,
-    dense_streams: Sequence[ResidualStream] = (),
+    parent: _Parent | None,
 ) -> QuantizedLayerReport:
-    """`dense_streams`: behind the layer, where learned rounding aims."""
     began, prefix = time.monotonic(), f"model.layers.{number}."
     formats = {name: rounding.choose(prefix + name) for consumers in CONSUMERS.values() for name in consumers}
     if rounding.method.scaling != "none":
         _scale_layer(layer, streams, formats, rounding.method)
-    if rounding.method.rounding == "learned":
+    if rounding.method.rounding == "learned" and parent is not None:
         dense = {name: projection(layer, name).weight.detach() for name, format in formats.items() if format}
-        _quantize_projections(layer, prefix, formats, streams, rounding)
-        targets, iterations = [stream.value.float() for stream in dense_streams], rounding.method.iterations
-        learn_rounding(layer, dense, streams, targets, iterations=iterations, scale_dtype=rounding.dtype)
+        _quantize_projections(layer, prefix, formats, streams, rounding, parent)
+        iterations = rounding.method.iterations
+        learn_rounding(layer, dense, streams, parent.outputs(), iterations=iterations, scale_dtype=rounding.dtype)
         errors = {prefix + name: error for name, error in output_errors(layer, dense, streams).items()}
     else:
-        errors = _quantize_projections(layer, prefix, formats, streams, rounding)
+        errors = _quantize_projections(layer, prefix, formats, streams, rounding, parent)
     return QuantizedLayerReport(number, errors, time.monotonic() - began)
 
 
@@ -165,6 +187,7 @@ def _quantize_projections(
     formats: dict[str, WeightFormat[Any] | None],
     streams: Sequence[ResidualStream],
     rounding: _Rounding,
+    parent: _Parent | None,
 ) -> dict[str, float]:
     """Replaces them one input after another; returns the relative squared error of each, by its name in the model."""
     errors = {}
@@ -175,9 +198,26 @@ def _quantize_projections(
         moments = input_moments(streams, layer, [name])[name]
         if not moments.tokens:
             raise QuantizationError(f"No token of the calibration text passes {prefix}{name}; it needs more text.")
+        if rounding.method.propagation and parent is not None and not isinstance(layer, RoutedLayer):
+            _correct(layer, name, list(chosen), moments, streams, parent)
         for consumer, format in chosen.items():
             errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, moments, rounding)
     return errors
+
+
+def _correct(
+    layer: DecoderLayer,
+    name: str,
+    consumers: Sequence[str],
+    moments: InputMoments,
+    streams: Sequence[ResidualStream],
+    parent: _Parent,
+) -> None:
+    """Moves the weights that read an input. Not behind a router: it chooses other tokens than it did."""
+    shift = input_shift(name, layer, streams, parent.layer, parent.streams)
+    for consumer in consumers:
+        weight = projection(layer, consumer).weight
+        weight.copy_(corrected(weight, moments.hessian, shift))
 
 
 def _quantize_projection(

@@ -11,11 +11,18 @@ class Method:
     scaling: Literal["none", "awq", "smoothquant"] = "none"
     grid: Literal["min_max", "searched"] = "searched"
     """Of groups: what covers them, or what costs least in products with the inputs seen."""
+    propagation: bool = False
+    """First move weights to make up for the rounded layers before; not with scaling."""
     rounding: Literal["nearest", "gptq", "learned"] = "nearest"
     act_order: bool = True
     """GPTQ: the columns that inputs excite most first."""
     iterations: int = 200
     """Steps of learned rounding, a text each, for every layer."""
+
+    @property
+    def needs_parent(self) -> bool:
+        """Whether it also looks at what the model made of the text before rounding."""
+        return self.propagation or self.rounding == "learned"
 
     @property
     def needs_levels(self) -> bool:
@@ -27,6 +34,7 @@ METHODS = {
     "round": Method(grid="min_max"),
     "weighted": Method(),
     "gptq": Method(rounding="gptq"),
+    "qep+gptq": Method(propagation=True, rounding="gptq"),
     "awq": Method(scaling="awq"),
     "awq+gptq": Method(scaling="awq", rounding="gptq"),
     "autoround": Method(rounding="learned"),

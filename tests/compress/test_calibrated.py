@@ -96,7 +96,7 @@ def test_a_report_comes_behind_each_layer() -> None:
     assert all(1e-4 < error < 0.1 for report in reports for error in report.errors.values())
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq+gptq", "smoothquant", "autoround"])
+@pytest.mark.parametrize("method", ["gptq", "qep+gptq", "awq+gptq", "smoothquant", "autoround"])
 def test_a_break_between_layers_changes_nothing(method: str) -> None:
     class Broken(Exception):
         pass
