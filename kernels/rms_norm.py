@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._rows_cpu import norm_rows, normalizes
 from kernels.common.triton_support import check_rows, num_processors, runs_triton
 
 # Up to this many rows a call costs more than its arithmetic.
@@ -130,11 +131,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """
     if runs_triton(x):
         return _rms_norm_triton(x, weight, eps, residual)
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
+    if not learns and normalizes(x, weight, residual):
+        normed = norm_rows(x, weight, eps, residual)
+        return normed[0] if residual is None else normed
     summed = x if residual is None else x + residual
-    if torch.is_grad_enabled() and (summed.requires_grad or weight.requires_grad):
-        y = _RMSNorm.apply(summed, weight, eps, x.dtype)
-    else:
-        y = _scaled(_normalize(summed, eps), weight, x.dtype)
+    y = _RMSNorm.apply(summed, weight, eps, x.dtype) if learns else _scaled(_normalize(summed, eps), weight, x.dtype)
     return y if residual is None else (y, summed)
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._rows_cpu import gate_rows, gates
 from kernels.common.triton_support import check_rows, runs_triton
 
 
@@ -78,7 +79,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     if not runs_triton(gate):
-        return F.silu(gate).mul_(up)
+        return gate_rows(gate, up) if gates(gate, up) else F.silu(gate).mul_(up)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid, tile = _grid(gate)
     _forward_kernel[grid](gate, up, y, len(gate), gate.stride(0), up.stride(0), **tile)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention._kv_quantization import LIMITS, quantize_rows
+from kernels.attention._rotary_write_cpu import rotate_and_write_rows, writes
 from kernels.attention.rotary import apply_rotary, apply_rotary_reference, check_rotary, split_heads
 from kernels.attention.write_pages import check_page_dtypes, write_pages, write_pages_reference
 from kernels.common.triton_support import check_rows, runs_triton
@@ -175,6 +176,8 @@ def rotate_and_write(
     """
     k_scales, v_scales = scales or (None, None)
     if not runs_triton(q):
+        if scales is None and writes(q, k, v, (k_pages, v_pages), norms):
+            return rotate_and_write_rows(q, k, v, (k_pages, v_pages), slots, rotary, norms)
         q, k = qk_norm_rope(q, k, rotary=rotary, norms=norms)
         write_pages(k, v, k_pages, v_pages, slots, k_scales=k_scales, v_scales=v_scales)
         return q

@@ -1,0 +1,78 @@
+/* RMSNorm with the residual addition before it, and the gate of SwiGLU, for x86 processors with AVX2 and FMA.
+
+   A row's result depends on that row alone. Numbers are fp32 or bf16, arithmetic is fp32; what `rms_norm` rounds on its
+   way kernels/rms_norm.py says, and the gate is rounded once.
+*/
+
+#include "common/floats.h"
+
+/* Below this many numbers a second thread costs more than it saves. */
+enum { ALONE = 1 << 15 };
+
+typedef struct {
+    int64_t dtype, rows, size;
+    int64_t heads;                                              /* rows that a token has */
+    int64_t x_token, x_head, residual_token, residual_head;     /* strides; y and sum are contiguous */
+    const void *x, *residual, *weight;                          /* residual: null where there is none */
+    void *y, *sum;
+    float eps;
+} Norm;
+
+INLINE void norm_row(int dtype, const Norm *norm, int64_t row) {
+    int64_t token = row / norm->heads, head = row % norm->heads, size = norm->size;
+    const void *x = at(dtype, norm->x, token * norm->x_token + head * norm->x_head);
+    void *y = (void *)at(dtype, norm->y, row * size);
+    if (norm->residual) {
+        void *sum = (void *)at(dtype, norm->sum, row * size);
+        const void *residual = at(dtype, norm->residual, token * norm->residual_token + head * norm->residual_head);
+        for (int64_t c = 0; c < size; c += LANES) {
+            __m256 added = load_some(dtype, at(dtype, residual, c), size - c);
+            added = _mm256_add_ps(load_some(dtype, at(dtype, x, c), size - c), added);
+            store_some(dtype, (void *)at(dtype, sum, c), rounded(dtype, added), size - c);
+        }
+        x = sum;
+    }
+    float factor = inverse_rms(dtype, x, size, norm->eps);
+    for (int64_t c = 0; c < size; c += LANES) {
+        __m256 weight = load_some(dtype, at(dtype, norm->weight, c), size - c);
+        __m256 scaled = normalized(dtype, load_some(dtype, at(dtype, x, c), size - c), factor, weight);
+        store_some(dtype, (void *)at(dtype, y, c), scaled, size - c);
+    }
+}
+
+void rms_norm(const Norm *norm, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && norm->rows * norm->size > ALONE)
+    for (int64_t row = 0; row < norm->rows; row++)
+        if (norm->dtype == FP32)
+            norm_row(FP32, norm, row);
+        else
+            norm_row(BF16, norm, row);
+}
+
+/* silu(gate) · up */
+INLINE __m256 gated(__m256 gate, __m256 up) {
+    __m256 power = exp2_lanes(_mm256_mul_ps(gate, _mm256_set1_ps(-1.44269504f)));
+    __m256 silu = _mm256_div_ps(gate, _mm256_add_ps(_mm256_set1_ps(1), power));
+    return _mm256_mul_ps(silu, up);
+}
+
+INLINE void gate_row(int dtype, const void *gate, const void *up, void *y, int64_t size) {
+    for (int64_t c = 0; c < size; c += LANES) {
+        __m256 product = gated(load_some(dtype, at(dtype, gate, c), size - c), load_some(dtype, at(dtype, up, c), size - c));
+        store_some(dtype, (void *)at(dtype, y, c), rounded(dtype, product), size - c);
+    }
+}
+
+/* y [rows, size] of gate and up, whose rows are so far apart. */
+void swiglu(int dtype, const void *gate, const void *up, void *y, int64_t rows, int64_t size, int64_t gate_row_stride,
+            int64_t up_row_stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > ALONE)
+    for (int64_t row = 0; row < rows; row++) {
+        const void *from_gate = at(dtype, gate, row * gate_row_stride), *from_up = at(dtype, up, row * up_row_stride);
+        void *to = (void *)at(dtype, y, row * size);
+        if (dtype == FP32)
+            gate_row(FP32, from_gate, from_up, to, size);
+        else
+            gate_row(BF16, from_gate, from_up, to, size);
+    }
+}
