@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear._skinny_cpu import expanded_rows, multiplies, prepare_skinny, skinny_product
+from kernels.linear._skinny_cpu import SkinnyWeight, expanded_rows, multiplies, prepare_skinny, skinny_product
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -24,7 +24,7 @@ from kernels.linear.quantization import (
 )
 
 # Measured with `python -m bench.kernels.decode`: with more rows a product of blocks costs less.
-_MOST_SKINNY_ROWS = {torch.bfloat16: 32, torch.float32: 8}
+_MOST_SKINNY_ROWS = 32
 # torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
 # several calls they cost less than expanding the weight up to the second number.
 _PACKED_ROWS_AT_ONCE, _MOST_PACKED_ROWS = 16, 64
@@ -38,8 +38,8 @@ class CpuWeight:
     """A quantized matrix as `prepare_for_cpu` returns it."""
 
     held: QuantizedWeight
-    in_c: bool = False
-    """Whether `_skinny_cpu` takes it."""
+    skinny: SkinnyWeight | None = None
+    """As `_skinny_cpu` takes it; None if it does not."""
     packed: Tensor | None = None
     """As torch's packed product wants it; None if there is no such product, or no need."""
     packed_scales: Tensor | None = None
@@ -55,7 +55,7 @@ def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
         # Reading a doubly quantized absmax takes a quarter of the time of reading a block; in fp32 it costs 0.05 byte.
         weight = replace(weight, absmax=weight.block_scales(), nested_absmax=None, offset=None)
     taken = prepare_skinny(weight)
-    return _packed_by_torch(weight) if taken is None else CpuWeight(taken, in_c=True)
+    return _packed_by_torch(weight) if taken is None else CpuWeight(taken.held, taken)
 
 
 def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
@@ -76,8 +76,8 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-    if weight.in_c and multiplies(x.dtype) and len(x) <= _MOST_SKINNY_ROWS[x.dtype]:
-        product = skinny_product(x, weight.held)
+    if weight.skinny is not None and multiplies(x.dtype) and len(x) <= _MOST_SKINNY_ROWS:
+        product = skinny_product(x, weight.skinny)
         return product if bias is None else product.add_(bias)
     out = x.new_empty(len(x), weight.shape[0])
     if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:
@@ -109,7 +109,7 @@ def grad_input_on_cpu(grad: Tensor, weight: CpuWeight) -> Tensor:
 def _blocks(weight: CpuWeight) -> Iterator[slice]:
     """Blocks of outputs of about so many weights."""
     n, k = weight.shape
-    elements = _BLOCK_ELEMENTS_IN_C if weight.in_c else _BLOCK_ELEMENTS
+    elements = _BLOCK_ELEMENTS_IN_C if weight.skinny is not None else _BLOCK_ELEMENTS
     return _slices(n, max(1, elements // k))
 
 
@@ -120,8 +120,8 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 def _expanded(weight: CpuWeight, dtype: torch.dtype, rows: slice) -> Tensor:
     """`weight.held.dequantize(dtype, rows)`, faster."""
     held = weight.held
-    if weight.in_c and dtype in (torch.bfloat16, torch.float32):
-        return expanded_rows(held, dtype, rows)
+    if weight.skinny is not None and dtype in (torch.bfloat16, torch.float32):
+        return expanded_rows(weight.skinny, dtype, rows)
     if isinstance(held, NF4Weight) and not held.shape[1] % NF4_BLOCK:
         return _expanded_nf4(held, dtype, rows)
     if isinstance(held, Fp8Weight):

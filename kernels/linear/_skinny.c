@@ -10,6 +10,8 @@
    Legend: N outputs, K inputs (a multiple of 32), G groups of a row of W; a tile: TOKENS rows of x, OUTPUTS rows of W.
 */
 
+#include <string.h>
+
 #include "../common/lanes.h"
 #include "weights.h"
 
@@ -125,8 +127,28 @@ INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, u
     }
 }
 
-/* y [rows, N] of x [⌈rows / tokens⌉, K / 32, tokens, 32], both bf16; `tokens` is 1, 4 or 8. */
-void skinny_product(const Weight *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t tokens, int threads) {
+/* How many rows of x a tile has. */
+INLINE int64_t tokens_of(int64_t rows) { return rows == 1 ? 1 : rows <= 4 ? 4 : 8; }
+
+/* x [rows, K] as [⌈rows / tokens⌉, K / 32, tokens, 32]: the same 32 elements of a tile's rows become neighbours, since
+   rows 8 KiB apart would fight for lines of the cache. What is beyond the last row is zero. */
+INLINE void pack_tiles(const uint16_t *x, int64_t x_stride, uint16_t *out, int64_t rows, int64_t k, int64_t tokens) {
+    for (int64_t t = 0; t < (rows + tokens - 1) / tokens * tokens; t++)
+        for (int64_t c = 0; c < k; c += STEP) {
+            uint16_t *to = out + t / tokens * tokens * k + c * tokens + t % tokens * STEP;
+            if (t < rows)
+                memcpy(to, x + t * x_stride + c, STEP * sizeof *to);
+            else
+                memset(to, 0, STEP * sizeof *to);
+        }
+}
+
+/* y [rows, N] of x [rows, K], both bf16; `packed` has room for x and 7 rows more. */
+void skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *packed, uint16_t *y,
+                    int64_t rows, int threads) {
+    int64_t tokens = tokens_of(rows);
+    const uint16_t *x = packed;
+    pack_tiles(inputs, stride, packed, rows, w->k, tokens);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += outputs_of(tokens))
         for (int64_t t = 0; t < rows; t += tokens) {

@@ -9,16 +9,17 @@ Legend: T tokens, K input features, N output features.
 """
 
 import ctypes
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.floats_cpu import NEEDS
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -42,19 +43,33 @@ class _Weight(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SkinnyWeight:
+    """A weight that the functions below take, in its own memory."""
+
+    held: QuantizedWeight
+    at: _Weight
+    """Where C finds it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SkinnyWeight":
+        held = deepcopy(self.held, memo)
+        return SkinnyWeight(held, _address(held))
+
+
 @dataclass(frozen=True)
 class _Source:
-    """One C source: what it needs, and the numbers of rows that its tiles have."""
+    """One C source, and what it needs."""
 
     name: str
     needs: frozenset[str]
-    tiles: tuple[int, ...]
 
 
 _SOURCES = {
-    torch.bfloat16: _Source("_skinny.c", frozenset({"avx512_bf16", "avx512vbmi"}), (1, 4, 8)),
-    torch.float32: _Source("_skinny_wide.c", frozenset({"avx2", "fma", "f16c"}), (1, 4)),
+    torch.bfloat16: _Source("_skinny.c", frozenset({"avx512_bf16", "avx512vbmi"})),
+    torch.float32: _Source("_skinny_wide.c", NEEDS | {"f16c"}),
 }
+_MOST_FILL = 7
+"""Rows of zeros that `_skinny.c` may add."""
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -62,11 +77,8 @@ def multiplies(dtype: torch.dtype) -> bool:
     return dtype in _SOURCES and _library(dtype) is not None
 
 
-def prepare_skinny(weight: QuantizedWeight) -> QuantizedWeight | None:
-    """The weight as the functions below take it, in its own memory; None where its shape or the machine does not fit.
-
-    NF4 must not be doubly quantized.
-    """
+def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight | None:
+    """None where the weight's shape or the machine does not fit. NF4 must not be doubly quantized."""
     k = weight.shape[1]
     step = NF4_BLOCK if isinstance(weight, NF4Weight) else _STEP
     if k % step or (isinstance(weight, IntegerWeight) and not _fits(weight)) or not any(map(multiplies, _SOURCES)):
@@ -75,29 +87,27 @@ def prepare_skinny(weight: QuantizedWeight) -> QuantizedWeight | None:
         return None
     fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
     whole: dict[str, Any] = {name: field.contiguous() for name, field in fields.items() if isinstance(field, Tensor)}
-    return replace(weight, **whole)
+    held = replace(weight, **whole)
+    return SkinnyWeight(held, _address(held))
 
 
-def skinny_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+def skinny_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
     """x Wᵀ, [T, N], of x [T, K] in a dtype that `multiplies`."""
     rows, k = x.shape
-    tiles = _SOURCES[x.dtype].tiles
-    tile = next((tile for tile in tiles if tile >= rows), tiles[-1])
-    # The same 32 elements of a tile's rows become neighbours: rows 8 KiB apart would fight for lines of the cache.
-    whole = F.pad(x, (0, 0, 0, -rows % tile)) if rows % tile else x.contiguous()
-    tiled = whole.view(-1, tile, k // _STEP, _STEP).transpose(1, 2).contiguous()
-    out = x.new_empty(rows, weight.shape[0])
-    pointers, threads = _pointers(weight), torch.get_num_threads()
-    _library(x.dtype).skinny_product(pointers, tiled.data_ptr(), out.data_ptr(), rows, tile, threads)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out, packed = x.new_empty(rows, weight.at.n), x.new_empty(rows + _MOST_FILL, k)
+    pointers = packed.data_ptr(), out.data_ptr()
+    _library(x.dtype).skinny_product(weight.at, x.data_ptr(), x.stride(0), *pointers, rows, torch.get_num_threads())
     return out
 
 
-def expanded_rows(weight: QuantizedWeight, dtype: torch.dtype, rows: slice) -> Tensor:
-    """`weight.dequantize(dtype, rows)` in bf16 or fp32, faster."""
+def expanded_rows(weight: SkinnyWeight, dtype: torch.dtype, rows: slice) -> Tensor:
+    """`weight.held.dequantize(dtype, rows)` in bf16 or fp32, faster."""
     if not multiplies(dtype):
         return expanded_rows(weight, torch.float32, rows).to(dtype)
-    out = torch.empty(rows.stop - rows.start, weight.shape[1], dtype=dtype)
-    _library(dtype).expand_rows(_pointers(weight), rows.start, rows.stop, out.data_ptr(), torch.get_num_threads())
+    out = torch.empty(rows.stop - rows.start, weight.at.k, dtype=dtype)
+    _library(dtype).expand_rows(weight.at, rows.start, rows.stop, out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -107,7 +117,10 @@ def _library(dtype: torch.dtype) -> Any:
     library = compiled(Path(__file__).with_name(source.name), needs=source.needs)
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.skinny_product.argtypes = (ctypes.POINTER(_Weight), pointer, pointer, number, number, ctypes.c_int)
+        library.skinny_product.argtypes = (
+            *(ctypes.POINTER(_Weight), pointer, number, pointer, pointer, number),
+            ctypes.c_int,
+        )
         library.expand_rows.argtypes = (ctypes.POINTER(_Weight), number, number, pointer, ctypes.c_int)
         library.skinny_product.restype = library.expand_rows.restype = None
     return library
@@ -125,7 +138,7 @@ def _scales(weight: QuantizedWeight) -> Tensor:
     return weight.absmax if isinstance(weight, NF4Weight) else weight.scales
 
 
-def _pointers(weight: QuantizedWeight) -> _Weight:
+def _address(weight: QuantizedWeight) -> _Weight:
     n, k = weight.shape
     group = NF4_BLOCK if isinstance(weight, NF4Weight) else getattr(weight, "group", k)
     scales, zeros, minima = _scales(weight), getattr(weight, "zeros", None), getattr(weight, "minima", None)

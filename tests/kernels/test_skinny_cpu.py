@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear._skinny_cpu import expanded_rows, multiplies, prepare_skinny, skinny_product
+from kernels.linear._skinny_cpu import SkinnyWeight, expanded_rows, multiplies, prepare_skinny, skinny_product
 from kernels.linear.quantization import (
     Fp8Weight,
     Int8Weight,
@@ -41,7 +41,7 @@ ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
 Quantize = Callable[[Tensor], QuantizedWeight]
 
 
-def prepared(weight: QuantizedWeight) -> QuantizedWeight:
+def prepared(weight: QuantizedWeight) -> SkinnyWeight:
     result = prepare_skinny(weight)
     assert result is not None
     return result
