@@ -17,10 +17,22 @@
 
 #define STEP 32 /* weights decoded at once */
 
+/* INT8 with a scale for 16 codes, beside the formats of weights.h: its groups are taken as 32 codes with two scales. */
+enum { INT8_SIXTEENS = INT4_FROM_MINIMA + 1 };
+
+INLINE int format_of(const Weight *w) { return w->format == INT8 && w->group == STEP / 2 ? INT8_SIXTEENS : w->format; }
+
+INLINE int64_t group_of(int format, const Weight *w) { return format == INT8_SIXTEENS ? STEP : w->group; }
+
 static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* What the codes of a group stand for, fp32: in four bits 16 values, in eight the scale in every lane. */
+/* What the codes of a group stand for, fp32: in four bits 16 values, in eight the scale in every lane; of INT8_SIXTEENS
+   the first scale in the even lanes, the second in the odd ones. */
 INLINE __m512 group_values(int format, const Weight *w, int64_t index) {
+    if (format == INT8_SIXTEENS) {
+        __m512 first = _mm512_set1_ps(number_of(w, w->scales, 2 * index));
+        return _mm512_mask_blend_ps(0xaaaa, first, _mm512_set1_ps(number_of(w, w->scales, 2 * index + 1)));
+    }
     __m512 scale = _mm512_set1_ps(number_of(w, w->scales, index));
     if (format == INT8) return scale;
     if (format == FP8) return _mm512_mul_ps(scale, _mm512_set1_ps(256)); /* it is read as fp16 of 1/256 of its value */
@@ -49,7 +61,7 @@ INLINE __m512i code_starts(int format, const uint8_t *codes) {
 
 /* 32 codes of eight bits times their scale, fp32. */
 INLINE void scale_8bit(int format, const uint8_t *codes, __m512 scale, __m512 *low, __m512 *high) {
-    if (format == INT8) {
+    if (format != FP8) {
         *low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
         *high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes + 1)));
     } else {
@@ -59,8 +71,9 @@ INLINE void scale_8bit(int format, const uint8_t *codes, __m512 scale, __m512 *l
         *low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
         *high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
     }
-    *low = _mm512_mul_ps(*low, scale);
-    *high = _mm512_mul_ps(*high, scale);
+    int is_paired = format == INT8_SIXTEENS;
+    *low = _mm512_mul_ps(*low, is_paired ? _mm512_moveldup_ps(scale) : scale);
+    *high = _mm512_mul_ps(*high, is_paired ? _mm512_movehdup_ps(scale) : scale);
 }
 
 /* 32 neighbours of a row of W, bf16. */
@@ -74,7 +87,7 @@ INLINE __m512i decode(int format, const uint8_t *codes, __m512i key) {
 /* OUTPUTS columns of y from n on, of TOKENS rows of x, [K / 32, TOKENS, 32]; the first `rows` of them are stored. */
 INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows, const int TOKENS,
                  const int OUTPUTS) {
-    int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(format, w->k);
+    int64_t size = group_of(format, w), groups = (w->k + size - 1) / size, bytes = bytes_of(format, w->k);
     int64_t output[4];
     const uint8_t *codes[4];
     __m512 sums[8][4];
@@ -91,7 +104,7 @@ INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint
             _mm_prefetch(place_of(w, w->scales, index + OUTPUTS * groups), _MM_HINT_T0);
             key[i] = group_key(format, group_values(format, w, index));
         }
-        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP) {
+        for (int64_t end = smaller(k + size, w->k); k < end; k += STEP) {
             __m512i weights[4];
             UNROLLED(int i = 0; i < OUTPUTS; i++) {
                 const uint8_t *here = codes[i] + bytes_of(format, k);
@@ -154,22 +167,23 @@ void skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uin
         for (int64_t t = 0; t < rows; t += tokens) {
             const uint16_t *from = x + t * w->k;
             uint16_t *to = y + t * w->n;
-            switch (w->format) {
+            switch (format_of(w)) {
             case NF4: tile_of(NF4, w, n, from, to, rows - t, tokens); break;
             case INT4: tile_of(INT4, w, n, from, to, rows - t, tokens); break;
             case INT8: tile_of(INT8, w, n, from, to, rows - t, tokens); break;
             case FP8: tile_of(FP8, w, n, from, to, rows - t, tokens); break;
             case INT4_FROM_MINIMA: tile_of(INT4_FROM_MINIMA, w, n, from, to, rows - t, tokens); break;
+            case INT8_SIXTEENS: tile_of(INT8_SIXTEENS, w, n, from, to, rows - t, tokens); break;
             }
         }
 }
 
 INLINE void expand_row(int format, const Weight *w, int64_t n, uint16_t *out) {
-    int64_t groups = (w->k + w->group - 1) / w->group, k = 0;
+    int64_t size = group_of(format, w), groups = (w->k + size - 1) / size, k = 0;
     const uint8_t *codes = w->codes + n * bytes_of(format, w->k);
     for (int64_t group = 0; group < groups; group++) {
         __m512i key = group_key(format, group_values(format, w, n * groups + group));
-        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP)
+        for (int64_t end = smaller(k + size, w->k); k < end; k += STEP)
             _mm512_storeu_si512(out + k, decode(format, codes + bytes_of(format, k), key));
     }
 }
@@ -179,12 +193,13 @@ void expand_rows(const Weight *w, int64_t start, int64_t stop, uint16_t *out, in
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = start; n < stop; n++) {
         uint16_t *row = out + (n - start) * w->k;
-        switch (w->format) {
+        switch (format_of(w)) {
         case NF4: expand_row(NF4, w, n, row); break;
         case INT4: expand_row(INT4, w, n, row); break;
         case INT8: expand_row(INT8, w, n, row); break;
         case FP8: expand_row(FP8, w, n, row); break;
         case INT4_FROM_MINIMA: expand_row(INT4_FROM_MINIMA, w, n, row); break;
+        case INT8_SIXTEENS: expand_row(INT8_SIXTEENS, w, n, row); break;
         }
     }
 }

@@ -131,7 +131,7 @@ def _fits(weight: IntegerWeight) -> bool:
         return False
     if weight.minima is not None and (isinstance(weight, Int8Weight) or weight.minima.dtype != weight.scales.dtype):
         return False
-    return not weight.group % _STEP
+    return not weight.group % _STEP or (isinstance(weight, Int8Weight) and 2 * weight.group == _STEP)
 
 
 def _scales(weight: QuantizedWeight) -> Tensor:

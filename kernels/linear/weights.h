@@ -13,7 +13,7 @@ enum { NF4, INT4, INT8, FP8, INT4_FROM_MINIMA };
 
 typedef struct {
     int64_t format, n, k;
-    int64_t group;        /* codes that share a scale: 64 in NF4, K in FP8 */
+    int64_t group;        /* codes that share a scale: 64 in NF4, K in FP8, 16 or 32s in integers */
     int64_t is_half;      /* whether scales and minima are fp16, else fp32 */
     const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits */
     const void *scales;   /* [N, G] */

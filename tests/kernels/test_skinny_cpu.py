@@ -35,6 +35,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4 from minima": from_minima,
     "int8": quantize_int8,
     "int8 in groups": lambda w: in_halves(quantize_int8(w, group=32)),
+    "int8 in sixteens": lambda w: quantize_int8(w, group=16),
     "fp8": quantize_fp8,
 }
 ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
@@ -147,7 +148,7 @@ def test_shapes_that_do_not_fit_go_elsewhere(shape: tuple[int, int]) -> None:
         y = quantized_linear(x, prepare_quantized_weight(weight))
         check_close(y, x.double() @ weight.dequantize(torch.float64).t())
     for quantize in (quantize_int4, quantize_int8):
-        assert prepare_skinny(quantize(torch.randn(4, 128), group=16)) is None
+        assert prepare_skinny(quantize(torch.randn(4, 128), group=8)) is None
     assert prepare_skinny(dataclasses.replace(quantize_fp8(torch.randn(4, 128)), scales=torch.ones(4).half())) is None
 
 

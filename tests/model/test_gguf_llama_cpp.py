@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.files.checkpoint import load_model
-from model.formats.gguf.reader import import_gguf
+from model.formats.gguf.reader import import_gguf, import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
 from model.text.gguf_tokenizer import tokenizer_json
 from model.text.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ def test_llama_cpp_reads_our_quantized_weights(type: str, tmp_path: Path) -> Non
     sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1} if "_k" in type else {}
     original = model_folder(tmp_path / "folder", **sizes)
     export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type=type)
-    import_gguf(tmp_path / "model.gguf", tmp_path / "again", dtype=torch.float32)
+    import_gguf_blocks(tmp_path / "model.gguf", tmp_path / "again")
     with opened(tmp_path / "model.gguf") as llama_cpp:
         theirs = torch.stack([llama_cpp.log_probs(DOCUMENT[:length], 512) for length in LENGTHS])
     near, far = kl(theirs, load_model(tmp_path / "again")), kl(theirs, original)

@@ -1,6 +1,7 @@
 """GGUF files on the command line: unpacked once, served as they are stored."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from model.files.checkpoint import is_quantized
 from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.run_folder import Served, resolve_served
+from pipeline.stages.import_model.config import ModelSource
+from pipeline.stages.import_model.run import import_model, report_of
 from tests.model.test_gguf import write_model
 
 
@@ -39,6 +42,17 @@ def test_what_cannot_be_opened_is_said_and_leaves_nothing(file: Path, tmp_path: 
     with pytest.raises(ValueError, match="is not a valid GGUF file"):
         resolve_served(str(file))
     assert not any((tmp_path / "cache" / "potstill" / "gguf").iterdir())
+
+
+def test_a_recipe_keeps_the_blocks(file: Path, tmp_path: Path) -> None:
+    source = ModelSource(origin=str(file), keep_blocks=True)
+    import_model(source, tmp_path / "kept", tmp_path)
+    import_model(replace(source, keep_blocks=False), tmp_path / "expanded", tmp_path)
+    assert is_quantized(tmp_path / "kept") and not is_quantized(tmp_path / "expanded")
+    kept, expanded = (report_of("tiny", tmp_path / name).weight_bytes for name in ("kept", "expanded"))
+    assert kept < 0.6 * expanded
+    with pytest.raises(UserError, match=r"keep_blocks goes with a wheel or a \.gguf file"):
+        import_model(replace(source, origin=str(tmp_path / "expanded")), tmp_path / "again", tmp_path)
 
 
 def test_a_file_answers(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

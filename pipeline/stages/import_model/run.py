@@ -13,7 +13,7 @@ from model.cost import kv_bytes_per_token
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import load_config, load_model, save_model
 from model.files.safe_io import sha256_of
-from model.formats.gguf.reader import gguf_config, import_gguf
+from model.formats.gguf.reader import gguf_config, import_gguf, import_gguf_blocks
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
@@ -42,8 +42,10 @@ def import_model(source: ModelSource, folder: Path, cache: Path) -> None:
     """Writes config, weights in their own dtype, and tokenizer into `folder`."""
     found = _locate(source, cache)
     if found.is_file():
-        import_gguf(found, folder)
+        (import_gguf_blocks if source.keep_blocks else import_gguf)(found, folder)
         return
+    if source.keep_blocks:
+        raise UserError(f"keep_blocks goes with a wheel or a .gguf file, not with {source.origin}.")
     if (found / ADAPTER_NAME).exists():
         raise UserError(f"{found} holds an adapter over a base; name a model in which it has been merged.")
     save_model(load_model(found, dtype="auto"), folder)
