@@ -5,7 +5,7 @@ Linear weights may be in one of the formats of model/formats. A folder may also 
 that it belongs to (model/files/adapter.py): it opens as the base with the adapter attached.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from model.transformer import Transformer
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 EMBEDDING, HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_LAYERS = "model.layers."
 # A header names tensors only: 16 MiB is a hundred times what the largest known model needs.
 MAX_HEADER_BYTES = 16 << 20
 _TABLES = 2048
@@ -116,6 +117,26 @@ def load_model(
         check_base(folder, base)
         load_adapter(model, folder)
     return model.eval()
+
+
+def open_layerwise(
+    folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[Transformer, Callable[[int], None]]:
+    """A folder of dense weights as a model whose decoder layers hold no memory yet, and what loads one by its number.
+
+    Raises as `load_model` does: for names at once, for a tensor when it is read.
+    """
+    sources = dense_sources(folder)
+    with torch.device("meta"):
+        model = Transformer(load_config(folder)).eval()
+
+    def load(names: Iterable[str]) -> None:
+        for name in names:
+            tensor = sources[name]()
+            _set_parameter(model, name, torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor))
+
+    load(name for name in sources if not name.startswith(_LAYERS))
+    return model, lambda number: load(name for name in sources if name.startswith(f"{_LAYERS}{number}."))
 
 
 def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device) -> Transformer:

@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
 from model.cost import Setup, quantized_size
-from model.files.checkpoint import load_model
+from model.files.checkpoint import load_model, open_layerwise
 from model.formats.base import WeightFormat
 from model.formats.registry import format_named
 from model.mesh import choose_device, choose_dtype
@@ -41,6 +41,7 @@ from pipeline.stages.quantize.config import Quantize
 from pipeline.stages.quantize.report import ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import RecoveryStage, check_dense, write_tensors
+from train.evaluate import TeacherStates
 from train.loop import TrainingResult
 from train.progress import Progress
 
@@ -65,6 +66,15 @@ class QuantizeStage(RecoveryStage[Quantize]):
     def dense(self) -> Transformer:
         """The parent in fp32."""
         return load_model(self.context.model(self.config.model), device=choose_device())
+
+    def layerwise(self) -> tuple[Transformer, Callable[[int], None]]:
+        """The parent in fp32 without its layers, embeddings and head as they will stay; and what loads a layer."""
+        model, load_layer = open_layerwise(self.context.model(self.config.model), device=choose_device())
+        for name, format in self.formats.items():
+            if not name.endswith("_proj"):  # no method sees them
+                weight = model.get_parameter(f"{name}.weight").detach().to(PUBLISHED_DTYPE)
+                set_quantized(model, name, format.quantize(weight), format)
+        return model, load_layer
 
     def rounded_folder(self, method: str) -> Path:
         """Where the layers that a method has rounded are kept."""
@@ -149,14 +159,17 @@ def _most_sensitive(stage: QuantizeStage, average_bits: float) -> list[str]:
 
 def _measure_start(stage: QuantizeStage) -> Start:
     held_out, methods = stage.held_out, dict.fromkeys([stage.config.method, *stage.config.compare])
-    states, rows = held_out.states(stage.teacher), []
-    for method in methods:
-        model, reports = _round(stage, method)
-        _calibrate_routers(stage, model)
-        quality = held_out.quality(stage.published_form(model), states)
-        log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
-        rows.append(Rounded(method, quality, sum(report.seconds for report in reports)))
+    states = held_out.states(stage.teacher)
+    rows = [_measured(stage, method, states) for method in methods]
     return Start(held_out.quality(stage.teacher), rows)
+
+
+def _measured(stage: QuantizeStage, method: str, states: TeacherStates) -> Rounded:
+    model, reports = _round(stage, method)
+    _calibrate_routers(stage, model)
+    quality = stage.held_out.quality(stage.published_form(model), states)
+    log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
+    return Rounded(method, quality, sum(report.seconds for report in reports))
 
 
 def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
@@ -165,7 +178,7 @@ def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[Quantiz
     found = len(_layer_files(folder))
     if found == total:
         return _rounded(stage, method)
-    model, text = _with_rounded_embeddings(stage), stage.training_text(stage.config.calibration_tokens)
+    (model, load_layer), text = stage.layerwise(), stage.training_text(stage.config.calibration_tokens)
     log.info("rounding by %s on %s tokens", method, f"{sum(len(batch.tokens) for batch in text):,}")
     reports: list[QuantizedLayerReport] = []
     with Progress(f"rounding by {method}", total, done=found) as progress:
@@ -184,7 +197,14 @@ def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[Quantiz
         chosen = replace(METHODS[method], iterations=stage.config.iterations)
         try:
             quantize_layers(
-                model, text, stage.formats.get, chosen, dtype=PUBLISHED_DTYPE, restore=restore, on_layer=keep
+                model,
+                text,
+                stage.formats.get,
+                chosen,
+                dtype=PUBLISHED_DTYPE,
+                load_layer=load_layer,
+                restore=restore,
+                on_layer=keep,
             )
         except QuantizationError as error:
             raise UserError(f"quantize: {error}") from None
@@ -193,18 +213,12 @@ def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[Quantiz
 
 def _rounded(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
     """The model in fp32 with all its rounded layers, and what is said of each."""
-    model = _with_rounded_embeddings(stage)
-    return model, [_load_layer(model, path, stage.formats) for path in _layer_files(stage.rounded_folder(method))]
-
-
-def _with_rounded_embeddings(stage: QuantizeStage) -> Transformer:
-    """The parent in fp32, embeddings and head as they will stay: they see no method."""
-    model = stage.dense()
-    for name, format in stage.formats.items():
-        if not name.endswith("_proj"):
-            weight = model.get_parameter(f"{name}.weight").detach().to(PUBLISHED_DTYPE)
-            set_quantized(model, name, format.quantize(weight), format)
-    return model
+    model, load_layer = stage.layerwise()
+    reports = []
+    for number, path in enumerate(_layer_files(stage.rounded_folder(method))):
+        load_layer(number)
+        reports.append(_load_layer(model, path, stage.formats))
+    return model, reports
 
 
 def _calibrate_routers(stage: QuantizeStage, model: Transformer) -> None:
@@ -253,11 +267,16 @@ def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
     config = stage.config
     if not config.tokens:
         return TrainingResult(0, 0, 0.0, {}, interrupted=False, skipped=0)
-    dense = None if METHODS[config.method].scaling != "none" else stage.dense()
-    train_through_rounding(student, config.train, dense=dense, scale_dtype=PUBLISHED_DTYPE)
+    train_through_rounding(student, config.train, dense=_before_rounding(stage), scale_dtype=PUBLISHED_DTYPE)
     training = stage.train(student)
     to_quantized(student)
     return training
+
+
+def _before_rounding(stage: QuantizeStage) -> Transformer | None:
+    """The parent, where weights are trained that begin at its own."""
+    begins_there = stage.config.train != "scales" and METHODS[stage.config.method].scaling == "none"
+    return stage.dense() if begins_there else None
 
 
 def _details(
