@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from kernels.adamw_8bit import BLOCK
 from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
-from model.formats.base import WeightFormat
+from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import NO_FORMAT, format_named
 from model.kv_format import KV_FORMATS
-from model.layers import Linear
+from model.linear import Embedding, Linear
 from model.lora import Lora, LoraConfig, matching_layers
 from model.mesh import training_dtype
 from model.quantized import quantized_layers
@@ -40,6 +40,8 @@ from model.transformer import Transformer
 FULL, HALF = 4, 2
 # fp32 buffers of a block of logits on the CPU: of cross-entropy, and of a divergence.
 _LOSS_BLOCKS, _DIVERGENCE_BLOCKS = 2, 6
+# fp32 numbers a weight that training through rounding keeps for backward: what is rounded, its levels, and the product.
+_KEPT_BY_ROUNDING = {"scales": 2, "low_rank": 4, "all": 3}
 SMALLEST_IN_8_BITS = 4_096
 """Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
 SMALLEST_PAGED = 100_000
@@ -159,6 +161,17 @@ class TrainingStep(Protocol):
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Of a model that is trained through rounding (compress/quantize/qat.py)."""
+
+    trained: Literal["scales", "low_rank", "all"]
+    formats: Mapping[str, WeightFormat[Any]]
+    """Of each quantized layer, by its name in the model."""
+    rank: int
+    """Of low-rank updates."""
+
+
+@dataclass(frozen=True)
 class Setup:
     """What is trained, and how."""
 
@@ -175,12 +188,14 @@ class Setup:
     double_quantization: bool = True
     fp32_base: bool = False
     """Whether a frozen base that is not quantized is in fp32, as trained weights are, whatever products are in."""
+    rounding: Rounding | None = None
+    """Or train through rounding, in fp32."""
     on_gpu: bool = True
     processes: int = 1
 
     def memory(self) -> Memory:
         """The arithmetic. Raises LoraError for a target that names no layer."""
-        return _Arithmetic(self).memory()
+        return (_Arithmetic(self) if self.rounding is None else _ThroughRounding(self, self.rounding)).memory()
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with micro-batches of this size, as many in a step as before."""
@@ -252,7 +267,7 @@ class _Arithmetic:
         fixed, copies, loss = weights + adapters + optimizer, self._copies(), self._loss()
         kept, work = self._kept(), self._work()
         held = gradients if self.training.micro_batches_per_step > self.setup.processes else 0
-        head = 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
+        head = self._head_gradient()
         peaks = {
             "loss": fixed + held + copies + kept + loss,
             "first layer of backward": fixed + max(held, head) + copies * (not self._recomputes) + kept + work,
@@ -391,3 +406,66 @@ class _Arithmetic:
 
     def _head_gradient(self) -> int:
         return 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
+
+
+class _ThroughRounding(_Arithmetic):
+    """Of layers that round an fp32 weight, or keep its levels, each time that they multiply."""
+
+    def __init__(self, setup: Setup, rounding: Rounding) -> None:
+        super().__init__(setup)
+        self.rounding = rounding
+        modules = {name: m for name, m in self.shape.named_modules() if isinstance(m, Linear | Embedding)}
+        self.quantized = {name: tuple(modules[name].weight.shape) for name in rounding.formats}
+        self.projections = {name: shape for name, shape in self.quantized.items() if name.endswith("_proj")}
+
+    def _scales(self, name: str) -> int:
+        format, (rows, columns) = self.rounding.formats[name], self.projections[name]
+        return rows * format.num_groups(columns) if isinstance(format, IntegerFormat) else rows
+
+    @cached_property
+    def trained(self) -> list[int]:
+        kind, rank = self.rounding.trained, self.rounding.rank
+        sizes = [self._scales(name) for name in self.projections]
+        if kind == "low_rank":
+            sizes += [rank * side for shape in self.projections.values() for side in shape]
+        if kind == "all":
+            sizes += [rows * columns for rows, columns in self.projections.values()]
+        others = self._others()
+        return sizes + [size for name, size in others.items() if kind == "all" or "norm" in name]
+
+    def _others(self) -> dict[str, int]:
+        """Elements of the tensors that no format holds, by name."""
+        sizes = {name: parameter.numel() for name, parameter in self.shape.named_parameters()}
+        return {name: size for name, size in sizes.items() if name.removesuffix(".weight") not in self.quantized}
+
+    def _weights(self) -> int:
+        kind, rank, teacher = self.rounding.trained, self.rounding.rank, self.setup.teacher
+        total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
+        total += FULL * sum(self._others().values())
+        for name, shape in self.quantized.items():
+            if name not in self.projections:
+                total += self.rounding.formats[name].num_bytes(shape)
+                continue
+            total += (1 if kind == "scales" else FULL) * math.prod(shape) + FULL * self._scales(name)
+            total += FULL * rank * sum(shape) if kind == "low_rank" else 0
+        return total
+
+    def _copies(self) -> int:
+        return 0
+
+    def _layer(self) -> int:
+        weights = sum(rows * columns for rows, columns in self.projections.values()) // self.config.num_layers
+        return super()._layer() + FULL * _KEPT_BY_ROUNDING[self.rounding.trained] * weights
+
+    def _loss(self) -> int:
+        """A quantized head is expanded."""
+        expanded = 0 if self._head_name not in self.quantized else FULL
+        return super()._loss() + expanded * self.config.vocab_size * self.config.hidden_size
+
+    def _head_gradient(self) -> int:
+        fixed = self._head_name in self.quantized or self.rounding.trained != "all"
+        return 0 if fixed else super()._head_gradient()
+
+    @property
+    def _head_name(self) -> str:
+        return "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"

@@ -13,6 +13,7 @@ from pipeline.plan import GIB, budgets_of, plan_recipe
 from pipeline.recipe import load_recipe
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.qlora.config import Qlora
+from pipeline.stages.quantize.config import Quantize, Weights
 from tests.pipeline.tiny_run import write_teacher
 
 
@@ -52,6 +53,23 @@ def test_a_stage_qlora_is_planned(recipe: Path, tmp_path: Path) -> None:
     assert plan.setup.adapter is not None and plan.setup.adapter.rank == 64
     assert plan.setup.quantization == "nf4" and plan.setup.training.max_grad_norm == 0.3
     assert plan.memory.adapters == plan.memory.gradients > 0
+
+
+def test_recovery_of_quantized_weights_is_planned_by_what_it_trains(recipe: Path, tmp_path: Path) -> None:
+    stage = Quantize(tokens=4096, model="teacher", data="text", weights=Weights(group=16))
+    plans = []
+    for trained in ("scales", "low_rank", "all"):
+        stages = (("quantize", replace(stage, train=trained)),)
+        plans += plan_recipe(replace(load_recipe(recipe, []), stages=stages), tmp_path)
+    scales, low_rank, everything = (plan.memory for plan in plans)
+    shape = plans[0].setup.model
+    heads = 2 * (shape.num_query_heads + shape.num_kv_heads) * shape.head_dim
+    weights = shape.num_layers * shape.hidden_size * (heads + 3 * shape.intermediate_size)
+    norms = shape.hidden_size * (2 * shape.num_layers + 1)
+    assert scales.gradients == 4 * (weights // 16 + norms)
+    assert everything.gradients == scales.gradients + 4 * weights
+    assert scales.gradients < low_rank.gradients < everything.gradients
+    assert scales.peak < everything.peak and scales.weights < low_rank.weights
 
 
 @pytest.mark.parametrize(

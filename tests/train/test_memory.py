@@ -9,13 +9,16 @@ import torch
 
 from compress.lora import inject
 from compress.mod import add_routers
-from compress.quantize.round_to_nearest import quantize_model
+from compress.quantize.qat import train_through_rounding
+from compress.quantize.round_to_nearest import formats_of_layers, quantize_model
 from model.config import MixtureOfDepths, ModelConfig
-from model.cost import Setup, largest_micro_batch
+from model.cost import Rounding, Setup, largest_micro_batch
+from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
+from model.formats.compressed_tensors import Int4, Int8
 from model.lora import LoraConfig, LoraError
 from model.mesh import choose_dtype
-from model.quantized import QuantizedLinear
+from model.quantized import QuantizedLayer
 from model.routed import routed_layers
 from model.transformer import Transformer
 from tests.memory import peak_bytes
@@ -58,6 +61,10 @@ def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
     teacher = None if setup.teacher is None else Transformer(setup.teacher).to(fast)
     if teacher is not None:
         teacher.initialize(1)
+    if setup.rounding is not None:
+        formats = {name: format for name, format in setup.rounding.formats.items() if not name.endswith("_proj")}
+        quantize_model(model, INT4, overrides=formats)
+        train_through_rounding(model, setup.rounding.trained, rank=setup.rounding.rank)
     if setup.adapter is not None:
         if setup.training.precision == "bf16" and not setup.fp32_base:
             model.to(fast)
@@ -70,8 +77,9 @@ def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
 def loaded_bytes(model: Transformer | None) -> int:
     if model is None:
         return 0
-    quantized = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, QuantizedLinear))
-    return quantized + sum(parameter.nbytes for parameter in model.parameters())
+    quantized = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, QuantizedLayer))
+    held = [*model.parameters(), *model.buffers()]
+    return quantized + sum(tensor.nbytes for tensor in held)
 
 
 def trainer_of(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
@@ -104,7 +112,21 @@ ADAPTERS = {
     "dora": LoraConfig(rank=16, dora=True),
     "two layers": LoraConfig(rank=8, targets=("q_proj", "v_proj")),
 }
+INT4 = Int4(32)
+
+
+def rounding(trained: str, embeddings: WeightFormat[Any] | None = None) -> Setup:
+    """Of a distillation through rounding to four bits."""
+    formats = formats_of_layers(WIDE, INT4, dict.fromkeys(["embed_tokens", "lm_head"], embeddings))
+    return Setup(WIDE, training(FEW), teacher=WIDE, rounding=Rounding(trained, formats, rank=8))  # type: ignore[arg-type]
+
+
 SETUPS = {
+    "scales through rounding": rounding("scales"),
+    "scales through rounding, embeddings too": rounding("scales", Int8()),
+    "low rank through rounding": rounding("low_rank"),
+    "all through rounding": rounding("all"),
+    "all through rounding, embeddings too": rounding("all", Int8()),
     "language": Setup(TINY, training()),
     "fp32": Setup(TINY, training(precision="fp32")),
     "recomputed": Setup(TINY, training(activation_checkpointing=True)),

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from compress.mod import calibrate
 from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
 from compress.quantize.methods import METHODS
-from compress.quantize.qat import to_quantized, train_through_rounding
+from compress.quantize.qat import RANK, to_quantized, train_through_rounding
 from compress.quantize.round_to_nearest import QuantizationError, formats_of_layers
 from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
-from model.cost import Setup, quantized_size
+from model.cost import Rounding, Setup, quantized_size
 from model.files.checkpoint import load_model, open_layerwise
 from model.formats.base import WeightFormat
 from model.formats.registry import format_named
@@ -83,15 +83,7 @@ class QuantizeStage(RecoveryStage[Quantize]):
     @cached_property
     def formats(self) -> dict[str, WeightFormat[Any]]:
         """Of each layer that is quantized, by its name in the model."""
-        config, shape = self.config, self.teacher.config
-        ends = ["embed_tokens"] if shape.tie_word_embeddings else ["embed_tokens", "lm_head"]
-        try:
-            weights: Any = format_named(config.weights.format, **config.weights.options())
-            named = {p: weights if n == config.weights.format else format_named(n) for p, n in config.layers.items()}
-            overrides = dict.fromkeys(ends, format_named(config.embeddings)) | self._enlarged() | named
-            return formats_of_layers(shape, weights, overrides)
-        except ValueError as error:
-            raise UserError(f"quantize: {error}") from None
+        return _formats(self.config, self.teacher.config, self._enlarged())
 
     def _enlarged(self) -> dict[str, WeightFormat[Any] | None]:
         """The layers that get the larger format, chosen once, by the main process."""
@@ -129,9 +121,14 @@ def run(context: StageContext) -> Result[QuantizeDetails] | None:
 
 
 def setup(config: Quantize, shapes: Mapping[str, ModelConfig]) -> Setup | None:
-    """What its recovery holds in memory; without one there is nothing to plan."""
+    """What its recovery holds in memory; without one there is nothing to plan.
+
+    Layers that a budget of bits would give more count as the others: which they are is found on text.
+    """
+    if not config.tokens:
+        return None
     shape = shapes[config.model]
-    return Setup(shape, config, teacher=shape) if config.tokens else None
+    return Setup(shape, config, teacher=shape, rounding=Rounding(config.train, _formats(config, shape, {}), RANK))
 
 
 def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> ModelConfig:
@@ -140,6 +137,20 @@ def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> M
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _formats(
+    config: Quantize, shape: ModelConfig, enlarged: Mapping[str, WeightFormat[Any] | None]
+) -> dict[str, WeightFormat[Any]]:
+    """Of each layer that is quantized, by its name; `enlarged` before what the recipe says of all layers."""
+    ends = ["embed_tokens"] if shape.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    try:
+        weights: Any = format_named(config.weights.format, **config.weights.options())
+        named = {p: weights if n == config.weights.format else format_named(n) for p, n in config.layers.items()}
+        overrides = dict.fromkeys(ends, format_named(config.embeddings)) | dict(enlarged) | named
+        return formats_of_layers(shape, weights, overrides)
+    except ValueError as error:
+        raise UserError(f"quantize: {error}") from None
 
 
 def _most_sensitive(stage: QuantizeStage, average_bits: float) -> list[str]:
