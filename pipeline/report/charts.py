@@ -4,7 +4,7 @@ Numbers appear on hover as the browser's own titles. Coordinates are in CSS pixe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -15,6 +15,7 @@ from pipeline.report.style import CSS
 WIDTH, HEIGHT = 560, 280
 BAR_WIDTH, BAR_ROW = 340, 46
 LEFT, RIGHT, TOP, BOTTOM = 70, 16, 18, 44
+NAME_WIDTH, NAME_HEIGHT = 130, 14
 MAX_POINTS = 240
 """Points of one line; more are averaged in buckets, which a screen could not tell apart anyway."""
 
@@ -59,9 +60,42 @@ class Lines:
         ys = [y for line in lines for _, y in line.points]
         x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(0.0 if self.from_zero else min(ys), max(ys))
         frame = _Frame((min(xs), max(max(xs), min(xs) + 1e-9)), (y_ticks[0], y_ticks[-1]))
-        parts = [_axes(frame, x_ticks, y_ticks, self.x_label, self.y_label)]
+        named = {value: short(value) for value in y_ticks}
+        parts = [_axes(frame, x_ticks, named, self.x_label, self.y_label)]
         parts += [_line(frame, line, color, self.x_label) for color, line in enumerate(lines, start=1)]
         return (document if alone else figure)(self.title, parts, [line.name for line in lines] * (len(lines) > 1))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One mark with its name beside it. `color` numbers the page's palette."""
+
+    name: str
+    x: float
+    y: float
+    color: int = 1
+
+
+@dataclass(frozen=True)
+class Points:
+    """Named points over a common axis; the other goes by powers of ten, so only points above zero are drawn."""
+
+    layout: ClassVar[str] = "lines"
+    title: str
+    points: Sequence[Point]
+    x_label: str
+    y_label: str
+
+    def html(self) -> str:
+        """A figure of the page; empty without a point."""
+        points = [point for point in self.points if math.isfinite(point.x) and 0 < point.y < math.inf]
+        if not points:
+            return ""
+        xs, heights = [point.x for point in points], _powers(min(p.y for p in points), max(p.y for p in points))
+        x_ticks, y_ticks = ticks(min(xs), max(xs)), {math.log10(height): short(height) for height in heights}
+        frame = _Frame((x_ticks[0], x_ticks[-1]), (min(y_ticks), max(y_ticks)))
+        axes = _axes(frame, x_ticks, y_ticks, self.x_label, self.y_label)
+        return figure(self.title, [axes, *_named(frame, points)])
 
 
 @dataclass(frozen=True)
@@ -158,7 +192,7 @@ class TokenMap:
         )
 
 
-Chart = Lines | Bars | Grid | TokenMap
+Chart = Lines | Points | Bars | Grid | TokenMap
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -170,6 +204,15 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten that enclose [low, high], both above zero; at least two."""
+    exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    steps = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
+    first = max(index for index, step in enumerate(steps) if step <= low)
+    last = min(index for index, step in enumerate(steps) if step >= high)
+    return steps[first : max(last, first + 1) + 1]
 
 
 def short(value: float) -> str:
@@ -194,13 +237,13 @@ class _Frame:
         return HEIGHT - BOTTOM - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (HEIGHT - TOP - BOTTOM)
 
 
-def _axes(frame: _Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> str:
+def _axes(frame: _Frame, x_ticks: list[float], y_ticks: Mapping[float, str], x_label: str, y_label: str) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
-    for value in y_ticks:
+    for value, text in y_ticks.items():
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     for value in x_ticks:
         if frame.xs[0] <= value <= frame.xs[1]:
             x = frame.x(value)
@@ -227,6 +270,26 @@ def _line(frame: _Frame, line: Series, color: int, x_label: str) -> str:
         dots.append(f'<g class="point">{title}<circle class="hit" {place} r="8"/>{shown}'
                     f'<circle class="hover c{color}" {place} r="4"/></g>')  # fmt: skip
     return f'<polyline class="line c{color}" points="{path}"/>{"".join(dots)}'
+
+
+def _named(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
+    """Dots, and their names where none covers another: on the side that has room, as far down as it takes."""
+    written: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: -point.y):
+        x, y = frame.x(point.x), frame.y(math.log10(point.y))
+        way = 1 if x < WIDTH / 2 else -1
+        start, line = x + way * 30, y + 4
+        for other, taken in written:
+            if abs(other - start) < NAME_WIDTH and line - taken < NAME_HEIGHT:
+                line = taken + NAME_HEIGHT
+        written.append((start, line))
+        ends = f'x1="{x + way * 6:.1f}" y1="{y:.1f}" x2="{start - way * 4:.1f}" y2="{line - 4:.1f}"'
+        yield (
+            f"<g><title>{escape(point.name)}: {point.y:.5g} at {point.x:,.6g}</title>"
+            f'<circle class="dot c{point.color}" cx="{x:.1f}" cy="{y:.1f}" r="4"/><line class="grid" {ends}/>'
+            f'<text class="name" x="{start:.1f}" y="{line:.1f}" text-anchor="{"start" if way > 0 else "end"}">'
+            f"{escape(point.name)}</text></g>"
+        )
 
 
 def figure(title: str, parts: Sequence[str], legend: Sequence[str] = (), box: tuple[int, int] = (WIDTH, HEIGHT)) -> str:

@@ -80,6 +80,7 @@ def test_the_report_shows_methods_and_layers(finished: tuple[Path, Result[Any]])
     home, _ = finished
     page = (home / "run" / "report.html").read_text()
     assert "Quantized weights: 01-quantize" in page and "weighted" in page and "gate, up" in page
+    assert "quality against bytes" in page and "<title>autoround: " in page
 
 
 @pytest.mark.parametrize("train", ["scales", "all"])
@@ -115,6 +116,10 @@ def test_a_budget_of_bits_goes_to_the_layers_that_rounding_costs_most(tmp_path: 
     assert set(found.values()) == {"INT4", "INT8"}
     assert all(found[n] == found[n.replace("q_proj", "k_proj")] for n in found if n.endswith("q_proj"))
     assert 7 < result.details.bits_per_weight <= 7.5
+    costs = {one.name: one.nats for one in result.details.costs}
+    assert costs.keys() == found.keys() and min(costs.values()) > 0
+    assert {one.name for one in result.details.costs if one.enlarged} == {n for n, f in found.items() if f == "INT8"}
+    assert "What rounding each layer alone would cost" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_after_a_kill_it_goes_on_behind_the_last_layer(

@@ -1,5 +1,6 @@
 """The report: one page, no network, nothing unescaped, numbers where the eye looks for them."""
 
+import itertools
 import math
 import re
 from html.parser import HTMLParser
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.recipe import parse_recipe
-from pipeline.report.charts import MAX_POINTS, Bar, Bars, Lines, Series, short, ticks
+from pipeline.report.charts import MAX_POINTS, Bar, Bars, Lines, Point, Points, Series, short, ticks
 from pipeline.report.page import read_metrics, render, section_html
 from pipeline.report.section import Cell, Section, Table
 from pipeline.report.table import collect_rows, columns, count, duration, models_section, size
@@ -149,6 +150,18 @@ def test_lines_keep_their_ends_and_lose_what_is_not_finite() -> None:
     assert "nan" not in chart and "inf" not in chart and chart.count('class="key"') == 2
     assert Lines("t", [Series("a", [(1.0, math.nan)])], "x", "y").html() == ""
     assert Bars("t", []).html() == "" and "nan" not in Bars("t", [Bar("a", 0.0, "0"), Bar("b", math.nan, "?")]).html()
+
+
+def test_named_points_stand_by_powers_of_ten_and_no_name_covers_another() -> None:
+    heights = {"rounded": 0.5, "searched": 0.05, "learned": 0.0499, "none": 0.0}
+    chart = Points("t", [Point(name, 90.0, y) for name, y in heights.items()], "MB", "KL").html()
+    dots = [float(y) for y in re.findall(r'cy="([\d.]+)"', chart)]
+    grid = {text: float(y) for y, text in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)<', chart)}
+    assert len(dots) == 3 and "none" not in chart
+    assert dots[1] - dots[0] == pytest.approx(grid["0.05"] - grid["0.5"], abs=0.2)
+    names = sorted(float(y) for y in re.findall(r'class="name" x="[\d.]+" y="([\d.]+)"', chart))
+    assert all(below - above >= 13 for above, below in itertools.pairwise(names))
+    assert Points("t", [Point("none", 1.0, 0.0)], "MB", "KL").html() == ""
 
 
 def test_numbers_for_people() -> None:

@@ -1,10 +1,10 @@
 """Quantized weights: methods side by side, where rounding costs most, and what recovery brought back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pipeline.report.charts import Chart, Lines, Series
+from pipeline.report.charts import Chart, Lines, Point, Points, Series
 from pipeline.report.section import Curves, Section, Table
 from pipeline.report.table import size
 from pipeline.results import Quality, Result, TrainingDetails
@@ -30,6 +30,17 @@ class ProjectionError:
     """Squared error of its outputs on calibration text, over their square."""
 
 
+@dataclass(frozen=True)
+class LayerCost:
+    """What rounding one linear layer alone costs the model."""
+
+    name: str
+    nats: float
+    """A token, in the smaller format."""
+    enlarged: bool
+    """Whether it gets the larger one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizeDetails(TrainingDetails):
     """What is said of quantized weights."""
@@ -41,12 +52,15 @@ class QuantizeDetails(TrainingDetails):
     """Of the quantized weights, scales included."""
     compared: list[Rounded]
     errors: list[ProjectionError]
+    costs: list[LayerCost]
+    """Where a budget of bits was spent by them."""
     train: str
     kv_cache: str = "auto"
 
 
 QuantizeResult = Result[QuantizeDetails]
 
+_PLOT_TEXT = "Held-out text; further down is nearer to the unquantized model. Methods of one stage have a colour."
 _TRAINED = {"scales": "scales and norms", "low_rank": "a low-rank update, scales and norms", "all": "every weight"}
 _LINES = {
     "query, key, value": ("q_proj", "k_proj", "v_proj"),
@@ -58,13 +72,30 @@ _LINES = {
 
 
 def sections(results: Sequence[QuantizeResult], curves: Curves) -> list[Section]:
-    """One for each stage."""
-    return [_section(result) for result in results]
+    """One for each stage, behind what shows them all."""
+    plot = Section("Quantized weights: quality against bytes", _PLOT_TEXT, charts=[_against_bytes(results)])
+    return [plot, *(_section(result) for result in results)]
+
+
+def _against_bytes(results: Sequence[QuantizeResult]) -> Points:
+    """Each method that was compared, and what recovery made of one."""
+    points = []
+    for color, result in enumerate(results, start=1):
+        _, _, after = result.models
+        megabytes, found = after.weight_bytes / 1e6, [(row.method, row.quality) for row in result.details.compared]
+        if result.details.steps and after.quality:
+            found.append((f"{result.details.method}, recovered", after.quality))
+        points += [Point(name, megabytes, q.kl.value, (color - 1) % 4 + 1) for name, q in found if q.kl]
+    return Points("Distance to the unquantized model", points, "MB of weights", "KL, nats a token")
 
 
 def _section(result: QuantizeResult) -> Section:
     details = result.details
-    charts: list[Chart] = [_errors(details.errors)]
+    errors, costs = {e.name: e.error for e in details.errors}, {cost.name: cost.nats for cost in details.costs}
+    charts: list[Chart] = [
+        _by_layer(errors, "What rounding does to each layer's outputs", "squared error, relative"),
+        _by_layer(costs, "What rounding each layer alone would cost", "KL, nats a token"),
+    ]
     return Section(
         f"Quantized weights: {result.stage}", _summary(result), tables=_compared(details.compared), charts=charts
     )
@@ -105,14 +136,12 @@ def _numbers(quality: Quality) -> list[str]:
     ]
 
 
-def _errors(errors: Sequence[ProjectionError]) -> Lines:
-    """A line for each input of a layer, the mean of what reads it."""
+def _by_layer(figures: Mapping[str, float], title: str, unit: str) -> Lines:
+    """A line for each input of a layer, the mean of what reads it; empty without figures."""
     found: dict[str, dict[int, list[float]]] = {name: {} for name in _LINES}
-    for one in errors:
-        _, _, number, *_, projection = one.name.split(".")
-        line = next(name for name, projections in _LINES.items() if projection in projections)
-        found[line].setdefault(int(number), []).append(one.error)
+    for name, figure in figures.items():
+        _, _, number, *_, projection = name.split(".")
+        line = next(line for line, projections in _LINES.items() if projection in projections)
+        found[line].setdefault(int(number), []).append(figure)
     series = [Series(name, [(x, fmean(ys)) for x, ys in line.items()], marked=True) for name, line in found.items()]
-    return Lines(
-        "What rounding does to each layer's outputs", series, "layer", "squared error, relative", from_zero=True
-    )
+    return Lines(title, series, "layer", unit, from_zero=True)

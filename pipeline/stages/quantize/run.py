@@ -38,7 +38,7 @@ from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.results import Quality, Result, write_atomically
 from pipeline.stages.quantize.config import Quantize
-from pipeline.stages.quantize.report import ProjectionError, QuantizeDetails, Rounded
+from pipeline.stages.quantize.report import LayerCost, ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import RecoveryStage, check_dense, write_tensors
 from train.evaluate import TeacherStates
@@ -47,7 +47,7 @@ from train.progress import Progress
 
 log = logging.getLogger(__name__)
 
-ROUNDED_NAME, ENLARGED_NAME = "rounded", "enlarged.json"
+ROUNDED_NAME, COSTS_NAME = "rounded", "costs.json"
 
 
 class QuantizeStage(RecoveryStage[Quantize]):
@@ -86,13 +86,18 @@ class QuantizeStage(RecoveryStage[Quantize]):
         return _formats(self.config, self.teacher.config, self._enlarged())
 
     def _enlarged(self) -> dict[str, WeightFormat[Any] | None]:
-        """The layers that get the larger format, chosen once, by the main process."""
+        """The layers that get the larger format."""
+        return {cost.name: format_named(self.config.larger) for cost in self.costs if cost.enlarged}
+
+    @cached_property
+    def costs(self) -> list[LayerCost]:
+        """What rounding costs, layer by layer, where a budget is spent by it: asked once, by the main process."""
         if self.config.average_bits is None:
-            return {}
-        path = self.context.folder / ENLARGED_NAME
+            return []
+        path = self.context.folder / COSTS_NAME
         if not path.exists():
-            write_atomically(path, msgspec.json.encode(_most_sensitive(self, self.config.average_bits)))
-        return dict.fromkeys(msgspec.json.decode(path.read_bytes(), type=list[str]), format_named(self.config.larger))
+            write_atomically(path, msgspec.json.encode(_layer_costs(self, self.config.average_bits)))
+        return msgspec.json.decode(path.read_bytes(), type=list[LayerCost])
 
 
 @dataclass(frozen=True)
@@ -153,16 +158,17 @@ def _formats(
         raise UserError(f"quantize: {error}") from None
 
 
-def _most_sensitive(stage: QuantizeStage, average_bits: float) -> list[str]:
-    """Names of the layers whose rounding would cost most, as many as the budget lets have more bits."""
+def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
+    """Of each layer; as many as the budget lets have more bits get them, those whose rounding would cost most."""
     config = stage.config
-    candidates = [format_named(config.weights.format, **config.weights.options()), format_named(config.larger)]
+    small: Any = format_named(config.weights.format, **config.weights.options())
+    large: Any = format_named(config.larger)
     text, dense = stage.training_text(config.calibration_tokens), stage.dense()
     log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
-    costs = rounding_costs(dense, text, [one for one in candidates if one is not None], METHODS[config.method])
+    costs = rounding_costs(dense, text, [small, large], METHODS[config.method])
     weights = {name: dense.get_parameter(f"{name}.weight") for name in costs}
     chosen = choose_formats(costs, {name: (len(w), w.shape[1]) for name, w in weights.items()}, average_bits)
-    return [name for name, format in chosen.items() if format == candidates[1]]
+    return [LayerCost(name, costs[name][small], format == large) for name, format in chosen.items()]
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
@@ -305,6 +311,7 @@ def _details(
         bits_per_weight=8 * stored / weights,
         compared=start.rounded,
         errors=[ProjectionError(name, formats[name], error) for name, error in errors.items()],
+        costs=stage.costs,
         train=stage.config.train,
         kv_cache=stage.config.kv_cache,
     )
