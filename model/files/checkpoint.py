@@ -5,6 +5,7 @@ Linear weights may be in one of the formats of model/formats. A folder may also 
 that it belongs to (model/files/adapter.py): it opens as the base with the adapter attached.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ from model.lora import adapted_layers
 from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
 
+log = logging.getLogger(__name__)
+
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 EMBEDDING, HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -35,6 +38,10 @@ _LAYERS = "model.layers."
 MAX_HEADER_BYTES = 16 << 20
 _TABLES = 2048
 """About so many bytes of codebooks and descriptions are stored with a quantized weight."""
+# One for all tokens, of caches in 8 bits; those of `model.kv_format` are of each token, which no scale here can clip.
+_CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")
+# Early Llama checkpoints store the rotary frequencies, which config.json already defines.
+_DERIVED = (".rotary_emb.inv_freq", *_CACHE_SCALES)
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -335,8 +342,9 @@ def _check_names(folder: Path, config: ModelConfig, names: Set[str], files: Mapp
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {missing[0]}{_and_more(missing)}.")
     known = {*names, HEAD} if config.tie_word_embeddings else names
-    # Early Llama checkpoints store the rotary frequencies, which config.json already defines.
-    extra = [name for name in files if name not in known and not name.endswith(".rotary_emb.inv_freq")]
+    if any(name.endswith(_CACHE_SCALES) for name in files):
+        log.info("%s has scales for keys and values, which are not used: caches here scale each token.", folder)
+    extra = [name for name in files if name not in known and not name.endswith(_DERIVED)]
     if extra:
         raise CheckpointError(
             f"{files[extra[0]]} holds the tensor {extra[0]}{_and_more(extra)}, which a {config.family} model of "

@@ -11,7 +11,8 @@
     NAME_scale         [N, 1], or [1] for all rows
 
 NAME is that of the dense weight. Layers of one folder may be in different formats: groups of config.json name them, by
-exact names before patterns (`re:`) before classes (`Linear`). Source: vllm-project/compressed-tensors.
+exact names before patterns (`re:`) before classes (`Linear`). What `kv_cache_scheme` says is of caches, not of weights.
+Source: vllm-project/compressed-tensors.
 
 Legend: T tokens, N output features, K input features, G groups of a row.
 """
@@ -88,7 +89,7 @@ class _CompressedTensors(KernelFormat[W]):
 
     @classmethod
     def of_layers(cls, entry: dict[str, Any]) -> FormatOfLayer | None:
-        if entry.get("quant_method") != _METHOD or entry.get("kv_cache_scheme"):
+        if entry.get("quant_method") != _METHOD:
             return None
         found: dict[str, WeightFormat[Any]] = {}
         for group in (entry.get("config_groups") or {}).values():
@@ -112,8 +113,7 @@ class _CompressedTensors(KernelFormat[W]):
         schemes = {f"{w.get('num_bits')} bits a {w.get('strategy')}" for w in (g.get("weights") or {} for g in groups)}
         rounded = [a for a in (g.get("input_activations") for g in groups) if a]
         schemes |= {f"activations in {a.get('num_bits')} bits a {a.get('strategy')}" for a in rounded}
-        cache = ["keys and values cached by calibrated scales"] if entry.get("kv_cache_scheme") else []
-        return ", ".join([_METHOD, str(entry.get("format")), *sorted(schemes), *cache])
+        return ", ".join([_METHOD, str(entry.get("format")), *sorted(schemes)])
 
     def config_entry(self, dtype: torch.dtype, dense: Collection[str]) -> dict[str, Any]:
         return self.entry_of_layers({"Linear": self}, dtype, dense)

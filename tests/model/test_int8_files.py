@@ -1,6 +1,7 @@
 """INT8 as compressed-tensors' pack-quantized: written, read, served and planned."""
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,6 @@ def with_weights(**fields: Any) -> dict[str, Any]:
         (with_weights(strategy="block"), "compressed-tensors, pack-quantized, 8 bits a block"),
         (with_weights(symmetric=False), "compressed-tensors, pack-quantized, 8 bits a channel"),
         (with_weights() | {"format": "float-quantized"}, "compressed-tensors, float-quantized, 8 bits a channel"),
-        (
-            with_weights() | {"kv_cache_scheme": {"num_bits": 8}},
-            "compressed-tensors, pack-quantized, 8 bits a channel, keys and values cached by calibrated scales",
-        ),
         (with_weights() | {"config_groups": {}}, "compressed-tensors, pack-quantized"),
     ],
 )
@@ -202,6 +199,22 @@ def test_other_schemes_are_refused(entry: dict[str, Any], what: str, tmp_path: P
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
     with pytest.raises(CheckpointError, match=re.escape(f"is quantized ({what}); only plain")):
         load_model(folder)
+
+
+def test_scales_of_caches_are_read_past(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As llm-compressor writes them; the cache's own scales, of each token, are finer."""
+    folder = make_folder(tmp_path)
+    before = full_logits(load_model(folder), TOKENS)
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (folder / "config.json").write_text(json.dumps(config))
+    scales = {f"model.layers.{n}.self_attn.{part}_scale": torch.tensor([0.03]) for n in range(2) for part in "kv"}
+    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
+    with caplog.at_level(logging.INFO, "model.files.checkpoint"):
+        model = load_model(folder)
+    assert torch.equal(full_logits(model, TOKENS), before)
+    assert len([text for text in caplog.messages if "scales for keys and values" in text]) == 1
 
 
 @pytest.mark.parametrize(
