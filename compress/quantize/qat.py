@@ -11,8 +11,10 @@ The forward product is that of the exported weight itself, so what is trained is
     low_rank    s, and A and B of w + B A around a frozen w; merged before the last rounding
     all         s and w
 
-and the norms each time, with "all" embeddings and biases too. Sources: straight-through gradients
-https://arxiv.org/abs/1308.3432; those of scales LSQ, https://arxiv.org/abs/1902.08153.
+and the norms each time, with "all" biases too; embeddings and head stay. Scales are trained as factors of what they
+were and weights in units of what the scales were, so that one learning rate suits both and any number of bits.
+Sources: straight-through gradients https://arxiv.org/abs/1308.3432; those of scales LSQ,
+https://arxiv.org/abs/1902.08153.
 
 Legend: T tokens, N output features, K input features, G groups of a row, g elements of a group, r rank.
 """
@@ -50,7 +52,14 @@ class FakeQuantizedLinear(nn.Module):
         self.zeros: Tensor | None
         self.register_buffer("levels", levels, persistent=False)
         self.register_buffer("zeros", zeros, persistent=False)
-        self.scales = nn.Parameter(scales.clone())
+        self.start: Tensor
+        self.register_buffer("start", scales, persistent=False)
+        self.factors = nn.Parameter(torch.ones_like(scales))
+
+    @property
+    def scales(self) -> Tensor:
+        """fp32 [N, G]; differentiable."""
+        return self.start * self.factors
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -85,7 +94,7 @@ class FakeQuantizedLinear(nn.Module):
         """fp32 [N, G, 1]."""
         if self.zeros is not None:
             return self.zeros.float()[..., None]
-        return torch.full_like(self.scales, 2 ** (self.format.bits - 1)).detach()[..., None]
+        return torch.full_like(self.start, 2 ** (self.format.bits - 1))[..., None]
 
 
 class RoundedLinear(FakeQuantizedLinear):
@@ -96,18 +105,23 @@ class RoundedLinear(FakeQuantizedLinear):
     ) -> None:
         """`dense` [N, K]: the weight before it was rounded; without it each starts in the middle of its level."""
         super().__init__(layer, format, scale_dtype)
-        rounded = self.grid(self.scales.detach()).values(self.levels)
-        self.weight = nn.Parameter(rounded if dense is None else self._within_reach(dense.float(), rounded))
+        rounded = self.grid(self.start).values(self.levels)
+        weight = rounded if dense is None else self._within_reach(dense.float(), rounded)
+        self.steps = nn.Parameter(weight / self._elements(self.start))
         del self.levels
 
     def _within_reach(self, dense: Tensor, rounded: Tensor) -> Tensor:
         """What is nearest to the dense weight among all that rounds to the levels found: a method chose them."""
-        reach = 0.49 * self.grid(self.scales.detach()).columns(slice(self.in_features))[0]
+        reach = 0.49 * self._elements(self.start)
         return torch.clamp(dense, rounded - reach, rounded + reach)
+
+    def _elements(self, scales: Tensor) -> Tensor:
+        """The scale of each element, [N, K]."""
+        return scales.repeat_interleave(self.in_features // scales.shape[1], 1)
 
     def before_rounding(self) -> Tensor:
         """w, fp32 [N, K]."""
-        return self.weight
+        return self.steps * self._elements(self.start)
 
     def values(self, scales: Tensor) -> Tensor:
         factor = 1 / math.sqrt(self.in_features // scales.shape[1] * (2**self.format.bits - 1))
@@ -132,13 +146,13 @@ class LowRankRoundedLinear(RoundedLinear):
         rank: int = RANK,
     ) -> None:
         super().__init__(layer, format, scale_dtype, dense)
-        self.weight.requires_grad_(False)
-        bound, device = 1 / math.sqrt(self.in_features), self.weight.device
+        self.steps.requires_grad_(False)
+        bound, device = 1 / math.sqrt(self.in_features), self.steps.device
         self.a = nn.Parameter(torch.empty(rank, self.in_features, device=device).uniform_(-bound, bound))
         self.b = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
 
     def before_rounding(self) -> Tensor:
-        return self.weight + self.b @ self.a
+        return (self.steps + self.b @ self.a) * self._elements(self.start)
 
 
 def fake_quantize(weight: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
@@ -167,11 +181,13 @@ def train_through_rounding(
     for name, layer in layers.items():
         if not isinstance(layer.format, IntegerFormat):
             raise QuantizationError(f"{name} is {layer.format.title}; only integers can be trained through rounding.")
-    model.requires_grad_(trained == "all")
+    model.requires_grad_(False)
     dtype = scale_dtype or model.dtype
     for name, layer in layers.items():
         start = None if dense is None else dense.get_parameter(f"{name}.weight").detach().to(layer.device)
         model.set_submodule(name, _trainable(layer, trained, dtype, start, rank))
+        if trained == "all" and layer.bias is not None:
+            layer.bias.requires_grad_(True)
     for part in model.modules():
         if isinstance(part, RMSNorm):
             part.requires_grad_(True)
