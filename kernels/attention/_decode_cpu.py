@@ -1,4 +1,4 @@
-"""Attention of a few bf16 queries a sequence on the CPU, by `_decode.c` where that compiles.
+"""Attention of a few queries a sequence on the CPU, by `_decode.c` in bf16 and `_decode_wide.c` in fp32.
 
 Legend: T queries of all sequences, Hq query heads, Hkv key/value heads, d head dim, B sequences.
 """
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.floats_cpu import NEEDS
 
 _CHUNK = 256
 """Keys that one task attends to, as in the C source."""
 _COLUMNS = 64
+_SOURCES = {torch.bfloat16: ("_decode.c", frozenset({"avx512_bf16"})), torch.float32: ("_decode_wide.c", NEEDS)}
+"""By the dtype of queries, keys and values: the C source, and what it needs."""
 
 
 class _Batch(ctypes.Structure):
@@ -68,10 +71,11 @@ def plan_decode(sequences: np.ndarray, block_tables: np.ndarray, page_size: int,
 def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
     """Whether `attend_decode` does q [T, Hq, d] over keys and values [slots, Hkv, d]."""
     return (
-        all(x.dtype == torch.bfloat16 for x in (q, k_slots, v_slots))
+        q.dtype == k_slots.dtype == v_slots.dtype
+        and q.dtype in _SOURCES
         and q.shape[2] % _COLUMNS == 0
         and all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k_slots, v_slots))
-        and _library() is not None
+        and _library(q.dtype) is not None
     )
 
 
@@ -85,12 +89,13 @@ def attend_decode(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: DecodePlan,
         q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), tables.ctypes.data, plan.sequences.ctypes.data,
         plan.owners.ctypes.data, plan.numbers.ctypes.data, parts.data_ptr(), out.data_ptr(), scale / math.log(2),
     )  # fmt: skip
-    _library().attend_decode(batch, torch.get_num_threads())
+    _library(q.dtype).attend_decode(batch, torch.get_num_threads())
 
 
 @cache
-def _library() -> Any:
-    library = compiled(Path(__file__).with_name("_decode.c"), needs=frozenset({"avx512_bf16"}))
+def _library(dtype: torch.dtype) -> Any:
+    name, needs = _SOURCES[dtype]
+    library = compiled(Path(__file__).with_name(name), needs=needs)
     if library is not None:
         library.attend_decode.argtypes = (ctypes.POINTER(_Batch), ctypes.c_int)
         library.attend_decode.restype = None

@@ -1,6 +1,6 @@
 """Paged attention in PyTorch, for the CPU: kernels/attention/paged.py says what it computes.
 
-Decoding and verifying sequences go to `_decode.c` where it takes them. Else they are grouped by similar length. One
+Decoding and verifying sequences go to `_decode_cpu` where it takes them. Else they are grouped by similar length. One
 gather per group lines up their keys, and one call of torch's attention serves the group: the G query heads of a
 key/value head go in as G rows, so that keys are read once instead of G times. A sequence whose pages lie side by side
 is used in place when it is alone in its group. 8-bit keys and values are decoded as they are gathered.

@@ -1,0 +1,90 @@
+/* Attention of a few fp32 queries a sequence over paged keys and values, for x86 processors with AVX2 and FMA. */
+
+#include "../common/floats.h"
+
+typedef float Number;
+
+#include "decode.h"
+
+/* Four registers hold a head's COLUMNS for two heads at once, and their keys' sums. */
+enum { PAIR = 2, WIDTH = COLUMNS / LANES };
+
+INLINE void score_heads(const Batch *batch, const int heads, const float *q, const float *k, const int64_t *slots,
+                        int64_t count, float scores[][CHUNK]) {
+    for (int64_t j = 0; j < count; j += KEYS) {
+        const float *key[KEYS];
+        __m256 sums[PAIR][KEYS];
+        UNROLLED(int i = 0; i < KEYS; i++) {
+            key[i] = k + slots[smaller(j + i, count - 1)] * batch->k_stride;
+            UNROLLED(int h = 0; h < heads; h++) sums[h][i] = _mm256_setzero_ps();
+        }
+        for (int64_t c = 0; c < batch->d; c += LANES)
+            UNROLLED(int h = 0; h < heads; h++) {
+                __m256 query = _mm256_loadu_ps(q + h * batch->d + c);
+                UNROLLED(int i = 0; i < KEYS; i++)
+                    sums[h][i] = _mm256_fmadd_ps(query, _mm256_loadu_ps(key[i] + c), sums[h][i]);
+            }
+        UNROLLED(int h = 0; h < heads; h++)
+            UNROLLED(int i = 0; i < KEYS; i++) scores[h][j + i] = sum_of_lanes(sums[h][i]);
+    }
+}
+
+INLINE void score(const Batch *batch, int heads, const float *q, const float *k, const int64_t *slots, int64_t count,
+                  float scores[HEADS][CHUNK]) {
+    for (int h = 0; h < heads; h += PAIR)
+        if (heads - h == 1)
+            score_heads(batch, 1, q + h * batch->d, k, slots, count, scores + h);
+        else
+            score_heads(batch, PAIR, q + h * batch->d, k, slots, count, scores + h);
+}
+
+INLINE float exponentiate(float *scores, int64_t count, float scale, float *highest) {
+    float top = -__builtin_inff();
+    for (int64_t j = 0; j < count; j++) {
+        scores[j] *= scale;
+        if (scores[j] > top || scores[j] != scores[j]) top = scores[j]; /* a NaN stays */
+    }
+    *highest = top;
+    __m256 sum = _mm256_setzero_ps();
+    for (int64_t j = 0; j < count; j += LANES) {
+        __m256 p = exp2_lanes(_mm256_sub_ps(load_some(FP32, scores + j, count - j), _mm256_set1_ps(top)));
+        store_some(FP32, scores + j, p, count - j);
+        sum = _mm256_add_ps(sum, load_some(FP32, scores + j, count - j));
+    }
+    return sum_of_lanes(sum);
+}
+
+INLINE void mix(const Batch *batch, int heads, const float *v, const int64_t *slots, int64_t count,
+                float p[HEADS][CHUNK], float *out, int64_t out_stride) {
+    for (int h = 0; h < heads; h++) {
+        __m256 sums[WIDTH];
+        UNROLLED(int c = 0; c < WIDTH; c++) sums[c] = _mm256_setzero_ps();
+        for (int64_t j = 0; j < count; j++) {
+            const float *value = v + slots[j] * batch->v_stride;
+            __m256 weight = _mm256_set1_ps(p[h][j]);
+            UNROLLED(int c = 0; c < WIDTH; c++)
+                sums[c] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * c), sums[c]);
+        }
+        UNROLLED(int c = 0; c < WIDTH; c++) _mm256_storeu_ps(out + h * out_stride + LANES * c, sums[c]);
+    }
+}
+
+INLINE void merge(const Batch *batch, const Sequence *owner, int64_t query, int64_t head) {
+    int64_t d = batch->d, chunks = (owner->length + CHUNK - 1) / CHUNK - owner->first_key / CHUNK;
+    float *out = batch->out + ((owner->start + query) * batch->heads + head) * d, highest = -__builtin_inff();
+    for (int64_t i = 0; i < chunks; i++) {
+        float top = part_of(batch, owner->part + i * owner->queries + query, head)[d];
+        if (top > highest || top != top) highest = top;
+    }
+    for (int64_t c = 0; c < d; c += LANES) {
+        __m256 sum = _mm256_setzero_ps(), total = _mm256_setzero_ps();
+        for (int64_t i = 0; i < chunks; i++) {
+            const float *part = part_of(batch, owner->part + i * owner->queries + query, head);
+            if (part[d] == -__builtin_inff()) continue;
+            __m256 weight = exp2_lanes(_mm256_set1_ps(part[d] - highest));
+            sum = _mm256_fmadd_ps(weight, _mm256_loadu_ps(part + c), sum);
+            total = _mm256_fmadd_ps(weight, _mm256_set1_ps(part[d + 1]), total);
+        }
+        _mm256_storeu_ps(out + c, _mm256_div_ps(sum, total));
+    }
+}
