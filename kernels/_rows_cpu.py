@@ -63,11 +63,27 @@ def gates(gate: Tensor, up: Tensor) -> bool:
 
 def gate_rows(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, rounded once. `gates` must accept them."""
-    rows, size = gate.shape
-    y = gate.new_empty(rows, size)
-    pointers = gate.data_ptr(), up.data_ptr(), y.data_ptr()
-    _library().swiglu(DTYPES[gate.dtype], *pointers, rows, size, gate.stride(0), up.stride(0), torch.get_num_threads())
+    y = gate.new_empty(gate.shape)
+    _gate(gate, gate.data_ptr(), up.data_ptr(), up.stride(0), y)
     return y
+
+
+def gates_halves(x: Tensor) -> bool:
+    """Whether `gate_halves` takes x [T, 2·D]."""
+    return x.dim() == 2 and is_plain(x) and _library() is not None
+
+
+def gate_halves(x: Tensor) -> Tensor:
+    """silu(first half of the columns) · second half, without views of them. `gates_halves` must accept x."""
+    rows, both = x.shape
+    y, start = x.new_empty(rows, both // 2), x.data_ptr()
+    _gate(x, start, start + both // 2 * x.itemsize, x.stride(0), y)
+    return y
+
+
+def _gate(gate: Tensor, gate_at: int, up_at: int, up_row: int, y: Tensor) -> None:
+    pointers, strides = (gate_at, up_at, y.data_ptr()), (gate.stride(0), up_row)
+    _library().swiglu(DTYPES[gate.dtype], *pointers, *y.shape, *strides, torch.get_num_threads())
 
 
 @cache

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels._rows_cpu import gate_rows, gates
+from kernels._rows_cpu import gate_halves, gate_rows, gates, gates_halves
 from kernels.common.triton_support import check_rows, runs_triton
 
 
@@ -75,6 +75,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SwiGLU.apply(gate, up)
     return _forward(gate, up)
+
+
+def swiglu_of_halves(x: Tensor) -> Tensor:
+    """`swiglu` of the halves [gate, up] of x [T, 2·I]."""
+    if not (x.requires_grad and torch.is_grad_enabled()) and not runs_triton(x) and gates_halves(x):
+        return gate_halves(x)
+    return swiglu(*x.chunk(2, dim=1))
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:

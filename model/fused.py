@@ -77,8 +77,10 @@ class Fused(nn.Module):
 
     def outputs(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, ...]:
         """Of each layer, `[T, N]` of `x [T, K]`; `slots` as in `FusedLinear`."""
-        outputs = tuple(product(x, slots) for product in self.products)
-        return outputs[0].split(list(self.sizes.values()), dim=-1) if len(outputs) == 1 else outputs
+        if len(self.products) > 1:
+            return tuple([product(x, slots) for product in self.products])
+        y = self.products[0](x, slots)
+        return y.split_with_sizes(tuple(self.sizes.values()), -1) if len(self.sizes) > 1 else (y,)
 
     def tensors(self) -> dict[str, FusedTensor | None]:
         """Where weights and biases of the layers lie, by names such as `q_proj.weight`; None for quantized weights."""

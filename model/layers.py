@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in self._project(x, slots))
         norm_rope = NormRope(self._norms(), rotary if self.rotates else None)
         mixed = attention(self.layer, q, k, v, norm_rope).reshape(x.shape[0], -1)
-        return self.o_proj(mixed) if self.output is None else self.output(mixed, slots)[0]
+        return self.o_proj(mixed) if self.output is None else self.output.outputs(mixed, slots)[0]
 
     def _norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
@@ -81,7 +81,7 @@ class SelfAttention(nn.Module):
 
     def _project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, ...]:
         if self.qkv is not None:
-            return self.qkv(x, slots)
+            return self.qkv.outputs(x, slots)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
@@ -104,7 +104,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """`x [T, D] -> [T, D]`; `slots` as in `FusedLinear`."""
         if self.gate_up is not None and self.down is not None:
-            return self.down(self.gate_up(x, slots), slots)[0]
+            return self.down.outputs(self.gate_up(x, slots), slots)[0]
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import ctypes
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,32 +40,30 @@ class _Batch(ctypes.Structure):
     )
 
 
-class DecodePlan(NamedTuple):
+class DecodePlan:
     """The same for every layer of a step."""
 
-    sequences: np.ndarray
-    """[S, 6] int64: row of the tables, first query, queries, first key, length, first part."""
-    owners: np.ndarray
-    """[tasks] int64: whose chunk of keys it is."""
-    numbers: np.ndarray
-    """[tasks] int64: which chunk, counted from position 0."""
-    num_parts: int
-    block_tables: np.ndarray
-    """[B, max_pages] int32."""
-    page_size: int
-    window: int | None
+    def __init__(self, sequences: np.ndarray, block_tables: np.ndarray, page_size: int, window: int | None) -> None:
+        """sequences [S, 5] int64: row of the tables, first query, queries, first key, length; tables [B, …] int32."""
+        queries, first_key, length = sequences[:, 2:].T
+        first_chunk = first_key // _CHUNK
+        chunks = -(-length // _CHUNK) - first_chunk
+        parts = np.cumsum(chunks * queries)
+        owners = np.repeat(np.arange(len(sequences)), chunks)
+        numbers = np.arange(len(owners)) + (first_chunk - np.cumsum(chunks) + chunks)[owners]
+        sequences = np.column_stack((sequences, parts - chunks * queries))
+        self.num_parts = int(parts[-1])
+        self._read_by_c = block_tables, sequences, owners, numbers
+        pointers = dict(zip(("tables", "sequences", "owners", "numbers"), map(_place, self._read_by_c), strict=True))
+        self.batch = _Batch(
+            num_sequences=len(sequences), num_tasks=len(owners), page=page_size, window=window or 0,
+            table_stride=block_tables.strides[0] // block_tables.itemsize, **pointers,
+        )  # fmt: skip
+        """What C reads; `attend_decode` fills in what differs between layers."""
 
 
-def plan_decode(sequences: np.ndarray, block_tables: np.ndarray, page_size: int, window: int | None) -> DecodePlan:
-    """sequences [S, 5] int64: row of the tables, first query, queries, first key, length."""
-    queries, first_key, length = sequences[:, 2:].T
-    first_chunk = first_key // _CHUNK
-    chunks = -(-length // _CHUNK) - first_chunk
-    parts = np.cumsum(chunks * queries)
-    owners = np.repeat(np.arange(len(sequences)), chunks)
-    numbers = np.arange(len(owners)) + (first_chunk - np.cumsum(chunks) + chunks)[owners]
-    sequences = np.column_stack((sequences, parts - chunks * queries))
-    return DecodePlan(sequences, owners, numbers, int(parts[-1]), block_tables, page_size, window)
+def _place(array: np.ndarray) -> int:
+    return array.ctypes.data
 
 
 def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
@@ -81,14 +79,12 @@ def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
 
 def attend_decode(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: DecodePlan, out: Tensor, scale: float) -> None:
     """Write the attention of the planned queries into out [T, Hq, d]; `takes` must accept the tensors."""
-    (_, heads, d), tables = q.shape, plan.block_tables
+    (_, heads, d), batch = q.shape, plan.batch
     parts = torch.empty(plan.num_parts, heads, d + 2)
-    batch = _Batch(
-        len(plan.sequences), len(plan.owners), heads, k_slots.shape[1], d, plan.page_size, plan.window or 0,
-        q.stride(0), k_slots.stride(0), v_slots.stride(0), tables.strides[0] // tables.itemsize,
-        q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), tables.ctypes.data, plan.sequences.ctypes.data,
-        plan.owners.ctypes.data, plan.numbers.ctypes.data, parts.data_ptr(), out.data_ptr(), scale / math.log(2),
-    )  # fmt: skip
+    batch.heads, batch.kv_heads, batch.d, batch.scale = heads, k_slots.shape[1], d, scale / math.log(2)
+    batch.q_stride, batch.k_stride, batch.v_stride = q.stride(0), k_slots.stride(0), v_slots.stride(0)
+    batch.q, batch.k, batch.v = q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr()
+    batch.parts, batch.out = parts.data_ptr(), out.data_ptr()
     _library(q.dtype).attend_decode(batch, torch.get_num_threads())
 
 

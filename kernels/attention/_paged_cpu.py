@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention._decode_cpu import DecodePlan, attend_decode, plan_decode, takes
+from kernels.attention._decode_cpu import DecodePlan, attend_decode, takes
 from kernels.attention._flash_cpu import attend_causally
 from kernels.attention._kv_quantization import dequantize_rows
 
@@ -88,7 +88,7 @@ class GroupedPlan:
     @cached_property
     def decode(self) -> DecodePlan | None:
         """Decoding and verifying sequences, for the kernel in C."""
-        return plan_decode(np.array(self._short), self.tables, self.page_size, self.window) if self._short else None
+        return DecodePlan(np.array(self._short), self.tables, self.page_size, self.window) if self._short else None
 
     @cached_property
     def groups(self) -> tuple[_Group, ...]:

@@ -76,7 +76,7 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-    if weight.skinny is not None and multiplies(x.dtype) and len(x) <= _MOST_SKINNY_ROWS:
+    if weight.skinny is not None and multiplies(x.dtype) and x.shape[0] <= _MOST_SKINNY_ROWS:
         product = skinny_product(x, weight.skinny)
         return product if bias is None else product.add_(bias)
     out = x.new_empty(len(x), weight.shape[0])

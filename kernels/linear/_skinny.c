@@ -10,6 +10,7 @@
    Legend: N outputs, K inputs (a multiple of 32), G groups of a row of W; a tile: TOKENS rows of x, OUTPUTS rows of W.
 */
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "../common/lanes.h"
@@ -156,12 +157,12 @@ INLINE void pack_tiles(const uint16_t *x, int64_t x_stride, uint16_t *out, int64
         }
 }
 
-/* y [rows, N] of x [rows, K], both bf16; `packed` has room for x and 7 rows more. */
-void skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *packed, uint16_t *y,
-                    int64_t rows, int threads) {
+/* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
+int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *y, int64_t rows, int threads) {
     int64_t tokens = tokens_of(rows);
-    const uint16_t *x = packed;
-    pack_tiles(inputs, stride, packed, rows, w->k, tokens);
+    uint16_t *x = malloc((rows + tokens - 1) / tokens * tokens * w->k * sizeof *x);
+    if (rows && !x) return 1;
+    pack_tiles(inputs, stride, x, rows, w->k, tokens);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += outputs_of(tokens))
         for (int64_t t = 0; t < rows; t += tokens) {
@@ -176,6 +177,8 @@ void skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uin
             case INT8_SIXTEENS: tile_of(INT8_SIXTEENS, w, n, from, to, rows - t, tokens); break;
             }
         }
+    free(x);
+    return 0;
 }
 
 INLINE void expand_row(int format, const Weight *w, int64_t n, uint16_t *out) {

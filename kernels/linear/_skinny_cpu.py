@@ -68,8 +68,6 @@ _SOURCES = {
     torch.bfloat16: _Source("_skinny.c", frozenset({"avx512_bf16", "avx512vbmi"})),
     torch.float32: _Source("_skinny_wide.c", NEEDS | {"f16c"}),
 }
-_MOST_FILL = 7
-"""Rows of zeros that `_skinny.c` may add."""
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -93,12 +91,12 @@ def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight | None:
 
 def skinny_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
     """x Wᵀ, [T, N], of x [T, K] in a dtype that `multiplies`."""
-    rows, k = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
-    out, packed = x.new_empty(rows, weight.at.n), x.new_empty(rows + _MOST_FILL, k)
-    pointers = packed.data_ptr(), out.data_ptr()
-    _library(x.dtype).skinny_product(weight.at, x.data_ptr(), x.stride(0), *pointers, rows, torch.get_num_threads())
+    rows, multiply = x.shape[0], _library(x.dtype).skinny_product  # len(x) costs a microsecond
+    out = x.new_empty(rows, weight.at.n)
+    if multiply(weight.at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads()):
+        raise MemoryError(f"there is no room for {rows} rows of {weight.at.k} numbers")
     return out
 
 
@@ -117,12 +115,9 @@ def _library(dtype: torch.dtype) -> Any:
     library = compiled(Path(__file__).with_name(source.name), needs=source.needs)
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.skinny_product.argtypes = (
-            *(ctypes.POINTER(_Weight), pointer, number, pointer, pointer, number),
-            ctypes.c_int,
-        )
+        library.skinny_product.argtypes = (ctypes.POINTER(_Weight), pointer, number, pointer, number, ctypes.c_int)
         library.expand_rows.argtypes = (ctypes.POINTER(_Weight), number, number, pointer, ctypes.c_int)
-        library.skinny_product.restype = library.expand_rows.restype = None
+        library.skinny_product.restype, library.expand_rows.restype = ctypes.c_int, None
     return library
 
 

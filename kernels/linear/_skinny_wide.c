@@ -10,6 +10,8 @@
    Legend: T rows of x, N outputs, K inputs (a multiple of 32), G groups of a row of W.
 */
 
+#include <stdlib.h>
+
 #include "../common/floats.h"
 #include "weights.h"
 
@@ -173,9 +175,10 @@ INLINE void reorder(const float *x, int64_t x_stride, float *out, int64_t rows, 
 
 INLINE int format_of(const Weight *w) { return w->format == INT4 && w->zeros ? ASYMMETRIC : w->format; }
 
-/* y [rows, N] of x [rows, K], both fp32; `ordered` has room for x. */
-void skinny_product(const Weight *w, const float *x, int64_t x_stride, float *ordered, float *y, int64_t rows,
-                    int threads) {
+/* y [rows, N] of x [rows, K], both fp32. Returns 0, or 1 without memory. */
+int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, int64_t rows, int threads) {
+    float *ordered = malloc(rows * w->k * sizeof *ordered);
+    if (rows && !ordered) return 1;
     reorder(x, x_stride, ordered, rows, w->k, has_four_bits(w->format));
     switch (format_of(w)) {
     case NF4: multiply(NF4, w, ordered, y, rows, threads); break;
@@ -185,6 +188,8 @@ void skinny_product(const Weight *w, const float *x, int64_t x_stride, float *or
     case INT4_FROM_MINIMA: multiply(INT4_FROM_MINIMA, w, ordered, y, rows, threads); break;
     case ASYMMETRIC: multiply(ASYMMETRIC, w, ordered, y, rows, threads); break;
     }
+    free(ordered);
+    return 0;
 }
 
 /* A row of W as it is. */

@@ -345,8 +345,10 @@ def fused_product(
 
     None where that is not to be: on the CPU, for many rows, for gradients.
     """
+    if isinstance(weight, CpuWeight):
+        return None
     learned = (x, bias) if lora is None else (x, bias, lora.a, lora.b)
-    if isinstance(weight, CpuWeight) or len(x) > _MOST_FUSED_ROWS or wants_gradients(*learned):
+    if len(x) > _MOST_FUSED_ROWS or wants_gradients(*learned):
         return None
     rows, n = len(x), weight.shape[0]
     columns = n // 2 if gated else n

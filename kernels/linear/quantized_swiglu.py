@@ -18,7 +18,7 @@ from kernels.linear.quantized import (
     quantized_linear,
     quantized_linear_reference,
 )
-from kernels.swiglu import swiglu, swiglu_reference
+from kernels.swiglu import swiglu_of_halves, swiglu_reference
 
 
 def quantized_swiglu_reference(
@@ -45,7 +45,4 @@ def quantized_swiglu(
     if weight.shape[0] % 2:
         raise ValueError(f"a weight of gate and up has an even number of rows, not {weight.shape[0]}")
     fused = fused_product(x, weight, bias, lora, slots, gated=True)
-    if fused is not None:
-        return fused
-    gate, up = quantized_linear(x, weight, bias, lora, slots).chunk(2, dim=1)
-    return swiglu(gate, up)
+    return swiglu_of_halves(quantized_linear(x, weight, bias, lora, slots)) if fused is None else fused

@@ -28,7 +28,7 @@ from kernels.linear.quantization import (
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, stored_codes
 from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
-from kernels.swiglu import swiglu
+from kernels.swiglu import swiglu_of_halves
 from model.files.safe_io import CheckpointError
 
 
@@ -69,8 +69,7 @@ class ServingForm(ABC, Generic[W]):
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
         """`silu(gate) * up` of the two halves of `product`."""
-        gate, up = self.product(x, prepared, bias, lora, slots).chunk(2, dim=-1)
-        return swiglu(gate, up)
+        return swiglu_of_halves(self.product(x, prepared, bias, lora, slots))
 
 
 class WeightFormat(ServingForm[W]):

@@ -1,0 +1,166 @@
+"""What a decoding step on the CPU does beside its products and its attention: operator calls, and the host's time.
+
+    python -m bench.serve.decode_host [FOLDER]      # writes bench/results/decode-host-cpu.json; 3 minutes
+
+SmolLM2-135M with linear layers in INT4 (groups of 64) and the embedding, which is the head, in INT8, all by rounding,
+beside the dense model of the same folder, both in the dtype that serving chooses here and in one process, by turns.
+One thread, and its processor time: others on the machine change it little. Each part's least of all steps.
+
+Host time is a step's less what passes in the C forms of products and attention; without these it is all of the step.
+"""
+
+import argparse
+import cProfile
+import pstats
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import kernels.attention._decode_cpu as attention
+import kernels.linear._skinny_cpu as products
+from bench.common import DTYPE, teacher_folder, write_result
+from model.files.checkpoint import load_model
+from model.formats.registry import DEFAULT_FINER, DEFAULT_WEIGHTS, format_named
+from model.quantized import set_quantized
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from serve import LLM, SamplingParams
+from serve.engine.loading import Models
+
+BATCHES, PROMPT, LONG_PROMPT = (1, 8, 32), 64, 900
+STEPS, TURNS, PROFILED = 8, 5, 4
+GROUP = 64
+
+
+def quantized(model: Transformer) -> Transformer:
+    """The model with all matrices rounded."""
+    linear, embedding = format_named(DEFAULT_WEIGHTS, group=GROUP), format_named(DEFAULT_FINER)
+    for name, module in list(model.model.named_modules(prefix="model")):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            form: Any = linear if isinstance(module, nn.Linear) else embedding
+            set_quantized(model, name, form.quantize(module.weight.detach()), form)
+    return model
+
+
+def engine_of(folder: str, prepare: Callable[[Transformer], Transformer]) -> LLM:
+    model = prepare(load_model(folder, dtype=DTYPE, device=torch.device("cpu"))).fuse()
+    models = Models(target=model, tokenizer=Tokenizer.load(folder), dtype=DTYPE)
+    return LLM(
+        folder, models=models, num_pages=4096, max_num_batched_tokens=max(BATCHES) * PROMPT, enable_prefix_caching=False
+    )
+
+
+@contextmanager
+def decoding(llm: LLM, batch: int, prompt: int = PROMPT) -> Iterator[Callable[[], object]]:
+    """Steps of so many sequences; their prompts are not read yet."""
+    engine, random_ = llm.engine, random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    for number in range(batch):
+        engine.add_request(str(number), random_.choices(range(engine.vocab_size), k=prompt), params)
+    yield engine.step
+    for number in range(batch):
+        engine.abort(str(number))
+    engine.step()
+
+
+@contextmanager
+def clocked() -> Iterator[dict[str, float]]:
+    """Seconds that pass in the C forms, by name, from here on."""
+    seconds: dict[str, float] = {}
+    kept = [(products._library(DTYPE), "skinny_product"), (attention._library(DTYPE), "attend_decode")]
+    originals = [(library, name, getattr(library, name)) for library, name in kept if library is not None]
+    for library, name, function in originals:
+        setattr(library, name, _clocked(function, name, seconds))
+    yield seconds
+    for library, name, function in originals:
+        setattr(library, name, function)
+
+
+def _clocked(function: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        begin = time.thread_time()
+        result = function(*arguments)
+        seconds[name] = seconds.get(name, 0.0) + time.thread_time() - begin
+        return result
+
+    return call
+
+
+def measure_step(step: Callable[[], object], least: dict[str, float]) -> None:
+    """Lowers the milliseconds of a step and of its parts, where one of some steps takes less."""
+    with clocked() as inside:
+        for _ in range(STEPS):
+            inside.clear()
+            begin = time.thread_time()
+            step()
+            taken = time.thread_time() - begin
+            parts = {"step": taken, **inside, "host": taken - sum(inside.values())}
+            for name, seconds in parts.items():
+                least[name] = min(least.get(name, seconds * 1e3), seconds * 1e3)
+
+
+def count_calls(step: Callable[[], object]) -> dict[str, float]:
+    """Calls of torch's operators and of Python functions in a step."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(PROFILED):
+            step()
+    operators = sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
+    python = cProfile.Profile()
+    python.runcall(lambda: [step() for _ in range(PROFILED)])
+    calls = pstats.Stats(python).total_calls  # type: ignore[attr-defined]
+    return {"operator_calls": operators / PROFILED, "python_calls": calls / PROFILED}
+
+
+def measure_prompt(llm: LLM) -> float:
+    """Milliseconds of a step that reads a long prompt."""
+    with decoding(llm, 1, LONG_PROMPT) as step:
+        begin = time.thread_time()
+        step()
+        return 1e3 * (time.thread_time() - begin)
+
+
+def measure_batch(llms: dict[str, LLM], batch: int) -> dict[str, Any]:
+    least: dict[str, dict[str, float]] = {name: {} for name in llms}
+    for _ in range(TURNS):
+        for name, llm in llms.items():
+            with decoding(llm, batch) as step:
+                step()  # reads the prompts
+                measure_step(step, least[name])
+    with decoding(llms["quantized"], batch) as step:
+        step()
+        calls = count_calls(step)
+    dense, ours = least["dense"]["step"], least["quantized"]
+    print(f"batch {batch}: {ours}, {calls}, dense {dense:.1f} ms, {dense / ours['step']:.2f}x", flush=True)
+    return {"batch": batch, "quantized_ms": ours, "dense_ms": dense, "speedup": dense / ours["step"], **calls}
+
+
+def measure_prefill(llms: dict[str, LLM]) -> dict[str, Any]:
+    fastest = {name: min(measure_prompt(llm) for _ in range(2)) for name, llm in llms.items()}
+    dense, ours = fastest["dense"], fastest["quantized"]
+    print(f"prompt of {LONG_PROMPT}: {ours:.0f} ms, dense {dense:.0f} ms, {dense / ours:.2f}x", flush=True)
+    return {"tokens": LONG_PROMPT, "quantized_ms": ours, "dense_ms": dense, "speedup": dense / ours}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="folder of a dense model; default: SmolLM2-135M-Instruct, imported")
+    folder = parser.parse_args().model or str(teacher_folder())
+    torch.set_num_threads(1)
+    llms = {"dense": engine_of(folder, lambda model: model), "quantized": engine_of(folder, quantized)}
+    result = {
+        "unit": "milliseconds of one thread's processor time, the least of all repetitions",
+        "dtype": str(DTYPE),
+        "decoding": [measure_batch(llms, batch) for batch in BATCHES],
+        "prefill": measure_prefill(llms),
+    }
+    write_result("decode-host-cpu", "python -m bench.serve.decode_host", result)
+
+
+if __name__ == "__main__":
+    main()
