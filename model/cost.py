@@ -40,8 +40,9 @@ from model.transformer import Transformer
 FULL, HALF = 4, 2
 # fp32 buffers of a block of logits on the CPU: of cross-entropy, and of a divergence.
 _LOSS_BLOCKS, _DIVERGENCE_BLOCKS = 2, 6
-# fp32 numbers a weight that training through rounding keeps for backward: what is rounded, its levels, and the product.
-_KEPT_BY_ROUNDING = {"scales": 2, "low_rank": 4, "all": 3}
+# fp32 numbers a weight that training through rounding keeps for backward: what its steps are multiplied with, that
+# product, what is rounded, its levels, and what comes out; of scales alone the last two.
+_KEPT_BY_ROUNDING = {"scales": 2, "low_rank": 5, "all": 5}
 SMALLEST_IN_8_BITS = 4_096
 """Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
 SMALLEST_PAGED = 100_000
@@ -430,8 +431,8 @@ class _ThroughRounding(_Arithmetic):
             sizes += [rank * side for shape in self.projections.values() for side in shape]
         if kind == "all":
             sizes += [rows * columns for rows, columns in self.projections.values()]
-        others = self._others()
-        return sizes + [size for name, size in others.items() if kind == "all" or "norm" in name]
+        biases = ("_proj.bias",) if kind == "all" else ()
+        return sizes + [size for name, size in self._others().items() if "norm" in name or name.endswith(biases)]
 
     def _others(self) -> dict[str, int]:
         """Elements of the tensors that no format holds, by name."""
@@ -446,7 +447,7 @@ class _ThroughRounding(_Arithmetic):
             if name not in self.projections:
                 total += self.rounding.formats[name].num_bytes(shape)
                 continue
-            total += (1 if kind == "scales" else FULL) * math.prod(shape) + FULL * self._scales(name)
+            total += (1 if kind == "scales" else FULL) * math.prod(shape) + 2 * FULL * self._scales(name)
             total += FULL * rank * sum(shape) if kind == "low_rank" else 0
         return total
 
@@ -463,8 +464,7 @@ class _ThroughRounding(_Arithmetic):
         return super()._loss() + expanded * self.config.vocab_size * self.config.hidden_size
 
     def _head_gradient(self) -> int:
-        fixed = self._head_name in self.quantized or self.rounding.trained != "all"
-        return 0 if fixed else super()._head_gradient()
+        return 0
 
     @property
     def _head_name(self) -> str:

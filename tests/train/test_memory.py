@@ -118,7 +118,8 @@ INT4 = Int4(32)
 def rounding(trained: str, embeddings: WeightFormat[Any] | None = None) -> Setup:
     """Of a distillation through rounding to four bits."""
     formats = formats_of_layers(WIDE, INT4, dict.fromkeys(["embed_tokens", "lm_head"], embeddings))
-    return Setup(WIDE, training(FEW), teacher=WIDE, rounding=Rounding(trained, formats, rank=8))  # type: ignore[arg-type]
+    kind: Any = trained
+    return Setup(WIDE, training(FEW), teacher=WIDE, rounding=Rounding(kind, formats, rank=8))
 
 
 SETUPS = {
@@ -126,6 +127,7 @@ SETUPS = {
     "scales through rounding, embeddings too": rounding("scales", Int8()),
     "low rank through rounding": rounding("low_rank"),
     "all through rounding": rounding("all"),
+    "all through rounding, recomputed": replace(rounding("all"), training=training(FEW, activation_checkpointing=True)),
     "all through rounding, embeddings too": rounding("all", Int8()),
     "language": Setup(TINY, training()),
     "fp32": Setup(TINY, training(precision="fp32")),
