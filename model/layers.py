@@ -69,10 +69,12 @@ class SelfAttention(nn.Module):
 
         `slots` as in `FusedLinear`.
         """
-        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in self._project(x, slots))
+        rows = x.shape[0], -1, self.head_dim
+        q, k, v = [part.view(rows) for part in self._project(x, slots)]
         norm_rope = NormRope(self._norms(), rotary if self.rotates else None)
         mixed = attention(self.layer, q, k, v, norm_rope).reshape(x.shape[0], -1)
-        return self.o_proj(mixed) if self.output is None else self.output.outputs(mixed, slots)[0]
+        output = self.output  # looked up once: a module finds its parts slowly
+        return self.o_proj(mixed) if output is None else output.outputs(mixed, slots)[0]
 
     def _norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
@@ -80,8 +82,8 @@ class SelfAttention(nn.Module):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def _project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, ...]:
-        if self.qkv is not None:
-            return self.qkv.outputs(x, slots)
+        if (qkv := self.qkv) is not None:
+            return qkv.outputs(x, slots)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
@@ -103,8 +105,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """`x [T, D] -> [T, D]`; `slots` as in `FusedLinear`."""
-        if self.gate_up is not None and self.down is not None:
-            return self.down.outputs(self.gate_up(x, slots), slots)[0]
+        if (gate_up := self.gate_up) is not None and (down := self.down) is not None:
+            return down.outputs(gate_up(x, slots), slots)[0]
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:

@@ -4,7 +4,8 @@
 
 SmolLM2-135M with linear layers in INT4 (groups of 64) and the embedding, which is the head, in INT8, all by rounding,
 beside the dense model of the same folder, both in the dtype that serving chooses here and in one process, by turns.
-One thread, and its processor time: others on the machine change it little. Each part's least of all steps.
+One thread, and its processor time; of each part the least of all steps. On a machine with other work all of it takes
+longer, so compare figures of one run.
 
 Host time is a step's less what passes in the C forms of products and attention; without these it is all of the step.
 """
@@ -33,8 +34,8 @@ from model.transformer import Transformer
 from serve import LLM, SamplingParams
 from serve.engine.loading import Models
 
-BATCHES, PROMPT, LONG_PROMPT = (1, 8, 32), 64, 900
-STEPS, TURNS, PROFILED = 8, 5, 4
+BATCHES, PROMPT, LONG_PROMPT = (1, 8, 32), 32, 900
+STEPS, TURNS, PROFILED = 10, 3, 4
 GROUP = 64
 
 

@@ -172,6 +172,11 @@ class CachedRows(NamedTuple):
     scales: Tensor | None
     """[slots, Hkv] fp32 of rows in 8 bits; None: the rows are as they are read."""
 
+    @classmethod
+    def of_pages(cls, pages: Tensor, scales: Tensor | None) -> "CachedRows":
+        """Of pages [P, page, Hkv, d], and scales [P, page, Hkv]."""
+        return cls(pages.flatten(0, 1), None if scales is None else scales.flatten(0, 1))
+
     def take(self, where: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """Return some rows in `dtype`, which those without scales have already."""
         if self.scales is None:
@@ -192,7 +197,7 @@ def _values_of_codes(dtype: torch.dtype) -> Tensor:
 
 def attend_groups(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, plan: GroupedPlan, scale: float) -> Tensor:
     """Return the attention of all queries, [T, Hq, d] in and out."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(q.shape)
     if plan.decode is not None and takes(q, k_slots.rows, v_slots.rows):
         attend_decode(q, k_slots.rows, v_slots.rows, plan.decode, out, scale)
     elif len(plan.groups) == 1 and not plan.prompts:

@@ -364,10 +364,7 @@ def paged_attention(
         pages = _Pages(k_pages, v_pages, k_scales, v_scales, visible_slots)
         return _launch(q, pages, block_tables, plan, scale=scale, tree_mask=tree_mask)
     if visible_slots is None and tree_mask is None:
-        k_slots, v_slots = (
-            CachedRows(pages.flatten(0, 1), None if scales is None else scales.flatten(0, 1))
-            for pages, scales in ((k_pages, k_scales), (v_pages, v_scales))
-        )
+        k_slots, v_slots = CachedRows.of_pages(k_pages, k_scales), CachedRows.of_pages(v_pages, v_scales)
         return attend_groups(q, k_slots, v_slots, plan, scale)
     return paged_attention_reference(
         q.float(), k_pages, v_pages, block_tables, cu_seqlens_q, kv_lengths, window=window, scale=scale,
