@@ -63,7 +63,7 @@ def test_recipes_are_checked_without_torch() -> None:
         (["run", str(RECIPE), "distil.tokens=1"], "Did you mean 'distill'?"),
         (["recipe", "show", str(RECIPE), "name"], "is not of the form key=value."),
         (["report", "nowhere"], "nowhere is no run folder: it has no recipe.yaml."),
-        (["serve", "nowhere"], "nowhere is neither a model folder (with config.json) nor a run folder"),
+        (["serve", "nowhere"], "nowhere is neither a model folder (with config.json), a run folder"),
         (["generate", "nowhere", "hello"], "nowhere is neither a model folder"),
         (["export", "nowhere", "--to", "gguf"], "nowhere is neither a model folder"),
         (["export", "nowhere", "--to", "onnx"], "Nothing can be exported to 'onnx'; known are gguf, "),
