@@ -36,8 +36,9 @@ types: $(INSTALLED)
 fast: $(INSTALLED)
 	$(PYTEST) -m "not slow" tests
 
-bench: $(INSTALLED)   ## beside transformers and peft, and its own kernels, on this machine; writes bench/results/
+bench: $(INSTALLED)   ## beside transformers, llama.cpp and peft, and its own kernels, on this machine; writes bench/results/
 	$(BIN)/python -m bench.serve
+	$(BIN)/python -m bench.serve --beside llama.cpp
 	$(BIN)/python -m bench.train.distill
 	$(BIN)/python -m bench.kernels.decode
 	$(BIN)/python -m bench.train.qlora

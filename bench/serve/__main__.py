@@ -1,22 +1,29 @@
 """Decoding speed of potstill's engine beside transformers' `generate`: same model, same prompts, same lengths, one run.
 
-    python -m bench.serve            # both parts, about 15 minutes on 2 cores
+    python -m bench.serve                       # parts 1 and 2, about 15 minutes on 2 cores
+    python -m bench.serve --beside llama.cpp    # part 3
 
 Part 1, one request at a time: 128 new tokens after a prompt of 64, through the engine, over HTTP, and by `generate`.
 Part 2, 64 requests that want 16 to 512 new tokens: the engine takes them all at once; `generate` runs them in static
 batches, each as long as its longest request, with the batch size that is fastest for it. Every side decodes greedily
 in bf16 with end-of-text ignored, so all produce the same number of wanted tokens. Speeds count wanted tokens only.
+
+Part 3, weights of 4 and 8 bits beside llama.cpp, both over HTTP, on as many threads: 1 and 8 requests at a time, each
+for 128 new tokens after a prompt of 64 that neither server has seen.
 """
 
 import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from http.client import HTTPConnection
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +32,17 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from bench.common import DTYPE, teacher_folder, write_result
+from bench.serve.llama_cpp import check_installed, running_llama_cpp
+from compress.quantize.round_to_nearest import quantize_folder
+from model.formats.gguf.writer import export_gguf
+from model.formats.registry import format_named
 from model.text.tokenizer import Tokenizer
 from pipeline.stages.conversation.server import running_server
 from serve import LLM, SamplingParams
 
 STATIC_BATCH_SIZES = (8, 16, 32, 64)
+LLAMA_CPP_TYPES = {"q4_1": ("int4", {"group": 32, "symmetric": False}), "q8_0": ("int8", {})}
+"""Of its files, and the format of ours with as many bits."""
 
 
 def generate(model: Any, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
@@ -66,10 +79,10 @@ def by_turns(sides: Mapping[Any, Callable[[], Any]], tokens: int, rounds: int) -
 
 
 def summarize(speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """The medians, and ours over transformers'."""
+    """The medians, and ours over the peer's, which comes last."""
     medians = {name: statistics.median(values) for name, values in speeds.items()}
-    ours = [name for name in medians if name.startswith("potstill_")]
-    ratios = {f"ratio_{name.removeprefix('potstill_')}": medians[name] / medians["transformers"] for name in ours}
+    *ours, peer = medians
+    ratios = {f"ratio_{name.removeprefix('potstill_')}": medians[name] / medians[peer] for name in ours}
     print(f"  {ratios}", flush=True)
     return {"tokens_per_s": medians, "all_tokens_per_s": speeds, **ratios}
 
@@ -121,12 +134,59 @@ def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, An
     }  # fmt: skip
 
 
+def beside_llama_cpp(folder: Path, rounds: int) -> dict[str, Any]:
+    """Of each type of file: both servers at work on it, by turns."""
+    threads, parts = torch.get_num_threads(), {}
+    for file_type, (format, options) in LLAMA_CPP_TYPES.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            theirs, ours = Path(scratch, "model.gguf"), Path(scratch, "ours")
+            export_gguf(folder, theirs, type=file_type)
+            quantize_folder(
+                folder, ours, format_named(format, **options), overrides={"embed_tokens": format_named("int8")}
+            )
+            Tokenizer.load(folder).save(ours)
+            sizes = {"potstill": (ours / "model.safetensors").stat().st_size, "llama_cpp": theirs.stat().st_size}
+            with (
+                running_server(ours, None, "--dtype", str(DTYPE).removeprefix("torch."), name="teacher") as potstill,
+                running_llama_cpp(theirs, sequences=8, threads=threads) as llama_cpp,
+            ):
+                servers = {"potstill_http": potstill, "llama_cpp": llama_cpp}
+                speeds = {batch: ask_by_turns(file_type, servers, folder, batch, rounds) for batch in (1, 8)}
+        parts[file_type] = {"file_bytes": sizes, **{f"batch_{batch}": speed for batch, speed in speeds.items()}}
+    return {"threads": threads, "dtype": str(DTYPE), **parts}
+
+
+def ask_by_turns(
+    file_type: str, servers: dict[str, tuple[str, int]], folder: Path, batch: int, rounds: int
+) -> dict[str, Any]:
+    """Each server gets the same requests, `batch` at a time, and none twice."""
+    print(f"{file_type}, {batch} at a time", flush=True)
+    new_tokens, prompts = 128, prompts_of(folder, [64] * batch * (rounds + 1))
+    left = {name: iter(prompts) for name in servers}
+
+    def run(name: str) -> None:
+        with ThreadPoolExecutor(batch) as clients:
+            for _ in clients.map(lambda prompt: ask(servers[name], prompt, new_tokens), islice(left[name], batch)):
+                pass
+
+    sides = {name: partial(run, name) for name in servers}
+    by_turns(sides, batch * new_tokens, rounds=1)  # warms everybody up
+    return {"new_tokens": batch * new_tokens, **summarize(by_turns(sides, batch * new_tokens, rounds))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="measured repetitions of each side")
-    rounds, folder = parser.parse_args().rounds, teacher_folder()
+    parser.add_argument("--beside", choices=("transformers", "llama.cpp"), default="transformers", help="the peer")
+    options = parser.parse_args()
+    if options.beside == "llama.cpp":
+        check_installed()
+        result = beside_llama_cpp(teacher_folder(), options.rounds)
+        write_result("serve-llama-cpp-cpu", "python -m bench.serve --beside llama.cpp", result)
+        return
+    folder = teacher_folder()
     llm, peer = LLM(str(folder)), AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE)
-    parts = {part.__name__: part(folder, llm, peer, rounds) for part in (one_at_a_time, many_at_once)}
+    parts = {part.__name__: part(folder, llm, peer, options.rounds) for part in (one_at_a_time, many_at_once)}
     write_result("serve-cpu", "python -m bench.serve", parts)
 
 

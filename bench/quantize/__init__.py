@@ -1,0 +1,1 @@
+"""Quantization beside llm-compressor."""

@@ -1,0 +1,74 @@
+"""The comparison of quantization, with our side standing in for the peer's as well."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.quantize import __main__ as driver
+from bench.quantize import potstill
+from bench.quantize.cost import cost_of
+from model.files.checkpoint import load_model, save_model
+from model.quantized import quantized_layers
+from pipeline.measure.quality import HeldOut
+from tests.tiny import tiny_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_model(tiny_model(intermediate_size=128), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def tokens(count: int) -> list[int]:
+    return torch.randint(0, 512, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def run_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: dict[str, Any]
+) -> dict[str, Any]:
+    path = Path(f"{case['out']}.json")
+    path.write_text(json.dumps(case))
+    monkeypatch.setattr(sys, "argv", ["potstill", str(path)])
+    potstill.main()
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_equal_sides_are_equally_good(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def run_side(interpreter: str, side: str, case: dict[str, Any]) -> dict[str, Any]:
+        ran.append((interpreter, side))
+        return run_ours(monkeypatch, capsys, case)
+
+    monkeypatch.setattr(driver, "run_side", run_side)
+    documents = [tokens(200), tokens(90)]
+    case = {"model": str(model), "documents": documents, "scratch": str(tmp_path), **driver.SETTINGS}
+    held_out = HeldOut((replace(potstill.batch_of(tokens(80)), num_bytes=80),))
+    against = held_out, held_out.states(load_model(model))
+    interpreters = {"potstill": "one", "llm_compressor": "other"}
+    found = driver.compare("gptq", interpreters, case, against)
+    assert ran == [("one", "potstill"), ("other", "llm_compressor")]
+    assert found["ratio_kl"] == 1 and all(side["kl"]["value"] > 0 for side in found["sides"].values())
+    written = quantized_layers(load_model(tmp_path / "potstill-gptq"))
+    assert len(written) == 14 and {layer.format.group for layer in written.values()} == {64}  # type: ignore[attr-defined]
+
+
+def test_a_peak_is_measured_above_what_was_there() -> None:
+    before = torch.ones(100 * 2**20)  # 400 MiB
+    cost = cost_of(lambda: torch.ones(50 * 2**20).sum())
+    assert 195 * 2**20 < cost["peak_bytes"] < 260 * 2**20, "200 MiB"
+    assert cost["wall_s"] > 0 and cost["processor_s"] > 0
+    del before
+
+
+def test_a_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.quantize"])
+    with pytest.raises(SystemExit, match=r"no llm-compressor; python -m venv .* --peer"):
+        driver.main()

@@ -1,0 +1,23 @@
+"""The benchmark of serving beside llama.cpp, end to end on a tiny model."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.serve.__main__ import LLAMA_CPP_TYPES, beside_llama_cpp
+from tests.model.test_gguf_export import model_folder
+
+pytest.importorskip("xllamacpp", reason="the peer llama.cpp needs: pip install xllamacpp")
+
+
+@pytest.mark.slow
+def test_both_servers_answer_the_same_requests(tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", "llama")
+    found = beside_llama_cpp(tmp_path / "folder", rounds=1)
+    for file_type in LLAMA_CPP_TYPES:
+        assert all(found[file_type]["file_bytes"].values())
+        for batch in (1, 8):
+            part = found[file_type][f"batch_{batch}"]
+            assert part["new_tokens"] == 128 * batch
+            speeds = part["tokens_per_s"]
+            assert part["ratio_http"] == speeds["potstill_http"] / speeds["llama_cpp"] > 0
