@@ -253,6 +253,8 @@ class _RMSNorm(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         inverse_rms = _inverse_rms(wide, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
+        if dtype == x.dtype and normalizes(x, weight, None):  # the bits that inference computes
+            return norm_rows(x, weight, eps, None)[0]
         return _scaled(wide * inverse_rms, weight, dtype)
 
     @staticmethod

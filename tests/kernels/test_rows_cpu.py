@@ -70,6 +70,14 @@ def test_torch_takes_over_without_a_compiler(part: Part, dtype: torch.dtype, mon
 
 
 @EACH
+@pytest.mark.parametrize("part", [norm, gate])
+def test_training_computes_the_same_bits(part: Part, dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(TOKENS, 2 * D)).to(dtype)
+    learned = part(x.clone().requires_grad_())
+    assert learned[0].requires_grad and all(map(torch.equal, learned, part(x)))
+
+
+@EACH
 def test_a_gate_of_any_size(dtype: torch.dtype) -> None:
     gates = torch.tensor([-1e30, -200.0, -88.0, -1.0, -1e-20, 0.0, 1e-20, 1.0, 88.0, 200.0, 1e30]).to(dtype)[None]
     result = swiglu(gates, torch.ones_like(gates)).double()
