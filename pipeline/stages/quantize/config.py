@@ -62,7 +62,7 @@ class Quantize(Recovery):
     train: Literal["scales", "low_rank", "all"] = "scales"
     """What recovery trains beside the norms: scales alone, levels staying as they are; scales and a low-rank update of
     the weights behind the levels; or these weights themselves."""
-    learning_rate: float = redeclared(Recovery, "learning_rate", 3e-4)
+    learning_rate: float = redeclared(Recovery, "learning_rate", 1e-4)
     """Of weights in units of their rounding, and of scales as factors of themselves: the same for every model."""
     out: str = redeclared(Recovery, "out", "quantized")
 
