@@ -8,8 +8,8 @@ Part 2, 64 requests that want 16 to 512 new tokens: the engine takes them all at
 batches, each as long as its longest request, with the batch size that is fastest for it. Every side decodes greedily
 in bf16 with end-of-text ignored, so all produce the same number of wanted tokens. Speeds count wanted tokens only.
 
-Part 3, weights of 4 and 8 bits beside llama.cpp, both over HTTP, on as many threads: 1 and 8 requests at a time, each
-for 128 new tokens after a prompt of 64 that neither server has seen.
+Part 3, GGUF files of 4 and 8 bits beside llama.cpp, both over HTTP, on as many threads: 1 and 8 requests at a time,
+each for 128 new tokens after a prompt of 64 that neither server has seen.
 """
 
 import argparse
@@ -33,16 +33,14 @@ from transformers import AutoModelForCausalLM
 
 from bench.common import DTYPE, teacher_folder, write_result
 from bench.serve.llama_cpp import check_installed, running_llama_cpp
-from compress.quantize.round_to_nearest import quantize_folder
+from model.formats.gguf.reader import import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
-from model.formats.registry import format_named
 from model.text.tokenizer import Tokenizer
 from pipeline.stages.conversation.server import running_server
 from serve import LLM, SamplingParams
 
 STATIC_BATCH_SIZES = (8, 16, 32, 64)
-LLAMA_CPP_TYPES = {"q4_1": ("int4", {"group": 32, "symmetric": False}), "q8_0": ("int8", {})}
-"""Of its files, and the format of ours with as many bits."""
+LLAMA_CPP_TYPES = ("q4_1", "q8_0")
 
 
 def generate(model: Any, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
@@ -135,25 +133,23 @@ def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, An
 
 
 def beside_llama_cpp(folder: Path, rounds: int) -> dict[str, Any]:
-    """Of each type of file: both servers at work on it, by turns."""
-    threads, parts = torch.get_num_threads(), {}
-    for file_type, (format, options) in LLAMA_CPP_TYPES.items():
+    """Both servers, of one GGUF file after another, by turns."""
+    threads, dtype = torch.get_num_threads(), str(DTYPE).removeprefix("torch.")
+    parts: dict[str, Any] = {"threads": threads, "dtype": dtype}
+    for file_type in LLAMA_CPP_TYPES:
         with tempfile.TemporaryDirectory() as scratch:
-            theirs, ours = Path(scratch, "model.gguf"), Path(scratch, "ours")
-            export_gguf(folder, theirs, type=file_type)
-            quantize_folder(
-                folder, ours, format_named(format, **options), overrides={"embed_tokens": format_named("int8")}
-            )
-            Tokenizer.load(folder).save(ours)
-            sizes = {"potstill": (ours / "model.safetensors").stat().st_size, "llama_cpp": theirs.stat().st_size}
+            file, unpacked = Path(scratch, "model.gguf"), Path(scratch, "model")
+            export_gguf(folder, file, type=file_type)
+            import_gguf_blocks(file, unpacked)  # as `potstill serve model.gguf` does, which keeps it
             with (
-                running_server(ours, None, "--dtype", str(DTYPE).removeprefix("torch."), name="teacher") as potstill,
-                running_llama_cpp(theirs, sequences=8, threads=threads) as llama_cpp,
+                running_server(unpacked, None, "--dtype", dtype, name="teacher") as potstill,
+                running_llama_cpp(file, sequences=8, threads=threads) as llama_cpp,
             ):
                 servers = {"potstill_http": potstill, "llama_cpp": llama_cpp}
                 speeds = {batch: ask_by_turns(file_type, servers, folder, batch, rounds) for batch in (1, 8)}
-        parts[file_type] = {"file_bytes": sizes, **{f"batch_{batch}": speed for batch, speed in speeds.items()}}
-    return {"threads": threads, "dtype": str(DTYPE), **parts}
+            found = {f"batch_{batch}": speed for batch, speed in speeds.items()}
+            parts[file_type] = {"file_bytes": file.stat().st_size, **found}
+    return parts
 
 
 def ask_by_turns(

@@ -15,7 +15,7 @@ def test_both_servers_answer_the_same_requests(tmp_path: Path) -> None:
     model_folder(tmp_path / "folder", "llama")
     found = beside_llama_cpp(tmp_path / "folder", rounds=1)
     for file_type in LLAMA_CPP_TYPES:
-        assert all(found[file_type]["file_bytes"].values())
+        assert found[file_type]["file_bytes"] > 0
         for batch in (1, 8):
             part = found[file_type][f"batch_{batch}"]
             assert part["new_tokens"] == 128 * batch
