@@ -167,7 +167,11 @@ def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
     log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
     costs = rounding_costs(dense, text, [small, large], METHODS[config.method])
     weights = {name: dense.get_parameter(f"{name}.weight") for name in costs}
-    chosen = choose_formats(costs, {name: (len(w), w.shape[1]) for name, w in weights.items()}, average_bits)
+    shapes = {name: (len(w), w.shape[1]) for name, w in weights.items()}
+    try:
+        chosen = choose_formats(costs, shapes, average_bits)
+    except ValueError as error:
+        raise UserError(f"quantize: {error}") from None
     return [LayerCost(name, costs[name][small], format == large) for name, format in chosen.items()]
 
 
