@@ -172,7 +172,7 @@ def _tinygemm(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def torch_int8(inputs: Inputs) -> Call:
     """torch's int8 operation."""
-    codes, scales = inputs.weight.codes, inputs.weight.scales.to(BF16)
+    codes, scales = inputs.weight.codes, inputs.weight.scales[:, 0].to(BF16)
     return lambda x: torch.ops.aten._weight_int8pack_mm(x, codes, scales)
 
 
@@ -185,7 +185,7 @@ def torchao(package: Any, inputs: Inputs) -> Call:
         weight = package.Int4TilePackedTo4dTensor(*_tinygemm(inputs), [1, inputs.weight.group], shape)
     else:
         kind, scales = package.Int8Tensor if name == "int8" else package.Float8Tensor, inputs.weight.scales.to(BF16)
-        weight = kind(inputs.weight.codes, scales[:, None], [1, shape[1]], dtype=BF16)
+        weight = kind(inputs.weight.codes, scales.view(-1, 1), [1, shape[1]], dtype=BF16)
     return lambda x: F.linear(x, weight)
 
 
@@ -196,7 +196,7 @@ def gemlite(inputs: Inputs) -> Call:
     names = {"int4": "A16W4_HQQ_INT", "int8": "A16W8_INT8", "fp8": "A16W8_FP8"}
     layer = getattr(_tuned_gemlite().helper, names[name])(device=inputs.x.device, dtype=BF16)
     if name != "int4":
-        return layer.from_weights(weight.codes, scales=weight.scales[:, None])
+        return layer.from_weights(weight.codes, scales=weight.scales.view(-1, 1))
     scales = weight.scales.to(BF16)
     return layer.from_weights(weight.elements(), scales, torch.full_like(scales, 8))
 
