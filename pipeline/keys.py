@@ -2,7 +2,8 @@
 
 Fields of the settings say in their metadata what they do to training. `weights` is False where they change no weight
 that is trained, or a function where only part of the value does; `figures` where they change what was measured before
-training, and is kept; `grows` where training goes on when the value is larger.
+training, and is kept; `grows` where training goes on when the value is larger; `later` where the setting came after its
+stage, so that runs from before it stay valid at its default.
 """
 
 import hashlib
@@ -60,6 +61,9 @@ def stage_keys(kind: str, config: Any, *, models: Mapping[str, str], data: str |
     for declared in fields(config):
         name = spelling(declared)
         if name not in settings:
+            continue
+        if declared.metadata.get("later") and settings[name] == declared.default:
+            del settings[name], work[name]
             continue
         weights = declared.metadata.get("weights", True)
         if declared.metadata.get("grows"):

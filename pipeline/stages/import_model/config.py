@@ -21,7 +21,7 @@ class ModelSource:
     """Commit, branch or tag of a hub id. A commit makes the run repeatable."""
     sha256: str | None = setting(None, pattern=re.compile("[0-9a-f]{64}"), meaning="64 hexadecimal digits")
     """Hash that the wheel or the .gguf file must have, as 64 hexadecimal digits."""
-    keep_blocks: bool = False
+    keep_blocks: bool = setting(False, later=True)
     """Keep the 4- and 8-bit blocks of a GGUF file instead of making bf16 of them: such a model is evaluated, served and
     teaches in fewer bytes, but no stage changes its weights."""
 
