@@ -20,7 +20,7 @@ from pipeline.results import Result, write_atomically
 from pipeline.run_folder import RunFolder
 from pipeline.stages.pretrain.report import PretrainDetails, compute_chart
 
-KEPT, TOO_LONG = ("cost", "gate", "parity", "details"), ("groups", "picture")
+KEPT, TOO_LONG = ("cost", "gate", "parity", "details"), ("groups", "picture", "errors", "costs")
 
 
 def summarize(results: list[Result[Any]]) -> dict[str, Any]:
