@@ -3,7 +3,8 @@
 Legend: T tokens, D hidden size, Hq query heads, d head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -61,27 +62,16 @@ class ResidualStream:
 
         With a router: only the tokens that pass, and nothing where none does. The names are given in their order.
         """
-        read: dict[str, Tensor] = {}
-
-        def observe(name: str, _: Any, arguments: tuple[Tensor]) -> None:
-            read[name] = arguments[0]
-            if name == projections[-1]:
-                raise _EnoughRead
-
-        hooks = [layer.get_submodule(n).register_forward_pre_hook(partial(observe, n)) for n in projections]
-        try:
-            layer(self._delta, self._residual, rotary=self._rotary, attention=self._attention)
-        except _EnoughRead:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with _reading(layer, projections, last=projections[-1]) as read, suppress(_EnoughRead):
+            self._through(layer)
         return read
 
     @torch.no_grad()
-    def pass_on(self, layer: DecoderLayer) -> None:
-        """Goes through the next layer."""
-        self._delta, self._residual = self._through(layer)
+    def pass_on(self, layer: DecoderLayer, projections: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Goes through the next layer, and returns what projections of it read on the way, as `inputs` does."""
+        with _reading(layer, projections) as read:
+            self._delta, self._residual = self._through(layer)
+        return read
 
     def behind(self, layer: DecoderLayer) -> Tensor:
         """The stream behind this, the next layer, `[T, D]`; with gradients of the layer."""
@@ -97,6 +87,26 @@ class ResidualStream:
         if self._residual is None:
             raise ValueError("a layer with a router has no one place between its attention and its MLP")
         return self._residual
+
+
+@contextmanager
+def _reading(
+    layer: DecoderLayer, projections: Sequence[str], *, last: str | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Fills what it yields with what projections read; the run ends behind the `last` of them with _EnoughRead."""
+    read: dict[str, Tensor] = {}
+
+    def observe(name: str, _: Any, arguments: tuple[Tensor]) -> None:
+        read[name] = arguments[0]
+        if name == last:
+            raise _EnoughRead
+
+    hooks = [layer.get_submodule(n).register_forward_pre_hook(partial(observe, n)) for n in projections]
+    try:
+        yield read
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def layers_of(model: Transformer) -> list[DecoderLayer]:

@@ -76,6 +76,13 @@ def compute_teacher_states(teacher: Transformer, batches: Sequence[Batch]) -> Te
     return TeacherStates(teacher.head_weight.detach(), hidden)
 
 
+def mean_nll_of_states(teacher: TeacherStates, batches: Sequence[Batch]) -> list[float]:
+    """What the teacher whose states these are scores on each batch; nats a token."""
+    pairs = zip(batches, teacher.hidden, strict=True)
+    sums = [linear_cross_entropy(hidden, teacher.weight, batch.labels.to(hidden.device)) for batch, hidden in pairs]
+    return [total.item() / _count_labels([batch]) for total, batch in zip(sums, batches, strict=True)]
+
+
 def compare(
     student: Transformer,
     teacher: TeacherStates,

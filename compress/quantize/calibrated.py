@@ -3,29 +3,28 @@
 Of each layer, in the order of computation, the inputs of its projections are summed up (`inputs.py`), and these
 projections rounded, so that o_proj is rounded for what rounded q, k and v give. AWQ and SmoothQuant first scale the
 whole layer (`scaling.py`). Weights may first be moved to make up for the layers before (`propagation.py`). Learned
-rounding goes on from there, for a whole layer at once (`learned.py`). Memory holds one layer's sums, and one layer as
-it was, above the model and the residual streams.
+rounding goes on from there, for a whole layer at once (`learned.py`). Memory holds one layer's sums above the
+model and the residual streams; where weights are moved, also what one layer read of the text before rounding.
 
 Legend: N output features, K input features.
 """
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch
 from compress.quantize.awq import awq_scales
-from compress.quantize.gptq import compensation, gptq_levels, output_error
+from compress.quantize.gptq import gptq_levels, output_error
 from compress.quantize.grid import diagonal_blocks, group_size, min_max, searched
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
 from compress.quantize.learned import learn_rounding, output_errors
 from compress.quantize.methods import Method
-from compress.quantize.propagation import corrected, input_shift
+from compress.quantize.propagation import corrected, moments_and_shift
 from compress.quantize.round_to_nearest import QuantizationError
 from compress.quantize.scaling import BEHIND_NORMS, fold, shared_by_heads
 from compress.quantize.smoothquant import smoothing_scales
@@ -85,15 +84,13 @@ def quantize_layers(
         if load_layer is not None:
             load_layer(number)
         layer = layers_of(model)[number]
-        parent = _Parent(copy.deepcopy(layer), dense_streams) if dense_streams else None
+        parent = _pass_on_parent(layer, dense_streams, method)
         if restore is None or not restore(number):
             report = _quantize_layer(layer, number, streams, rounding, parent)
             if on_layer is not None:
                 on_layer(report)
         for stream in streams:
             stream.pass_on(layers_of(model)[number])
-        if parent is not None:
-            parent.pass_on()
     return model
 
 
@@ -142,21 +139,22 @@ class _Rounding:
 
 @dataclass(frozen=True)
 class _Parent:
-    """What a layer was, and what the layers before it, as they were, made of the text."""
+    """What a layer made of the text before any was rounded; one entry for each stream."""
 
-    layer: DecoderLayer
+    inputs: Sequence[dict[str, Tensor]]
+    """What its projections read, by name; nothing where no weight is moved."""
     streams: Sequence[ResidualStream]
-
-    def pass_on(self) -> None:
-        for stream in self.streams:
-            stream.pass_on(self.layer)
+    """Behind the layer."""
 
     def outputs(self) -> list[Tensor]:
-        """The streams behind the layer, fp32 [T, D]."""
-        behind = [copy.copy(stream) for stream in self.streams]
-        for stream in behind:
-            stream.pass_on(self.layer)
-        return [stream.value.float() for stream in behind]
+        """Fp32 [T, D]."""
+        return [stream.value.float() for stream in self.streams]
+
+
+def _pass_on_parent(layer: DecoderLayer, streams: Sequence[ResidualStream], method: Method) -> _Parent:
+    """Not behind a router are weights moved: it chooses other tokens than it did."""
+    moves = method.propagation and not isinstance(layer, RoutedLayer)
+    return _Parent([stream.pass_on(layer, list(CONSUMERS) if moves else ()) for stream in streams], streams)
 
 
 def _quantize_layer(
@@ -164,13 +162,13 @@ def _quantize_layer(
     number: int,
     streams: Sequence[ResidualStream],
     rounding: _Rounding,
-    parent: _Parent | None,
+    parent: _Parent,
 ) -> QuantizedLayerReport:
     began, prefix = time.monotonic(), f"model.layers.{number}."
     formats = {name: rounding.choose(prefix + name) for consumers in CONSUMERS.values() for name in consumers}
     if rounding.method.scaling != "none":
         _scale_layer(layer, streams, formats, rounding.method)
-    if rounding.method.rounding == "learned" and parent is not None:
+    if rounding.method.rounding == "learned":
         dense = {name: projection(layer, name).weight.detach() for name, format in formats.items() if format}
         _quantize_projections(layer, prefix, formats, streams, rounding, parent)
         iterations = rounding.method.iterations
@@ -187,7 +185,7 @@ def _quantize_projections(
     formats: dict[str, WeightFormat[Any] | None],
     streams: Sequence[ResidualStream],
     rounding: _Rounding,
-    parent: _Parent | None,
+    parent: _Parent,
 ) -> dict[str, float]:
     """Replaces them one input after another; returns the relative squared error of each, by its name in the model."""
     errors = {}
@@ -195,39 +193,41 @@ def _quantize_projections(
         chosen = {consumer: format for consumer in consumers if (format := formats[consumer]) is not None}
         if not chosen:
             continue
-        moments = input_moments(streams, layer, [name])[name]
-        if not moments.tokens:
+        inputs = _Inputs.of(name, layer, streams, parent)
+        if not inputs.moments.tokens:
             raise QuantizationError(f"No token of the calibration text passes {prefix}{name}; it needs more text.")
-        if rounding.method.propagation and parent is not None and not isinstance(layer, RoutedLayer):
-            _correct(layer, name, list(chosen), moments, streams, parent)
         for consumer, format in chosen.items():
-            errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, moments, rounding)
+            errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, inputs, rounding)
     return errors
 
 
-def _correct(
-    layer: DecoderLayer,
-    name: str,
-    consumers: Sequence[str],
-    moments: InputMoments,
-    streams: Sequence[ResidualStream],
-    parent: _Parent,
-) -> None:
-    """Moves the weights that read an input. Not behind a router: it chooses other tokens than it did."""
-    shift = input_shift(name, layer, streams, parent.layer, parent.streams)
-    for consumer in consumers:
-        weight = projection(layer, consumer).weight
-        weight.copy_(corrected(weight, moments.hessian, shift))
+@dataclass(frozen=True)
+class _Inputs:
+    """What some projections of a layer read."""
+
+    moments: InputMoments
+    shift: Tensor | None
+    """By how much it is not what it was before rounding, as in `propagation.py`; None moves no weight."""
+
+    @classmethod
+    def of(cls, name: str, layer: DecoderLayer, streams: Sequence[ResidualStream], parent: _Parent) -> Self:
+        if not any(parent.inputs):
+            return cls(input_moments(streams, layer, [name])[name], None)
+        return cls(*moments_and_shift(name, layer, streams, [read[name] for read in parent.inputs]))
+
+    def moved(self, weight: Tensor) -> Tensor:
+        return weight if self.shift is None else corrected(weight, self.shift, self.moments.compensation)
 
 
 def _quantize_projection(
-    layer: DecoderLayer, prefix: str, name: str, format: WeightFormat[Any], moments: InputMoments, rounding: _Rounding
+    layer: DecoderLayer, prefix: str, name: str, format: WeightFormat[Any], inputs: _Inputs, rounding: _Rounding
 ) -> float:
     """Replaces a projection; returns its relative squared error."""
-    weight = projection(layer, name).weight
+    weight, moments = projection(layer, name).weight, inputs.moments
     if not torch.isfinite(weight).all():
         raise QuantizationError(f"{prefix}{name} has weights that are not finite.")
     try:
+        weight = inputs.moved(weight)
         rounded = quantized_matrix(weight, format, moments, rounding.method, rounding.dtype)
     except ValueError as error:
         raise QuantizationError(f"{prefix}{name} cannot be quantized: {error}.") from error
@@ -243,12 +243,11 @@ def quantized_matrix(
     if not isinstance(format, IntegerFormat):
         return format.quantize(weight.to(dtype))
     if method.rounding == "gptq":
-        compensated = compensation(moments.hessian, act_order=method.act_order)
-        importance = compensated.importance
+        importance = moments.compensation.importance
         grid = (
             searched(weight, format, importance, dtype) if method.grid == "searched" else min_max(weight, format, dtype)
         )
-        return format.pack(gptq_levels(weight, grid, compensated), grid.scales, grid.zeros)
+        return format.pack(gptq_levels(weight, grid, moments.compensation), grid.scales, grid.zeros)
     if method.grid == "searched":
         grid = searched(weight, format, _moments_of_groups(moments, format), dtype)
     else:

@@ -39,6 +39,10 @@ class Compensation:
         """1 / U_ii² of each column, [K], for `grid.searched`."""
         return self.factor.diagonal().square().reciprocal()[self.order.argsort()]
 
+    def divide(self, rows: Tensor) -> Tensor:
+        """`rows` [N, K] times H⁻¹."""
+        return (rows[:, self.order] @ self.factor.T @ self.factor)[:, self.order.argsort()]
+
 
 @torch.no_grad()
 def compensation(hessian: Tensor, *, act_order: bool = True) -> Compensation:

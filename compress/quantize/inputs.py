@@ -4,10 +4,12 @@ Legend: T tokens, K input features.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from compress.quantize.gptq import Compensation, compensation
 from compress.residual_stream import ResidualStream
 from model.layers import DecoderLayer
 from model.linear import Linear
@@ -45,6 +47,11 @@ class InputMoments:
     def importance(self) -> Tensor:
         """Σ x², [K]."""
         return self.hessian.diagonal()
+
+    @cached_property
+    def compensation(self) -> Compensation:
+        """Of all tokens: to be asked for once they are in. ValueError if they were not finite."""
+        return compensation(self.hessian)
 
     def add(self, x: Tensor) -> None:
         """Tokens `[T, K]`, at least one."""

@@ -14,8 +14,6 @@ class Method:
     propagation: bool = False
     """First move weights to make up for the rounded layers before; not with scaling."""
     rounding: Literal["nearest", "gptq", "learned"] = "nearest"
-    act_order: bool = True
-    """GPTQ: the columns that inputs excite most first."""
     iterations: int = 200
     """Steps of learned rounding, a text each, for every layer."""
 

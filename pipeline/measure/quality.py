@@ -4,6 +4,7 @@ Batches of held-out text are the independent draws behind every interval: tokens
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Quality
 from train.data import PreparedData
-from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, mean_nll
+from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, mean_nll, mean_nll_of_states
 from train.packing import Batch, held_out_batches
 
 MIN_BATCHES, MAX_BATCH_TOKENS = 8, 2_048
@@ -65,22 +66,13 @@ class HeldOut:
         With the model's own states as the reference, `kl` is what the cache alone costs.
         """
         model.eval()  # dropout is for training
-        labels, spelled = [batch.num_labels for batch in self.batches], [batch.num_bytes for batch in self.batches]
         how: _Forward = {"routing": routing, "attention": _attention_over(kv_cache_dtype, model.dtype)}
         compared = [] if reference is None else self._compared(model, reference, how)
         alone = [] if compared else [mean_nll(model, [batch], **how) for batch in self.batches]
-        nlls = alone or [one.nll for one in compared]
-        nll = estimate(nlls, labels)
-        sums = zip(nlls, labels, spelled, strict=True)
-        bits = [mean * count / (math.log(2) * (size or math.nan)) for mean, count, size in sums]
-        quality = Quality(
-            tokens=sum(labels),
-            nll=nll,
-            perplexity=math.exp(min(nll.value, 700.0)),
-            bits_per_byte=estimate(bits, spelled),
-        )
+        quality = self._on_text(alone or [one.nll for one in compared])
         if not compared:
             return quality
+        labels = self._num_labels
         return replace(
             quality,
             kl=estimate([one.kl for one in compared], labels),
@@ -91,6 +83,22 @@ class HeldOut:
     def states(self, reference: Transformer) -> TeacherStates:
         """The reference's side of every comparison, computed once."""
         return compute_teacher_states(reference.eval(), self.batches)
+
+    def quality_of(self, reference: TeacherStates) -> Quality:
+        """The reference's own quality, of which the states are most of the work."""
+        return self._on_text(mean_nll_of_states(reference, self.batches))
+
+    @property
+    def _num_labels(self) -> list[int]:
+        return [batch.num_labels for batch in self.batches]
+
+    def _on_text(self, nlls: Sequence[float]) -> Quality:
+        """By the mean loss of each batch."""
+        labels, spelled = self._num_labels, [batch.num_bytes for batch in self.batches]
+        nll, sums = estimate(nlls, labels), zip(nlls, labels, spelled, strict=True)
+        bits = [mean * count / (math.log(2) * (size or math.nan)) for mean, count, size in sums]
+        perplexity = math.exp(min(nll.value, 700.0))
+        return Quality(tokens=sum(labels), nll=nll, perplexity=perplexity, bits_per_byte=estimate(bits, spelled))
 
     def _compared(self, model: Transformer, reference: TeacherStates, how: _Forward) -> list[Comparison]:
         """Of each batch; one pass gives the model's own loss as well."""

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from compress.quantize.calibrated import quantize_layers
+from compress.quantize.gptq import compensation
 from compress.quantize.methods import METHODS
-from compress.quantize.propagation import corrected, input_shift
+from compress.quantize.propagation import corrected, moments_and_shift
+from compress.quantize.round_to_nearest import QuantizationError
 from compress.residual_stream import ResidualStream, layers_of
 from model.config import MixtureOfDepths
 from model.formats.compressed_tensors import Int4
@@ -36,20 +38,24 @@ def test_at_full_strength_it_is_the_least_squares_solution() -> None:
     rows = torch.cat([x, damping]).double()
     wanted = torch.cat([dense @ weight.T, damping @ weight.T]).double()
     expected = torch.linalg.lstsq(rows, wanted).solution.T
-    torch.testing.assert_close(corrected(weight, hessian, shift, 1.0).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        corrected(weight, shift, compensation(hessian), 1.0).double(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_strength_goes_from_the_weight_itself_to_there() -> None:
     dense, x = inputs()
-    weight, hessian, shift = torch.ones(3, 24), x.T @ x, (dense - x).T @ x
-    whole = corrected(weight, hessian, shift, 1.0)
-    torch.testing.assert_close(corrected(weight, hessian, shift), (weight + whole) / 2)
-    assert torch.equal(corrected(weight, hessian, torch.zeros_like(shift), 1.0), weight)
+    weight, inverse, shift = torch.ones(3, 24), compensation(x.T @ x), (dense - x).T @ x
+    whole = corrected(weight, shift, inverse, 1.0)
+    torch.testing.assert_close(corrected(weight, shift, inverse), (weight + whole) / 2)
+    assert torch.equal(corrected(weight, torch.zeros_like(shift), inverse, 1.0), weight)
 
 
-def test_moments_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(ValueError, match="Cholesky"):
-        corrected(torch.ones(2, 4), torch.full((4, 4), torch.nan), torch.zeros(4, 4))
+def test_text_that_overflows_is_refused() -> None:
+    model = tiny_model()
+    layers_of(model)[0].input_layernorm.weight.data.fill_(3e38)
+    with pytest.raises(QuantizationError, match="not finite"):
+        quantize_layers(model, CALIBRATION, lambda _: FORMAT, METHODS["qep+gptq"])
 
 
 def test_the_shift_is_that_of_both_models_inputs() -> None:
@@ -66,7 +72,9 @@ def test_the_shift_is_that_of_both_models_inputs() -> None:
         for one, its_streams in zip((rounded, model), streams, strict=True)
     )
     name = "self_attn.q_proj"
-    shift = input_shift(name, layers_of(rounded)[1], streams[0], layers_of(model)[1], streams[1])
+    read = [stream.pass_on(layers_of(model)[1], [name])[name] for stream in streams[1]]
+    moments, shift = moments_and_shift(name, layers_of(rounded)[1], streams[0], read)
+    torch.testing.assert_close(moments.hessian, x.T @ x, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(shift, (dense - x).T @ x, rtol=1e-4, atol=1e-4)
 
 

@@ -37,6 +37,7 @@ def test_the_figures_are_those_of_all_batches_together(with_reference: bool) -> 
     if not with_reference:
         assert quality.kl is quality.agreement is quality.acceptance is None
         return
+    assert HELD_OUT.quality_of(states) == HELD_OUT.quality(reference)
     both = compare(model, states, HELD_OUT.batches)
     assert quality.kl and quality.agreement and quality.acceptance
     assert quality.kl.value == pytest.approx(both.kl, rel=1e-5)

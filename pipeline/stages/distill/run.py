@@ -78,13 +78,12 @@ def _measure_start(stage: DistillStage) -> Start:
     original = load_published(stage.context.model(stage.config.student.origin))
     kept, importance = _choose_layers(stage, original)
     held_out = stage.held_out
-    reference = held_out.states(stage.teacher)
     log.info("measuring the teacher and the student before training, on %d batches", len(held_out.batches))
     return Start(
         kept_layers=kept,
         importance=importance,
-        teacher=held_out.quality(stage.teacher),
-        before=held_out.quality(prune_depth(original, kept), reference),
+        teacher=held_out.quality_of(stage.reference),
+        before=held_out.quality(prune_depth(original, kept), stage.reference),
     )
 
 

@@ -49,8 +49,10 @@ def _quality(
 ) -> tuple[ModelReport, TeacherStates | None]:
     """The row of one model, and its states if it is the reference of the others."""
     model = load_published(context.model(name))
-    states = held_out.states(model) if name == context.stage.config.against else None
-    return describe_model(name, model, held_out.quality(model, reference)), states
+    if name != context.stage.config.against:
+        return describe_model(name, model, held_out.quality(model, reference)), None
+    states = held_out.states(model)
+    return describe_model(name, model, held_out.quality_of(states)), states
 
 
 def _pair(verifier: ModelReport, draft: ModelReport) -> ModelReport:

@@ -44,7 +44,6 @@ from pipeline.stages.gqa.config import Gqa
 from pipeline.stages.gqa.report import Capacity, Compared, GqaDetails
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import RecoveryStage, check_dense, leave_trainable, write_tensors
-from train.evaluate import TeacherStates
 
 log = logging.getLogger(__name__)
 
@@ -219,29 +218,28 @@ def _trainable(stage: GqaStage, method: str) -> Transformer:
 
 def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
     """What is known before training, and by method the quality after the small budget."""
-    context, held_out, states = stage.context, stage.held_out, None
+    context, held_out = stage.context, stage.held_out
     if context.processes.is_main:
         _calibrate(stage)
         _refit(stage)
-        states = held_out.states(stage.teacher)
 
     def measure_all() -> Start:
         log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
-        converted = {method: _measure_converted(stage, method, states) for method in _methods(stage.config)}
-        return Start(held_out.quality(stage.teacher), converted)
+        converted = {method: _measure_converted(stage, method) for method in _methods(stage.config)}
+        return Start(held_out.quality_of(stage.reference), converted)
 
     start = context.start(Start, measure_all)
-    return start, {method: _uptrain_briefly(stage, method, states) for method in stage.config.compare}
+    return start, {method: _uptrain_briefly(stage, method) for method in stage.config.compare}
 
 
-def _measure_converted(stage: GqaStage, method: str, states: TeacherStates | None) -> Quality:
-    quality = stage.held_out.quality(_converted(stage, stage.teacher, method), states)
+def _measure_converted(stage: GqaStage, method: str) -> Quality:
+    quality = stage.held_out.quality(_converted(stage, stage.teacher, method), stage.reference)
     log.info("%s: held-out loss %.3f, KL %.3f", method, quality.nll.value, quality.kl.value if quality.kl else 0.0)
     return quality
 
 
-def _uptrain_briefly(stage: GqaStage, method: str, states: TeacherStates | None) -> Quality:
-    """Trains one method's model on the small budget, in all processes; the main one, which has states, measures."""
+def _uptrain_briefly(stage: GqaStage, method: str) -> Quality:
+    """Trains one method's model on the small budget, in all processes; the main one measures."""
     folder, processes = stage.context.folder / COMPARED_NAME / method, stage.context.processes
     kept = folder / "quality.json"
     if not kept.exists():
@@ -250,7 +248,7 @@ def _uptrain_briefly(stage: GqaStage, method: str, states: TeacherStates | None)
         student = _trainable(stage, method)
         stage.train(student, folder=folder, tokens=stage.config.compare_tokens)
         if processes.is_main:
-            quality = stage.held_out.quality(stage.published_form(student), states)
+            quality = stage.held_out.quality(stage.published_form(student), stage.reference)
             write_atomically(kept, msgspec.json.encode(quality))
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         processes.wait()

@@ -126,11 +126,11 @@ def _convert(stage: ModStage) -> Start:
     save_file(routers, stage.context.folder / ROUTERS_NAME)
     held_out = stage.held_out
     log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
-    states, capacities = held_out.states(parent), dict.fromkeys(layers, config.capacity)
+    states, capacities = stage.reference, dict.fromkeys(layers, config.capacity)
     return Start(
         layers=layers,
         thresholds=student.config.mixture_of_depths.thresholds if student.config.mixture_of_depths else (),
-        parent=held_out.quality(parent),
+        parent=held_out.quality_of(states),
         converted=held_out.quality(student, states),
         random=held_out.quality(student, states, routing=RandomRouting(capacities)),
     )

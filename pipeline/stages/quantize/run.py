@@ -41,7 +41,6 @@ from pipeline.stages.quantize.config import Quantize
 from pipeline.stages.quantize.report import LayerCost, ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import RecoveryStage, check_dense, write_tensors
-from train.evaluate import TeacherStates
 from train.loop import TrainingResult
 from train.progress import Progress
 
@@ -179,16 +178,14 @@ def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
 
 
 def _measure_start(stage: QuantizeStage) -> Start:
-    held_out, methods = stage.held_out, dict.fromkeys([stage.config.method, *stage.config.compare])
-    states = held_out.states(stage.teacher)
-    rows = [_measured(stage, method, states) for method in methods]
-    return Start(held_out.quality(stage.teacher), rows)
+    methods = dict.fromkeys([stage.config.method, *stage.config.compare])
+    return Start(stage.held_out.quality_of(stage.reference), [_measured(stage, method) for method in methods])
 
 
-def _measured(stage: QuantizeStage, method: str, states: TeacherStates) -> Rounded:
+def _measured(stage: QuantizeStage, method: str) -> Rounded:
     model, reports = _round(stage, method)
     _calibrate_routers(stage, model)
-    quality = stage.held_out.quality(stage.published_form(model), states)
+    quality = stage.held_out.quality(stage.published_form(model), stage.reference)
     log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
     return Rounded(method, quality, sum(report.seconds for report in reports))
 

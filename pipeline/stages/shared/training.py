@@ -36,6 +36,7 @@ from pipeline.measure.speed import prompts_from
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
 from pipeline.stages.shared.config import Decoding, Recovery, Training
 from pipeline.stages.shared.context import StageContext
+from train.evaluate import TeacherStates
 from train.loop import DivergedError, Trainer, TrainingResult
 from train.objectives import Distillation, LanguageModelling, RoutedTraining, RoutingConfig, objective_of
 from train.packing import Batch, held_out_batches
@@ -73,6 +74,13 @@ class TrainingStage(Generic[C]):
     def held_out(self) -> HeldOut:
         """The text that the stage measures on."""
         return self._held_out(self.config.held_out_tokens)
+
+    @cached_property
+    def reference(self) -> TeacherStates:
+        """What the teacher makes of that text; ValueError without one."""
+        if self.teacher is None:
+            raise ValueError("the stage has no teacher")
+        return self.held_out.states(self.teacher)
 
     def _held_out(self, max_tokens: int) -> HeldOut:
         return HeldOut.of(self.data, sequence_length=self.sequence_length, max_tokens=max_tokens)
@@ -195,7 +203,7 @@ class TrainingStage(Generic[C]):
         write(candidate)
         log.info("measuring %s after training", config.out)
         published = load_published(candidate)
-        states = None if self.teacher is None else self.held_out.states(self.teacher)
+        states = None if self.teacher is None else self.reference
         quality = self.held_out.quality(published, states, kv_cache_dtype=self.kv_cache_dtype)
         after = describe_model(config.out, published, quality, kv_cache_dtype=self.kv_cache_dtype)
         if untrained is not None:
