@@ -116,8 +116,11 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
     plan.set_defaults(command=_plan, late="overrides")
     export = commands.add_parser("export", help="write a finished model as another program wants it")
-    export.add_argument("model", metavar="MODEL", help="folder of a model or of a run")
-    layouts = "gguf (in bf16), gguf:q4_0 and others; of quantized models compressed-tensors and others"
+    export.add_argument("model", metavar="MODEL", help="folder of a model or of a run, or a .gguf file")
+    layouts = (
+        "gguf (in bf16), gguf:q4_0 and others; of quantized models gguf:blocks, which keeps their levels, "
+        "compressed-tensors and others"
+    )
     export.add_argument("--to", required=True, metavar="LAYOUT[:TYPE]", help=layouts)
     export.add_argument("--out", type=Path, metavar="PATH", help="what to write (default: NAME-TYPE in this folder)")
     export.set_defaults(command=_export)

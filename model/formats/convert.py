@@ -50,7 +50,10 @@ def _convert(model: Transformer, type: str) -> None:
             except ValueError as error:
                 raise CheckpointError(f"{name} cannot be written as {type}: {error}") from None
         else:
-            raise CheckpointError(f"{name} is in {source.title}; {type} holds integers on a grid.")
+            raise CheckpointError(
+                f"{name} is in {source.title}, {type} holds integers on a grid with zeros: let the stage quantize make "
+                "them of the model that this one was made of, or of a file imported without keep_blocks."
+            )
 
 
 def _dense(layer: QuantizedEmbedding) -> Embedding:

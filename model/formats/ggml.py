@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kernels.linear.quantization import IntegerWeight, pack_int4, stack_integers, weight_of_codes
+from kernels.linear.quantization import Int4Weight, IntegerWeight, pack_int4, stack_integers, weight_of_codes
 from model.files.safe_io import CheckpointError
-from model.formats.base import FormatOfLayer, KernelFormat, WeightFormat
-from model.formats.gguf.blocks import BLOCK_TYPES, BlockType, Levels
+from model.formats.base import FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
+from model.formats.gguf.blocks import BLOCK_TYPES, SMALL_BLOCK, BlockType, Levels
 from model.formats.words import check_stored
 
 _METHOD = "ggml"
@@ -61,6 +61,13 @@ class Ggml(KernelFormat[IntegerWeight]):
         minima = None if found.minima is None else found.minima.to(self._numbers)
         codes = pack_int4(found.levels) if self._has_nibbles else (found.levels - found.zero).view(torch.int8)
         return weight_of_codes(codes, scales, minima, columns=found.levels.shape[1], group=self._block.group)
+
+    def blocks_of(self, weight: IntegerWeight) -> Tensor:
+        """`weight_of` undone: u8 [N, bytes of a row]. CheckpointError where no blocks of the type hold it."""
+        zero = self._block.zero
+        levels = weight.elements() if isinstance(weight, Int4Weight) else weight.codes.view(torch.uint8) + zero
+        minima = None if weight.minima is None else weight.minima.float()
+        return self._block.repack(Levels(levels, weight.scales.float(), minima, zero))
 
     def quantize(self, dense: Tensor) -> IntegerWeight:
         self._check_divides(dense.shape[1])
@@ -127,3 +134,27 @@ class Ggml(KernelFormat[IntegerWeight]):
     def _check_divides(self, columns: int) -> None:
         if columns % (size := self._block.num_weights):
             raise CheckpointError(f"{self.title}: blocks of {size} do not divide rows of {columns} weights.")
+
+
+def to_ggml(weight: IntegerWeight, format: WeightFormat[Any]) -> tuple[Ggml, IntegerWeight]:
+    """The same levels in the type of GGUF that holds them, scales and minima in fp16.
+
+    A weight that is in one stays as it is. ValueError for what no type holds.
+    """
+    if isinstance(format, Ggml):
+        return format, weight
+    if not isinstance(format, IntegerFormat) or weight.group % SMALL_BLOCK or weight.shape[1] % SMALL_BLOCK:
+        raise ValueError(f"{format.title} does not fit into GGUF's blocks of {SMALL_BLOCK} integers on a grid")
+    zeros = weight.zeros if isinstance(weight, Int4Weight) else None
+    minima = None if zeros is None else _of_blocks(-(zeros * weight.scales), weight)
+    scales, columns = _of_blocks(weight.scales, weight), weight.shape[1]
+    target = Ggml("Q8_0" if format.bits == 8 else "Q4_0" if minima is None else "Q4_1")
+    return target, weight_of_codes(weight.codes, scales, minima, columns=columns, group=SMALL_BLOCK)
+
+
+def _of_blocks(numbers: Tensor, weight: IntegerWeight) -> Tensor:
+    """Of groups [N, G], those of each block of 32."""
+    of_blocks = numbers.repeat_interleave(weight.group // SMALL_BLOCK, 1)[:, : weight.shape[1] // SMALL_BLOCK].half()
+    if not torch.isfinite(of_blocks).all():
+        raise ValueError("scales are too large for fp16, in which GGUF keeps them")
+    return of_blocks

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.formats.gguf.blocks import BLOCK_TYPES, FourBitSuperBlocks, SixBitSuperBlocks, SmallBlocks
+from model.files.safe_io import CheckpointError
+from model.formats.gguf.blocks import BLOCK_TYPES, SmallBlocks
 
 SMALL = [name for name, type in BLOCK_TYPES.items() if isinstance(type, SmallBlocks)]
 LARGE = [name for name in BLOCK_TYPES if name not in SMALL]
@@ -50,24 +51,24 @@ def test_whatever_is_stored_expands_to_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_levels_packed_again_are_the_same_bytes(name: str) -> None:
-    """With scales that are numbers: a random byte may spell others."""
+    """Units of the large types' scales are found again."""
+    stored = BLOCK_TYPES[name].quantize(weights())
+    assert torch.equal(BLOCK_TYPES[name].repack(BLOCK_TYPES[name].unpack(stored)), stored)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_scales_split_otherwise_are_the_same_numbers(name: str) -> None:
+    """Random multiples, as another program may choose them; what no unit divides is refused."""
     type = BLOCK_TYPES[name]
-    stored = type.quantize(weights()).view(-1, type.num_bytes)
+    stored = torch.randint(0, 256, (64, type.num_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    units = slice(0, 4) if name == "Q4_K" else slice(208, 210)
+    stored[:, units] = type.quantize(weights(64, 256))[:, units]
     found = type.unpack(stored)
-    if isinstance(type, SmallBlocks):
-        packed = type.pack(found.levels, found.scales, found.minima)
-    elif isinstance(type, FourBitSuperBlocks):
-        halves = stored[:, :4].contiguous().view(torch.float16).float()
-        multiples = [
-            (wide / unit).nan_to_num(0).round().to(torch.uint8)
-            for wide, unit in zip((found.scales, -found.minima), halves.split(1, dim=1), strict=True)
-        ]
-        packed = type.pack(found.levels, halves[:, :1], halves[:, 1:], (multiples[0], multiples[1]))
-    else:
-        assert isinstance(type, SixBitSuperBlocks)
-        scale = stored[:, 208:].contiguous().view(torch.float16).float()
-        packed = type.pack(found.levels, scale, (found.scales / scale).nan_to_num(0).round().to(torch.int8))
-    assert torch.equal(type.unpack(packed).dequantize(), found.dequantize())
+    again = type.unpack(type.repack(found))
+    assert torch.equal(again.dequantize(), found.dequantize()) and torch.equal(again.levels, found.levels)
+    found.scales[10, 2] *= 1.001
+    with pytest.raises(CheckpointError, match="not multiples of a number in fp16"):
+        type.repack(found)
 
 
 @pytest.mark.parametrize(("name", "bits", "zero"), [("Q4_K", 4, None), ("Q6_K", 6, 32)])

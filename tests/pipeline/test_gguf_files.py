@@ -13,6 +13,7 @@ from pipeline.run_folder import Served, resolve_served
 from pipeline.stages.import_model.config import ModelSource
 from pipeline.stages.import_model.run import import_model, report_of
 from tests.model.test_gguf import write_model
+from tests.model.test_gguf_export import assert_same_tensors
 
 
 @pytest.fixture
@@ -53,6 +54,25 @@ def test_a_recipe_keeps_the_blocks(file: Path, tmp_path: Path) -> None:
     assert kept < 0.6 * expanded
     with pytest.raises(UserError, match=r"keep_blocks goes with a wheel or a \.gguf file"):
         import_model(replace(source, origin=str(tmp_path / "expanded")), tmp_path / "again", tmp_path)
+
+
+def test_a_file_and_what_keeps_its_blocks_are_exported_as_they_are(file: Path, tmp_path: Path) -> None:
+    source = ModelSource(origin=str(file), keep_blocks=True)
+    import_model(source, tmp_path / "kept", tmp_path)
+    for model in (file, tmp_path / "kept"):
+        out = tmp_path / f"{model.stem}-again.gguf"
+        assert main(["export", str(model), "--to", "gguf:blocks", "--out", str(out)]) == 0
+        assert_same_tensors(file, out)
+
+
+def test_blocks_go_into_no_other_layout(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target, sentence in (
+        ("gguf:q8_0", "with the type blocks, or export the model"),
+        ("gptq", "without keep_blocks"),
+    ):
+        assert main(["export", str(file), "--to", target, "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_a_file_answers(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,13 @@ Legend: N rows, K columns, n blocks, G groups of a row.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from model.files.safe_io import CheckpointError
 
 SMALL_BLOCK, LARGE_BLOCK = 32, 256
 MAX_SIX_BITS = 63
@@ -60,6 +63,11 @@ class BlockType(ABC):
     """Weights that share a scale."""
     has_minimum: bool
 
+    @property
+    def zero(self) -> int:
+        """The level of the weight 0, or of the minimum."""
+        return 0 if self.has_minimum else 1 << self.bits - 1
+
     def quantize(self, dense: Tensor) -> Tensor:
         """u8 [N, bytes of a row] of a matrix of floats [N, K], by llama.cpp's rule; K must be divisible into blocks."""
         blocks = dense.float().reshape(-1, self.num_weights)
@@ -72,9 +80,24 @@ class BlockType(ABC):
         minima = None if found.minima is None else found.minima.view(rows, -1)
         return Levels(found.levels.view(rows, -1), found.scales.view(rows, -1), minima, found.zero)
 
+    def repack(self, found: Levels) -> Tensor:
+        """u8 [N, bytes of a row], `unpack` undone: to the bit what llama.cpp wrote.
+
+        Other programs may have split a scale into another unit and multiples: then the weights are the same. Raises
+        CheckpointError for scales that have no such parts.
+        """
+        groups = self.num_weights // self.group
+        minima = None if found.minima is None else found.minima.reshape(-1, groups)
+        levels, scales = found.levels.reshape(-1, self.num_weights), found.scales.reshape(-1, groups)
+        return self._pack_blocks(levels, scales, minima).view(len(found.levels), -1)
+
     @abstractmethod
     def _quantize_blocks(self, x: Tensor) -> Tensor:
         """u8 [n, bytes] of fp32 [n, weights]."""
+
+    @abstractmethod
+    def _pack_blocks(self, levels: Tensor, scales: Tensor, minima: Tensor | None) -> Tensor:
+        """u8 [n, bytes] of levels u8 [n, weights], and scales and minima fp32 [n, groups]."""
 
     @abstractmethod
     def _unpack_blocks(self, stored: Tensor) -> Levels:
@@ -90,8 +113,7 @@ class SmallBlocks(BlockType):
         self.name, self.bits, self.has_minimum = name, bits, has_minimum
         self.num_bytes = 2 + 2 * has_minimum + SMALL_BLOCK * bits // 8
 
-    def pack(self, levels: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
-        """u8 [n, bytes] of levels u8 [n, 32] and numbers fp32 [n, 1] that fp16 holds."""
+    def _pack_blocks(self, levels: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
         parts = [_half_bytes(scales)] if minima is None else [_half_bytes(scales), _half_bytes(minima)]
         if self.bits == 8:
             return torch.cat([*parts, levels ^ 128], dim=1)
@@ -105,17 +127,17 @@ class SmallBlocks(BlockType):
         if self.has_minimum:
             minima, codes = _halves(codes[:, :2]), codes[:, 2:]
         if self.bits == 8:
-            return Levels(codes ^ 128, scales, minima, 128)
+            return Levels(codes ^ 128, scales, minima, self.zero)
         nibbles = codes[:, -16:]
         levels = torch.cat([nibbles & 15, nibbles >> 4], dim=1)
         if self.bits == 5:
             levels |= _unpack_bits(codes[:, :4]) << 4
-        return Levels(levels, scales, minima, 0 if self.has_minimum else 1 << self.bits - 1)
+        return Levels(levels, scales, minima, self.zero)
 
     def _quantize_blocks(self, x: Tensor) -> Tensor:
         if self.has_minimum:
-            return self.pack(*self._between_extremes(x))
-        return self.pack(*(self._around_zero(x) if self.bits == 8 else self._to_the_extreme(x)))
+            return self._pack_blocks(*self._between_extremes(x))
+        return self._pack_blocks(*(self._around_zero(x) if self.bits == 8 else self._to_the_extreme(x)))
 
     def _between_extremes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         top, (lowest, highest) = (1 << self.bits) - 1, torch.aminmax(x, dim=1, keepdim=True)
@@ -157,13 +179,18 @@ class FourBitSuperBlocks(BlockType):
         t = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
         codes = stored[:, 16:].view(-1, 4, 1, 32)
         levels = torch.cat([codes & 15, codes >> 4], dim=2).flatten(1)
-        return Levels(levels, scale * s, -(minimum * t), 0)
+        return Levels(levels, scale * s, -(minimum * t), self.zero)
+
+    def _pack_blocks(self, levels: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+        offsets = torch.zeros_like(scales) if minima is None else -minima
+        (scale, s), (minimum, t) = (_unit_and_multiples(x, range(MAX_SIX_BITS, 0, -1)) for x in (scales, offsets))
+        return self.pack(levels, scale, minimum, (s.to(torch.uint8), t.to(torch.uint8)))
 
     def _quantize_blocks(self, x: Tensor) -> Tensor:
         x = x.view(-1, 8, 32)
         scales, minima = (found[..., 0] for found in _fit_grids(x, 15))
         scale, s = _six_bits(scales)
-        minimum, t = _six_bits(-minima)
+        minimum, t = _six_bits(0 - minima)  # as in ggml, 0 has no sign
         step, offset = (_as_half(scale) * s)[..., None], (_as_half(minimum) * t)[..., None]
         levels = ((x + offset) / step).round().nan_to_num(0).clamp(0, 15).to(torch.uint8)
         return self.pack(levels.flatten(1), scale, minimum, (s, t))
@@ -190,12 +217,16 @@ class SixBitSuperBlocks(BlockType):
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
         levels = (quarters | (high >> shifts & 3) << 4).flatten(1)
         multiples = stored[:, 192:208].contiguous().view(torch.int8)
-        return Levels(levels, _halves(stored[:, 208:]) * multiples, None, 32)
+        return Levels(levels, _halves(stored[:, 208:]) * multiples, None, self.zero)
+
+    def _pack_blocks(self, levels: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+        scale, multiples = _unit_and_multiples(scales, range(-128, 0))
+        return self.pack(levels, scale, multiples.to(torch.int8))
 
     def _quantize_blocks(self, x: Tensor) -> Tensor:
         x = x.view(-1, 16, 16)
         scales = _fit_scales(x, 32)[..., 0]
-        scale = _extreme(scales) / -128
+        scale = 0 - _extreme(scales) / 128
         multiples = (scales * _reciprocal(scale)).round().clamp(-128, 127).to(torch.int8)
         step = (_as_half(scale) * multiples)[..., None]
         levels = (x / step).round().nan_to_num(0).clamp(-32, 31) + 32
@@ -270,6 +301,22 @@ def _six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """A unit [n, 1] and multiples u8 [n, 8] of it, at most 63, for numbers from 0."""
     unit = numbers.amax(-1, keepdim=True).clamp(min=0) / MAX_SIX_BITS
     return unit, (numbers * _reciprocal(unit)).round().clamp(0, MAX_SIX_BITS).to(torch.uint8)
+
+
+def _unit_and_multiples(numbers: Tensor, of_extreme: Iterable[int]) -> tuple[Tensor, Tensor]:
+    """A unit [n, 1] that fp16 holds, and whole multiples of it that are `numbers` [n, groups], to the bit.
+
+    Tried is which multiple the number farthest from 0 is, llama.cpp's first. CheckpointError where none is right.
+    """
+    extreme = _extreme(numbers)
+    found, unit = extreme == 0, extreme
+    for multiple in of_extreme:
+        candidate = _as_half(extreme / multiple)
+        exact = ((numbers * _reciprocal(candidate)).round() * candidate == numbers).all(1, keepdim=True)
+        unit, found = torch.where(exact & ~found, candidate, unit), exact | found
+        if found.all():
+            return unit, (numbers * _reciprocal(unit)).round()
+    raise CheckpointError("Scales of a block are not multiples of a number in fp16, as GGUF files store them.")
 
 
 def _extreme(x: Tensor) -> Tensor:

@@ -10,19 +10,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.attention.rotary import rope_frequencies
+from kernels.linear.quantization import IntegerWeight
 from model.config import ModelConfig
 from model.files.adapter import base_folder
-from model.files.checkpoint import EMBEDDING, HEAD, dense_sources, is_quantized, load_config, tensor_shapes
+from model.files.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    dense_sources,
+    is_quantized,
+    load_config,
+    load_model,
+    tensor_shapes,
+)
 from model.files.safe_io import sync_file
+from model.formats.ggml import to_ggml
 from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.names import INTERLEAVED_FAMILIES, ROPE_DIVISORS, gguf_name, is_rotated, pairs_from_halves
+from model.quantized import quantized_layers
 from model.text.gguf_tokenizer import GGUFError
 from model.text.gguf_vocabulary import tokenizer_metadata
 
@@ -77,7 +88,9 @@ FILE_TYPES = {
     "q4_1": FileType(3, "Q4_1", head="Q6_K"),
     "q4_0": FileType(2, "Q4_0", head="Q6_K"),
 }
-"""What can be asked for."""
+"""What can be asked for of dense weights."""
+BLOCKS = "blocks"
+"""Of quantized ones: as they are, in the blocks that hold them."""
 QUANTIZATION_VERSION = 2
 LLAMA_CPP_FAMILIES = {"mistral": "llama"}
 ROTATED_IN_PAIRS = (*INTERLEAVED_FAMILIES, *LLAMA_CPP_FAMILIES)
@@ -89,7 +102,7 @@ UNROTATED_EVERY = 4
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the file, made when it is written."""
+    """A tensor of the file, made when it is written: dense, or a matrix in its blocks, u8 [N, bytes of a row]."""
 
     name: str
     shape: tuple[int, ...]
@@ -107,6 +120,8 @@ class StoredTensor:
     def stored(self) -> np.ndarray:
         """u8 [..., bytes of a row]; GGUFError where a weight is too large for the type."""
         weight = self.read()
+        if weight.dtype == torch.uint8:
+            return weight.numpy()
         if self.type not in DENSE:
             return BLOCK_TYPES[self.type].quantize(weight).numpy()
         dense = weight.to(DENSE[self.type]).contiguous()
@@ -116,17 +131,17 @@ class StoredTensor:
 
 
 def export_gguf(folder: str | Path, path: str | Path, *, type: str = "bf16", name: str | None = None) -> None:
-    """Writes the model in `folder` to the new file `path`, its matrices in `type`, one of FILE_TYPES.
+    """Writes the model in `folder` to the new file `path`, its matrices in `type`: one of FILE_TYPES, or BLOCKS.
 
     `name` is what the file says that it holds; None: the folder's. Raises GGUFError for what GGUF or llama.cpp cannot
     hold, CheckpointError or TokenizerError for a folder that cannot be read.
     """
     folder, path = Path(folder), Path(path)
-    if type not in FILE_TYPES:
-        raise GGUFError(f"{type!r} is not a type of GGUF file; known are {', '.join(FILE_TYPES)}.")
+    if type not in (*FILE_TYPES, BLOCKS):
+        raise GGUFError(f"{type!r} is not a type of GGUF file; known are {', '.join(FILE_TYPES)} and {BLOCKS}.")
     if path.exists():
         raise GGUFError(f"{path} is there already; remove it or name another file.")
-    _check_is_dense(folder)
+    _check_weights(folder, type)
     config = load_config(folder)
     _check_fits(config)
     metadata = {
@@ -134,10 +149,14 @@ def export_gguf(folder: str | Path, path: str | Path, *, type: str = "bf16", nam
         **_metadata(config),
         **tokenizer_metadata(folder, config.vocab_size),
     }
-    metadata |= {"general.file_type": FILE_TYPES[type].number, "general.quantization_version": QUANTIZATION_VERSION}
+    metadata["general.quantization_version"] = QUANTIZATION_VERSION
+    if type == BLOCKS:
+        tensors = _blocks(folder, config)  # and no type of the file: llama.cpp counts those of its tensors
+    else:
+        tensors, metadata["general.file_type"] = _tensors(folder, config, FILE_TYPES[type]), FILE_TYPES[type].number
     part = path.with_name(f"{path.name}.part")
     try:
-        _write(part, _family(config), metadata, _tensors(folder, config, FILE_TYPES[type]))
+        _write(part, _family(config), metadata, tensors)
         sync_file(part)
         os.replace(part, path)
         sync_file(path.absolute().parent)
@@ -145,13 +164,20 @@ def export_gguf(folder: str | Path, path: str | Path, *, type: str = "bf16", nam
         part.unlink(missing_ok=True)
 
 
-def _check_is_dense(folder: Path) -> None:
+def _check_weights(folder: Path, type: str) -> None:
     if base_folder(folder) != folder:
         raise GGUFError(
             f"{folder} holds an adapter beside its base; merge it into the base and export what that gives."
         )
-    if is_quantized(folder):
-        raise GGUFError(f"The weights of {folder} are quantized already; export the model that they were made of.")
+    if is_quantized(folder) and type != BLOCKS:
+        raise GGUFError(
+            f"The weights of {folder} are quantized already: write them as they are, with the type {BLOCKS}, or export "
+            "the model that they were made of."
+        )
+    if not is_quantized(folder) and type == BLOCKS:
+        raise GGUFError(
+            f"The weights of {folder} are in no blocks; types to round them to are {', '.join(FILE_TYPES)}."
+        )
 
 
 def _check_fits(config: ModelConfig) -> None:
@@ -204,13 +230,35 @@ def _metadata(config: ModelConfig) -> dict[str, Any]:
 
 
 def _tensors(folder: Path, config: ModelConfig, type: FileType) -> list[StoredTensor]:
-    sources, shapes = dense_sources(folder), tensor_shapes(config)
+    shapes = tensor_shapes(config)
+    types = {name: type.of_tensor(name, config, shape) for name, shape in shapes.items()}
+    return _named(config, types, dense_sources(folder))
+
+
+def _blocks(folder: Path, config: ModelConfig) -> list[StoredTensor]:
+    """The model is in memory, a weight's blocks only when they are written."""
+    model = load_model(folder, dtype="auto")
+    parameters, names = dict(model.named_parameters()), {dtype: name for name, dtype in DENSE.items()}
+    types = {name: names[weight.dtype] if weight.ndim > 1 else "F32" for name, weight in parameters.items()}
+    sources: dict[str, Callable[[], Tensor]] = {name: weight.detach for name, weight in parameters.items()}
+    for layer_name, layer in quantized_layers(model).items():
+        name, source = f"{layer_name}.weight", cast(IntegerWeight, layer.weight)
+        try:
+            format, weight = to_ggml(source, layer.format)
+        except ValueError as reason:
+            raise GGUFError(f"{name} cannot be written: {reason}.") from None
+        types[name], sources[name] = format.type, partial(format.blocks_of, weight)
+    return _named(config, types, sources)
+
+
+def _named(config: ModelConfig, types: dict[str, str], sources: dict[str, Callable[[], Tensor]]) -> list[StoredTensor]:
+    """By Hugging Face's names -> by GGUF's, rows in its order."""
     tensors = []
-    for name, read in sources.items():
-        stored_as = type.of_tensor(name, config, shapes[name])
+    for name, shape in tensor_shapes(config).items():
+        read = sources[name]
         if config.family in ROTATED_IN_PAIRS and is_rotated(name):
             read = partial(_in_pairs, read, config.head_dim)
-        tensors.append(StoredTensor(gguf_name(name), tuple(shapes[name]), stored_as, read))
+        tensors.append(StoredTensor(gguf_name(name), tuple(shape), types[name], read))
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
         plain, scaled = (
             rope_frequencies(config.head_dim, config.rope_theta, how) for how in (None, config.rope_scaling)
