@@ -9,6 +9,10 @@ if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined; it has no effect on kernels imported before.
     os.environ["TRITON_INTERPRET"] = "1"
 
+    from tests.interpreter import quicken
+
+    quicken()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
