@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch
-from compress.quantize.calibrated import quantized_matrix
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
-from compress.quantize.methods import Method
 from compress.residual_stream import ResidualStream, layers_of
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from model.attention import PackedAttention
@@ -35,9 +33,9 @@ _ROWS_AT_ONCE = 256
 
 
 def rounding_costs(
-    model: Transformer, batches: Sequence[PackedBatch], candidates: Sequence[Format], method: Method
+    model: Transformer, batches: Sequence[PackedBatch], candidates: Sequence[Format]
 ) -> dict[str, dict[Format, float]]:
-    """What the decoder's projections of a dense model would each cost alone, for each candidate."""
+    """What the decoder's projections of a dense model would each cost alone, plainly rounded to each candidate."""
     gradients = output_gradients(model, batches)
     streams = [ResidualStream(model, batch) for batch in batches]
     costs: dict[str, dict[Format, float]] = {}
@@ -45,15 +43,14 @@ def rounding_costs(
         for first, moments in input_moments(streams, layer, list(CONSUMERS)).items():
             for name in CONSUMERS[first]:
                 full, weight = f"model.layers.{number}.{name}", projection(layer, name).weight.detach()
-                rounded = {one: quantized_matrix(weight, one, moments, method, weight.dtype) for one in candidates}
-                costs[full] = {one: _cost(weight, it, moments, gradients[full]) for one, it in rounded.items()}
+                costs[full] = {one: _cost(weight, one, moments, gradients[full]) for one in candidates}
         for stream in streams:
             stream.pass_on(layer)
     return costs
 
 
-def _cost(weight: Tensor, rounded: Any, moments: InputMoments, gradients: Tensor) -> float:
-    difference = weight.float() - rounded.dequantize()
+def _cost(weight: Tensor, format: Format, moments: InputMoments, gradients: Tensor) -> float:
+    difference = weight.float() - format.quantize(weight).dequantize()
     errors = ((difference @ moments.hessian) * difference).sum(1) / max(moments.tokens, 1)
     return 0.5 * float(errors @ gradients)
 

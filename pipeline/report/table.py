@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.report.section import Section, Table
-from pipeline.results import Estimate, ModelReport, Result
+from pipeline.results import Estimate, ModelReport, Quality, Result
 
 ABSENT = "–"
 
@@ -29,12 +29,20 @@ def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
         for report in result.models:
             known = rows.get(report.label)
             if known is not None:
-                report = replace(report, quality=report.quality or known.quality, speed=report.speed or known.speed)
+                speed = report.speed or known.speed
+                report = replace(report, quality=_latest(known.quality, report.quality), speed=speed)
             rows[report.label] = report
     for label, row in rows.items():
         if not row.speed and row.same_shape_as in rows:
             rows[label] = replace(row, speed=rows[row.same_shape_as].speed)
     return list(rows.values())
+
+
+def _latest(known: Quality | None, found: Quality | None) -> Quality | None:
+    """What was found, with the distance to a reference that was known where no reference was asked."""
+    if known is None or found is None or found.kl is not None:
+        return found or known
+    return replace(found, kl=known.kl, agreement=known.agreement, acceptance=known.acceptance)
 
 
 def columns(rows: Sequence[ModelReport]) -> list[Column]:

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from compress.quantize.methods import METHODS
 from compress.quantize.sensitivity import choose_formats, output_gradients, rounding_costs
 from compress.residual_stream import layers_of
 from model.attention import PackedAttention
@@ -40,7 +39,7 @@ def divergence(model: Transformer, other: Transformer, text: Text) -> float:
 def test_costs_are_about_the_divergence_that_rounding_makes() -> None:
     """Each layer alone: the prediction lies near what is measured, and large ones are told from small ones."""
     model, text = gentle_model(), texts(300, 212)[0]
-    costs = rounding_costs(model, [text], [SMALL, LARGE], METHODS["round"])
+    costs = rounding_costs(model, [text], [SMALL, LARGE])
     assert len(costs) == 14
     measured = {}
     for name, predicted in costs.items():

@@ -47,6 +47,8 @@ from train.progress import Progress
 log = logging.getLogger(__name__)
 
 ROUNDED_NAME, COSTS_NAME = "rounded", "costs.json"
+COST_TOKENS = 2_048
+"""Of text: enough to tell which layers rounding costs most."""
 
 
 class QuantizeStage(RecoveryStage[Quantize]):
@@ -162,9 +164,9 @@ def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
     config = stage.config
     small: Any = format_named(config.weights.format, **config.weights.options())
     large: Any = format_named(config.larger)
-    text, dense = stage.training_text(config.calibration_tokens), stage.dense()
+    text, dense = stage.training_text(min(config.calibration_tokens, COST_TOKENS)), stage.dense()
     log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
-    costs = rounding_costs(dense, text, [small, large], METHODS[config.method])
+    costs = rounding_costs(dense, text, [small, large])
     weights = {name: dense.get_parameter(f"{name}.weight") for name in costs}
     shapes = {name: (len(w), w.shape[1]) for name, w in weights.items()}
     try:
