@@ -20,7 +20,7 @@ from torch import Tensor
 from compress.prune.depth import PackedBatch
 from compress.quantize.awq import awq_scales
 from compress.quantize.gptq import gptq_levels, output_error
-from compress.quantize.grid import diagonal_blocks, group_size, min_max, searched
+from compress.quantize.grid import covered, diagonal_blocks, group_size, min_max, searched
 from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
 from compress.quantize.learned import learn_rounding, output_errors
 from compress.quantize.methods import Method
@@ -286,4 +286,6 @@ def _scale_layer(
 
 
 def _rounding(format: WeightFormat[Any]) -> Callable[[Tensor], Tensor]:
+    if isinstance(format, IntegerFormat):
+        return lambda weight: covered(weight, format)
     return lambda weight: format.quantize(weight).dequantize()

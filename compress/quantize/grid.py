@@ -93,6 +93,13 @@ def min_max(weight: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32) 
     return _grid(_numbers_of(dtype, scales), zeros, scheme, groups.shape[-1])
 
 
+def covered(weight: Tensor, scheme: Scheme) -> Tensor:
+    """What rounding to `min_max` makes of `weight`, fp32 [N, K]."""
+    groups = _in_groups(weight, group_size(scheme, weight.shape[1]))
+    scales, zeros = _covering(groups, scheme)
+    return (_steps(groups, scales, zeros, scheme) * scales[..., None]).flatten(1)[:, : weight.shape[1]]
+
+
 def searched(weight: Tensor, scheme: Scheme, moments: Tensor, dtype: torch.dtype = torch.float32) -> Grid:
     """The grid of `weight` [N, K] that costs least in products; scales are numbers of `dtype`.
 

@@ -107,21 +107,22 @@ class RoundedLinear(FakeQuantizedLinear):
         super().__init__(layer, format, scale_dtype)
         rounded = self.grid(self.start).values(self.levels)
         weight = rounded if dense is None else self._within_reach(dense.float(), rounded)
-        self.steps = nn.Parameter(weight / self._elements(self.start))
+        self.steps = nn.Parameter(weight / self._elements)
         del self.levels
 
     def _within_reach(self, dense: Tensor, rounded: Tensor) -> Tensor:
         """What is nearest to the dense weight among all that rounds to the levels found: a method chose them."""
-        reach = 0.49 * self._elements(self.start)
+        reach = 0.49 * self._elements
         return torch.clamp(dense, rounded - reach, rounded + reach)
 
-    def _elements(self, scales: Tensor) -> Tensor:
-        """The scale of each element, [N, K]."""
-        return scales.repeat_interleave(self.in_features // scales.shape[1], 1)
+    @property
+    def _elements(self) -> Tensor:
+        """The scale of each element before training, [N, K]."""
+        return self.grid(self.start).columns(slice(self.in_features))[0]
 
     def before_rounding(self) -> Tensor:
         """w, fp32 [N, K]."""
-        return self.steps * self._elements(self.start)
+        return self.steps * self._elements
 
     def values(self, scales: Tensor) -> Tensor:
         factor = 1 / math.sqrt(self.in_features // scales.shape[1] * (2**self.format.bits - 1))
@@ -152,7 +153,7 @@ class LowRankRoundedLinear(RoundedLinear):
         self.b = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
 
     def before_rounding(self) -> Tensor:
-        return (self.steps + self.b @ self.a) * self._elements(self.start)
+        return (self.steps + self.b @ self.a) * self._elements
 
 
 def fake_quantize(weight: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:

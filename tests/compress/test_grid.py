@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import compress.quantize.grid as grid_module
-from compress.quantize.grid import Grid, diagonal_blocks, min_max, searched
+from compress.quantize.grid import Grid, covered, diagonal_blocks, min_max, searched
 from kernels.linear.quantization import quantize_int4, quantize_int8
 from tests.compress.quantizing import Scheme, correlated_inputs
 
@@ -30,6 +30,7 @@ def test_min_max_in_4_bits_is_what_the_kernels_quantize(group: int, symmetric: b
     assert torch.equal(grid.scales, expected.scales)
     assert torch.equal(grid.levels(weight), expected.elements())
     assert torch.equal(grid.values(grid.levels(weight)), expected.dequantize())
+    assert torch.equal(covered(weight, Scheme(4, group, symmetric)), expected.dequantize())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

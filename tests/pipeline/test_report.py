@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -199,6 +200,12 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     (table,) = models_section(rows).tables
     assert len(terminal_table(table, width=200).columns) == len(cells) + 1
     assert len(terminal_table(table, width=60).columns) == len(rows) + 1
+
+
+def test_a_later_measurement_without_a_reference_keeps_the_distance_to_it() -> None:
+    alone = replace(quality(None), perplexity=3.0)
+    (row,) = collect_rows([make_result(models=(ModelReport("a", 1, 2, 3, one),)) for one in (quality(0.5), alone)])
+    assert row.quality == replace(quality(0.5), perplexity=3.0)
 
 
 def test_a_model_before_training_is_as_fast_as_after_it() -> None:

@@ -2,8 +2,9 @@
 
     train → round to bf16 → write candidate/ → measure → parity → gate → publish
 
-What is measured is read back from candidate/, so the figures are those of the files that are published. A kill at any
-point costs at most the work since the last arrow or checkpoint; the same command goes on from there.
+What is measured after training is read back from candidate/, so the figures are those of the files that are published;
+without training they are those from before. A kill at any point costs at most the work since the last arrow or
+checkpoint; the same command goes on from there.
 """
 
 import copy
@@ -203,8 +204,7 @@ class TrainingStage(Generic[C]):
         write(candidate)
         log.info("measuring %s after training", config.out)
         published = load_published(candidate)
-        states = None if self.teacher is None else self.reference
-        quality = self.held_out.quality(published, states, kv_cache_dtype=self.kv_cache_dtype)
+        quality = self._quality(published, None if training.steps else untrained)
         after = describe_model(config.out, published, quality, kv_cache_dtype=self.kv_cache_dtype)
         if untrained is not None:
             label = f"{config.out}, before"
@@ -230,6 +230,13 @@ class TrainingStage(Generic[C]):
             training=(training.tokens, training.seconds),
             details=replace(details, steps=training.steps, skipped_steps=training.skipped),
         )
+
+    def _quality(self, published: Transformer, known: Quality | None) -> Quality:
+        """Of what is published; `known` before, unless its cache changes it."""
+        if known is not None and self.kv_cache_dtype == "auto":
+            return known
+        states = None if self.teacher is None else self.reference
+        return self.held_out.quality(published, states, kv_cache_dtype=self.kv_cache_dtype)
 
 
 class RecoveryStage(TrainingStage[R]):
