@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import DTYPES, NEEDS, is_plain
 
 
@@ -52,7 +53,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) ->
         x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(), y.data_ptr(),
         summed.data_ptr(), eps,
     )  # fmt: skip
-    _library().rms_norm(norm, torch.get_num_threads())
+    call(_library().rms_norm, norm, torch.get_num_threads())
     return y, summed
 
 
@@ -83,7 +84,7 @@ def gate_halves(x: Tensor) -> Tensor:
 
 def _gate(gate: Tensor, gate_at: int, up_at: int, up_row: int, y: Tensor) -> None:
     pointers, strides = (gate_at, up_at, y.data_ptr()), (gate.stride(0), up_row)
-    _library().swiglu(DTYPES[gate.dtype], *pointers, *y.shape, *strides, torch.get_num_threads())
+    call(_library().swiglu, DTYPES[gate.dtype], *pointers, *y.shape, *strides, torch.get_num_threads())
 
 
 @cache

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.flash import flash_attention
-from kernels.attention.paged import PagedPlan, plan_paged_attention
+from kernels.attention.paged import PagedPlan, plan_paged_attention, renew_plan
 from kernels.attention.rotary_write import qk_norm_rope
 from kernels.attention.visible_slots import SlotPlan, plan_visible_slots, visible_slots
 from model.config import ModelConfig
@@ -97,6 +97,14 @@ class PagedBatch:
         }
         slot_plan = plan_visible_slots(block_tables, kv_lengths, page_size) if routed else None
         return cls(slots, block_tables, cu_seqlens, kv_lengths, plans, slot_plan)
+
+    def renew(self, block_tables: Tensor, cu_seqlens: Tensor, kv_lengths: Tensor) -> None:
+        """On the CPU, lets what was captured with this batch see other tables and lengths; slots are written in place.
+
+        Nobody may have more new tokens than `MOST_QUERIES_TO_GROUP`.
+        """
+        for plan in self.plans.values():
+            renew_plan(plan, block_tables, cu_seqlens, kv_lengths)
 
 
 class PagedAttention:

@@ -41,6 +41,8 @@ class Body(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model of any family in `model.config`."""
 
+    can_be_captured = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

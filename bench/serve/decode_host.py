@@ -70,17 +70,11 @@ def decoding(llm: LLM, batch: int, prompt: int = PROMPT) -> Iterator[Callable[[]
     engine.step()
 
 
-@contextmanager
-def clocked() -> Iterator[dict[str, float]]:
-    """Seconds that pass in the C forms, by name, from here on."""
-    seconds: dict[str, float] = {}
-    kept = [(products._library(DTYPE), "skinny_product"), (attention._library(DTYPE), "attend_decode")]
-    originals = [(library, name, getattr(library, name)) for library, name in kept if library is not None]
-    for library, name, function in originals:
-        setattr(library, name, _clocked(function, name, seconds))
-    yield seconds
-    for library, name, function in originals:
-        setattr(library, name, function)
+def clock(seconds: dict[str, float]) -> None:
+    """Has the seconds that pass in the C forms added up, by name, in passes that are captured from here on too."""
+    for library, name in ((products._library(DTYPE), "skinny_product"), (attention._library(DTYPE), "attend_decode")):
+        if library is not None:
+            setattr(library, name, _clocked(getattr(library, name), name, seconds))
 
 
 def _clocked(function: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
@@ -93,17 +87,16 @@ def _clocked(function: Callable[..., Any], name: str, seconds: dict[str, float])
     return call
 
 
-def measure_step(step: Callable[[], object], least: dict[str, float]) -> None:
+def measure_step(step: Callable[[], object], inside: dict[str, float], least: dict[str, float]) -> None:
     """Lowers the milliseconds of a step and of its parts, where one of some steps takes less."""
-    with clocked() as inside:
-        for _ in range(STEPS):
-            inside.clear()
-            begin = time.thread_time()
-            step()
-            taken = time.thread_time() - begin
-            parts = {"step": taken, **inside, "host": taken - sum(inside.values())}
-            for name, seconds in parts.items():
-                least[name] = min(least.get(name, seconds * 1e3), seconds * 1e3)
+    for _ in range(STEPS):
+        inside.clear()
+        begin = time.thread_time()
+        step()
+        taken = time.thread_time() - begin
+        parts = {"step": taken, **inside, "host": taken - sum(inside.values())}
+        for name, seconds in parts.items():
+            least[name] = min(least.get(name, seconds * 1e3), seconds * 1e3)
 
 
 def count_calls(step: Callable[[], object]) -> dict[str, float]:
@@ -126,13 +119,13 @@ def measure_prompt(llm: LLM) -> float:
         return 1e3 * (time.thread_time() - begin)
 
 
-def measure_batch(llms: dict[str, LLM], batch: int) -> dict[str, Any]:
+def measure_batch(llms: dict[str, LLM], batch: int, inside: dict[str, float]) -> dict[str, Any]:
     least: dict[str, dict[str, float]] = {name: {} for name in llms}
     for _ in range(TURNS):
         for name, llm in llms.items():
             with decoding(llm, batch) as step:
                 step()  # reads the prompts
-                measure_step(step, least[name])
+                measure_step(step, inside, least[name])
     with decoding(llms["quantized"], batch) as step:
         step()
         calls = count_calls(step)
@@ -153,11 +146,13 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="folder of a dense model; default: SmolLM2-135M-Instruct, imported")
     folder = parser.parse_args().model or str(teacher_folder())
     torch.set_num_threads(1)
+    inside: dict[str, float] = {}
+    clock(inside)
     llms = {"dense": engine_of(folder, lambda model: model), "quantized": engine_of(folder, quantized)}
     result = {
         "unit": "milliseconds of one thread's processor time, the least of all repetitions",
         "dtype": str(DTYPE),
-        "decoding": [measure_batch(llms, batch) for batch in BATCHES],
+        "decoding": [measure_batch(llms, batch, inside) for batch in BATCHES],
         "prefill": measure_prefill(llms),
     }
     write_result("decode-host-cpu", "python -m bench.serve.decode_host", result)

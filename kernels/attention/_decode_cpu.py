@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import NEEDS
 
 _CHUNK = 256
@@ -23,19 +24,18 @@ _SOURCES = {torch.bfloat16: ("_decode.c", frozenset({"avx512_bf16"})), torch.flo
 """By the dtype of queries, keys and values: the C source, and what it needs."""
 
 
+class _Plan(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_sequences", "num_tasks", "page", "window", "table_stride")),
+        *((name, ctypes.c_void_p) for name in ("tables", "sequences", "owners", "numbers", "parts")),
+    )
+
+
 class _Batch(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("num_sequences", "num_tasks", "heads", "kv_heads", "d", "page", "window"),
-                *("q_stride", "k_stride", "v_stride", "table_stride"),
-            )
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("q", "k", "v", "tables", "sequences", "owners", "numbers", "parts", "out")
-        ),
+        ("plan", ctypes.POINTER(_Plan)),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "d", "q_stride", "k_stride", "v_stride")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
         ("scale", ctypes.c_float),
     )
 
@@ -43,8 +43,16 @@ class _Batch(ctypes.Structure):
 class DecodePlan:
     """The same for every layer of a step."""
 
-    def __init__(self, sequences: np.ndarray, block_tables: np.ndarray, page_size: int, window: int | None) -> None:
-        """sequences [S, 5] int64: row of the tables, first query, queries, first key, length; tables [B, …] int32."""
+    def __init__(self, page_size: int, window: int | None) -> None:
+        self.read_by_c = _Plan(page=page_size, window=window or 0)
+        self._num_parts, self._part_size = 0, 0
+        self._parts = torch.empty(0)
+
+    def renew(self, sequences: np.ndarray, block_tables: np.ndarray) -> None:
+        """Make it the plan of these; calls that have read it will read this one when they are made again.
+
+        sequences [S, 5] int64: row of the tables, first query, queries, first key, length; tables [B, …] int32.
+        """
         queries, first_key, length = sequences[:, 2:].T
         first_chunk = first_key // _CHUNK
         chunks = -(-length // _CHUNK) - first_chunk
@@ -52,18 +60,19 @@ class DecodePlan:
         owners = np.repeat(np.arange(len(sequences)), chunks)
         numbers = np.arange(len(owners)) + (first_chunk - np.cumsum(chunks) + chunks)[owners]
         sequences = np.column_stack((sequences, parts - chunks * queries))
-        self.num_parts = int(parts[-1])
-        self._read_by_c = block_tables, sequences, owners, numbers
-        pointers = dict(zip(("tables", "sequences", "owners", "numbers"), map(_place, self._read_by_c), strict=True))
-        self.batch = _Batch(
-            num_sequences=len(sequences), num_tasks=len(owners), page=page_size, window=window or 0,
-            table_stride=block_tables.strides[0] // block_tables.itemsize, **pointers,
-        )  # fmt: skip
-        """What C reads; `attend_decode` fills in what differs between layers."""
+        plan, self._held = self.read_by_c, (block_tables, sequences, owners, numbers)
+        plan.num_sequences, plan.num_tasks = len(sequences), len(owners)
+        plan.table_stride = block_tables.strides[0] // block_tables.itemsize
+        plan.tables, plan.sequences, plan.owners, plan.numbers = (array.ctypes.data for array in self._held)
+        self._num_parts = int(parts[-1])
+        self.make_room(self._part_size)
 
-
-def _place(array: np.ndarray) -> int:
-    return array.ctypes.data
+    def make_room(self, part_size: int) -> None:
+        """Have memory for partial results of so many numbers each."""
+        self._part_size = max(self._part_size, part_size)
+        if self._num_parts * self._part_size > len(self._parts):
+            self._parts = torch.empty(self._num_parts * self._part_size)
+        self.read_by_c.parts = self._parts.data_ptr()
 
 
 def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
@@ -79,13 +88,14 @@ def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
 
 def attend_decode(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: DecodePlan, out: Tensor, scale: float) -> None:
     """Write the attention of the planned queries into out [T, Hq, d]; `takes` must accept the tensors."""
-    (_, heads, d), batch = q.shape, plan.batch
-    parts = torch.empty(plan.num_parts, heads, d + 2)
-    batch.heads, batch.kv_heads, batch.d, batch.scale = heads, k_slots.shape[1], d, scale / math.log(2)
-    batch.q_stride, batch.k_stride, batch.v_stride = q.stride(0), k_slots.stride(0), v_slots.stride(0)
-    batch.q, batch.k, batch.v = q.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr()
-    batch.parts, batch.out = parts.data_ptr(), out.data_ptr()
-    _library(q.dtype).attend_decode(batch, torch.get_num_threads())
+    _, heads, d = q.shape
+    plan.make_room(heads * (d + 2))
+    tensors = q, k_slots, v_slots
+    batch = _Batch(
+        ctypes.pointer(plan.read_by_c), heads, k_slots.shape[1], d, *(x.stride(0) for x in tensors),
+        *(x.data_ptr() for x in (*tensors, out)), scale / math.log(2),
+    )  # fmt: skip
+    call(_library(q.dtype).attend_decode, batch, torch.get_num_threads())
 
 
 @cache

@@ -22,9 +22,10 @@ from torch import Tensor
 from kernels.attention._decode_cpu import DecodePlan, attend_decode, takes
 from kernels.attention._flash_cpu import attend_causally
 from kernels.attention._kv_quantization import dequantize_rows
+from kernels.common.cpu_graph import refuse_capture
 
 # Sequences with more queries than this (prompts) are attended one by one.
-_MOST_QUERIES_TO_GROUP = 16
+MOST_QUERIES_TO_GROUP = 16
 # The gathered keys of a group should stay in the cache, and not be padding for the most part.
 _KEYS_PER_GROUP = 4096
 _SHORTEST_TO_LONGEST = 0.8
@@ -73,8 +74,17 @@ class GroupedPlan:
         batch_invariant: bool,
     ) -> None:
         """In a batch-invariant plan everyone is attended alone."""
-        self.tables, self.page_size, self.window = block_tables.numpy(), page_size, window
+        self.page_size, self.window = page_size, window
         self._batch_invariant = batch_invariant
+        self._decode = DecodePlan(page_size, window)
+        self.renew(block_tables, cu_seqlens_q, kv_lengths)
+
+    def renew(self, block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor) -> None:
+        """Make it the plan of these. What was captured with it follows as far as its sequences decode or verify."""
+        refuse_capture("attention on the CPU is planned from lengths")
+        for of_before in ("groups", "prompts"):
+            self.__dict__.pop(of_before, None)
+        self.tables, window = block_tables.numpy(), self.window
         bounds = cu_seqlens_q.tolist()
         self._short: list[_Sequence] = []
         self._many: list[_Sequence] = []
@@ -82,13 +92,16 @@ class GroupedPlan:
             queries = bounds[row + 1] - bounds[row]
             first_key = 0 if window is None else max(0, length - queries - window + 1)
             if queries:
-                sequences = self._short if queries <= min(length, _MOST_QUERIES_TO_GROUP) else self._many
+                sequences = self._short if queries <= min(length, MOST_QUERIES_TO_GROUP) else self._many
                 sequences.append(_Sequence(row, bounds[row], queries, first_key, length))
 
-    @cached_property
+        if self._short:
+            self._decode.renew(np.array(self._short), self.tables)
+
+    @property
     def decode(self) -> DecodePlan | None:
         """Decoding and verifying sequences, for the kernel in C."""
-        return DecodePlan(np.array(self._short), self.tables, self.page_size, self.window) if self._short else None
+        return self._decode if self._short else None
 
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
@@ -198,7 +211,10 @@ def _values_of_codes(dtype: torch.dtype) -> Tensor:
 def attend_groups(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, plan: GroupedPlan, scale: float) -> Tensor:
     """Return the attention of all queries, [T, Hq, d] in and out."""
     out = q.new_empty(q.shape)
-    if plan.decode is not None and takes(q, k_slots.rows, v_slots.rows):
+    in_c = plan.decode is not None and takes(q, k_slots.rows, v_slots.rows)
+    if plan.prompts or not in_c:
+        refuse_capture("attention that torch computes on the CPU follows lengths")
+    if plan.decode is not None and in_c:
         attend_decode(q, k_slots.rows, v_slots.rows, plan.decode, out, scale)
     elif len(plan.groups) == 1 and not plan.prompts:
         return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)

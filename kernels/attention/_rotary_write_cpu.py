@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import DTYPES, NEEDS, is_plain
 
 Norms = tuple[Tensor, Tensor, float]
@@ -67,7 +68,7 @@ def rotate_and_write_rows(
         0 if cos is None else cos.stride(0), *(None if x is None else x.data_ptr() for x in tensors),
         0.0 if norms is None else norms[2],
     )  # fmt: skip
-    _library().rotate_and_write(batch, torch.get_num_threads())
+    call(_library().rotate_and_write, batch, torch.get_num_threads())
     return out
 
 

@@ -31,22 +31,27 @@ typedef struct {
     int64_t part;      /* of the first query and the first chunk; chunk after chunk, a part for each query */
 } Sequence;
 
+/* The same for all layers of a step; another step may change it in its place. */
 typedef struct {
-    int64_t num_sequences, num_tasks;
-    int64_t heads, kv_heads, d, page, window;           /* Hq, Hkv; slots of a page; 0: no window */
-    int64_t q_stride, k_stride, v_stride, table_stride; /* from query to query, slot to slot, row to row */
-    const Number *q, *k, *v;    /* [T, Hq, d]; [slots, Hkv, d], twice */
+    int64_t num_sequences, num_tasks, page, window, table_stride; /* slots of a page; 0: no window; from row to row */
     const int32_t *tables;      /* [B, max_pages] */
     const Sequence *sequences;  /* [S] */
     const int64_t *owners;      /* [tasks]: whose chunk of keys it is */
     const int64_t *numbers;     /* [tasks]: which chunk, 0 begins at position 0 */
     float *parts;               /* [parts, Hq, d + 2]: sums of values, the highest score, the sum of probabilities */
-    Number *out;                /* [T, Hq, d] */
-    float scale;                /* by log2(e), so that probabilities are powers of two */
+} Plan;
+
+typedef struct {
+    const Plan *plan;
+    int64_t heads, kv_heads, d;             /* Hq, Hkv */
+    int64_t q_stride, k_stride, v_stride;   /* from query to query, slot to slot */
+    const Number *q, *k, *v;                /* [T, Hq, d]; [slots, Hkv, d], twice */
+    Number *out;                            /* [T, Hq, d] */
+    float scale;                            /* by log2(e), so that probabilities are powers of two */
 } Batch;
 
 INLINE float *part_of(const Batch *batch, int64_t part, int64_t head) {
-    return batch->parts + (part * batch->heads + head) * (batch->d + 2);
+    return batch->plan->parts + (part * batch->heads + head) * (batch->d + 2);
 }
 
 /* Scores of `heads` neighbouring query heads at keys [0, count) of these slots; each row is filled up to whole KEYS. */
@@ -78,15 +83,16 @@ INLINE void attend(const Batch *batch, int heads, int64_t token, int64_t head, i
 
 /* What the queries of a sequence find in one chunk of its keys. */
 INLINE void attend_chunk(const Batch *batch, int64_t task) {
-    const Sequence *owner = batch->sequences + batch->owners[task];
-    int64_t first = batch->numbers[task] * CHUNK, slots[CHUNK], group = batch->heads / batch->kv_heads;
-    int64_t skipped = batch->numbers[task] - owner->first_key / CHUNK;
-    const int32_t *table = batch->tables + owner->table * batch->table_stride;
+    const Plan *plan = batch->plan;
+    const Sequence *owner = plan->sequences + plan->owners[task];
+    int64_t first = plan->numbers[task] * CHUNK, slots[CHUNK], group = batch->heads / batch->kv_heads;
+    int64_t skipped = plan->numbers[task] - owner->first_key / CHUNK;
+    const int32_t *table = plan->tables + owner->table * plan->table_stride;
     for (int64_t j = 0; j < CHUNK && first + j < owner->length; j++)
-        slots[j] = table[(first + j) / batch->page] * batch->page + (first + j) % batch->page;
+        slots[j] = table[(first + j) / plan->page] * plan->page + (first + j) % plan->page;
     for (int64_t query = 0; query < owner->queries; query++) {
         int64_t end = owner->length - owner->queries + query + 1; /* one past the query's own key */
-        int64_t low = batch->window ? larger(0, end - batch->window - first) : 0, high = smaller(CHUNK, end - first);
+        int64_t low = plan->window ? larger(0, end - plan->window - first) : 0, high = smaller(CHUNK, end - first);
         int64_t part = owner->part + skipped * owner->queries + query, token = owner->start + query, count = high - low;
         if (count <= 0) { /* later drafts see keys here, or earlier ones under a window */
             for (int64_t head = 0; head < batch->heads; head++) part_of(batch, part, head)[batch->d] = -__builtin_inff();
@@ -112,12 +118,12 @@ void attend_decode(const Batch *batch, int threads) {
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < batch->num_tasks; task++) attend_chunk(batch, task);
+        for (int64_t task = 0; task < batch->plan->num_tasks; task++) attend_chunk(batch, task);
 #pragma omp for collapse(2) schedule(static)
-        for (int64_t i = 0; i < batch->num_sequences; i++)
+        for (int64_t i = 0; i < batch->plan->num_sequences; i++)
             for (int64_t head = 0; head < batch->heads; head++)
-                for (int64_t query = 0; query < batch->sequences[i].queries; query++)
-                    merge(batch, batch->sequences + i, query, head);
+                for (int64_t query = 0; query < batch->plan->sequences[i].queries; query++)
+                    merge(batch, batch->plan->sequences + i, query, head);
     }
 }
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kernels.attention._flash_cpu import visible_keys
 from kernels.attention._kv_quantization import dequantize_rows
+from kernels.attention._paged_cpu import MOST_QUERIES_TO_GROUP as MOST_QUERIES_TO_GROUP
 from kernels.attention._paged_cpu import CachedRows, GroupedPlan, attend_groups
 from kernels.attention._paged_plan import ListedPlan, Tiles, padded_head_dim
 from kernels.attention.write_pages import check_page_dtypes
@@ -325,6 +326,17 @@ def plan_paged_attention(
     return GroupedPlan(
         block_tables, cu_seqlens_q, kv_lengths, page_size=page_size, window=window, batch_invariant=batch_invariant
     )
+
+
+def renew_plan(plan: PagedPlan, block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor) -> None:
+    """Make a plan of the CPU that of other tables and lengths, so that calls captured with it follow them.
+
+    No sequence may have more than `MOST_QUERIES_TO_GROUP` queries. ValueError for a plan of the Triton form: it reads
+    its tensors anew whenever its launches are replayed.
+    """
+    if isinstance(plan, ListedPlan):
+        raise ValueError("plans of the Triton form are renewed by their tensors")
+    plan.renew(block_tables, cu_seqlens_q, kv_lengths)
 
 
 def paged_attention(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
 
 # Measured with `python -m bench.kernels.decode`: with more rows torch's matrix products cost less.
 _MOST_ROWS = 32
@@ -39,7 +40,8 @@ def add_adapters(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slo
         slots = slots.contiguous()
     tensors = (x, y, a, b, scales.contiguous(), slots, z, out)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    _library().add_adapters(_Rows(rows, n, k, rank, x.stride(0), y.stride(0), *pointers), torch.get_num_threads())
+    at = _Rows(rows, n, k, rank, x.stride(0), y.stride(0), *pointers)
+    call(_library().add_adapters, at, torch.get_num_threads())
     return out
 
 

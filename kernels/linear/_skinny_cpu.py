@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import NEEDS
 from kernels.linear.quantization import (
     NF4_BLOCK,
@@ -95,8 +96,7 @@ def skinny_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
         x = x.contiguous()
     rows, multiply = x.shape[0], _library(x.dtype).skinny_product  # len(x) costs a microsecond
     out = x.new_empty(rows, weight.at.n)
-    if multiply(weight.at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads()):
-        raise MemoryError(f"there is no room for {rows} rows of {weight.at.k} numbers")
+    call(multiply, weight.at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
     return out
 
 
@@ -105,7 +105,7 @@ def expanded_rows(weight: SkinnyWeight, dtype: torch.dtype, rows: slice) -> Tens
     if not multiplies(dtype):
         return expanded_rows(weight, torch.float32, rows).to(dtype)
     out = torch.empty(rows.stop - rows.start, weight.at.k, dtype=dtype)
-    _library(dtype).expand_rows(weight.at, rows.start, rows.stop, out.data_ptr(), torch.get_num_threads())
+    call(_library(dtype).expand_rows, weight.at, rows.start, rows.stop, out.data_ptr(), torch.get_num_threads())
     return out
 
 

@@ -205,13 +205,12 @@ class Engine:
         again, and no cached prefix survives. ValueError, with nothing changed, for what does not fit the model. A draft
         keeps its weights, which decide how often it is right and nothing else.
         """
-        model = self.runner.model
         if not isinstance(weights, Mapping):
-            weights = load_weights(weights, model.config, self.dtype, self.device)
+            weights = load_weights(weights, self.runner.model.config, self.dtype, self.device)
         outputs: list[RequestOutput] = []
         self._read(outputs)
         self.requests.report_later(outputs)
-        model.update_weights(weights)
+        self.runner.update_weights(weights)
         for sequence in list(self.scheduler.running):
             self.scheduler.preempt(sequence)
         self.cache.forget_prefixes()

@@ -10,22 +10,15 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from model.attention import PagedAttention, PagedBatch
-from model.config import ModelConfig
 from model.kv_format import KVFormat
+from model.passes import PagedModel, Pass, PassRunner
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import resolve, upload
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, pages_for
 
 
-class LanguageModel(Protocol):
+class LanguageModel(PagedModel, Protocol):
     """What the runner asks of a model; `model.transformer.Transformer` is one."""
-
-    config: ModelConfig
-
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, attention: PagedAttention, *, adapters: Tensor | None = None
-    ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -56,19 +49,23 @@ class Runner:
         self.feed = feed
         self.device = feed.device
         self.pages = kv_format.allocate(model.config, num_pages, PAGE_SIZE, self.device)
+        self._passes = PassRunner(model, self.pages)
 
     def hidden(self, inputs: list[SequenceInput]) -> Tensor:
         """Computes the inputs and stores their keys and values. Returns `[R, D]`, sequence after sequence."""
         lengths = [len(item.tokens) for item in inputs]
-        tokens, positions, batch = self._flatten(inputs, lengths)
-        attention = PagedAttention(self.model.config, batch, self.pages)
-        hidden = self.model(tokens, positions, attention, adapters=self._adapters(inputs, lengths))
+        hidden = self._passes.hidden(self._flatten(inputs, lengths))
         rows = _wanted_rows(inputs, lengths)
         return hidden if rows is None else hidden[upload(rows, self.device)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[R, D] -> [R, V]`."""
         return self.model.logits(hidden)
+
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Gives the model other weights; raises what the model raises."""
+        self.model.update_weights(weights)
+        self._passes.forget_captures()
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies (source, destination) pages in all layers; every source is read before any destination is written."""
@@ -78,11 +75,10 @@ class Runner:
         self.pages.copy(sources, destinations)
 
     def _adapters(self, inputs: list[SequenceInput], lengths: list[int]) -> Tensor | None:
-        """Each token's adapter, `[T]` int32; None when none has one, which spares the layers to look."""
         numbers = np.array([item.adapter for item in inputs], dtype=np.int32)
         return None if (numbers == NO_ADAPTER).all() else upload(np.repeat(numbers, lengths), self.device)
 
-    def _flatten(self, inputs: list[SequenceInput], lengths: list[int]) -> tuple[Tensor, Tensor, PagedBatch]:
+    def _flatten(self, inputs: list[SequenceInput], lengths: list[int]) -> Pass:
         cu_seqlens = np.zeros(len(inputs) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         kv_lengths = np.array([item.start for item in inputs], dtype=np.int32) + np.array(lengths, dtype=np.int32)
@@ -97,10 +93,8 @@ class Runner:
         known, positions_, slots_, tables, starts, lengths_ = (
             upload(array, self.device) for array in (tokens, positions, slots, block_tables, cu_seqlens, kv_lengths)
         )
-        batch = PagedBatch.plan(
-            self.model.config, slots_, block_tables=tables, cu_seqlens=starts, kv_lengths=lengths_, page_size=PAGE_SIZE
-        )
-        return resolve(known, self.feed) if (tokens < 0).any() else known, positions_, batch
+        known = resolve(known, self.feed) if (tokens < 0).any() else known
+        return Pass(known, positions_, slots_, tables, starts, lengths_, self._adapters(inputs, lengths))
 
 
 def _wanted_rows(inputs: list[SequenceInput], lengths: list[int]) -> np.ndarray | None:

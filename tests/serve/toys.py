@@ -46,6 +46,8 @@ def toy_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
 class TableModel:
     """A language model that is a table: the next token depends on the last one alone."""
 
+    can_be_captured = True
+
     def __init__(self, probabilities: Tensor) -> None:
         """`probabilities [V, V]`: row t is the distribution of the token after t."""
         size = len(probabilities)
@@ -66,6 +68,8 @@ class TableModel:
 
 class CountingModel:
     """A model that counts the tokens it computes and may fail at a chosen token."""
+
+    can_be_captured = False
 
     def __init__(self, model: LanguageModel, *, poison: int | None = None) -> None:
         self.model, self.config, self.poison = model, model.config, poison
