@@ -20,7 +20,7 @@ from model.kv_format import KVPages
 
 _MOST_TOKENS = 32
 """With more, what is computed takes far longer than the Python around it."""
-log = logging.getLogger("potstill.engine")
+log = logging.getLogger(__name__)
 
 
 class PagedModel(Protocol):

@@ -1,9 +1,10 @@
 """What a decoding step on the CPU does beside its products and its attention: operator calls, and the host's time.
 
-    python -m bench.serve.decode_host [FOLDER]      # writes bench/results/decode-host-cpu.json; 3 minutes
+    python -m bench.serve.decode_host [FOLDER]      # writes bench/results/decode-host-cpu.json; 4 minutes
 
 SmolLM2-135M with linear layers in INT4 (groups of 64) and the embedding, which is the head, in INT8, all by rounding,
-beside the dense model of the same folder, both in the dtype that serving chooses here and in one process, by turns.
+and as a GGUF file in Q4_1, beside the dense model of the same folder: all in the dtype that serving chooses here and in
+one process, by turns.
 One thread, and its processor time; of each part the least of all steps. On a machine with other work all of it takes
 longer, so compare figures of one run.
 
@@ -14,9 +15,11 @@ import argparse
 import cProfile
 import pstats
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ import kernels.attention._decode_cpu as attention
 import kernels.linear._skinny_cpu as products
 from bench.common import DTYPE, teacher_folder, write_result
 from model.files.checkpoint import load_model
+from model.formats.gguf.reader import import_gguf_blocks
+from model.formats.gguf.writer import export_gguf
 from model.formats.registry import DEFAULT_FINER, DEFAULT_WEIGHTS, format_named
 from model.quantized import set_quantized
 from model.text.tokenizer import Tokenizer
@@ -37,6 +42,7 @@ from serve.engine.loading import Models
 BATCHES, PROMPT, LONG_PROMPT = (1, 8, 32), 32, 900
 STEPS, TURNS, PROFILED = 10, 3, 4
 GROUP = 64
+DENSE, INT4, GGUF = "dense", "int4", "q4_1"
 
 
 def quantized(model: Transformer) -> Transformer:
@@ -124,21 +130,26 @@ def measure_batch(llms: dict[str, LLM], batch: int, inside: dict[str, float]) ->
     for _ in range(TURNS):
         for name, llm in llms.items():
             with decoding(llm, batch) as step:
-                step()  # reads the prompts
+                for _ in range(3):  # reads the prompts, runs the code, captures it
+                    step()
                 measure_step(step, inside, least[name])
-    with decoding(llms["quantized"], batch) as step:
-        step()
+    with decoding(llms[INT4], batch) as step:
+        for _ in range(3):
+            step()
         calls = count_calls(step)
-    dense, ours = least["dense"]["step"], least["quantized"]
-    print(f"batch {batch}: {ours}, {calls}, dense {dense:.1f} ms, {dense / ours['step']:.2f}x", flush=True)
-    return {"batch": batch, "quantized_ms": ours, "dense_ms": dense, "speedup": dense / ours["step"], **calls}
+    return {"batch": batch, **_beside_dense({name: parts["step"] for name, parts in least.items()}, least), **calls}
 
 
 def measure_prefill(llms: dict[str, LLM]) -> dict[str, Any]:
     fastest = {name: min(measure_prompt(llm) for _ in range(2)) for name, llm in llms.items()}
-    dense, ours = fastest["dense"], fastest["quantized"]
-    print(f"prompt of {LONG_PROMPT}: {ours:.0f} ms, dense {dense:.0f} ms, {dense / ours:.2f}x", flush=True)
-    return {"tokens": LONG_PROMPT, "quantized_ms": ours, "dense_ms": dense, "speedup": dense / ours}
+    return {"tokens": LONG_PROMPT, **_beside_dense(fastest, {name: {"step": ms} for name, ms in fastest.items()})}
+
+
+def _beside_dense(steps: dict[str, float], parts: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Milliseconds of each side, and how much faster than dense it is; prints them."""
+    print({name: round(steps[DENSE] / ms, 2) for name, ms in steps.items()}, parts, flush=True)
+    quantized = {name: {"ms": parts[name], "speedup": steps[DENSE] / ms} for name, ms in steps.items() if name != DENSE}
+    return {"dense_ms": steps[DENSE], **quantized}
 
 
 def main() -> None:
@@ -148,7 +159,12 @@ def main() -> None:
     torch.set_num_threads(1)
     inside: dict[str, float] = {}
     clock(inside)
-    llms = {"dense": engine_of(folder, lambda model: model), "quantized": engine_of(folder, quantized)}
+    with tempfile.TemporaryDirectory() as scratch:
+        file, blocks = Path(scratch, "model.gguf"), Path(scratch, "model")
+        export_gguf(folder, file, type=GGUF)
+        import_gguf_blocks(file, blocks)
+        folders = {DENSE: folder, INT4: folder, GGUF: str(blocks)}
+        llms = {name: engine_of(path, quantized if name == INT4 else lambda m: m) for name, path in folders.items()}
     result = {
         "unit": "milliseconds of one thread's processor time, the least of all repetitions",
         "dtype": str(DTYPE),
