@@ -5,7 +5,8 @@
 
    Weights are read as they are stored (kernels/linear/quantization.py), 16 neighbours of a row at a time: two registers
    of fp32, of four bits the even and the odd ones, since a byte holds one of each. So x is put into that order first. For
-   one row of x they stay in registers; for more, a block of rows of W is decoded once for all of them, into the cache.
+   up to TOKENS rows of x they stay in registers; for more, a block of rows of W is decoded once for all of them, into the
+   cache.
 
    Legend: T rows of x, N outputs, K inputs (a multiple of 32), G groups of a row of W.
 */
@@ -15,7 +16,8 @@
 #include "../common/floats.h"
 #include "weights.h"
 
-enum { STEP = 2 * LANES, OUTPUTS = 4, TOKENS = 4, BLOCK_OUTPUTS = 3, MOST_OUTPUTS = 12, BLOCK_FLOATS = 1 << 14 };
+enum { STEP = 2 * LANES, SPAN = 4 * STEP, TOKENS = 4, OUTPUTS = 4 };
+enum { BLOCK_OUTPUTS = 3, MOST_OUTPUTS = 12, BLOCK_FLOATS = 1 << 14 };
 
 /* INT4 whose zero is not always 8, beside the formats of weights.h. */
 enum { ASYMMETRIC = INT4_FROM_MINIMA + 1 };
@@ -68,37 +70,61 @@ INLINE void decode(int format, const uint8_t *row, int64_t k, Group group, __m25
         *second = values_of_8bit(format, row + k + LANES, group);
         return;
     }
-    __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(row + k / 2)));
+    __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(row + (uint64_t)k / 2)));
     __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(15)), high = _mm256_srli_epi32(pairs, 4);
     *first = values_of_4bit(format, format == NF4 ? high : low, group);
     *second = values_of_4bit(format, format == NF4 ? low : high, group);
 }
 
-/* One row of x times OUTPUTS rows of W, from n on. */
-INLINE void multiply_row(int format, const Weight *w, int64_t n, const float *x, float *y) {
+/* What a few rows of x and a few of W sum up to, lane by lane. */
+typedef __m256 Sums[TOKENS][OUTPUTS];
+
+/* STEP neighbours of rows of x, from element k on, times those of rows of W. */
+INLINE void multiply_step(int format, const int outputs, const int tokens, const uint8_t *const *row, int64_t row_k,
+                          const Group *group, const float *x, int64_t k, Sums sums) {
+    UNROLLED(int i = 0; i < outputs; i++) {
+        __m256 first, second;
+        decode(format, row[i], k, group[i], &first, &second);
+        UNROLLED(int t = 0; t < tokens; t++) {
+            sums[t][i] = _mm256_fmadd_ps(_mm256_loadu_ps(x + t * row_k + k), first, sums[t][i]);
+            sums[t][i] = _mm256_fmadd_ps(_mm256_loadu_ps(x + t * row_k + k + LANES), second, sums[t][i]);
+        }
+    }
+}
+
+/* `tokens` rows of x times `outputs` rows of W, from n on, which stay in registers. */
+INLINE void multiply_direct(int format, const int outputs, const int tokens, const Weight *w, int64_t n, const float *x,
+                            float *y) {
     int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(w->format, w->k), k = 0, output[OUTPUTS];
-    __m256 sums[OUTPUTS];
-    UNROLLED(int i = 0; i < OUTPUTS; i++) {
+    const uint8_t *row[OUTPUTS];
+    Sums sums;
+    UNROLLED(int i = 0; i < outputs; i++) {
         output[i] = smaller(n + i, w->n - 1); /* beyond the end the last one again */
-        sums[i] = _mm256_setzero_ps();
+        row[i] = w->codes + output[i] * bytes;
+        UNROLLED(int t = 0; t < tokens; t++) sums[t][i] = _mm256_setzero_ps();
     }
     for (int64_t index = 0; index < groups; index++) {
         Group group[OUTPUTS];
-        UNROLLED(int i = 0; i < OUTPUTS; i++) group[i] = group_of(format, w, output[i] * groups + index);
-        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP) {
-            __m256 even = _mm256_loadu_ps(x + k), odd = _mm256_loadu_ps(x + k + LANES);
-            UNROLLED(int i = 0; i < OUTPUTS; i++) {
-                const uint8_t *row = w->codes + output[i] * bytes;
-                __m256 first, second;
-                /* The same place of the next rows: the processor's own prefetch ends with a page. */
-                if (k % 64 == 0) _mm_prefetch(row + bytes_of(w->format, k) + OUTPUTS * bytes, _MM_HINT_T0);
-                decode(format, row, k, group[i], &first, &second);
-                sums[i] = _mm256_fmadd_ps(even, first, sums[i]);
-                sums[i] = _mm256_fmadd_ps(odd, second, sums[i]);
-            }
+        UNROLLED(int i = 0; i < outputs; i++) group[i] = group_of(format, w, output[i] * groups + index);
+        int64_t end = smaller(k + w->group, w->k);
+        for (; k + SPAN <= end; k += SPAN) {
+            /* The same place of the next rows: the processor's own prefetch ends with a page. */
+            UNROLLED(int i = 0; i < outputs; i++)
+                _mm_prefetch(row[i] + (in_pairs(format) ? k / 2 : k) + outputs * bytes, _MM_HINT_T0);
+            UNROLLED(int s = 0; s < SPAN; s += STEP)
+                multiply_step(format, outputs, tokens, row, w->k, group, x, k + s, sums);
         }
+        for (; k < end; k += STEP) multiply_step(format, outputs, tokens, row, w->k, group, x, k, sums);
     }
-    UNROLLED(int i = 0; i < OUTPUTS; i++) y[output[i]] = sum_of_lanes(sums[i]);
+    UNROLLED(int i = 0; i < outputs; i++)
+        UNROLLED(int t = 0; t < tokens; t++) y[t * w->n + output[i]] = sum_of_lanes(sums[t][i]);
+}
+
+INLINE void decode_step(int format, const uint8_t *row, int64_t k, Group group, float *out) {
+    __m256 first, second;
+    decode(format, row, k, group, &first, &second);
+    _mm256_storeu_ps(out + k, first);
+    _mm256_storeu_ps(out + k + LANES, second);
 }
 
 /* A row of W as x is ordered. */
@@ -107,12 +133,10 @@ INLINE void decode_row(int format, const Weight *w, int64_t n, float *out) {
     const uint8_t *row = w->codes + n * bytes_of(w->format, w->k);
     for (int64_t index = 0; index < groups; index++) {
         Group group = group_of(format, w, n * groups + index);
-        for (int64_t end = smaller(k + w->group, w->k); k < end; k += STEP) {
-            __m256 first, second;
-            decode(format, row, k, group, &first, &second);
-            _mm256_storeu_ps(out + k, first);
-            _mm256_storeu_ps(out + k + LANES, second);
-        }
+        int64_t end = smaller(k + w->group, w->k);
+        for (; k + SPAN <= end; k += SPAN)
+            UNROLLED(int64_t s = 0; s < SPAN; s += STEP) decode_step(format, row, k + s, group, out);
+        for (; k < end; k += STEP) decode_step(format, row, k, group, out);
     }
 }
 
@@ -156,13 +180,16 @@ INLINE void multiply_block(int format, const Weight *w, int64_t n, int64_t outpu
 
 INLINE void multiply(int format, const Weight *w, const float *x, float *y, int64_t rows, int threads) {
     int64_t most = BLOCK_FLOATS / w->k / BLOCK_OUTPUTS * BLOCK_OUTPUTS;
-    int64_t step = rows == 1 ? OUTPUTS : larger(BLOCK_OUTPUTS, smaller(MOST_OUTPUTS, most));
+    int64_t step = rows == 1 ? 4 : rows <= TOKENS ? 2 : larger(BLOCK_OUTPUTS, smaller(MOST_OUTPUTS, most));
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += step)
-        if (rows == 1)
-            multiply_row(format, w, n, x, y);
-        else
-            multiply_block(format, w, n, smaller(step, w->n - n), x, y, rows);
+        switch (rows) {
+        case 1: multiply_direct(format, 4, 1, w, n, x, y); break;
+        case 2: multiply_direct(format, 2, 2, w, n, x, y); break;
+        case 3: multiply_direct(format, 2, 3, w, n, x, y); break;
+        case 4: multiply_direct(format, 2, 4, w, n, x, y); break;
+        default: multiply_block(format, w, n, smaller(step, w->n - n), x, y, rows);
+        }
 }
 
 /* x [rows, K] in the order in which weights are decoded. */
