@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.rows import ROWS_PER_BLOCK
+from kernels.common.rows import rows_per_block
 from kernels.common.triton_support import check_rows, runs_triton
 
 _BLOCK = 4096
@@ -97,7 +97,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     if logits.dim() != 2 or tokens.shape != logits.shape[:1] or not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"token_logprobs takes logits [N, V], tokens [N], K ≤ V: {logits.shape}, {num_top}")
     if not runs_triton(logits):
-        blocks = zip(logits.split(ROWS_PER_BLOCK), tokens.split(ROWS_PER_BLOCK), strict=True)
+        size = rows_per_block(logits.shape[1])
+        blocks = zip(logits.split(size), tokens.split(size), strict=True)
         columns = zip(*(_score_rows(*block, num_top) for block in blocks), strict=True)
         return Logprobs(*(torch.cat(parts) for parts in columns))
     check_rows(logits=logits)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.common.rows import ROWS_PER_BLOCK
+from kernels.common.rows import rows_per_block
 from kernels.sampling.logit_adjustments import adjust_scores
 from kernels.sampling.random import Purpose, exponential
 from kernels.sampling.sample import adjusted_probabilities, sample, sample_tokens
@@ -207,7 +207,8 @@ class Sampler:
 
     def blocks(self, numbers: list[int], *, num_rows: int = 1) -> list[list[int]]:
         """`numbers`, of `num_rows` rows each, in parts whose distributions are made at once."""
-        most = ROWS_PER_BLOCK if self.state.device.type == "cpu" else GPU_ROWS_PER_BLOCK
+        on_cpu = self.state.device.type == "cpu"
+        most = rows_per_block(self.state.vocab_size) if on_cpu else GPU_ROWS_PER_BLOCK
         size = max(1, most // num_rows)
         return [numbers[at : at + size] for at in range(0, len(numbers), size)]
 
