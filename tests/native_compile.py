@@ -114,42 +114,44 @@ def around(dtype: torch.dtype) -> None:
         weight = rows(d, dtype=dtype)
         tables = rotary_tables(torch.arange(TOKENS), rope_frequencies(d, 1e4))
         backward(*apply_rotary(rms_norm(q, weight, 1e-6), k, *tables))
-        for rotary in (None, tables):
-            for norms in (None, HeadNorms(weight, weight, 1e-6)):
-                for page_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
-                    pages = torch.zeros(2, PAGES, PAGE, kv_heads, d).to(page_dtype)
-                    scales = None if page_dtype == dtype else tuple(torch.zeros(2, PAGES, PAGE, kv_heads))
-                    slots = torch.arange(TOKENS)
-                    rotate_and_write(q, k, v, *pages, slots, rotary=rotary, norms=norms, scales=scales)
-                    k_scales, v_scales = scales or (None, None)
-                    write_pages(k, v, *pages, slots, k_scales=k_scales, v_scales=v_scales)
+        norms, slots = HeadNorms(weight, weight, 1e-6), torch.arange(TOKENS)
+        options = [(tables, norms), (tables, None), (None, norms), (None, None)]
+        for page_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
+            pages = torch.zeros(2, PAGES, PAGE, kv_heads, d).to(page_dtype)
+            scales = None if page_dtype == dtype else tuple(torch.zeros(2, PAGES, PAGE, kv_heads))
+            for rotary, normed in options if d == 64 else options[:1]:
+                rotate_and_write(q, k, v, *pages, slots, rotary=rotary, norms=normed, scales=scales)
+            k_scales, v_scales = scales or (None, None)
+            write_pages(k, v, *pages, slots, k_scales=k_scales, v_scales=v_scales)
 
 
 def flash(dtype: torch.dtype) -> None:
-    """Packed attention in training: every option at one head dim, the usual ones at the others."""
+    """Packed attention in training: every width of tiles, every option at one of them."""
     cu_seqlens = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
     usual: list[dict[str, Any]] = [{}]
-    every = [*usual, {"window": 16}, {"causal": False}, {"deterministic": False}]
-    for q_heads, kv_heads, d in (*HEADS, (8, 8, 96), (4, 1, 256)):
+    others = {64: [{"causal": False}], 128: [*usual, {"window": 16, "deterministic": False}]}
+    for q_heads, kv_heads, d in (*HEADS, (4, 1, 256)):
         q, k, v = (rows(TOKENS, heads, d, dtype=dtype) for heads in (q_heads, kv_heads, kv_heads))
-        for options in every if d == 128 else usual:
+        for options in others.get(d, usual):
             backward(flash_attention(q, k, v, cu_seqlens, **options))
 
 
 def paged(dtype: torch.dtype) -> None:
-    """Attention over pages: decoding, a few rows and a prompt, in 16 and 8 bits."""
+    """Attention over pages: decoding, a few rows and a prompt, in 16 and 8 bits; every case at one head dim."""
     tables = torch.arange(PAGES, dtype=torch.int32).view(2, PAGES // 2)
     cu_seqlens, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([50, 60], dtype=torch.int32)
-    for q_heads, kv_heads, d in (*HEADS, (8, 8, 96), (4, 1, 256)):
+    decoding, prompt = (2, None), (TOKENS, None)
+    cases = {dtype: [decoding, (2, 16), (10, None), prompt], torch.int8: [decoding, prompt]}
+    cases[torch.float8_e4m3fn] = [(2, 16), (10, None)]
+    for q_heads, kv_heads, d in (*HEADS, (4, 1, 256)):
         q = rows(TOKENS, q_heads, d, dtype=dtype, differentiable=False)
-        for page_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
+        for page_dtype, every in cases.items() if d == 128 else [(dtype, [decoding, prompt])]:
             k_pages, v_pages = torch.zeros(2, PAGES, PAGE, kv_heads, d).to(page_dtype)
             scales: dict[str, Tensor] = {}
             if page_dtype != dtype:
                 scales = {name: torch.zeros(PAGES, PAGE, kv_heads) for name in ("k_scales", "v_scales")}
-            for tokens, window in ((2, None), (2, 16), (10, None), (TOKENS, None)):
-                if d == 128 or (page_dtype == dtype and window is None):
-                    paged_attention(q[:tokens], k_pages, v_pages, tables, cu_seqlens, lengths, window=window, **scales)
+            for tokens, window in every:
+                paged_attention(q[:tokens], k_pages, v_pages, tables, cu_seqlens, lengths, window=window, **scales)
 
 
 def losses(dtype: torch.dtype) -> None:
@@ -162,9 +164,9 @@ def losses(dtype: torch.dtype) -> None:
             _streamed_projection._KEPT_LOGITS = kept
             backward(linear_cross_entropy(*student, labels))
             usual = kept == 0 or student_size == 576
+            temperature = 1.0 if usual else 2.0
             for kind in ("forward_kl",) if usual else get_args(DivergenceKind):
-                for temperature in (1.0, 2.0):
-                    backward(linear_distillation(*student, *teacher, labels, kind=kind, temperature=temperature).loss)
+                backward(linear_distillation(*student, *teacher, labels, kind=kind, temperature=temperature).loss)
     with torch.no_grad():
         linear_distillation(*student, *teacher, labels, kind="jsd", temperature=2.0)
 
@@ -200,12 +202,12 @@ def sampling(dtype: torch.dtype) -> None:
 
 
 def quantized(dtype: torch.dtype) -> None:
-    """Every format at every class of rows, with K that 64 divides and not; forward and backward."""
+    """Every format at every class of rows, and with K that 64 does not divide; forward and backward."""
     bias = torch.zeros(256, dtype=dtype)
-    for k in (1024, 1030):
+    for k, rows_each in ((1024, (1, 16, 32, 64, 128, 256)), (1030, (1, 64))):
         for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
             weight = prepare_quantized_weight(quantize(torch.zeros(256, k)))
-            for tokens in (1, 16, 32, 64, 128, 256):
+            for tokens in rows_each:
                 backward(quantized_linear(rows(tokens, k, dtype=dtype), weight, bias))
 
 
@@ -221,22 +223,20 @@ def optimizer(dtype: torch.dtype) -> None:
 def lora(dtype: torch.dtype) -> None:
     """Adapters alone and in quantized products, gated ones too, whose K is split (N = 256) and whose K is not."""
     slots = torch.zeros(TOKENS * 6, dtype=torch.int32)
-    for k, rank, adapters in ((1024, 16, 8), (1030, 7, 1), (4096, 130, 8)):
+    for k, rank, n, adapters in ((1024, 16, 256, 8), (1030, 7, 301, 1), (4096, 130, 256, 8)):
         for tokens in (1, TOKENS, 6 * TOKENS):
-            for n in (256, 301):
-                x, y = (rows(tokens, size, dtype=dtype, differentiable=False) for size in (k, n))
-                a, b = (torch.zeros(adapters, *sizes, dtype=dtype) for sizes in ((rank, k), (n, rank)))
-                lora_add(y, x, LoraWeights(a, b, torch.ones(adapters)), slots[:tokens] if adapters > 1 else None)
-    for n, k in ((256, 4096), (2**16, 512)):
+            x, y = (rows(tokens, size, dtype=dtype, differentiable=False) for size in (k, n))
+            a, b = (torch.zeros(adapters, *sizes, dtype=dtype) for sizes in ((rank, k), (n, rank)))
+            lora_add(y, x, LoraWeights(a, b, torch.ones(adapters)), slots[:tokens] if adapters > 1 else None)
+    for n, k, quantize in ((256, 4096, quantize_nf4), (2**16, 512, quantize_int8)):
         bias, a, b = (torch.zeros(size, dtype=dtype) for size in ((n,), (8, 16, k), (8, n, 16)))
         weights = LoraWeights(a, b, torch.ones(8))
-        for quantize in (quantize_nf4, quantize_int8):
-            weight = prepare_quantized_weight(quantize(torch.zeros(n, k)))
-            for tokens in (1, 16, 64):
-                x = rows(tokens, k, dtype=dtype, differentiable=False)
-                quantized_linear(x, weight, bias, weights, slots[:tokens])
-                quantized_swiglu(x, weight, None, weights, slots[:tokens])
-                quantized_swiglu(x, weight, bias)
+        weight = prepare_quantized_weight(quantize(torch.zeros(n, k)))
+        for tokens in (1, 16, 64):
+            x = rows(tokens, k, dtype=dtype, differentiable=False)
+            quantized_linear(x, weight, bias, weights, slots[:tokens])
+            quantized_swiglu(x, weight, None, weights, slots[:tokens])
+            quantized_swiglu(x, weight, bias)
 
 
 GROUPS = {

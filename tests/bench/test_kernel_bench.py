@@ -1,6 +1,7 @@
 """The benchmark of kernels, on the CPU: every part end to end, and that nothing wrong ever gets a time."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -56,11 +57,10 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_every_part_runs_through_the_interpreter(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.kernels", "--tiny", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "µs" not in done.stdout and "/s" not in done.stdout, "a tiny run has no speeds to show"
+def test_every_part_runs_through_the_interpreter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, (out, err) = run_tiny(tmp_path), capsys.readouterr()
+    assert code == 0, out + err
+    assert "µs" not in out and "/s" not in out, "a tiny run has no speeds to show"
     joined = read(tmp_path / "kernels-tiny.json")
     assert {part["part"] for part in joined["parts"]} == set(table.PARTS)
     for part in joined["parts"]:
@@ -70,6 +70,14 @@ def test_every_part_runs_through_the_interpreter(tmp_path: Path) -> None:
             assert case["candidates"]["potstill"]["status"] == "measured", case
             assert not [found for found in case["candidates"].values() if found["status"] == "red"], case
     ElementTree.parse(tmp_path / "kernels-tiny.svg")
+
+
+def test_the_command_turns_the_interpreter_on_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.kernels", "--tiny", "--out", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    arguments = ["--parts", "fused", "--only", "swiglu 32x80"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "potstill right" in done.stdout, done.stdout + done.stderr
 
 
 def test_there_are_parts_for_everything_the_goals_name() -> None:

@@ -42,10 +42,10 @@ TINY = tiny_config(
 WIDE = tiny_config(hidden_size=256, intermediate_size=768, num_layers=6, num_query_heads=8, head_dim=32)
 FEW = 256
 SMOLLM2 = tiny_config(
-    hidden_size=576, intermediate_size=1536, num_layers=12, vocab_size=49_152, num_query_heads=9, num_kv_heads=3,
+    hidden_size=576, intermediate_size=1536, num_layers=4, vocab_size=49_152, num_query_heads=9, num_kv_heads=3,
     head_dim=64, tie_word_embeddings=True,
 )  # fmt: skip
-TOKENS = 1024
+TOKENS = 512
 
 
 def training(tokens: int = TOKENS, *, micro_batches: int = 1, **changes: Any) -> TrainingConfig:
@@ -211,7 +211,7 @@ def test_what_lasts_is_planned_to_the_byte(name: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_so_it_is_for_a_distillation_of_a_real_models_shape(
+def test_so_it_is_for_a_distillation_of_real_models_widths(
     recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(Setup(SMOLLM2, training(activation_checkpointing=recomputes), teacher=SMOLLM2), tmp_path, monkeypatch)
