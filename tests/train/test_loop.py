@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import math
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -177,11 +178,28 @@ def checkpoint_names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def stopped_run(folder: Path) -> None:
-    """A run of twelve steps that stopped after six, with checkpoints of steps 3 and 6."""
-    toy_trainer(folder, objective=Calls({5: stop})).train()
-    toy_trainer(folder, objective=Calls({5: stop})).train()
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Weights and metrics of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("straight")
+    trainer = toy_trainer(folder)
+    trainer.train()
+    return weights_hash(trainer.model), (folder / "metrics.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    for _ in range(2):
+        toy_trainer(folder, objective=Calls({5: stop})).train()
     assert checkpoint_names(folder) == ["step-00000003", "step-00000006"]
+    return folder
+
+
+@pytest.fixture
+def stopped_run(stopped: Path, tmp_path: Path) -> None:
+    """A run of twelve steps that stopped after six, with checkpoints of steps 3 and 6."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
 
 
 def flip(path: Path) -> None:
@@ -197,22 +215,22 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
 def test_a_damaged_checkpoint_falls_back_loudly_to_the_one_before(
-    name: str, damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str,
+    damage: Callable[[Path], None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    stopped_run: None,
+    straight: tuple[str, str],
 ) -> None:
-    stopped_run(tmp_path)
     damage(tmp_path / "checkpoints" / "step-00000006" / name)
     trainer = toy_trainer(tmp_path, model=tiny_model(seed=77))
     with caplog.at_level(logging.INFO):
         trainer.train()
     assert name in caplog.text and "Falling back" in caplog.text and "Resuming from step 3" in caplog.text
-    straight = toy_trainer(tmp_path / "straight")
-    straight.train()
-    assert weights_hash(trainer.model) == weights_hash(straight.model)
-    assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "straight" / "metrics.jsonl").read_text()
+    assert (weights_hash(trainer.model), (tmp_path / "metrics.jsonl").read_text()) == straight
 
 
-def test_without_any_valid_checkpoint_training_starts_over(tmp_path: Path) -> None:
-    stopped_run(tmp_path)
+def test_without_any_valid_checkpoint_training_starts_over(tmp_path: Path, stopped_run: None) -> None:
     for step in (3, 6):
         flip(tmp_path / "checkpoints" / f"step-0000000{step}" / "model.safetensors")
     assert toy_trainer(tmp_path).train().steps == STEPS
@@ -241,15 +259,17 @@ def test_only_the_newest_checkpoints_are_kept_and_foreign_folders_are_left_alone
         ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    stopped_run(tmp_path)
+def test_a_checkpoint_of_another_run_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, stopped_run: None
+) -> None:
     trainer = toy_trainer(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         trainer.train()
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped_run(tmp_path)
+def test_a_full_disk_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_run: None
+) -> None:
     monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(OSError, match="1,000 bytes are free"):
         toy_trainer(tmp_path).train()
@@ -267,8 +287,7 @@ def test_steps_with_a_non_finite_gradient_are_skipped_and_counted(tmp_path: Path
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_training_that_stays_non_finite_stops_and_saves_nothing_of_it(tmp_path: Path) -> None:
-    stopped_run(tmp_path)
+def test_training_that_stays_non_finite_stops_and_saves_nothing_of_it(tmp_path: Path, stopped_run: None) -> None:
     objective = Calls(dict.fromkeys(range(24), spoil))
     trainer = toy_trainer(tmp_path, objective=objective)
     with pytest.raises(DivergedError, match="in 4 steps in a row, up to step 10"):
