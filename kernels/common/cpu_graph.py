@@ -102,7 +102,7 @@ class GraphMemory:
         return tree_map_only(Tensor, self._unlent_tensor, value)
 
     def _unlent_tensor(self, tensor: Tensor) -> Tensor:
-        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        block = self._blocks.get(_address(tensor))
         return tensor if block is None else block.unlent(tensor)
 
 
@@ -136,8 +136,8 @@ class CpuGraph(TorchDispatchMode):
         if _looks_at_numbers(func, args):
             raise CaptureError(f"{func} looks at numbers")
         result = func(*args, **kwargs)
-        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
-        is_new = [tensor.untyped_storage().data_ptr() not in inputs for tensor in _tensors(result)]
+        inputs = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        is_new = [_address(tensor) not in inputs for tensor in _tensors(result)]
         if func._schema.is_mutable:
             self._keep(func, args, kwargs, [])
         elif any(is_new):
@@ -168,6 +168,11 @@ def _looks_at_numbers(func: Any, args: Any) -> bool:
     if func is _aten.index.Tensor:  # only a mask of booleans gives as many rows as it has ones
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1]))
     return not _LOOKS_AT_NUMBERS.isdisjoint(func.tags)
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the memory that a tensor shares with its views; 0 of what oneDNN keeps to itself."""
+    return 0 if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 def _tensors(values: Any) -> list[Tensor]:

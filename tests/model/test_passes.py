@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels.attention._decode_cpu as decode_cpu
+import kernels.linear.dense as linear
 from kernels.attention.paged import MOST_QUERIES_TO_GROUP
 from model.config import MixtureOfDepths
 from model.formats.registry import format_named
@@ -76,9 +77,12 @@ MODELS: dict[str, Callable[[], Transformer]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, "packed by oneDNN"])
 @torch.inference_mode()
-def test_replays_are_the_models_own_bits(kind: str) -> None:
+def test_replays_are_the_models_own_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind not in MODELS:
+        kind = "biases"
+        monkeypatch.setattr(linear, "_SMALLEST_FP32_WEIGHT_TO_PACK", 1)
     model = Counted(MODELS[kind]().fuse())
     captured, plain = PassRunner(model, pages_of(model.model)), PassRunner(model.model, pages_of(model.model))
     plain._refused = {False, True}
