@@ -5,7 +5,7 @@
 
    Weights are read as they are stored (kernels/linear/quantization.py), 16 neighbours of a row at a time: two registers
    of fp32, of four bits the even and the odd ones, since a byte holds one of each. So x is put into that order first. For
-   up to TOKENS rows of x they stay in registers; for more, a block of rows of W is decoded once for all of them, into the
+   up to DIRECT_TOKENS rows of x they stay in registers; for more, a block of rows of W is decoded once for all of them, into the
    cache.
 
    Legend: T rows of x, N outputs, K inputs (a multiple of 32), G groups of a row of W.
@@ -16,8 +16,8 @@
 #include "../common/floats.h"
 #include "weights.h"
 
-enum { STEP = 2 * LANES, SPAN = 4 * STEP, TOKENS = 4, OUTPUTS = 4 };
-enum { BLOCK_OUTPUTS = 3, MOST_OUTPUTS = 12, BLOCK_FLOATS = 1 << 14 };
+enum { STEP = 2 * LANES, SPAN = 4 * STEP, OUTPUTS = 4, DIRECT_TOKENS = 8 };
+enum { TOKENS = 4, BLOCK_OUTPUTS = 3, MOST_OUTPUTS = 12, BLOCK_FLOATS = 1 << 14 };
 
 /* INT4 whose zero is not always 8, beside the formats of weights.h. */
 enum { ASYMMETRIC = INT4_FROM_MINIMA + 1 };
@@ -77,7 +77,7 @@ INLINE void decode(int format, const uint8_t *row, int64_t k, Group group, __m25
 }
 
 /* What a few rows of x and a few of W sum up to, lane by lane. */
-typedef __m256 Sums[TOKENS][OUTPUTS];
+typedef __m256 Sums[DIRECT_TOKENS][OUTPUTS];
 
 /* STEP neighbours of rows of x, from element k on, times those of rows of W. */
 INLINE void multiply_step(int format, const int outputs, const int tokens, const uint8_t *const *row, int64_t row_k,
@@ -179,8 +179,9 @@ INLINE void multiply_block(int format, const Weight *w, int64_t n, int64_t outpu
 }
 
 INLINE void multiply(int format, const Weight *w, const float *x, float *y, int64_t rows, int threads) {
-    int64_t most = BLOCK_FLOATS / w->k / BLOCK_OUTPUTS * BLOCK_OUTPUTS;
-    int64_t step = rows == 1 ? 4 : rows <= TOKENS ? 2 : larger(BLOCK_OUTPUTS, smaller(MOST_OUTPUTS, most));
+    int64_t most = smaller(MOST_OUTPUTS, BLOCK_FLOATS / w->k / BLOCK_OUTPUTS * BLOCK_OUTPUTS);
+    /* As many outputs as their sums, with those of all rows, leave registers for the weights. */
+    int64_t step = rows == 1 ? 4 : rows <= 4 ? 2 : rows <= DIRECT_TOKENS ? 1 : larger(BLOCK_OUTPUTS, most);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += step)
         switch (rows) {
@@ -188,6 +189,10 @@ INLINE void multiply(int format, const Weight *w, const float *x, float *y, int6
         case 2: multiply_direct(format, 2, 2, w, n, x, y); break;
         case 3: multiply_direct(format, 2, 3, w, n, x, y); break;
         case 4: multiply_direct(format, 2, 4, w, n, x, y); break;
+        case 5: multiply_direct(format, 1, 5, w, n, x, y); break;
+        case 6: multiply_direct(format, 1, 6, w, n, x, y); break;
+        case 7: multiply_direct(format, 1, 7, w, n, x, y); break;
+        case 8: multiply_direct(format, 1, 8, w, n, x, y); break;
         default: multiply_block(format, w, n, smaller(step, w->n - n), x, y, rows);
         }
 }
