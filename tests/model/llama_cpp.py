@@ -1,5 +1,6 @@
-"""llama.cpp, from the wheel `xllamacpp`, as an oracle: its distributions and tokens for a GGUF file."""
+"""llama.cpp, from the wheel `xllamacpp`, as an oracle: its distributions and tokens for a GGUF file, its quantizer."""
 
+import ctypes
 import json
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -8,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
+
+from model.formats.ggml import Ggml
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="the oracle llama.cpp needs: pip install xllamacpp")
 
@@ -70,3 +74,55 @@ def opened(path: Path) -> Iterator[LlamaCpp]:
         yield server
     finally:
         del server.server
+
+
+def quantize(type: str, dense: Tensor) -> Tensor:
+    """u8 [N, bytes of a row] of a matrix by llama.cpp's own quantizer, without an imatrix."""
+    (path,) = Path(xllamacpp.__file__).parent.glob("*.abi3.so")
+    function = ctypes.CDLL(str(path)).ggml_quantize_chunk
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    function.restype = ctypes.c_size_t
+    kind, (rows, columns) = gguf.GGMLQuantizationType[type], dense.shape
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    stored = torch.zeros(rows, columns // weights * num_bytes, dtype=torch.uint8)
+    dense = dense.contiguous().float()
+    assert function(kind, dense.data_ptr(), stored.data_ptr(), 0, rows, columns, None) == stored.numel()
+    return stored
+
+
+# Its rounding of activations, before each product with blocks (ggml/src/ggml-cpu/arch/x86/quants.c)
+
+
+@contextmanager
+def rounded_activations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products with blocks round what they multiply as llama.cpp's do: in groups of 32, with large blocks of 256."""
+    product = Ggml.product
+
+    def rounded(format: Ggml, x: Tensor, prepared: Any, *rest: Any) -> Tensor:
+        if gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format.type]][0] == 256:
+            return product(format, _rounded_by_256(x), prepared, *rest)
+        levels, scales = _levels_by_32(x)
+        y = product(format, (levels * scales.half()).view(x.shape), prepared, *rest)
+        if (minima := prepared.held.minima) is None:
+            return y
+        # Minima are multiplied with the sums of 32 activations, which it rounds to fp16.
+        sums = levels.sum(1, keepdim=True)
+        return y + ((sums * scales).half().float() - sums * scales.half()).view(len(x), -1) @ minima.float().T
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ggml, "product", rounded)
+        yield
+
+
+def _levels_by_32(x: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = x.reshape(-1, 32)
+    extremes = blocks.abs().amax(1, keepdim=True)
+    return (blocks * torch.where(extremes == 0, 0, 127 / extremes)).round(), extremes / 127
+
+
+def _rounded_by_256(x: Tensor) -> Tensor:
+    blocks = x.reshape(-1, 256)
+    extremes = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    factors = torch.where(extremes == 0, 0, -127 / extremes)
+    levels = (blocks * factors).round().clamp(max=127)
+    return (levels * torch.where(factors == 0, 0, 1 / factors)).view(x.shape)
