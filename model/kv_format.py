@@ -1,7 +1,8 @@
 """In which numbers keys and values are cached: what a format allocates, takes, writes and attends over.
 
     plain        k and v as the model computes them
-    8 bits       integers or floats, each head of a token with an fp32 scale for its key and one for its value
+    8 bits       integers or floats, each head of a token with an fp32 scale for its key and one for its value: its own,
+                 or for e4m3 those that a checkpoint brings for all tokens
 
 `KV_FORMATS` lists them by their dtype, `choose_kv_format` knows them by the names that users write.
 
@@ -31,6 +32,10 @@ class NormRope(NamedTuple):
     """Cosine and sine of each token's angles, by `kernels.attention.rotary.rotary_tables`."""
 
 
+FixedScales = tuple[Tensor, Tensor]
+"""Of the keys and the values of a layer's heads, fp32 `[Hkv]` each."""
+
+
 class LayerPages(NamedTuple):
     """Keys and values of one layer, `[P, page_size, Hkv, d]`; in 8 bits with scales, fp32 `[P, page_size, Hkv]`."""
 
@@ -38,13 +43,19 @@ class LayerPages(NamedTuple):
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    fixed: FixedScales | None = None
+    """What those are for every token; None: each token has its own."""
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that pages hold."""
+        return tuple(part for part in (self.k, self.v, self.k_scales, self.v_scales) if part is not None)
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, norm_rope: NormRope) -> Tensor:
         """Normalises and rotates q and k, writes k and v `[T, Hkv, d]` to `slots [T]`; returns q `[T, Hq, d]`."""
         scales = None if self.k_scales is None or self.v_scales is None else (self.k_scales, self.v_scales)
-        return rotate_and_write(
-            q, k, v, self.k, self.v, slots, rotary=norm_rope.rotary, norms=norm_rope.norms, scales=scales
-        )
+        norms, rotary = norm_rope
+        pages = self.k, self.v, slots
+        return rotate_and_write(q, k, v, *pages, rotary=rotary, norms=norms, scales=scales, fixed=self.fixed)
 
     def attend(
         self,
@@ -62,7 +73,8 @@ class LayerPages(NamedTuple):
 
     def as_single_slots(self) -> "LayerPages":
         """The same memory as pages of one slot."""
-        return LayerPages(*(None if part is None else part.flatten(0, 1)[:, None] for part in self))  # type: ignore[arg-type]
+        parts = [part.flatten(0, 1)[:, None] for part in self.parts()]
+        return LayerPages(*parts)._replace(fixed=self.fixed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class KVPages:
     def tensors(self) -> Iterator[Tensor]:
         """Everything that a page holds, each `[P, page_size, …]`."""
         layers = self.layers.values() if isinstance(self.layers, Mapping) else self.layers
-        yield from (part for pages in layers for part in pages if part is not None)
+        yield from (part for pages in layers for part in pages.parts())
         yield from (slots[:-1].view(-1, self.page_size) for slots in self.present.values())
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
@@ -98,7 +110,7 @@ class KVFormat(ABC):
         """Of one head's key, or value, of one token."""
 
     @abstractmethod
-    def new_layer(self, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
+    def new_layer(self, layer: int, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
         """Pages of one layer, of the shape `[P, page_size, Hkv, d]`."""
 
     def bytes_per_token(self, config: ModelConfig) -> int:
@@ -107,7 +119,8 @@ class KVFormat(ABC):
 
     def allocate(self, config: ModelConfig, num_pages: int, page_size: int, device: torch.device) -> KVPages:
         """An empty cache. ValueError where the device cannot convert to this format."""
-        layers = [self.new_layer((num_pages, page_size, heads, config.head_dim), device) for heads in config.kv_heads]
+        shapes = [(num_pages, page_size, heads, config.head_dim) for heads in config.kv_heads]
+        layers = [self.new_layer(layer, shape, device) for layer, shape in enumerate(shapes)]
         slots = num_pages * page_size + 1
         present = {layer: torch.zeros(slots, dtype=torch.bool, device=device) for layer in config.routed_attention}
         return KVPages(layers, present, page_size)
@@ -119,21 +132,30 @@ class PlainKV(KVFormat):
     def head_bytes(self, head_dim: int) -> int:
         return head_dim * self.dtype.itemsize
 
-    def new_layer(self, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
-        return LayerPages(*(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)))
+    def new_layer(self, layer: int, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
+        k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
+        return LayerPages(k, v)
 
 
+@dataclass(frozen=True)
 class EightBitKV(KVFormat):
     """8 bits, and a scale for each head of each token."""
+
+    fixed: Sequence[FixedScales] = ()
+    """Those of each layer, if they are not the tokens' own."""
 
     def head_bytes(self, head_dim: int) -> int:
         return head_dim + torch.float32.itemsize
 
-    def new_layer(self, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
+    def new_layer(self, layer: int, shape: tuple[int, int, int, int], device: torch.device) -> LayerPages:
         k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
-        scales = [torch.zeros(shape[:3], device=device) for _ in range(2)]
-        check_page_dtypes(self.dtype, k, v, *scales)
-        return LayerPages(k, v, *scales)
+        k_scales, v_scales = (torch.zeros(shape[:3], device=device) for _ in range(2))
+        check_page_dtypes(self.dtype, k, v, k_scales, v_scales)
+        fixed = None
+        if self.fixed:
+            k_fixed, v_fixed = self.fixed[layer]
+            fixed = k_fixed.to(device), v_fixed.to(device)
+        return LayerPages(k, v, k_scales, v_scales, fixed)
 
 
 _PLAIN, _EIGHT_BITS = (torch.float32, torch.bfloat16, torch.float16), {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -141,8 +163,13 @@ KV_FORMATS: dict[torch.dtype, KVFormat] = {dtype: PlainKV(dtype) for dtype in _P
 KV_FORMATS |= {dtype: EightBitKV(dtype) for dtype in _EIGHT_BITS.values()}
 
 
-def choose_kv_format(name: str, dtype: torch.dtype) -> KVFormat:
-    """The format of that name; `auto` keeps keys and values as a model of `dtype` computes them. Raises ValueError."""
+def choose_kv_format(name: str, dtype: torch.dtype, fixed: Sequence[FixedScales] = ()) -> KVFormat:
+    """The format of that name; `auto` keeps keys and values as a model of `dtype` computes them. Raises ValueError.
+
+    `fixed`: scales that a checkpoint brings for fp8.
+    """
     if name != "auto" and name not in _EIGHT_BITS:
         raise ValueError(f"kv_cache_dtype must be auto, {' or '.join(_EIGHT_BITS)}, not {name!r}")
+    if fixed and name == "fp8":
+        return EightBitKV(_EIGHT_BITS[name], fixed)
     return KV_FORMATS[_EIGHT_BITS.get(name, dtype)]

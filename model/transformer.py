@@ -3,7 +3,7 @@
 A batch is flat and ragged: T tokens of all sequences one after another. Parameters carry Hugging Face's names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from model.attention import AttentionOverBatch
 from model.config import ModelConfig
 from model.fused import Fused, FusedTensor
 from model.fused_adapters import AdapterChoices
+from model.kv_format import FixedScales
 from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
 from model.linear import AnyEmbedding, AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
@@ -50,6 +51,8 @@ class Transformer(nn.Module):
         self.lm_head: AnyLinear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.cache_scales: Sequence[FixedScales] = ()
+        """Of each layer's keys and values in a cache of fp8, if its checkpoint brings them."""
         self.activation_checkpointing = False
         self.num_choices = 0
         """Adapters that tokens can choose from, once fused."""

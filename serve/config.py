@@ -28,7 +28,8 @@ class EngineConfig:
     """"float32", "bfloat16", "float16", or "auto": bfloat16 where the device multiplies it fast, else float32."""
     kv_cache_dtype: str = "auto"
     """In what keys and values are cached, the draft's too: "int8" or "fp8", each token's head with a scale of its own,
-    which takes about half of bf16; "auto": as they are computed."""
+    which takes about half of bf16; "auto": as they are computed. In fp8 scales that the target's checkpoint brings go
+    before them."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" takes a GPU when there is one."""
     max_model_len: int | None = None

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention._kv_quantization import LIMITS, quantize_rows
+from kernels.attention._kv_quantization import LIMITS, quantize_rows, row_scales
 from kernels.attention._rotary_write_cpu import rotate_and_write_rows, writes
 from kernels.attention.rotary import apply_rotary, apply_rotary_reference, check_rotary, split_heads
 from kernels.attention.write_pages import check_page_dtypes, write_pages, write_pages_reference
@@ -56,6 +56,7 @@ def rotate_and_write_reference(
     rotary: tuple[Tensor, Tensor] | None,
     norms: HeadNorms | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    fixed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`rotate_and_write` in its plainest form: one step after the other."""
     if norms is not None:
@@ -63,7 +64,7 @@ def rotate_and_write_reference(
     if rotary is not None:
         q, k = apply_rotary_reference(q, k, *rotary)
     k_scales, v_scales = scales or (None, None)
-    write_pages_reference(k, v, k_pages, v_pages, slots, k_scales=k_scales, v_scales=v_scales)
+    write_pages_reference(k, v, k_pages, v_pages, slots, k_scales=k_scales, v_scales=v_scales, fixed=fixed)
     return q
 
 
@@ -96,7 +97,7 @@ def _load_heads(p_in, p_weight, p_cos, p_sin, o_head, m_heads, eps, HEAD_DIM: tl
 
 @triton.jit
 def _write_heads(
-    p_in, p_weight, p_cos, p_sin, p_pages, p_scales, slot, first_head,
+    p_in, p_weight, p_cos, p_sin, p_pages, p_scales, p_fixed, slot, first_head,
     head_stride, page_stride, offset_stride, page_head_stride,
     scale_page_stride, scale_offset_stride, scale_head_stride, eps,
     PAGE: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr,
@@ -109,7 +110,9 @@ def _write_heads(
     b_x = _load_heads(p_in, p_weight, p_cos, p_sin, heads * head_stride, m_heads, eps, HEAD_DIM, D)
     page, offset = slot // PAGE, slot % PAGE
     if LIMIT > 0:
-        b_x, b_scales = quantize_rows(b_x.to(tl.float32), LIMIT)
+        b_x = b_x.to(tl.float32)
+        b_scales = row_scales(b_x, LIMIT) if p_fixed is None else tl.load(p_fixed + heads, mask=m_heads, other=1.0)
+        b_x = quantize_rows(b_x, b_scales, LIMIT)
         o_scales = page * scale_page_stride + offset * scale_offset_stride + heads * scale_head_stride
         tl.store(p_scales + o_scales, b_scales, mask=m_heads)
     o_heads = page * page_stride + offset * offset_stride + heads * page_head_stride
@@ -120,6 +123,7 @@ def _write_heads(
 @triton.jit
 def _rotate_and_write_kernel(
     p_q, p_k, p_v, p_q_weight, p_k_weight, p_cos, p_sin, p_slots, p_out, p_k_pages, p_v_pages, p_k_scales, p_v_scales,
+    p_k_fixed, p_v_fixed,
     q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token,
     page_stride, offset_stride, page_head_stride, scale_page_stride, scale_offset_stride, scale_head_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, KV_BLOCKS: tl.constexpr,
@@ -142,14 +146,14 @@ def _rotate_and_write_kernel(
         if slot >= 0:
             if block < Q_BLOCKS + KV_BLOCKS:
                 _write_heads(
-                    p_k + token * k_token, p_k_weight, p_cos, p_sin, p_k_pages, p_k_scales,
+                    p_k + token * k_token, p_k_weight, p_cos, p_sin, p_k_pages, p_k_scales, p_k_fixed,
                     slot, (block - Q_BLOCKS) * HEADS, k_head, page_stride, offset_stride, page_head_stride,
                     scale_page_stride, scale_offset_stride, scale_head_stride, eps,
                     PAGE=PAGE, NUM_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, LIMIT=LIMIT, HEADS=HEADS, D=D,
                 )  # fmt: skip
             else:
                 _write_heads(
-                    p_v + token * v_token, None, None, None, p_v_pages, p_v_scales,
+                    p_v + token * v_token, None, None, None, p_v_pages, p_v_scales, p_v_fixed,
                     slot, (block - Q_BLOCKS - KV_BLOCKS) * HEADS, v_head, page_stride, offset_stride, page_head_stride,
                     scale_page_stride, scale_offset_stride, scale_head_stride, eps,
                     PAGE=PAGE, NUM_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, LIMIT=LIMIT, HEADS=HEADS, D=D,
@@ -167,11 +171,12 @@ def rotate_and_write(
     rotary: tuple[Tensor, Tensor] | None,
     norms: HeadNorms | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    fixed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Normalise and rotate queries and keys, and write keys and values into pages. Returns the new q, [T, Hq, d].
 
     q [T, Hq, d], k and v [T, Hkv, d], slots, k_pages and v_pages as in `write_pages`; `rotary`: the two tables by
-    `rotary_tables`, or None; `scales`: k_scales and v_scales of 8-bit pages. For inference only. Without rotary and
+    `rotary_tables`, or None; `scales` and `fixed`: of 8-bit pages. For inference only. Without rotary and
     norms the result is q itself. Raises ValueError for dtypes that do not match.
     """
     k_scales, v_scales = scales or (None, None)
@@ -179,7 +184,7 @@ def rotate_and_write(
         if scales is None and writes(q, k, v, (k_pages, v_pages), norms):
             return rotate_and_write_rows(q, k, v, (k_pages, v_pages), slots, rotary, norms)
         q, k = qk_norm_rope(q, k, rotary=rotary, norms=norms)
-        write_pages(k, v, k_pages, v_pages, slots, k_scales=k_scales, v_scales=v_scales)
+        write_pages(k, v, k_pages, v_pages, slots, k_scales=k_scales, v_scales=v_scales, fixed=fixed)
         return q
     _check(q, k, v, (k_pages, v_pages), (k_scales, v_scales), rotary=rotary, norms=norms)
     (tokens, q_heads, d), kv_heads = q.shape, k.shape[1]
@@ -190,7 +195,7 @@ def rotate_and_write(
     q_blocks, kv_blocks = triton.cdiv(q_heads, heads) if changes_q else 0, triton.cdiv(kv_heads, heads)
     _rotate_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
         q, k, v, None if norms is None else norms.q_weight, None if norms is None else norms.k_weight, cos, sin,
-        slots.contiguous(), out, k_pages, v_pages, k_scales, v_scales,
+        slots.contiguous(), out, k_pages, v_pages, k_scales, v_scales, *(fixed or (None, None)),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
         *k_pages.stride()[:3], *((0, 0, 0) if k_scales is None else k_scales.stride()),

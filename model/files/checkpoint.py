@@ -5,7 +5,6 @@ Linear weights may be in one of the formats of model/formats. A folder may also 
 that it belongs to (model/files/adapter.py): it opens as the base with the adapter attached.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.files.adapter import base_folder, check_base, load_adapter
+from model.files.cache_scales import CACHE_SCALES, read_cache_scales
 from model.files.safe_io import CheckpointError, read_json_object, sync_file, write_json
 from model.formats.base import FormatOfLayer, QuantizedMatrix, WeightFormat
 from model.formats.registry import formats_of_config
@@ -27,8 +27,6 @@ from model.linear import Embedding, Linear
 from model.lora import adapted_layers
 from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
-
-log = logging.getLogger(__name__)
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -38,10 +36,8 @@ _LAYERS = "model.layers."
 MAX_HEADER_BYTES = 16 << 20
 _TABLES = 2048
 """About so many bytes of codebooks and descriptions are stored with a quantized weight."""
-# One for all tokens, of caches in 8 bits; those of `model.kv_format` are of each token, which no scale here can clip.
-_CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")
-# Early Llama checkpoints store the rotary frequencies, which config.json already defines.
-_DERIVED = (".rotary_emb.inv_freq", *_CACHE_SCALES)
+# Early Llama checkpoints store the rotary frequencies, which config.json already defines; scales of caches are apart.
+_NO_WEIGHTS = (".rotary_emb.inv_freq", *CACHE_SCALES)
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -167,6 +163,8 @@ def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str |
         set_quantized(model, name.removesuffix(".weight"), format.moved(weight, device), format)
     if config.tie_word_embeddings and HEAD in files.places:
         _check_tied_head(files)
+    quantization = read_json_object(folder / "config.json", CheckpointError).get("quantization_config") or {}
+    model.cache_scales = read_cache_scales(config, quantization, files.places, files.read)
     return model
 
 
@@ -342,9 +340,7 @@ def _check_names(folder: Path, config: ModelConfig, names: Set[str], files: Mapp
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {missing[0]}{_and_more(missing)}.")
     known = {*names, HEAD} if config.tie_word_embeddings else names
-    if any(name.endswith(_CACHE_SCALES) for name in files):
-        log.info("%s has scales for keys and values, which are not used: caches here scale each token.", folder)
-    extra = [name for name in files if name not in known and not name.endswith(_DERIVED)]
+    extra = [name for name in files if name not in known and not name.endswith(_NO_WEIGHTS)]
     if extra:
         raise CheckpointError(
             f"{files[extra[0]]} holds the tensor {extra[0]}{_and_more(extra)}, which a {config.family} model of "

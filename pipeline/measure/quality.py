@@ -66,7 +66,7 @@ class HeldOut:
         With the model's own states as the reference, `kl` is what the cache alone costs.
         """
         model.eval()  # dropout is for training
-        how: _Forward = {"routing": routing, "attention": _attention_over(kv_cache_dtype, model.dtype)}
+        how: _Forward = {"routing": routing, "attention": _attention_over(kv_cache_dtype, model)}
         compared = [] if reference is None else self._compared(model, reference, how)
         alone = [] if compared else [mean_nll(model, [batch], **how) for batch in self.batches]
         quality = self._on_text(alone or [one.nll for one in compared])
@@ -108,10 +108,12 @@ class HeldOut:
         ]
 
 
-def _attention_over(kv_cache_dtype: str, dtype: torch.dtype) -> AttentionOf:
+def _attention_over(kv_cache_dtype: str, model: Transformer) -> AttentionOf:
     """Keys and values as the model computes them need no cache."""
-    kv_format = choose_kv_format(kv_cache_dtype, dtype)
-    return PackedAttention if kv_format.dtype == dtype else partial(PagedAttention.over_documents, kv_format=kv_format)
+    kv_format = choose_kv_format(kv_cache_dtype, model.dtype, model.cache_scales)
+    if kv_format.dtype == model.dtype:
+        return PackedAttention
+    return partial(PagedAttention.over_documents, kv_format=kv_format)
 
 
 def load_published(folder: Path) -> Transformer:

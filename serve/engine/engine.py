@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs
-from model.kv_format import KVFormat, choose_kv_format
+from model.kv_format import choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.batch_state import BatchState, Download, feed_reference, synchronize, upload
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
@@ -116,7 +116,7 @@ class Engine:
         self.dtype, self.device = models.dtype, models.device
         self.vocab_size = models.num_known_tokens
         """Token ids that requests may name are below this."""
-        kv_format = choose_kv_format(config.kv_cache_dtype, self.dtype)
+        kv_format = choose_kv_format(config.kv_cache_dtype, self.dtype, models.cache_scales)
         self.kv_cache_dtype = kv_format.dtype
         self.kv_bytes_per_token = models.kv_bytes_per_token(kv_format.dtype)
         """Target and draft together."""
@@ -151,14 +151,14 @@ class Engine:
         self.runner = Runner(models.target, self.num_pages, kv_format=kv_format, feed=self.state.feed)
         self.draft: Draft | None = None
         if kind is not None:
-            self._add_draft(kind, models, kv_format)
+            self._add_draft(kind, models)
         self.is_overlapped = self.device.type == "cuda"
         """Whether a step is launched before the one before it has been read, where it can be."""
         self._pending: list[PendingStep] = []
         """Steps that have been launched and not been read yet, the oldest first."""
         self._counters = Counters([0] * (config.num_speculative_tokens or MAX_DRAFT_TOKENS))
 
-    def _add_draft(self, kind: type[Draft], models: Models, kv_format: KVFormat) -> None:
+    def _add_draft(self, kind: type[Draft], models: Models) -> None:
         target_costs, draft_costs = PassCosts(), PassCosts()
         self._target_timer = PassTimer(target_costs, self.device)
         self.draft = kind(
@@ -166,7 +166,7 @@ class Engine:
                 sampler=self.sampler,
                 cache=self.cache,
                 model=models.draft,
-                kv_format=kv_format,
+                kv_format=choose_kv_format(self.config.kv_cache_dtype, self.dtype),
                 max_tokens=self.config.max_num_batched_tokens,
                 timer=PassTimer(draft_costs, self.device),
             )

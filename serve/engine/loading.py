@@ -1,6 +1,7 @@
 """From options to models on a device, and to the number of KV pages that fit beside them."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from model.cost import kv_bytes_per_token, step_bytes
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
-from model.kv_format import choose_kv_format
+from model.kv_format import FixedScales, choose_kv_format
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.text.tokenizer import Tokenizer, different_token
@@ -33,6 +34,8 @@ class Models:
     target: LanguageModel
     tokenizer: Tokenizer
     draft: LanguageModel | None = None
+    cache_scales: Sequence[FixedScales] = ()
+    """Of each layer of the target, for a cache of fp8."""
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -59,10 +62,12 @@ def load_models(config: EngineConfig) -> Models:
             open_artifact(folder, verify=config.verify_artifact)
     if draft is not None:
         check_same_vocabulary(config.model, draft)
+    target = _load_target(config, dtype, device)
     return Models(
-        target=_load_target(config, dtype, device),
+        target=target,
         tokenizer=Tokenizer.load(config.model),
         draft=load_model(draft, dtype=dtype, device=device).fuse() if draft is not None else None,
+        cache_scales=target.cache_scales,
         dtype=dtype,
         device=device,
     )

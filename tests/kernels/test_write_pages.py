@@ -53,6 +53,36 @@ def test_equals_the_reference_to_the_bit(
     check_equal(pool, expected)
 
 
+@pytest.mark.parametrize("stored", LIMITS, ids=str)
+@pytest.mark.parametrize("on_cpu", [False, True], ids=["triton", "torch"])
+def test_scales_for_all_tokens(stored: torch.dtype, on_cpu: bool, request: pytest.FixtureRequest) -> None:
+    """Numbers beyond them are cut off; those of rows that reach just so far are stored as with scales of their own."""
+    device = torch.device("cpu") if on_cpu else request.getfixturevalue("device")
+    k, v = (torch.randn(len(SLOTS), 2, 16) for _ in range(2))
+    fixed = k[0].abs().amax(-1) / LIMITS[stored], v[0].abs().amax(-1) / LIMITS[stored]
+    pools = [make_pool(stored, device, 2, 16) for _ in range(4)]
+    on_device, scales = [x.to(device) for x in (k, v, torch.tensor(SLOTS))], (fixed[0].to(device), fixed[1].to(device))
+    write_pages(*on_device[:2], **pools[0], slots=on_device[2], fixed=scales)
+    write_pages_reference(*on_device[:2], **pools[1], slots=on_device[2], fixed=scales)
+    rotated = {f"{name}_pages": pools[2][f"{name}_pages"] for name in "kv"}
+    both = pools[2]["k_scales"], pools[2]["v_scales"]
+    rotate_and_write(
+        on_device[0], *on_device[:2], **rotated, slots=on_device[2], rotary=None, scales=both, fixed=scales
+    )
+    write_pages(*on_device[:2], **pools[3], slots=on_device[2])
+    check_equal(pools[0], pools[1])
+    check_equal(pools[0], pools[2])
+    kept = [number for number, slot in enumerate(SLOTS) if slot >= 0]
+    for x, name, own in ((k, "k", fixed[0]), (v, "v", fixed[1])):
+        at, own = divmod(SLOTS[0], PAGE), own[:, None]
+        assert torch.equal(bits(pools[0][f"{name}_pages"][at]), bits(pools[3][f"{name}_pages"][at]))
+        rows = pools[0][f"{name}_pages"].cpu().float() * pools[0][f"{name}_scales"].cpu()[..., None]
+        expected = x.double().clamp(-LIMITS[stored] * own, LIMITS[stored] * own)[kept]
+        found = rows.double().flatten(0, 1)[[SLOTS[number] for number in kept]]
+        half_steps = own / 2 if stored == torch.int8 else torch.maximum(expected.abs() / 16, own / 1024)
+        assert bool(((found - expected).abs() <= half_steps * (1 + 1e-6)).all()), name
+
+
 def test_heads_outside_of_pages(device: torch.device) -> None:
     """Pages whose storage keeps each head's part of a page together."""
     k, v = torch.randn(2, len(SLOTS), 2, 16, device=device)

@@ -201,20 +201,59 @@ def test_other_schemes_are_refused(entry: dict[str, Any], what: str, tmp_path: P
         load_model(folder)
 
 
-def test_scales_of_caches_are_read_past(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As llm-compressor writes them; the cache's own scales, of each token, are finer."""
+def add_cache_scales(folder: Path, scales: dict[str, Tensor], **scheme: Any) -> None:
+    """As llm-compressor writes them."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False, **scheme
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
+
+
+def cache_scales() -> dict[str, Tensor]:
+    """One for all heads in the first layer, one a head in the second."""
+    shapes = {0: (1,), 1: (2, 1, 1)}
+    return {
+        f"model.layers.{layer}.self_attn.{part}_scale": (torch.arange(1.0, 3)[: shape[0]] * 0.01 * size).view(shape)
+        for layer, shape in shapes.items()
+        for part, size in (("k", 1), ("v", 3))
+    }
+
+
+def test_scales_of_an_fp8_cache_are_read(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     before = full_logits(load_model(folder), TOKENS)
-    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"] = scheme
-    (folder / "config.json").write_text(json.dumps(config))
-    scales = {f"model.layers.{n}.self_attn.{part}_scale": torch.tensor([0.03]) for n in range(2) for part in "kv"}
-    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
-    with caplog.at_level(logging.INFO, "model.files.checkpoint"):
-        model = load_model(folder)
+    add_cache_scales(folder, cache_scales())
+    model = load_model(folder)
     assert torch.equal(full_logits(model, TOKENS), before)
-    assert len([text for text in caplog.messages if "scales for keys and values" in text]) == 1
+    found = torch.stack([torch.stack(layer) for layer in model.cache_scales])
+    torch.testing.assert_close(found, torch.tensor([[[0.01] * 2, [0.03] * 2], [[0.01, 0.02], [0.03, 0.06]]]))
+    logits = [
+        LLM(str(folder), dtype="float32", num_pages=16, kv_cache_dtype=name)
+        .generate([TOKENS], SamplingParams(max_tokens=1, prompt_logprobs=1))[0]
+        .prompt_logprobs
+        for name in ("auto", "fp8")
+    ]
+    assert logits[0] != logits[1]
+
+
+def test_scales_of_caches_that_are_wrong_or_of_another_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, scales = make_folder(tmp_path), cache_scales()
+    add_cache_scales(folder, scales, type="int")
+    with caplog.at_level(logging.INFO, "model.files.cache_scales"):
+        assert load_model(folder).cache_scales == ()
+    assert len([text for text in caplog.messages if "not of FP8 are not used" in text]) == 1
+    wrong = "model.layers.1.self_attn.v_scale"
+    for value in (torch.tensor([0.0]), torch.tensor([float("nan")]), torch.ones(3)):
+        add_cache_scales(folder, {wrong: value})
+        with pytest.raises(CheckpointError, match="v_scale must hold one positive number, or one for each of 2 heads"):
+            load_model(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[wrong]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lack model\.layers\.1\.self_attn\.v_scale"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize(

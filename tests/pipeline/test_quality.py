@@ -45,10 +45,13 @@ def test_the_figures_are_those_of_all_batches_together(with_reference: bool) -> 
     assert quality.acceptance.value == pytest.approx(both.acceptance, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_what_a_cache_in_eight_bits_costs(name: str) -> None:
+@pytest.mark.parametrize(("name", "scale"), [("int8", None), ("fp8", None), ("fp8", 0.01)])
+def test_what_a_cache_in_eight_bits_costs(name: str, scale: float | None) -> None:
     """KL from the model's own distribution, over pages as the engine's, which gives the same log-probabilities."""
     model = tiny_model(seed=1)
+    if scale is not None:
+        scales = torch.full((model.config.num_kv_heads,), scale)
+        model.cache_scales = [(scales, scales)] * model.config.num_layers
     states = HELD_OUT.states(model)
     plain, cached = (HELD_OUT.quality(model, states, kv_cache_dtype=kept) for kept in ("auto", name))
     assert plain.kl and cached.kl and plain.kl.value < 1e-6 < 1e-4 < cached.kl.value < 0.1

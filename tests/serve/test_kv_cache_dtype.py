@@ -6,6 +6,7 @@ rounded one, the prompt's own tokens among them; so chunks, prefixes, preemption
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,65 @@ def test_requests_do_not_notice_each_other(model: Transformer, name: str) -> Non
         assert {key: essence(output) for key, output in together.items()} == {
             key: essence(output) for key, output in alone.items()
         }
+
+
+class FixedAttention(PackedAttention):
+    """Attention of whole documents over keys and values in e4m3 with the same scales for all tokens."""
+
+    def __init__(self, config: ModelConfig, cu_seqlens: Tensor, scales: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(config, cu_seqlens)
+        self.scales, self.sizes = scales, {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
+        q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
+        self.sizes[layer] = tuple(x.abs().amax(dim=(0, 2)) for x in (k, v))
+        if self.scales:
+            k, v = (self._rounded(x, scale[:, None]) for x, scale in zip((k, v), self.scales[layer], strict=True))
+        return super().__call__(layer, q, k, v, NormRope(norms=None, rotary=None))
+
+    @staticmethod
+    def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+        cut = (x.double() / scale).clamp(-448, 448)
+        step = torch.exp2((torch.frexp(cut).exponent - 1).clamp(min=-6) - 3.0)
+        return ((cut / step).round() * step * scale).to(x.dtype)
+
+
+def fixed_greedy(model: Transformer, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        attention = FixedAttention(model.config, torch.tensor([0, len(tokens)], dtype=torch.int32), model.cache_scales)
+        with torch.no_grad():
+            hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attention)
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> Transformer:
+    """With scales, of each head, that cut off the largest keys and values by a fifth."""
+    model = tiny_model(seed=3)
+    tokens = torch.tensor([token for prompt in PROMPTS for token in prompt])
+    attention = FixedAttention(model.config, torch.tensor([0, len(tokens)], dtype=torch.int32), ())
+    with torch.no_grad():
+        model(tokens, torch.arange(len(tokens)), attention)
+    layers = range(model.config.num_layers)
+    model.cache_scales = [(0.8 * attention.sizes[n][0] / 448, 0.8 * attention.sizes[n][1] / 448) for n in layers]
+    return model
+
+
+@pytest.mark.parametrize("draft", [None, "twin"])
+def test_scales_of_the_checkpoint_are_used(calibrated: Transformer, draft: str | None) -> None:
+    """In chunks, with shared prefixes, verified and not, through copied pages."""
+    prompts = [*PROMPTS, *(PROMPTS[0] + [7, number] for number in range(2))]
+    expected = [fixed_greedy(calibrated, prompt, NUM_TOKENS) for prompt in prompts]
+    twin = None if draft is None else noisy_twin(calibrated)
+    options: dict[str, Any] = {} if twin is None else {"num_speculative_tokens": 3}
+    engine = make_engine(calibrated, twin, kv_cache_dtype="fp8", max_num_batched_tokens=24, **options)
+    assert generate(engine, prompts, greedy(NUM_TOKENS)) == expected
+    assert generate(engine, prompts, greedy(NUM_TOKENS)) == expected and engine.stats().prefix_cache_hits > 0
+    assert [rounded_greedy(calibrated, prompt, NUM_TOKENS, "fp8") for prompt in prompts] != expected
+    int8 = make_engine(calibrated, kv_cache_dtype="int8")
+    assert generate(int8, prompts[:2], greedy(4)) == [rounded_greedy(calibrated, p, 4, "int8") for p in prompts[:2]]
 
 
 def test_a_wrong_name_is_found_before_weights_are_read() -> None:

@@ -95,7 +95,8 @@ def make_engine(target: LanguageModel, draft: LanguageModel | str | None = None,
     config = EngineConfig(model="toy", draft=draft if isinstance(draft, str) else None, **options)
     tokenizer = toy_tokenizer(target.config.vocab_size)
     device = torch.device("cpu" if config.device == "auto" else config.device)
-    return Engine(config, Models(target, tokenizer, None if isinstance(draft, str) else draft, device=device))
+    model, scales = None if isinstance(draft, str) else draft, getattr(target, "cache_scales", ())
+    return Engine(config, Models(target, tokenizer, model, cache_scales=scales, device=device))
 
 
 def end_with(engine: Engine, token: int) -> None:

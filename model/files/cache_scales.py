@@ -1,0 +1,53 @@
+"""Scales for keys and values in FP8 that a checkpoint brings: calibrated once, for all tokens.
+
+    config.json      `kv_cache_scheme` of `quantization_config`: 8 bits, float
+    safetensors      model.layers.N.self_attn.k_scale and v_scale, one or a head's: x ≈ e4m3(x / scale) · scale
+
+Keys are rotated before they are scaled. Source: compressed-tensors; vLLM reads the same.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.files.safe_io import CheckpointError
+from model.kv_format import FixedScales
+
+log = logging.getLogger(__name__)
+CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale")
+"""How the names of these tensors end."""
+
+
+def read_cache_scales(
+    config: ModelConfig, quantization: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]
+) -> tuple[FixedScales, ...]:
+    """Of each layer, by a checkpoint's `quantization_config` and the names of its tensors; () where it has none.
+
+    Those of another scheme are not used: the log says so. CheckpointError naming the tensor that is missing or wrong.
+    """
+    if not any(name.endswith(CACHE_SCALES) for name in names):
+        return ()
+    scheme = quantization.get("kv_cache_scheme") or {}
+    if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        log.info("Scales for keys and values that are not of FP8 are not used: caches here scale each token.")
+        return ()
+
+    def scales(layer: int, kind: str) -> Tensor:
+        name = f"model.layers.{layer}{kind}"
+        if name not in names:
+            raise CheckpointError(f"The model's files lack {name}, though they have scales of other layers' caches.")
+        return _checked(name, read(name), config.kv_heads[layer])
+
+    keys, values = CACHE_SCALES
+    return tuple((scales(layer, keys), scales(layer, values)) for layer in range(config.num_layers))
+
+
+def _checked(name: str, stored: Tensor, heads: int) -> Tensor:
+    scales = stored.flatten().float()
+    if len(scales) not in (1, heads) or not (torch.isfinite(scales) & (scales > 0)).all():
+        raise CheckpointError(f"{name} must hold one positive number, or one for each of {heads} heads.")
+    return scales.expand(heads).contiguous()
