@@ -123,6 +123,10 @@ def around(dtype: torch.dtype) -> None:
                 rotate_and_write(q, k, v, *pages, slots, rotary=rotary, norms=normed, scales=scales)
             k_scales, v_scales = scales or (None, None)
             write_pages(k, v, *pages, slots, k_scales=k_scales, v_scales=v_scales)
+            if scales is not None and d == 64:
+                fixed = tuple(torch.ones(2, kv_heads))
+                rotate_and_write(q, k, v, *pages, slots, rotary=tables, norms=norms, scales=scales, fixed=fixed)
+                write_pages(k, v, *pages, slots, k_scales=k_scales, v_scales=v_scales, fixed=fixed)
 
 
 def flash(dtype: torch.dtype) -> None:
