@@ -118,7 +118,7 @@ def make_engine(target: Transformer, draft: Transformer | str | None, device: to
 @pytest.mark.parametrize(("draft", "kept"), [(None, "auto"), ("equal", "auto"), ("stranger", "auto"), (None, "int8")])
 def test_the_engine_says_what_it_says_on_the_cpu(draft: str | None, kept: str) -> None:
     """Speculation must change nothing, whether all drafts are accepted or none, nor in what pages are kept."""
-    prompts, params = random_prompts(3, seed=2, high=20), greedy(4)
+    prompts, params = random_prompts(3, seed=2, high=24), greedy(4)
     cpu = torch.device("cpu")
     expected = generate(make_engine(small_model("qwen3"), None, cpu, kv_cache_dtype=kept), prompts, params)
     with triton() as device:
@@ -163,7 +163,7 @@ def test_sampling_says_what_it_says_on_the_cpu(draft: str | None) -> None:
 def test_the_engine_routes_as_on_the_cpu(route: str, draft: bool) -> None:
     """Selected tokens come in padded places here, on the CPU in exactly as many as there are."""
     mixture = MixtureOfDepths(route, (0, 1), 0.5, gate_range=0.5)  # type: ignore[arg-type]
-    prompts, params = random_prompts(3, seed=2, high=20), greedy(4)
+    prompts, params = random_prompts(3, seed=2, high=24), greedy(4)
     routed = [small_model(seed=seed, num_layers=3, mixture_of_depths=mixture) for seed in (0, 1)]
     expected = generate(make_engine(routed[0], None, torch.device("cpu")), prompts, params)
     with triton() as device:
