@@ -163,6 +163,19 @@ def held_out_batches(
     return batches
 
 
+def calibration_batches(documents: TokenizedDocuments, *, sequence_length: int, max_tokens: int) -> list[Batch]:
+    """Returns batches of about one sequence each, of pieces that lie evenly all over the text.
+
+    The first `max_tokens` might be one long document, which says little of the others.
+    """
+    pieces = cut(documents, sequence_length)
+    share = min(max(max_tokens, sequence_length) / pieces.length.sum(), 1.0)
+    count = max(round(share * len(pieces)), 1)
+    chosen = ((np.arange(count) + 0.5) * len(pieces) / count).astype(np.int64)
+    plan = plan_batches(pieces.length[chosen], sequence_length)
+    return [pack(documents, pieces, chosen[numbers]) for numbers in plan]
+
+
 def _bytes_of(documents: TokenizedDocuments, pieces: Pieces, numbers: np.ndarray) -> int:
     """Bytes of the documents that these pieces are; a document in several pieces gives each its share by labels."""
     document = pieces.document[numbers]

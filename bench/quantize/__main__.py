@@ -37,7 +37,7 @@ INSTALL = "python -m venv ENVIRONMENT && ENVIRONMENT/bin/pip install torch==2.13
 
 
 def documents_of(data: PreparedData, sequence_length: int, max_tokens: int) -> list[list[int]]:
-    """The first tokens of the training text, one list for each sequence, as the stage calibrates on them."""
+    """The first tokens of the training text, one list for each sequence."""
     batches = held_out_batches(
         data.train, sequence_length=sequence_length, batch_tokens=sequence_length, max_tokens=max_tokens
     )

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from bench.quantize import __main__ as driver
-from bench.quantize import potstill
+from bench.quantize import potstill, seeds
 from bench.quantize.cost import cost_of
 from model.files.checkpoint import load_model, save_model
 from model.quantized import quantized_layers
 from pipeline.measure.quality import HeldOut
+from pipeline.recipe import load_recipe, parse_recipe, recipe_to_yaml
 from tests.tiny import tiny_model
 
 
@@ -73,3 +74,13 @@ def test_a_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", ["bench.quantize"])
     with pytest.raises(SystemExit, match=r"no llm-compressor; python -m venv .* --peer"):
         driver.main()
+
+
+def test_another_seed_changes_the_text_alone() -> None:
+    recipe = load_recipe(seeds.RECIPE)
+    seeded = seeds.with_seed(recipe, 3)
+    assert parse_recipe(recipe_to_yaml(seeded)) == seeded and seeded.name == "quantize-seed-3"
+    assert seeded.data == {"text": replace(recipe.data["text"], seed=3)}
+    (_, plain), (_, best) = seeded.stages
+    assert {plain.method, *plain.compare} == {"gptq", "round"}
+    assert ("quantize", best) in recipe.stages and ("quantize", replace(plain, compare=())) not in recipe.stages

@@ -13,7 +13,7 @@ from tests.tiny import tiny_model
 from tests.train.toy import batch_of, documents, random_sequences
 from train.config import Loss
 from train.objectives import Distillation, LanguageModelling, Objective
-from train.packing import cut, held_out_batches, pack, plan_batches
+from train.packing import calibration_batches, cut, held_out_batches, pack, plan_batches
 
 lengths = st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(lambda found: max(found) > 1)
 
@@ -104,3 +104,16 @@ def test_held_out_batches_take_whole_pieces_up_to_the_limit_and_know_their_bytes
     assert sum(batch.num_bytes for batch in everything) == data.num_bytes
     with pytest.raises(ValueError, match="the first of 10 tokens, max_tokens is 9"):
         held_out_batches(data, sequence_length=50, batch_tokens=50, max_tokens=9)
+
+
+def test_calibration_text_lies_evenly_all_over_the_documents() -> None:
+    """A document gets its share of tokens wherever it stands, and none comes twice."""
+    data = documents([2001, 1001, 31, 4001])
+    object.__setattr__(data, "tokens", np.arange(data.num_tokens, dtype=np.int32))
+    found = torch.cat([b.tokens for b in calibration_batches(data, sequence_length=50, max_tokens=1400)])
+    assert len(found) == len(found.unique()) and abs(len(found) - 1400) <= 50
+    for first, end in ((0, 2001), (2001, 3002), (3033, 7034)):
+        assert abs(int(((found >= first) & (found < end)).sum()) - 0.2 * (end - first)) <= 50
+    everything = calibration_batches(data, sequence_length=50, max_tokens=10**6)
+    assert sum(len(batch.tokens) for batch in everything) == data.num_tokens - 4
+    assert sum(len(batch.tokens) for batch in calibration_batches(data, sequence_length=50, max_tokens=1)) == 50

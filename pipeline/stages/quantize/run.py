@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from pipeline.stages.quantize.report import LayerCost, ProjectionError, Quantize
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import RecoveryStage, check_dense, write_tensors
 from train.loop import TrainingResult
+from train.packing import Batch, calibration_batches
 from train.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,10 @@ class QuantizeStage(RecoveryStage[Quantize]):
                 weight = model.get_parameter(f"{name}.weight").detach().to(PUBLISHED_DTYPE)
                 set_quantized(model, name, format.quantize(weight), format)
         return model, load_layer
+
+    def calibration_text(self, tokens: int) -> Sequence[Batch]:
+        """Training text whose inputs to each layer decide how its weights are rounded."""
+        return calibration_batches(self.data.train, sequence_length=self.sequence_length, max_tokens=tokens)
 
     def rounded_folder(self, method: str) -> Path:
         """Where the layers that a method has rounded are kept."""
@@ -164,7 +169,7 @@ def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
     config = stage.config
     small: Any = format_named(config.weights.format, **config.weights.options())
     large: Any = format_named(config.larger)
-    text, dense = stage.training_text(min(config.calibration_tokens, COST_TOKENS)), stage.dense()
+    text, dense = stage.calibration_text(min(config.calibration_tokens, COST_TOKENS)), stage.dense()
     log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
     costs = rounding_costs(dense, text, [small, large])
     weights = {name: dense.get_parameter(f"{name}.weight") for name in costs}
@@ -198,7 +203,7 @@ def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[Quantiz
     found = len(_layer_files(folder))
     if found == total:
         return _rounded(stage, method)
-    (model, load_layer), text = stage.layerwise(), stage.training_text(stage.config.calibration_tokens)
+    (model, load_layer), text = stage.layerwise(), stage.calibration_text(stage.config.calibration_tokens)
     log.info("rounding by %s on %s tokens", method, f"{sum(len(batch.tokens) for batch in text):,}")
     reports: list[QuantizedLayerReport] = []
     with Progress(f"rounding by {method}", total, done=found) as progress:

@@ -1,0 +1,80 @@
+"""How much a quantization depends on its text: `configs/quantize-demo.yaml` again with other seeds of the data.
+
+    python -m bench.quantize.seeds 0 1 2
+
+A seed decides what is held out, and so what is calibrated and trained on too. Of each: plain rounding and GPTQ in INT4,
+and the best 4-bit result. Quality alone counts, so the machine may be busy; what is finished is not run again.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.common import ROOT, write_result
+from bench.recipe import finish
+from pipeline.recipe import load_recipe, recipe_to_yaml
+from pipeline.results import Result
+from pipeline.run_folder import RunFolder
+from pipeline.schema import Recipe
+
+RECIPE = ROOT / "configs" / "quantize-demo.yaml"
+PLAIN, BEST = "four-bits-plain", "four-bits"
+"""What the stages publish that are run."""
+
+
+def with_seed(recipe: Recipe, seed: int) -> Recipe:
+    """Plain rounding, GPTQ and the best result of the recipe, on text drawn by another seed."""
+    stages = {config.out: config for kind, config in recipe.stages if kind == "quantize"}
+    plain = replace(stages[PLAIN], compare=("round",))
+    return replace(
+        recipe,
+        name=f"quantize-seed-{seed}",
+        data={name: replace(source, seed=seed) for name, source in recipe.data.items()},
+        stages=(("quantize", plain), ("quantize", stages[BEST])),
+    )
+
+
+def row(seed: int, results: list[Result[Any]]) -> dict[str, Any]:
+    """The figures of one seed."""
+    plain, best = results[-2:]
+    rounded: dict[str, Any] = {one.method: one.quality for one in plain.details.compared}
+    parent, before, after = best.models
+    found = rounded | {"best, before recovery": before.quality, "best": after.quality}
+    return {
+        "seed": seed,
+        **{name: _against(quality, parent.quality, rounded["round"]) for name, quality in found.items()},
+        "bits_per_weight": best.details.bits_per_weight,
+        "weights_beside_parent": after.weight_bytes / parent.weight_bytes,
+    }
+
+
+def _against(quality: Any, parent: Any, rounded: Any) -> dict[str, float]:
+    return {
+        "kl": quality.kl.value,
+        "kl_beside_rounding": quality.kl.value / rounded.kl.value,
+        "perplexity": quality.perplexity,
+        "perplexity_beside_parent": quality.perplexity / parent.perplexity,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="+", type=int)
+    seeds, rows = parser.parse_args().seeds, []
+    for seed in seeds:
+        recipe = with_seed(load_recipe(RECIPE), seed)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch, f"{recipe.name}.yaml")
+            path.write_text(recipe_to_yaml(recipe))
+            if code := finish(path):
+                sys.exit(code)
+        rows.append(row(seed, RunFolder(ROOT / "runs" / recipe.name).results(recipe)))
+        command = " ".join(["python -m bench.quantize.seeds", *(str(one["seed"]) for one in rows)])
+        write_result("quantize-seeds-cpu", command, {"seeds": rows})
+
+
+if __name__ == "__main__":
+    main()
