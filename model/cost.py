@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from kernels.adamw_8bit import BLOCK
 from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
-from model.formats.base import IntegerFormat, WeightFormat
+from model.formats.base import GridFormat, WeightFormat
 from model.formats.registry import NO_FORMAT, format_named
 from model.kv_format import KV_FORMATS
 from model.linear import Embedding, Linear
@@ -420,8 +420,8 @@ class _ThroughRounding(_Arithmetic):
         self.projections = {name: shape for name, shape in self.quantized.items() if name.endswith("_proj")}
 
     def _scales(self, name: str) -> int:
-        format, (rows, columns) = self.rounding.formats[name], self.projections[name]
-        return rows * format.num_groups(columns) if isinstance(format, IntegerFormat) else rows
+        format, shape = self.rounding.formats[name], self.projections[name]
+        return format.num_scales(shape) if isinstance(format, GridFormat) else shape[0]
 
     @cached_property
     def trained(self) -> list[int]:

@@ -46,23 +46,23 @@ class Grid:
     """What levels of a matrix [N, K] stand for."""
 
     scales: Tensor
-    """fp32 [N, G]."""
+    """fp32 [N, G]; [1, 1] of a matrix with one scale."""
     zeros: Tensor | None
-    """u8 [N, G]; None: 2^(bits−1)."""
-    bits: int
+    """u8 [N, G]; None: num_levels // 2."""
+    num_levels: int
     group: int
     """The last group of a row may be shorter."""
 
     @property
     def highest(self) -> int:
-        return 2**self.bits - 1
+        return self.num_levels - 1
 
     def columns(self, columns: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Scale and zero, fp32 [N, columns] each, of some columns."""
         index = torch.arange(self.scales.shape[1] * self.group, device=self.scales.device)[columns] // self.group
         scales = self.scales[:, index]
         if self.zeros is None:
-            return scales, torch.full_like(scales, 2 ** (self.bits - 1))
+            return scales, torch.full_like(scales, self.num_levels // 2)
         return scales, self.zeros[:, index].float()
 
     def levels(self, weight: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _in_groups(weight: Tensor, size: int) -> Tensor:
 
 
 def _grid(scales: Tensor, zeros: Tensor, scheme: Scheme, size: int) -> Grid:
-    return Grid(scales, None if scheme.symmetric else zeros.to(torch.uint8), scheme.bits, size)
+    return Grid(scales, None if scheme.symmetric else zeros.to(torch.uint8), 1 << scheme.bits, size)
 
 
 def _covering(groups: Tensor, scheme: Scheme, shrink: float = 1.0) -> tuple[Tensor, Tensor]:

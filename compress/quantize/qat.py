@@ -1,9 +1,9 @@
 """Training through rounding: a model learns with the weights that it will be exported with.
 
-    ŵ = s · (clamp(round(w / s) + z, 0, 2^bits − 1) − z)       in the forward pass, as `IntegerFormat` stores it
+    ŵ = s · (clamp(round(w / s) + z, 0, L − 1) − z)            in the forward pass, as `GridFormat` stores it
 
     dw = dŵ where w / s lies between the lowest level and the highest, else 0    rounding counts as the identity
-    ds = Σ dŵ · (level − z − w / s) there, Σ dŵ · (level − z) elsewhere          of each group, over √(g (2^bits − 1))
+    ds = Σ dŵ · (level − z − w / s) there, Σ dŵ · (level − z) elsewhere          of each group, over √(g (L − 1))
 
 The forward product is that of the exported weight itself, so what is trained is served, bit for bit. What is trained:
 
@@ -16,7 +16,7 @@ were and weights in units of what the scales were, so that one learning rate sui
 Sources: straight-through gradients https://arxiv.org/abs/1308.3432; those of scales LSQ,
 https://arxiv.org/abs/1902.08153.
 
-Legend: T tokens, N output features, K input features, G groups of a row, g elements of a group, r rank.
+Legend: T tokens, N output features, K input features, G groups of a row, g elements of a group, L levels, r rank.
 """
 
 import math
@@ -25,10 +25,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compress.quantize.grid import Grid, group_size
+from compress.quantize.grid import Grid
 from compress.quantize.round_to_nearest import QuantizationError
-from kernels.linear.quantization import IntegerWeight
-from model.formats.base import IntegerFormat
+from model.formats.base import GridFormat, QuantizedMatrix
 from model.layers import RMSNorm
 from model.quantized import QuantizedLinear, quantized_layers, set_quantized
 from model.transformer import Transformer
@@ -41,7 +40,7 @@ _SMALLEST_SCALE = 1e-8
 class FakeQuantizedLinear(nn.Module):
     """`x [T, K] -> [T, N]` with a weight on a grid whose scales are trained; the levels stay."""
 
-    def __init__(self, layer: QuantizedLinear, format: IntegerFormat, scale_dtype: torch.dtype) -> None:
+    def __init__(self, layer: QuantizedLinear, format: GridFormat[Any], scale_dtype: torch.dtype) -> None:
         """`scale_dtype`: in which files will keep the scales. Numbers of it are used; what is trained is fp32."""
         super().__init__()
         self.out_features, self.in_features = layer.out_features, layer.in_features
@@ -66,13 +65,17 @@ class FakeQuantizedLinear(nn.Module):
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            scales = _used(self.scales, self.scale_dtype)
+            scales = self._used_scales()
             return _ExportedProduct.apply(x, self.values(scales), self.bias, self._pack(scales), self.format)
+
+    def _used_scales(self) -> Tensor:
+        """Positive numbers that files hold; to the gradient these are the scales themselves."""
+        return _Stored.apply(self.scales, self.format, self.scale_dtype)
 
     def values(self, scales: Tensor) -> Tensor:
         """ŵ [N, K] fp32, of the scales in use [N, G]; differentiable."""
         steps = self.levels.view(*scales.shape, -1).float() - self._zeros()
-        return (steps * scales[..., None]).flatten(1)
+        return (steps * scales[..., None]).view_as(self.levels)
 
     @torch.no_grad()
     def levels_of(self, scales: Tensor) -> Tensor:
@@ -80,28 +83,28 @@ class FakeQuantizedLinear(nn.Module):
         return self.levels
 
     @torch.no_grad()
-    def exported(self) -> IntegerWeight:
+    def exported(self) -> QuantizedMatrix:
         """The weight that the forward pass multiplies with."""
-        return self._pack(_used(self.scales, self.scale_dtype))
+        return self._pack(self._used_scales())
 
-    def _pack(self, scales: Tensor) -> IntegerWeight:
+    def _pack(self, scales: Tensor) -> QuantizedMatrix:
         return self.format.pack(self.levels_of(scales), scales.detach(), self.zeros)
 
     def grid(self, scales: Tensor) -> Grid:
-        return Grid(scales, self.zeros, self.format.bits, group_size(self.format, self.in_features))
+        return Grid(scales, self.zeros, self.format.num_levels, self.in_features // scales.shape[1])
 
     def _zeros(self) -> Tensor:
         """fp32 [N, G, 1]."""
         if self.zeros is not None:
             return self.zeros.float()[..., None]
-        return torch.full_like(self.start, 2 ** (self.format.bits - 1))[..., None]
+        return torch.full_like(self.start, self.format.num_levels // 2)[..., None]
 
 
 class RoundedLinear(FakeQuantizedLinear):
     """One whose weight is trained too."""
 
     def __init__(
-        self, layer: QuantizedLinear, format: IntegerFormat, scale_dtype: torch.dtype, dense: Tensor | None = None
+        self, layer: QuantizedLinear, format: GridFormat[Any], scale_dtype: torch.dtype, dense: Tensor | None = None
     ) -> None:
         """`dense` [N, K]: the weight before it was rounded; without it each starts in the middle of its level."""
         super().__init__(layer, format, scale_dtype)
@@ -125,10 +128,10 @@ class RoundedLinear(FakeQuantizedLinear):
         return self.steps * self._elements
 
     def values(self, scales: Tensor) -> Tensor:
-        factor = 1 / math.sqrt(self.in_features // scales.shape[1] * (2**self.format.bits - 1))
+        factor = 1 / math.sqrt(self.steps.numel() // scales.numel() * (self.format.num_levels - 1))
         groups = self.before_rounding().view(*scales.shape, -1)
         scales = _GradientScale.apply(scales, factor)[..., None]
-        return fake_quantize(groups, scales, self._zeros(), self.format.bits)
+        return fake_quantize(groups, scales, self._zeros(), self.format.num_levels).view_as(self.steps)
 
     @torch.no_grad()
     def levels_of(self, scales: Tensor) -> Tensor:
@@ -141,7 +144,7 @@ class LowRankRoundedLinear(RoundedLinear):
     def __init__(
         self,
         layer: QuantizedLinear,
-        format: IntegerFormat,
+        format: GridFormat[Any],
         scale_dtype: torch.dtype,
         dense: Tensor | None = None,
         rank: int = RANK,
@@ -156,10 +159,10 @@ class LowRankRoundedLinear(RoundedLinear):
         return (self.steps + self.b @ self.a) * self._elements
 
 
-def fake_quantize(weight: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    """ŵ [N, K] fp32 of groups [N, G, g], scales and zeros [N, G, 1]; differentiable."""
-    steps = (weight / scales).clamp(-zeros, 2**bits - 1 - zeros)
-    return (_Round.apply(steps) * scales).flatten(1)
+def fake_quantize(weight: Tensor, scales: Tensor, zeros: Tensor, num_levels: int) -> Tensor:
+    """ŵ fp32 of groups [N, G, g], scales and zeros [N, G, 1]; differentiable."""
+    steps = (weight / scales).clamp(-zeros, num_levels - 1 - zeros)
+    return _Round.apply(steps) * scales
 
 
 def train_through_rounding(
@@ -180,7 +183,7 @@ def train_through_rounding(
     if not layers:
         raise QuantizationError("The model has no quantized layers; there is no rounding to train through.")
     for name, layer in layers.items():
-        if not isinstance(layer.format, IntegerFormat):
+        if not isinstance(layer.format, GridFormat):
             raise QuantizationError(f"{name} is {layer.format.title}; only integers can be trained through rounding.")
     model.requires_grad_(False)
     dtype = scale_dtype or model.dtype
@@ -220,11 +223,6 @@ def to_quantized(model: Transformer) -> Transformer:
     return model.requires_grad_(True).eval()
 
 
-def _used(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positive numbers of `dtype` as fp32; to the gradient these are the scales themselves."""
-    return _NumbersOf.apply(scales, dtype)
-
-
 class _Round(torch.autograd.Function):
     """Half to even; the identity for gradients."""
 
@@ -237,14 +235,14 @@ class _Round(torch.autograd.Function):
         return grads[0]
 
 
-class _NumbersOf(torch.autograd.Function):
+class _Stored(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return scales.clamp(min=_SMALLEST_SCALE).to(dtype).float()
+    def forward(ctx: Any, scales: Tensor, format: GridFormat[Any], dtype: torch.dtype) -> Tensor:
+        return format.nearest_scales(scales.clamp(min=_SMALLEST_SCALE), dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
 
 
 class _GradientScale(torch.autograd.Function):
@@ -265,7 +263,7 @@ class _ExportedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, exported: IntegerWeight, format: IntegerFormat
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, exported: QuantizedMatrix, format: GridFormat[Any]
     ) -> Tensor:
         ctx.save_for_backward(x, values)
         return format.product(x, format.prepare(exported), bias)

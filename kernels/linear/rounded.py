@@ -1,6 +1,6 @@
 """Products of activations that are rounded to 8 bits, a scale for each token, as W8A8 models are served elsewhere.
 
-    INT8    s[t] = max |x[t]| / 127.5,   q = clamp(round(x / s), −128, 127)
+    INT8    s[t] = max |x[t]| / 127.5,   q = clamp(round(x / s), −128, 127)      narrow: / 127, no −128
     FP8     s[t] = max |x[t]| / 448,     q = the nearest e4m3 to x / s
     y[t, n] = s[t] · Σ_k q[t, k] · W[n, k] + b[n]
 
@@ -8,7 +8,7 @@ q is computed in fp32. Its values are numbers of bf16, fp16 and fp32, so `quanti
 as with any x: there is no integer or FP8 product yet, and speed is that of W8A16. In bf16 and fp16 the sum is rounded
 once before s multiplies it. The gradient of x passes the rounding as if it were none (straight-through).
 
-Source: vllm-project/compressed-tensors, dynamic per-token quantization.
+Source: vllm-project/compressed-tensors, dynamic per-token quantization; narrow: https://arxiv.org/abs/2402.17764.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -22,9 +22,10 @@ _RANGES = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
 _TINIEST = 1e-30
 
 
-def round_activations(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def round_activations(x: Tensor, dtype: torch.dtype, *, narrow: bool = False) -> tuple[Tensor, Tensor]:
     """q [T, K] in the dtype of x and s [T, 1] in fp32, of x [T, K]; `dtype` is torch.int8 or torch.float8_e4m3fn."""
     lowest, highest = _RANGES[dtype]
+    lowest = -highest if narrow else lowest
     wide = x.float()
     scales = (wide.detach().abs().amax(-1, keepdim=True) / ((highest - lowest) / 2)).clamp(min=_TINIEST)
     scaled = wide / scales

@@ -221,9 +221,41 @@ class KernelFormat(WeightFormat[W]):
         return quantized_swiglu(x, prepared, bias, lora, slots)
 
 
+class GridFormat(WeightFormat[W]):
+    """Levels on a grid: w = (level − zero) · scale; what can be trained through rounding.
+
+    Scales [N, G] are those of groups of neighbours in a row, or [1, 1] the matrix's.
+    """
+
+    @property
+    @abstractmethod
+    def num_levels(self) -> int:
+        """Levels are 0 … num_levels − 1; the zero is num_levels // 2 where no other is stored."""
+
+    @abstractmethod
+    def num_scales(self, shape: Sequence[int]) -> int:
+        """Of a weight."""
+
+    @abstractmethod
+    def pack(self, levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> W:
+        """The weight of levels u8 [N, K], scales fp32 [N, G] and, unless symmetric, zeros u8 [N, G].
+
+        Files keep scales in the model's dtype where they are numbers of it, else in fp32: so choose the levels for
+        scales that `nearest_scales` gave.
+        """
+
+    @abstractmethod
+    def unpack(self, weight: W) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Levels, scales and zeros as `pack` takes them."""
+
+    def nearest_scales(self, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The nearest that files hold in `dtype`, fp32."""
+        return scales.to(dtype).float()
+
+
 @dataclasses.dataclass(frozen=True)
-class IntegerFormat(KernelFormat[IntegerWeight]):
-    """Levels 0 … 2^bits − 1 on a grid: w = (level − zero) · scale of its group of neighbours in a row.
+class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
+    """Levels of some bits on a grid, multiplied by kernels.
 
     Files differ in how they hold these; methods that choose levels and scales need no more than `pack`.
     """
@@ -258,16 +290,17 @@ class IntegerFormat(KernelFormat[IntegerWeight]):
         except ValueError as reason:
             raise CheckpointError(f"{name}: {reason}") from None
 
-    def pack(self, levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> IntegerWeight:
-        """The weight of levels u8 [N, K], scales fp32 [N, G] and, unless symmetric, zeros u8 [N, G].
+    @property
+    def num_levels(self) -> int:
+        return 1 << self.bits
 
-        Files keep scales in the model's dtype where they are numbers of it, else in fp32: so choose the levels for
-        scales that are rounded to it.
-        """
+    def num_scales(self, shape: Sequence[int]) -> int:
+        return shape[0] * self.num_groups(shape[1])
+
+    def pack(self, levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> IntegerWeight:
         return integer_weight(levels, scales, zeros, bits=self.bits, group=self.group or levels.shape[1])
 
     def unpack(self, weight: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Levels, scales and zeros as `pack` takes them."""
         return integer_levels(weight)
 
     def convert(self, weight: IntegerWeight, source: "IntegerFormat") -> IntegerWeight:

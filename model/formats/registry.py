@@ -18,6 +18,7 @@ FORMATS = {
     "gptq": "model.formats.gptq:Gptq",
     "awq": "model.formats.awq:Awq",
     "ggml": "model.formats.ggml:Ggml",
+    "ternary": "model.formats.bitnet:Ternary",
 }
 """By the names that recipes use."""
 DEFAULT_FORMAT, NO_FORMAT = next(iter(FORMATS)), "none"

@@ -65,7 +65,7 @@ def test_act_order_takes_the_strongest_inputs_first() -> None:
     hessian = x.T @ x
     order = hessian.diagonal().argsort(descending=True)
     grid = min_max(weight, Scheme(4, 1))
-    permuted = Grid(grid.scales[:, order], None, 4, 1)
+    permuted = Grid(grid.scales[:, order], None, 16, 1)
     expected = gptq_levels(weight[:, order], hessian[order][:, order], permuted, act_order=False)
     assert torch.equal(gptq_levels(weight, hessian, grid, act_order=True)[:, order], expected)
 
@@ -119,7 +119,7 @@ def test_a_column_that_no_input_excites_is_rounded_by_itself() -> None:
     levels = gptq_levels(weight, x.T @ x, grid)
     assert torch.equal(levels[:, [5, 70]], grid.levels(weight)[:, [5, 70]])
     others = torch.ones(128, dtype=torch.bool).index_fill(0, torch.tensor([5, 70]), False)
-    kept = gptq_levels(weight[:, others], (x.T @ x)[others][:, others], Grid(grid.columns(others)[0], None, 4, 1))
+    kept = gptq_levels(weight[:, others], (x.T @ x)[others][:, others], Grid(grid.columns(others)[0], None, 16, 1))
     assert (levels[:, others] != kept).float().mean() < 0.01
 
 

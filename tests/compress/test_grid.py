@@ -62,7 +62,7 @@ def test_the_found_scale_is_near_the_best_of_all(symmetric: bool) -> None:
     for zero in [8] if symmetric else range(16):
         zeros = None if symmetric else torch.full((4, 3), zero, dtype=torch.uint8)
         for scale in torch.linspace(5e-3, 0.03, 300).tolist():
-            grid = Grid(torch.full((4, 3), scale), zeros, 4, 32)
+            grid = Grid(torch.full((4, 3), scale), zeros, 16, 32)
             least = torch.minimum(least, weighted_error(weight, grid, importance))
     found = weighted_error(weight, searched(weight, scheme, importance), importance)
     assert found.sum() < 1.08 * least.sum()

@@ -65,7 +65,7 @@ def test_no_level_is_further_than_one_from_the_nearest(format: IntegerFormat) ->
     moved = 0
     for name, layer in quantized_layers(quantized(model, replace(LEARNED, iterations=50), format)).items():
         levels, scales, zeros = format.unpack(layer.weight)
-        nearest = Grid(scales, zeros, 4, 32).levels(model.get_parameter(f"{name}.weight"))
+        nearest = Grid(scales, zeros, 16, 32).levels(model.get_parameter(f"{name}.weight"))
         distance = (levels.int() - nearest.int()).abs()
         assert distance.max() <= 1
         moved += int(distance.sum())

@@ -1,7 +1,7 @@
 """Training through rounding: the exported product to the bit, the published gradients, and learning."""
 
 import copy
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ from compress.quantize.qat import (
 )
 from compress.quantize.round_to_nearest import QuantizationError, quantize_model
 from kernels.linear.quantization import quantize_int4
-from model.formats.base import IntegerFormat
+from model.formats.base import GridFormat
+from model.formats.bitnet import Ternary
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
 from model.layers import RMSNorm
@@ -31,17 +32,17 @@ from tests.compress.conversions import TOKENS, texts
 from tests.tiny import full_logits, tiny_model
 
 TRAINED = get_args(Trained)
-FORMATS = [Int4(32), Int4(16, False), Int4(), Int8()]
+FORMATS = [Int4(32), Int4(16, False), Int4(), Int8(), Ternary()]
 
 
-def a_layer(format: IntegerFormat, rows: int = 24, columns: int = 96, *, bias: bool = True) -> QuantizedLinear:
+def a_layer(format: GridFormat[Any], rows: int = 24, columns: int = 96, *, bias: bool = True) -> QuantizedLinear:
     chance = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=chance) * 0.05
     offset = torch.nn.Parameter(torch.randn(rows, generator=chance)) if bias else None
     return QuantizedLinear(format.quantize(weight), format, offset)
 
 
-def trainable(layer: QuantizedLinear, format: IntegerFormat, trained: Trained) -> FakeQuantizedLinear:
+def trainable(layer: QuantizedLinear, format: GridFormat[Any], trained: Trained) -> FakeQuantizedLinear:
     if trained == "scales":
         return FakeQuantizedLinear(layer, format, torch.float32)
     kind = RoundedLinear if trained == "all" else LowRankRoundedLinear
@@ -60,7 +61,7 @@ def shaken(layer: FakeQuantizedLinear) -> FakeQuantizedLinear:
 
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_trained_is_what_is_exported(format: IntegerFormat, trained: Trained) -> None:
+def test_what_is_trained_is_what_is_exported(format: GridFormat[Any], trained: Trained) -> None:
     """The product bit for bit, before training and after."""
     layer = a_layer(format)
     x = torch.randn(17, 96, generator=torch.Generator().manual_seed(2))
@@ -93,7 +94,7 @@ def test_rounded_values_are_those_of_the_kernels(symmetric: bool) -> None:
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
     expected = quantize_int4(weight, group=32, symmetric=symmetric)
     zeros = torch.full((8, 3), 8.0) if expected.zeros is None else expected.zeros.float()
-    found = fake_quantize(weight.view(8, 3, 32), expected.scales[..., None], zeros[..., None], 4)
+    found = fake_quantize(weight.view(8, 3, 32), expected.scales[..., None], zeros[..., None], 16).flatten(1)
     assert torch.equal(found, expected.dequantize())
 
 
@@ -104,7 +105,7 @@ def test_gradients_are_the_published_ones() -> None:
     scales = (torch.rand(4, 2, 1, generator=chance) * 0.1 + 0.08).requires_grad_()
     zeros = torch.randint(5, 11, (4, 2, 1), generator=chance).float()
     grad = torch.randn(4, 32, generator=chance)
-    fake_quantize(weight, scales, zeros, 4).backward(grad)
+    fake_quantize(weight, scales, zeros, 16).backward(grad.view(4, 2, 16))
     assert weight.grad is not None and scales.grad is not None
     to_scales = torch.zeros(4, 2, 1)
     cut = 0
@@ -143,7 +144,7 @@ def test_gradients_of_scales_shrink_with_the_size_of_their_group() -> None:
     zeros = torch.full_like(plain, 8.0)[..., None]
     assert isinstance(layer, RoundedLinear)
     fake_quantize(
-        layer.before_rounding().detach().view(24, 3, 32), plain[..., None], zeros, 4
+        layer.before_rounding().detach().view(24, 3, 32), plain[..., None], zeros, 16
     ).square().sum().backward()
     assert scales.grad is not None and plain.grad is not None
     assert relative_rms(scales.grad * (32 * 15) ** 0.5, plain.grad) < 1e-6
