@@ -20,7 +20,7 @@ from compress.quantize.qat import (
 )
 from compress.quantize.round_to_nearest import QuantizationError, quantize_model
 from kernels.linear.quantization import quantize_int4
-from model.formats.base import GridFormat
+from model.formats.base import GridFormat, IntegerFormat
 from model.formats.bitnet import Ternary
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
@@ -71,7 +71,8 @@ def test_what_is_trained_is_what_is_exported(format: GridFormat[Any], trained: T
     assert relative_rms(y, layer(x)) > 0.05
     exported = QuantizedLinear(fake.exported(), format, fake.bias)
     assert torch.equal(exported(x), y)
-    assert relative_rms(x @ exported.weight.dequantize().T + fake.bias, y) < 1e-6
+    rounds_activations = not isinstance(format, IntegerFormat)
+    assert relative_rms(x @ exported.weight.dequantize().T + fake.bias, y) < (0.02 if rounds_activations else 1e-6)
 
 
 def test_products_in_several_blocks_are_the_exported_ones_too() -> None:
