@@ -16,7 +16,7 @@
 #include "../common/floats.h"
 #include "weights.h"
 
-enum { STEP = 2 * LANES, SPAN = 4 * STEP, OUTPUTS = 4, DIRECT_TOKENS = 8 };
+enum { STEP = 2 * LANES, SPAN = 2 * STEP, OUTPUTS = 4, DIRECT_TOKENS = 8 };
 enum { TOKENS = 4, BLOCK_OUTPUTS = 3, MOST_OUTPUTS = 12, BLOCK_FLOATS = 1 << 14 };
 
 /* INT4 whose zero is not always 8, beside the formats of weights.h. */
