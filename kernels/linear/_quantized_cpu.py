@@ -79,15 +79,16 @@ def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     if weight.skinny is not None and multiplies(x.dtype) and x.shape[0] <= _MOST_SKINNY_ROWS:
         product = skinny_product(x, weight.skinny)
         return product if bias is None else product.add_(bias)
-    out = x.new_empty(len(x), weight.shape[0])
     if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:
-        x = x.contiguous()
-        for rows in _slices(len(x), _PACKED_ROWS_AT_ONCE):
-            out[rows] = _packed_product(x[rows], weight)
+        parts = [_packed_product(x[rows].contiguous(), weight) for rows in _slices(len(x), _PACKED_ROWS_AT_ONCE)]
+        out = torch.cat(parts) if parts else x.new_empty(0, weight.shape[0])
         return out if bias is None else out.add_(bias)
-    for rows in _blocks(weight):
-        part = None if bias is None else bias[rows].to(x.dtype)
-        out[:, rows] = F.linear(x, _expanded(weight, x.dtype, rows), part)
+    bias = None if bias is None else bias.to(x.dtype)
+    if len(blocks := list(_blocks(weight))) == 1:
+        return F.linear(x, _expanded(weight, x.dtype, blocks[0]), bias)
+    out = x.new_empty(len(x), weight.shape[0])
+    for rows in blocks:
+        out[:, rows] = F.linear(x, _expanded(weight, x.dtype, rows), None if bias is None else bias[rows])
     return out
 
 
