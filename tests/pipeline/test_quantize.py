@@ -83,9 +83,13 @@ def test_the_report_shows_methods_and_layers(finished: tuple[Path, Result[Any]])
     assert "quality against bytes" in page and "<title>autoround: " in page
 
 
-@pytest.mark.parametrize("train", ["scales", "all"])
-def test_recovery_brings_it_closer_to_its_parent(train: str, tmp_path: Path) -> None:
-    result = run(tmp_path, compare=[], method="round", train=train, tokens="4k", learning_rate=1e-3)[-1]
+@pytest.mark.parametrize(
+    ("train", "changes"),
+    [("scales", {}), ("all", {}), ("all", {"weights": {"format": "ternary"}, "embeddings": "none"})],
+    ids=["scales", "all", "ternary"],
+)
+def test_recovery_brings_it_closer_to_its_parent(train: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    result = run(tmp_path, compare=[], method="round", train=train, tokens="4k", learning_rate=1e-3, **changes)[-1]
     _, before, after = (row.quality for row in result.models)
     assert before and after and before.kl and after.kl
     assert after.kl.value < 0.9 * before.kl.value
@@ -151,6 +155,7 @@ def test_after_a_kill_it_goes_on_behind_the_last_layer(
         ({"average_bits": 2.0}, "2.0 bits a weight are less than"),
         ({"layers": {"*.down_proj": "int5"}}, "layers"),
         ({"method": "magic"}, "method"),
+        ({"weights": {"format": "ternary"}, "method": "round"}, "cannot hold weights in TERNARY and in formats of"),
         ({"calibration_tokens": 16, "data": "text"}, "calibration text has"),
     ],
 )

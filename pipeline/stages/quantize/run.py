@@ -159,7 +159,10 @@ def _formats(
         weights: Any = format_named(config.weights.format, **config.weights.options())
         named = {p: weights if n == config.weights.format else format_named(n) for p, n in config.layers.items()}
         overrides = dict.fromkeys(ends, format_named(config.embeddings)) | dict(enlarged) | named
-        return formats_of_layers(shape, weights, overrides)
+        formats = formats_of_layers(shape, weights, overrides)
+        for one in list(formats.values())[:1]:
+            one.entry_of_layers(formats, PUBLISHED_DTYPE, ())  # raises for what one folder cannot hold
+        return formats
     except ValueError as error:
         raise UserError(f"quantize: {error}") from None
 
