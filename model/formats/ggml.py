@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kernels.linear.quantization import Int4Weight, IntegerWeight, pack_int4, stack_integers, weight_of_codes
+from kernels.linear.quantization import IntegerWeight, integer_levels, pack_int4, stack_integers, weight_of_codes
 from model.files.safe_io import CheckpointError
 from model.formats.base import FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
 from model.formats.gguf.blocks import BLOCK_TYPES, SMALL_BLOCK, BlockType, Levels
@@ -65,7 +65,8 @@ class Ggml(KernelFormat[IntegerWeight]):
     def blocks_of(self, weight: IntegerWeight) -> Tensor:
         """`weight_of` undone: u8 [N, bytes of a row]. CheckpointError where no blocks of the type hold it."""
         zero = self._block.zero
-        levels = weight.elements() if isinstance(weight, Int4Weight) else weight.codes.view(torch.uint8) + zero
+        levels = integer_levels(weight)[0]
+        levels = levels if self._has_nibbles else levels + (zero - 128)  # modulo 256
         minima = None if weight.minima is None else weight.minima.float()
         return self._block.repack(Levels(levels, weight.scales.float(), minima, zero))
 
@@ -145,7 +146,7 @@ def to_ggml(weight: IntegerWeight, format: WeightFormat[Any]) -> tuple[Ggml, Int
         return format, weight
     if not isinstance(format, IntegerFormat) or weight.group % SMALL_BLOCK or weight.shape[1] % SMALL_BLOCK:
         raise ValueError(f"{format.title} does not fit into GGUF's blocks of {SMALL_BLOCK} integers on a grid")
-    zeros = weight.zeros if isinstance(weight, Int4Weight) else None
+    zeros = integer_levels(weight)[2]
     minima = None if zeros is None else _of_blocks(-(zeros * weight.scales), weight)
     scales, columns = _of_blocks(weight.scales, weight), weight.shape[1]
     target = Ggml("Q8_0" if format.bits == 8 else "Q4_0" if minima is None else "Q4_1")

@@ -26,9 +26,10 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 AMBIGUOUS = ("gptq", "awq", "ggml")
 """Formats whose names are also those of methods in compress/quantize, or of the library that defines them."""
-READERS = {"ggml": "model/formats/gguf/reader.py"}
-"""What makes weights of a format from files of another kind."""
+FILES = {"ggml": {"model/formats/gguf/reader.py", "model/formats/gguf/writer.py"}}
+"""What makes weights of a format from files of another kind, or such files of the weights."""
 PAGES = {"model/kv_format.py", "serve/config.py", "serve/http/options.py", "pipeline/stages/quantize/config.py"}
+PAGES |= {"model/files/cache_scales.py", "model/transformer.py", "serve/engine/loading.py"}
 """Where the same names mean formats of keys and values."""
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +42,7 @@ def test_only_its_file_and_the_list_name_a_format(name: str) -> None:
     sources = {
         str(path.relative_to(ROOT)): path.read_text() for room in folders for path in (ROOT / room).rglob("*.py")
     }
-    own |= PAGES if name in ("int8", "fp8") else {READERS[name]} if name in READERS else set()
+    own |= PAGES if name in ("int8", "fp8") else FILES.get(name, set())
     # int8 alone is also a dtype of torch, and 8 bits may be those of an optimizer or of pages.
     word = rf"formats\.{name}" if name in AMBIGUOUS else rf"(?<![\w.]){name}(?!\w)"
     naming = re.compile(rf"{word}|{name}(?:Weight|Linear|Format)", re.IGNORECASE)
