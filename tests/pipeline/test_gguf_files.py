@@ -1,5 +1,6 @@
 """GGUF files on the command line: unpacked once, served as they are stored."""
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,10 @@ def test_a_file_and_what_keeps_its_blocks_are_exported_as_they_are(file: Path, t
         assert_same_tensors(file, out)
 
 
-def test_blocks_go_into_no_other_layout(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_go_into_no_other_layout(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of a server that another test has started
     for target, sentence in (
         ("gguf:q8_0", "with the type blocks, or export the model"),
         ("gptq", "without keep_blocks"),
