@@ -5,6 +5,7 @@ Linear weights may be in one of the formats of model/formats. A folder may also 
 that it belongs to (model/files/adapter.py): it opens as the base with the adapter attached.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from model.lora import adapted_layers
 from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
 
+log = logging.getLogger(__name__)
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 EMBEDDING, HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -185,6 +187,8 @@ def save_model(
             f"The model has an unmerged adapter, on {next(iter(adapted))} among others; merge it, or save it by itself "
             "with save_adapter."
         )
+    if model.cache_scales:
+        log.info("Scales of keys and values are not written: they were calibrated for the weights as they came.")
     weights: dict[str, Tensor | QuantizedMatrix] = {name: weight.detach() for name, weight in model.named_parameters()}
     quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
     weights |= {name: layer.weight for name, layer in quantized.items()}
