@@ -85,7 +85,7 @@ class PassRunner:
             self._refused.add(shape[1])
             return self._compute(step)
         self._captured[shape] = captured
-        return captured.replay(step)
+        return captured.hidden()
 
 
 def _is_small(step: Pass) -> bool:
@@ -121,4 +121,8 @@ class _CapturedPass:
             mine.adapters.copy_(step.adapters)
         self._batch.renew(step.block_tables, step.cu_seqlens, step.kv_lengths)
         self._graph.replay()
+        return self.hidden()
+
+    def hidden(self) -> Tensor:
+        """What the capture or the latest replay has computed, in memory of its own."""
         return self._hidden.clone()

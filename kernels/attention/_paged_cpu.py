@@ -76,7 +76,7 @@ class GroupedPlan:
         """In a batch-invariant plan everyone is attended alone."""
         self.page_size, self.window = page_size, window
         self._batch_invariant = batch_invariant
-        self._decode = DecodePlan(page_size, window)
+        self._decode: DecodePlan | None = None
         self.renew(block_tables, cu_seqlens_q, kv_lengths)
 
     def renew(self, block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor) -> None:
@@ -94,14 +94,18 @@ class GroupedPlan:
             if queries:
                 sequences = self._short if queries <= min(length, MOST_QUERIES_TO_GROUP) else self._many
                 sequences.append(_Sequence(row, bounds[row], queries, first_key, length))
-
-        if self._short:
+        if self._decode is not None and self._short:
             self._decode.renew(np.array(self._short), self.tables)
 
     @property
     def decode(self) -> DecodePlan | None:
         """Decoding and verifying sequences, for the kernel in C."""
-        return self._decode if self._short else None
+        if not self._short:
+            return None
+        if self._decode is None:
+            self._decode = DecodePlan(self.page_size, self.window)
+            self._decode.renew(np.array(self._short), self.tables)
+        return self._decode
 
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
