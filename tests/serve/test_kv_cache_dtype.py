@@ -6,7 +6,7 @@ rounded one, the prompt's own tokens among them; so chunks, prefixes, preemption
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,16 @@ class RoundedAttention(PackedAttention):
 
 
 def rounded_greedy(model: Transformer, prompt: list[int], num_tokens: int, name: str) -> list[int]:
+    return greedy_through(lambda starts: RoundedAttention(model.config, starts, name), model, prompt, num_tokens)
+
+
+def greedy_through(
+    attention_of: Callable[[Tensor], PackedAttention], model: Transformer, prompt: list[int], num_tokens: int
+) -> list[int]:
     """A full forward pass over everything for each token."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        attention = RoundedAttention(model.config, torch.tensor([0, len(tokens)], dtype=torch.int32), name)
+        attention = attention_of(torch.tensor([0, len(tokens)], dtype=torch.int32))
         with torch.no_grad():
             hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attention)
             tokens.append(int(model.logits(hidden[-1:]).argmax()))
@@ -202,13 +208,8 @@ class FixedAttention(PackedAttention):
 
 
 def fixed_greedy(model: Transformer, prompt: list[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        attention = FixedAttention(model.config, torch.tensor([0, len(tokens)], dtype=torch.int32), model.cache_scales)
-        with torch.no_grad():
-            hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attention)
-            tokens.append(int(model.logits(hidden[-1:]).argmax()))
-    return tokens[len(prompt) :]
+    scales = model.cache_scales
+    return greedy_through(lambda starts: FixedAttention(model.config, starts, scales), model, prompt, num_tokens)
 
 
 @pytest.fixture(scope="module")
