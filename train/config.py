@@ -8,7 +8,10 @@ from model.settings import COUNTS, FRACTION, POSITIVE, check, setting
 
 ScheduleName = Literal["cosine", "wsd", "constant"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
-LossName = Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "cross_entropy"]
+LossName = Literal[
+    "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "total_variation", "acceptance",
+    "cross_entropy",
+]  # fmt: skip
 
 
 def unpaged(optimizer: str) -> str:
@@ -86,7 +89,8 @@ class Loss:
 
     kind: LossName = "forward_kl"
     """A divergence from the teacher's distribution, or `cross_entropy`: the text alone, which needs no teacher's pass.
-    The settings below belong to the divergences."""
+    `acceptance`, which goes over from KL to total variation, is for drafts: 1 − total variation is the rate at which
+    their tokens are accepted. The settings below belong to the divergences."""
     temperature: float = setting(1.0, range=(0.01, 100.0))
     """τ of both distributions; the loss is multiplied by τ² so that its gradient keeps its size."""
     alpha: float = setting(0.1, range=FRACTION)

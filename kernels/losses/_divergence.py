@@ -4,7 +4,12 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"]
+DivergenceKind = Literal[
+    "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "total_variation", "acceptance"
+]
+
+SHARE_DECAY = 3.0
+"""In `acceptance`, how fast KL gives way to total variation as more of the draft is accepted."""
 
 
 class DistillationSums(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.losses._divergence import DistillationSums, DivergenceKind, Objective
+from kernels.losses._divergence import SHARE_DECAY, DistillationSums, DivergenceKind, Objective
 from kernels.losses._projection import (
     IGNORE_LABEL,
     ProjectionGradients,
@@ -148,9 +148,24 @@ def _divergence(
     if kind == "reverse_kl":
         slope = log_ratio.neg_()
         divergence = torch.linalg.vecdot(q, slope).sum()
+    elif kind in ("total_variation", "acceptance"):
+        return _variation(distributions, scratch, mixes_kl=kind == "acceptance")
     else:
         divergence, slope = _mixture_divergence(distributions, kind, alpha, scratch)
     return divergence, slope.sub_(torch.linalg.vecdot(q, slope)[:, None]).mul_(q)
+
+
+def _variation(distributions: _Distributions, scratch: Tensor, *, mixes_kl: bool) -> tuple[Tensor, Tensor]:
+    """`_divergence` of total variation, or of that and KL by their shares."""
+    p, q, log_ratio = distributions
+    variation, kl = 0.5 * torch.sub(q, p, out=scratch).abs().sum(-1), torch.linalg.vecdot(p, log_ratio)
+    slope = torch.sign(scratch, out=log_ratio).mul_(0.5)
+    gradient = slope.sub_(torch.linalg.vecdot(q, slope)[:, None]).mul_(q)
+    if not mixes_kl:
+        return variation.sum(), gradient
+    share = torch.exp(-SHARE_DECAY * (1 - variation))
+    gradient.mul_((1 - share)[:, None]).add_(scratch.mul_(share[:, None]))
+    return (share * kl + (1 - share) * variation).sum(), gradient
 
 
 def _mixture_divergence(

@@ -8,17 +8,22 @@ p is the teacher's distribution and q the student's, both at temperature τ; z a
     jsd                    α KL(p ‖ m) + (1 − α) KL(q ‖ m)                            α p + (1 − α) q
     skewed_forward_kl      KL(p ‖ m)                                                  α p + (1 − α) q
     skewed_reverse_kl      KL(q ‖ m)                                                  (1 − α) p + α q
+    total_variation        TV = ½ Σ |p − q|
+    acceptance             λ KL(p ‖ q) + (1 − λ) TV, λ = exp(−3 (1 − TV)) a constant
 
     loss = (1 − hard_weight) τ² D + hard_weight · cross-entropy
 
 jsd with α = 0 is forward_kl and with α = 1 reverse_kl: both are its limits after division by α or 1 − α.
 τ² keeps the gradient's size when τ changes: it is τ (q − p) for forward_kl. For the others it is
-τ q ∘ (g − Σ q g) with g = ∂D/∂q. Everything follows from p, q and the log-ratio log p − log q:
+τ q ∘ (g − Σ q g) with g = ∂D/∂q, which for TV is ½ sign(q − p). 1 − TV is the rate at which a draft's tokens are
+accepted; where it is low, its gradient is small, and KL leads. Everything follows from p, q and the log-ratio
+log p − log q:
 log m − log q = logaddexp(log-ratio + ln(weight of p), ln(weight of q)).
 On a GPU one walk over the vocabulary finds the normalizers, one the divergence and dz
-(kernels/losses/_streamed_projection.py); Σ q g of a mixture needs one more before that.
+(kernels/losses/_streamed_projection.py); Σ q g of a mixture and of TV needs one more before that.
 Sources: https://arxiv.org/abs/1503.02531 (τ²), https://arxiv.org/abs/2306.13649 (jsd),
-https://arxiv.org/abs/2402.03898 (skewed).
+https://arxiv.org/abs/2402.03898 (skewed), https://arxiv.org/abs/2310.08461 (TV of drafts),
+https://github.com/sgl-project/SpecForge (λ).
 
 Legend: T tokens, Ds and Dt hidden sizes of student and teacher, V vocabulary; in a program a tile of ROWS x COLUMNS
 logits of each.
@@ -34,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.triton_support import runs_triton
-from kernels.losses._divergence import DistillationSums, DivergenceKind, Objective, make_objective
+from kernels.losses._divergence import SHARE_DECAY, DistillationSums, DivergenceKind, Objective, make_objective
 from kernels.losses._linear_distillation_cpu import linear_distillation_cpu
 from kernels.losses._projection import IGNORE_LABEL, attach_gradients, product_dtype, statistics_dtype
 from kernels.losses._streamed_projection import (
@@ -68,6 +73,12 @@ def _divergence_reference(p: Tensor, q: Tensor, kind: DivergenceKind, alpha: flo
         return alpha * _kl(p, m) + (1 - alpha) * _kl(q, m)
     if kind == "skewed_forward_kl":
         return _kl(p, alpha * p + (1 - alpha) * q)
+    if kind in ("total_variation", "acceptance"):
+        variation = 0.5 * (p - q).abs().sum(-1)
+        if kind == "total_variation":
+            return variation.sum()
+        share = torch.exp(-SHARE_DECAY * (1 - variation.detach()))
+        return (share * (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1) + (1 - share) * variation).sum()
     return _kl(q, (1 - alpha) * p + alpha * q)
 
 
@@ -165,12 +176,22 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _divergence_tile(b_p, b_q, b_log_ratio, alpha, log_weight_p, log_weight_q, weight_q, KIND: tl.constexpr):
-    """Each token's part of the divergence, and the divergence's derivative by q up to a constant a row."""
+def _divergence_tile(
+    b_p, b_q, b_log_ratio, b_share, alpha, log_weight_p, log_weight_q, weight_q, KIND: tl.constexpr
+):  # fmt: skip
+    """Each token's part of the divergence, and the divergence's derivative by q up to a constant a row; without that
+    of the share of KL in `acceptance`.
+    """
     if KIND == "forward_kl":
         b_divergence, b_slope = b_p * b_log_ratio, b_log_ratio
     elif KIND == "reverse_kl":
         b_divergence, b_slope = -b_q * b_log_ratio, -b_log_ratio
+    elif KIND == "total_variation" or KIND == "acceptance":
+        b_divergence = 0.5 * tl.abs(b_p - b_q)
+        b_slope = tl.where(b_q > b_p, 0.5, tl.where(b_q < b_p, -0.5, 0.0))
+        if KIND == "acceptance":
+            b_divergence = b_share * b_p * b_log_ratio + (1.0 - b_share) * b_divergence
+            b_slope = (1.0 - b_share) * b_slope
     else:
         b_log_p = b_log_ratio + log_weight_p
         b_top = tl.maximum(b_log_p, log_weight_q)
@@ -198,7 +219,7 @@ def _divergence_kernel(
     """Store in p_sums [ranges, 4, T] what a range of a window of the vocabulary contributes to KL and total variation
     at temperature 1, to the divergence and to Σ q g; and dz of the range, unless p_gradient is None.
 
-    p_normalizers [5, T]: log-normalizers of student and teacher at temperature 1, then tempered, then Σ q g.
+    p_normalizers [6, T]: log-normalizers of student and teacher at temperature 1, then tempered, then Σ q g, then λ.
     """
     row_tile, part = program_tiles(num_rows, tl.cdiv(num_tiles, tiles_per_range), ROWS, GROUP)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
@@ -210,6 +231,7 @@ def _divergence_kernel(
     b_tempered_s = tl.load(p_normalizers + 2 * num_rows, mask=m_rows, other=0.0)[:, None]
     b_tempered_t = tl.load(p_normalizers + 3 * num_rows, mask=m_rows, other=0.0)[:, None]
     b_mean = tl.load(p_normalizers + 4 * num_rows, mask=m_rows, other=0.0)[:, None]
+    b_share = tl.load(p_normalizers + 5 * num_rows, mask=m_rows, other=0.0)[:, None]
     p_sums += part.to(tl.int64) * 4 * num_rows + rows
     b_zero = tl.zeros([ROWS], dtype=tl.float32)
     b_kl, b_variation, b_divergence, b_new_mean = b_zero, b_zero, b_zero, b_zero
@@ -235,12 +257,14 @@ def _divergence_kernel(
             b_p = tl.exp(b_t * inverse_temperature - b_tempered_t)
             b_log_ratio = (b_t - b_s) * inverse_temperature - (b_tempered_t - b_tempered_s)
         b_parts, b_slope = _divergence_tile(
-            b_p, b_q, b_log_ratio, alpha, log_weight_p, log_weight_q, weight_q, KIND=KIND
+            b_p, b_q, b_log_ratio, b_share, alpha, log_weight_p, log_weight_q, weight_q, KIND=KIND
         )
         b_divergence += tl.sum(b_parts, axis=1)
         b_new_mean += tl.sum(b_q * b_slope, axis=1)
         if p_gradient is not None:
             b_soft = b_q - b_p if KIND == "forward_kl" else (b_slope - b_mean) * b_q
+            if KIND == "acceptance":
+                b_soft += b_share * (b_q - b_p)
             b_gradient = tl.where(b_labels != -100, soft_scale * b_soft + b_hard, 0.0)
             o_gradient = rows.to(tl.int64)[:, None] * gradient_row + offsets[None, :]
             mask = m_rows[:, None] & (columns < vocabulary)[None, :]
@@ -299,7 +323,7 @@ class _Rows(NamedTuple):
     """What the first walk finds out about each row."""
 
     normalizers: Tensor
-    """[5, T]: log-normalizers of student and teacher at temperature 1, then tempered, then Σ q g if it is known."""
+    """[6, T]: log-normalizers of student and teacher at temperature 1, then tempered, then Σ q g and λ if known."""
     cross_entropy: Tensor
     agreement: Tensor
 
@@ -314,10 +338,15 @@ class _Walks(NamedTuple):
 
     def sums(self, chunk: slice, gradients: GradientSums | None) -> Tensor:
         """Return the fields of DistillationSums, [5]; add to the gradients."""
-        rows = self._statistics()
+        rows, kind = self._statistics(), self.objective.kind
+        if kind == "acceptance":
+            variation = self._replace(objective=self.objective._replace(kind="total_variation"))
+            found = variation._walk(rows.normalizers)
+            rows.normalizers[5] = torch.exp(-SHARE_DECAY * (1 - found[2]))
+            rows.normalizers[4] = (1 - rows.normalizers[5]) * found[3]
         if gradients is None:
             return self._results(rows, self._walk(rows.normalizers))
-        if self.objective.kind not in ("forward_kl", "reverse_kl"):
+        if kind not in ("forward_kl", "reverse_kl", "acceptance"):
             rows.normalizers[4] = self._walk(rows.normalizers)[3]
         sums = rows.normalizers.new_zeros(4, len(self.labels))
         for window, grad_logits in gradient_windows(self.student):
@@ -343,6 +372,7 @@ class _Walks(NamedTuple):
                 top_s / temperature + (tempered_s * weight_s).sum(0).log(),
                 top_t / temperature + (tempered_t * weight_t).sum(0).log(),
                 (slope * weight_s).sum(0) / (tempered_s * weight_s).sum(0) / temperature,
+                torch.zeros_like(top_s),
             )
         )
         normalizers[4] += normalizers[3] - normalizers[2]

@@ -34,6 +34,8 @@ def divergence(kind: str, teacher: Tensor, student: Tensor, alpha: float) -> flo
     """From log-probabilities, by torch's own kl_div: KL(target ‖ input)."""
     p, q = teacher.exp(), student.exp()
     forward, reverse = alpha * p + (1 - alpha) * q, (1 - alpha) * p + alpha * q
+    variation = 1 - torch.minimum(p, q).sum(-1)
+    share = torch.exp(-3 * (1 - variation))
     sums: dict[str, Any] = {
         "forward_kl": lambda: F.kl_div(student, p, reduction="sum"),
         "reverse_kl": lambda: F.kl_div(teacher, q, reduction="sum"),
@@ -43,6 +45,8 @@ def divergence(kind: str, teacher: Tensor, student: Tensor, alpha: float) -> flo
         ),
         "skewed_forward_kl": lambda: F.kl_div(forward.log(), p, reduction="sum"),
         "skewed_reverse_kl": lambda: F.kl_div(reverse.log(), q, reduction="sum"),
+        "total_variation": lambda: variation.sum(),
+        "acceptance": lambda: (share * F.kl_div(student, p, reduction="none").sum(-1) + (1 - share) * variation).sum(),
     }
     return sums[kind]().item()
 
