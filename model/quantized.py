@@ -120,6 +120,15 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
 
 
+def round_activations(model: nn.Module) -> None:
+    """Has products of the model's quantized layers round activations to 8 bits; ValueError where one cannot."""
+    for name, layer in quantized_layers(model).items():
+        try:
+            layer.format = layer.format.rounded(layer.shape[1])
+        except ValueError as reason:
+            raise ValueError(f"{name}: {reason}") from None
+
+
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Codes and scales of the model's quantized weights, as files hold them, each with a name."""
     for name, layer in quantized_layers(model).items():

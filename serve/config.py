@@ -30,6 +30,9 @@ class EngineConfig:
     """In what keys and values are cached, the draft's too: "int8" or "fp8", each token's head with a scale of its own,
     which takes about half of bf16; "auto": as they are computed. In fp8 scales that the target's checkpoint brings go
     before them."""
+    activations: str = "auto"
+    """"int8": products with weights in 4 or 8 bits, the draft's too, round what they multiply to 8 bits, 32 neighbours
+    with a scale of their own, as llama.cpp does: faster on CPUs; "auto": as the checkpoint says, else not at all."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" takes a GPU when there is one."""
     max_model_len: int | None = None
@@ -60,6 +63,8 @@ class EngineConfig:
         for name in ("num_pages", "kv_cache_bytes", "num_speculative_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.activations not in ("auto", "int8"):
+            raise ValueError(f"activations must be auto or int8, not {self.activations!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization:g}")
 

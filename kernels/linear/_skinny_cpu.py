@@ -37,7 +37,9 @@ _STEP = 32
 """So many weights are decoded at once."""
 
 
-class _Weight(ctypes.Structure):
+class WeightAddress(ctypes.Structure):
+    """`Weight` of weights.h."""
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("format", "n", "k", "group", "is_half")),
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "minima")),
@@ -49,7 +51,7 @@ class SkinnyWeight:
     """A weight that the functions below take, in its own memory."""
 
     held: QuantizedWeight
-    at: _Weight
+    at: WeightAddress
     """Where C finds it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SkinnyWeight":
@@ -114,9 +116,9 @@ def _library(dtype: torch.dtype) -> Any:
     source = _SOURCES[dtype]
     library = compiled(Path(__file__).with_name(source.name), needs=source.needs)
     if library is not None:
-        number, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.skinny_product.argtypes = (ctypes.POINTER(_Weight), pointer, number, pointer, number, ctypes.c_int)
-        library.expand_rows.argtypes = (ctypes.POINTER(_Weight), number, number, pointer, ctypes.c_int)
+        weight, number, pointer = ctypes.POINTER(WeightAddress), ctypes.c_int64, ctypes.c_void_p
+        library.skinny_product.argtypes = (weight, pointer, number, pointer, number, ctypes.c_int)
+        library.expand_rows.argtypes = (weight, number, number, pointer, ctypes.c_int)
         library.skinny_product.restype, library.expand_rows.restype = ctypes.c_int, None
     return library
 
@@ -133,10 +135,10 @@ def _scales(weight: QuantizedWeight) -> Tensor:
     return weight.absmax if isinstance(weight, NF4Weight) else weight.scales
 
 
-def _address(weight: QuantizedWeight) -> _Weight:
+def _address(weight: QuantizedWeight) -> WeightAddress:
     n, k = weight.shape
     group = NF4_BLOCK if isinstance(weight, NF4Weight) else getattr(weight, "group", k)
     scales, zeros, minima = _scales(weight), getattr(weight, "zeros", None), getattr(weight, "minima", None)
     format = _FORMATS.index(type(weight)) if minima is None else _INT4_FROM_MINIMA
     at = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, scales, zeros, minima))
-    return _Weight(format, n, k, group, scales.dtype == torch.float16, *at)
+    return WeightAddress(format, n, k, group, scales.dtype == torch.float16, *at)

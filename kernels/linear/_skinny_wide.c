@@ -178,23 +178,25 @@ INLINE void multiply_block(int format, const Weight *w, int64_t n, int64_t outpu
         }
 }
 
-INLINE void multiply(int format, const Weight *w, const float *x, float *y, int64_t rows, int threads) {
+/* All rows of x times rows of W, from n on. */
+INLINE void multiply(int format, const Weight *w, const float *x, float *y, int64_t rows, int64_t n, int64_t step) {
+    switch (rows) {
+    case 1: multiply_direct(format, 4, 1, w, n, x, y); break;
+    case 2: multiply_direct(format, 2, 2, w, n, x, y); break;
+    case 3: multiply_direct(format, 2, 3, w, n, x, y); break;
+    case 4: multiply_direct(format, 2, 4, w, n, x, y); break;
+    case 5: multiply_direct(format, 1, 5, w, n, x, y); break;
+    case 6: multiply_direct(format, 1, 6, w, n, x, y); break;
+    case 7: multiply_direct(format, 1, 7, w, n, x, y); break;
+    case 8: multiply_direct(format, 1, 8, w, n, x, y); break;
+    default: multiply_block(format, w, n, smaller(step, w->n - n), x, y, rows);
+    }
+}
+
+/* How many outputs `multiply` takes at once: as many as their sums, with those of all rows, leave registers for. */
+INLINE int64_t step_of(const Weight *w, int64_t rows) {
     int64_t most = smaller(MOST_OUTPUTS, BLOCK_FLOATS / w->k / BLOCK_OUTPUTS * BLOCK_OUTPUTS);
-    /* As many outputs as their sums, with those of all rows, leave registers for the weights. */
-    int64_t step = rows == 1 ? 4 : rows <= 4 ? 2 : rows <= DIRECT_TOKENS ? 1 : larger(BLOCK_OUTPUTS, most);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < w->n; n += step)
-        switch (rows) {
-        case 1: multiply_direct(format, 4, 1, w, n, x, y); break;
-        case 2: multiply_direct(format, 2, 2, w, n, x, y); break;
-        case 3: multiply_direct(format, 2, 3, w, n, x, y); break;
-        case 4: multiply_direct(format, 2, 4, w, n, x, y); break;
-        case 5: multiply_direct(format, 1, 5, w, n, x, y); break;
-        case 6: multiply_direct(format, 1, 6, w, n, x, y); break;
-        case 7: multiply_direct(format, 1, 7, w, n, x, y); break;
-        case 8: multiply_direct(format, 1, 8, w, n, x, y); break;
-        default: multiply_block(format, w, n, smaller(step, w->n - n), x, y, rows);
-        }
+    return rows == 1 ? 4 : rows <= 4 ? 2 : rows <= DIRECT_TOKENS ? 1 : larger(BLOCK_OUTPUTS, most);
 }
 
 /* x [rows, K] in the order in which weights are decoded. */
@@ -212,14 +214,18 @@ int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, 
     float *ordered = malloc(rows * w->k * sizeof *ordered);
     if (rows && !ordered) return 1;
     reorder(x, x_stride, ordered, rows, w->k, has_four_bits(w->format));
-    switch (format_of(w)) {
-    case NF4: multiply(NF4, w, ordered, y, rows, threads); break;
-    case INT4: multiply(INT4, w, ordered, y, rows, threads); break;
-    case INT8: multiply(INT8, w, ordered, y, rows, threads); break;
-    case FP8: multiply(FP8, w, ordered, y, rows, threads); break;
-    case INT4_FROM_MINIMA: multiply(INT4_FROM_MINIMA, w, ordered, y, rows, threads); break;
-    case ASYMMETRIC: multiply(ASYMMETRIC, w, ordered, y, rows, threads); break;
-    }
+    int64_t step = step_of(w, rows);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < w->n; n += step)
+        /* Here, since a parallel loop becomes a function of its own before formats are known. */
+        switch (format_of(w)) {
+        case NF4: multiply(NF4, w, ordered, y, rows, n, step); break;
+        case INT4: multiply(INT4, w, ordered, y, rows, n, step); break;
+        case INT8: multiply(INT8, w, ordered, y, rows, n, step); break;
+        case FP8: multiply(FP8, w, ordered, y, rows, n, step); break;
+        case INT4_FROM_MINIMA: multiply(INT4_FROM_MINIMA, w, ordered, y, rows, n, step); break;
+        case ASYMMETRIC: multiply(ASYMMETRIC, w, ordered, y, rows, n, step); break;
+        }
     free(ordered);
     return 0;
 }

@@ -1,42 +1,97 @@
-"""Products of activations that are rounded to 8 bits, a scale for each token, as W8A8 models are served elsewhere.
+"""Products of activations that are rounded to 8 bits: a scale for each token, as W8A8 models are served elsewhere, or
+for each group of a token's neighbours, as llama.cpp does on CPUs.
 
-    INT8    s[t] = max |x[t]| / 127.5,   q = clamp(round(x / s), −128, 127)      narrow: / 127, no −128
-    FP8     s[t] = max |x[t]| / 448,     q = the nearest e4m3 to x / s
-    y[t, n] = s[t] · Σ_k q[t, k] · W[n, k] + b[n]
+    INT8    s = max |x| / 127.5,   q = clamp(round(x / s), −128, 127)      narrow: / 127, no −128
+    FP8     s = max |x| / 448,     q = the nearest e4m3 to x / s
+    y[t, n] = Σ_k s[t, k] · q[t, k] · W[n, k] + b[n]
 
-q is computed in fp32. Its values are numbers of bf16, fp16 and fp32, so `quantized_linear` multiplies with it exactly
-as with any x: there is no integer or FP8 product yet, and speed is that of W8A16. In bf16 and fp16 the sum is rounded
-once before s multiplies it. The gradient of x passes the rounding as if it were none (straight-through).
+q is computed in fp32. On CPUs with AVX2 the codes of integer weights are multiplied as integers (`_rounded.c`): exactly
+within 32 neighbours, in fp32 between. Elsewhere `quantized_linear` multiplies, at its speed: with q, whose values are
+numbers of bf16, fp16 and fp32, and s after the sum, where a token has one scale; else with s · q. The gradient of x
+passes the rounding as if it were none (straight-through).
 
-Source: vllm-project/compressed-tensors, dynamic per-token quantization; narrow: https://arxiv.org/abs/2402.17764.
+Source: vllm-project/compressed-tensors, dynamic per-token and group quantization; narrow:
+https://arxiv.org/abs/2402.17764.
 
-Legend: T tokens, K input features, N output features.
+Legend: T tokens, K input features, N output features, G groups of a token.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu
+from kernels.linear._rounded_cpu import rounded_product, takes
+from kernels.linear.lora import wants_gradients
 from kernels.linear.quantized import PreparedQuantizedWeight, quantized_linear
 
 _RANGES = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
 _TINIEST = 1e-30
 
 
-def round_activations(x: Tensor, dtype: torch.dtype, *, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """q [T, K] in the dtype of x and s [T, 1] in fp32, of x [T, K]; `dtype` is torch.int8 or torch.float8_e4m3fn."""
-    lowest, highest = _RANGES[dtype]
-    lowest = -highest if narrow else lowest
-    wide = x.float()
+class Rounding(NamedTuple):
+    """How activations are rounded."""
+
+    dtype: torch.dtype
+    """torch.int8 or torch.float8_e4m3fn."""
+    group: int | None = None
+    """Neighbours of a token that share a scale, a multiple of 32 that divides K; None: all of them."""
+    narrow: bool = False
+    """INT8 without −128."""
+
+
+def round_activations(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """q [T, K] in the dtype of x and s [T, G] in fp32, of x [T, K]."""
+    lowest, highest = _RANGES[rounding.dtype]
+    lowest = -highest if rounding.narrow else lowest
+    wide = _grouped(x.float(), rounding)
     scales = (wide.detach().abs().amax(-1, keepdim=True) / ((highest - lowest) / 2)).clamp(min=_TINIEST)
     scaled = wide / scales
     with torch.no_grad():
         rounded = scaled.clamp(lowest, highest)
-        rounded = rounded.round() if dtype == torch.int8 else rounded.to(dtype).float()
-    return (scaled + (rounded - scaled.detach())).to(x.dtype) if scaled.requires_grad else rounded.to(x.dtype), scales
+        rounded = rounded.round() if rounding.dtype == torch.int8 else rounded.to(rounding.dtype).float()
+    q = scaled + (rounded - scaled.detach()) if scaled.requires_grad else rounded
+    return q.view(x.shape).to(x.dtype), scales.squeeze(-1)
 
 
-def rounded_linear(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return y [T, N] of x [T, K], a prepared weight [N, K] and bias [N] or None; `dtype` as in `round_activations`."""
-    q, scales = round_activations(x, dtype)
-    y = (quantized_linear(q, weight).float() * scales).to(x.dtype)
+def rounded_linear(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None, rounding: Rounding) -> Tensor:
+    """Return y [T, N] of x [T, K], a prepared weight [N, K] and bias [N] or None."""
+    if isinstance(weight, CpuWeight) and _multiplies_integers(weight, rounding):
+        product = _IntegerProduct.apply if wants_gradients(x) else _integer_product
+        y = product(x, weight, rounding.group or x.shape[1])
+    elif rounding.group is None:
+        q, scales = round_activations(x, rounding)
+        y = (quantized_linear(q, weight).float() * scales).to(x.dtype)
+    else:
+        q, scales = round_activations(x, rounding)
+        y = quantized_linear((_grouped(q, rounding) * scales[..., None]).view(x.shape).to(x.dtype), weight)
     return y if bias is None else y + bias.to(x.dtype)
+
+
+def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:
+    is_usual = rounding.dtype == torch.int8 and not rounding.narrow
+    return is_usual and takes(weight.skinny, rounding.group or weight.shape[1])
+
+
+def _integer_product(x: Tensor, weight: CpuWeight, group: int) -> Tensor:
+    product: Tensor = rounded_product(x, weight.skinny, group)  # type: ignore[arg-type]
+    return product.to(x.dtype)
+
+
+class _IntegerProduct(torch.autograd.Function):
+    """`_integer_product` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: CpuWeight, group: int) -> Tensor:
+        ctx.weight = weight
+        return _integer_product(x, weight, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grad_input_on_cpu(grads[0], ctx.weight), None, None
+
+
+def _grouped(x: Tensor, rounding: Rounding) -> Tensor:
+    """[T, G, K / G]."""
+    return x.unflatten(-1, (-1, rounding.group or x.shape[-1]))

@@ -28,6 +28,7 @@ from kernels.linear.quantization import (
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, stored_codes
 from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
+from kernels.linear.rounded import Rounding, rounded_linear
 from kernels.swiglu import swiglu_of_halves
 from model.files.safe_io import CheckpointError
 
@@ -46,6 +47,10 @@ class QuantizedMatrix(Protocol):
 W = TypeVar("W", bound=Any)
 FormatOfLayer = Callable[[str], "WeightFormat[Any] | None"]
 """Of a layer by its name, such as `model.layers.0.mlp.up_proj`; None where it is dense."""
+
+
+ROUNDED_BLOCKS = Rounding(torch.int8, group=32)
+"""Of activations beside weights of few bits: fine enough to cost little, and in the size of ggml's blocks."""
 
 
 class ServingForm(ABC, Generic[W]):
@@ -118,6 +123,10 @@ class WeightFormat(ServingForm[W]):
         return dataclasses.replace(weight, **{name: part.to(device) for name, part in self.tensors(weight).items()})
 
     # Products
+
+    def rounded(self, num_inputs: int) -> Self:
+        """The same, but products round rows of so many activations to 8 bits. ValueError where there are none such."""
+        raise ValueError(f"{self.title} has no products with activations in 8 bits.")
 
     def prepare(self, weight: W) -> Any:
         return weight
@@ -198,6 +207,9 @@ class WeightFormat(ServingForm[W]):
 class KernelFormat(WeightFormat[W]):
     """A format that `kernels.linear.quantized` multiplies with. On a GPU only the repacked codes are kept."""
 
+    rounding: Rounding | None = None
+    """How activations are rounded before they are multiplied; None: not at all."""
+
     def prepare(self, weight: W) -> Any:
         return prepare_quantized_weight(weight)
 
@@ -210,7 +222,13 @@ class KernelFormat(WeightFormat[W]):
     def product(
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
-        return quantized_linear(x, prepared, bias, lora, slots)
+        if self.rounding is None:
+            return quantized_linear(x, prepared, bias, lora, slots)
+        y = rounded_linear(x, prepared, bias, self.rounding)
+        return y if lora is None else lora_add(y, x, lora, slots)
+
+    def times(self, x: Tensor, prepared: Any) -> Tensor:
+        return quantized_linear(x, prepared)
 
     def rows(self, tokens: Tensor, prepared: Any, dtype: torch.dtype) -> Tensor:
         return quantized_embedding(tokens, prepared, dtype)
@@ -218,7 +236,9 @@ class KernelFormat(WeightFormat[W]):
     def swiglu(
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
-        return quantized_swiglu(x, prepared, bias, lora, slots)
+        if self.rounding is None:
+            return quantized_swiglu(x, prepared, bias, lora, slots)
+        return super().swiglu(x, prepared, bias, lora, slots)
 
 
 class GridFormat(WeightFormat[W]):
@@ -264,11 +284,17 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
     """Weights that share a scale; None: the whole row."""
     symmetric: bool = True
     """Whether the zero is 2^(bits − 1) everywhere."""
+    rounding: Rounding | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     @abstractmethod
     def bits(self) -> int:
         """Of a level: 4 or 8."""
+
+    def rounded(self, num_inputs: int) -> Self:
+        format = dataclasses.replace(self, rounding=self.rounding or ROUNDED_BLOCKS)
+        format.num_groups(num_inputs)
+        return format
 
     def __post_init__(self) -> None:
         if self.bits == 8 and not self.symmetric:
@@ -281,6 +307,8 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
         group = self.group or num_inputs
         if num_inputs % group:
             raise ValueError(f"{self.title}: groups of {group} do not divide rows of {num_inputs} weights.")
+        if self.rounding and num_inputs % (self.rounding.group or 1):
+            raise ValueError(f"{self.title}: groups of {self.rounding.group} do not divide {num_inputs} activations.")
         return num_inputs // group
 
     def groups_of(self, name: str, num_inputs: int) -> int:

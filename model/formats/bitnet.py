@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.linear.dense import linear
 from kernels.linear.lora import LoraWeights, Slots, lora_add
-from kernels.linear.rounded import round_activations
+from kernels.linear.rounded import Rounding, round_activations
 from model.files.safe_io import CheckpointError
 from model.formats.base import GridFormat
 from model.formats.words import check_scales, check_stored, stored_scales
@@ -97,7 +97,7 @@ class Ternary(GridFormat[TernaryWeight]):
     def product(
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:
-        q, scales = round_activations(x, torch.int8, narrow=True)
+        q, scales = round_activations(x, Rounding(torch.int8, narrow=True))
         y = (linear(q, prepared.levels().to(x.dtype) - 1).float() * (scales * prepared.scale)).to(x.dtype)
         y = y if bias is None else y + bias.to(x.dtype)
         return y if lora is None else lora_add(y, x, lora, slots)

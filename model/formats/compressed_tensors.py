@@ -21,17 +21,16 @@ import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.linear.lora import LoraWeights, Slots, lora_add
 from kernels.linear.quantization import Fp8Weight, Int8Weight, IntegerWeight, quantize_fp8
-from kernels.linear.rounded import rounded_linear
+from kernels.linear.rounded import Rounding
 from model.files.safe_io import CheckpointError
-from model.formats.base import FormatOfLayer, IntegerFormat, KernelFormat, ServingForm, WeightFormat
+from model.formats.base import ROUNDED_BLOCKS, FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
 from model.formats.words import check_scales, check_stored, num_words, pack_words, stored_scales, unpack_words
 
 _METHOD, _MIXED = "compressed-tensors", "mixed-precision"
@@ -44,7 +43,17 @@ W = TypeVar("W", bound=Any)
 
 
 class _CompressedTensors(KernelFormat[W]):
-    """What config.json says of every format here, and products of rounded activations."""
+    """What config.json says of every format here."""
+
+    @classmethod
+    def with_options(cls, *, double: bool = True, activations: bool = False, **options: Any) -> Self:
+        format = super().with_options(**options)
+        return replace(format, rounding=format.usual_rounding) if activations else format  # type: ignore[type-var]
+
+    @property
+    def usual_rounding(self) -> Rounding:
+        """How products round where recipes ask for rounded activations."""
+        return ROUNDED_BLOCKS
 
     @property
     @abstractmethod
@@ -56,34 +65,10 @@ class _CompressedTensors(KernelFormat[W]):
     def scheme(self) -> dict[str, Any]:
         """Of the weights, in config.json."""
 
-    @property
-    def rounds_to(self) -> torch.dtype | None:
-        """What activations are rounded to, each token by itself."""
-        return None
-
     @classmethod
     @abstractmethod
-    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
+    def of_scheme(cls, weights: dict[str, Any], rounding: Rounding | None) -> Self | None:
         """The format whose `scheme` this may be."""
-
-    # Products
-
-    def product(
-        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
-    ) -> Tensor:
-        if self.rounds_to is None:
-            return super().product(x, prepared, bias, lora, slots)
-        y = rounded_linear(x, prepared, bias, self.rounds_to)
-        return y if lora is None else lora_add(y, x, lora, slots)
-
-    def times(self, x: Tensor, prepared: Any) -> Tensor:
-        return super().product(x, prepared)
-
-    def swiglu(
-        self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
-    ) -> Tensor:
-        form = KernelFormat if self.rounds_to is None else ServingForm
-        return form.swiglu(self, x, prepared, bias, lora, slots)
 
     # config.json
 
@@ -146,11 +131,14 @@ class _CompressedTensors(KernelFormat[W]):
         """Of the layers in this format; `usual`: of every linear layer that no other group names."""
         targets = ["Linear", *({_EMBEDDING} & {*names})] if usual else list(names)
         activations = None
-        if self.rounds_to is not None:
-            kind = "float" if self.rounds_to.is_floating_point else "int"
-            activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+        if self.rounding is not None:
+            kind, group = "float" if self.rounding.dtype.is_floating_point else "int", self.rounding.group
+            strategy = {"strategy": "token"} if group is None else {"strategy": "group", "group_size": group}
+            activations = {"num_bits": 8, "type": kind, "symmetric": True, **strategy, "dynamic": True}
         entry = {"targets": targets, "weights": self.scheme, "input_activations": activations}
-        return entry | {"output_activations": None} | ({"format": self.layout} if mixed else {})
+        # transformers takes anything that rounds activations for int-quantized or float-quantized unless it is told.
+        says_layout = mixed or self.rounding is not None
+        return entry | {"output_activations": None} | ({"format": self.layout} if says_layout else {})
 
 
 class _Integers(_CompressedTensors[IntegerWeight], IntegerFormat):
@@ -205,9 +193,9 @@ class Int4(_Integers):
     group: int | None = 32
 
     @classmethod
-    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
+    def of_scheme(cls, weights: dict[str, Any], rounding: Rounding | None) -> Self | None:
         size = weights.get("group_size") if weights.get("strategy") == "group" else None
-        return None if rounds else cls(size, weights["symmetric"])
+        return cls(size, weights["symmetric"], rounding=rounding)
 
 
 @dataclass(frozen=True)
@@ -217,32 +205,29 @@ class Int8(_Integers):
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
 
-    activations: bool = False
-    """Round activations to 8 bits, too: W8A8."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.activations and self.group is not None:
-            raise ValueError(f"{self.title} with rounded activations has one scale a row: no groups.")
+    @property
+    def usual_rounding(self) -> Rounding:
+        return Rounding(torch.int8) if self.group is None else super().usual_rounding
 
     @property
-    def rounds_to(self) -> torch.dtype | None:
-        return torch.int8 if self.activations else None
+    def is_w8a8(self) -> bool:
+        """As files of W8A8 are elsewhere."""
+        return self.group is None and self.rounding is not None
 
     @property
     def layout(self) -> str:
-        return "int-quantized" if self.activations else super().layout
+        return "int-quantized" if self.is_w8a8 else super().layout
 
     @classmethod
-    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
+    def of_scheme(cls, weights: dict[str, Any], rounding: Rounding | None) -> Self | None:
         size = weights.get("group_size") if weights.get("strategy") == "group" else None
-        return cls(size, activations=rounds)
+        return cls(size, rounding=rounding)
 
     def stored_names(self, name: str) -> list[str]:
-        return [name, name + _SCALE] if self.activations else super().stored_names(name)
+        return [name, name + _SCALE] if self.is_w8a8 else super().stored_names(name)
 
     def to_files(self, name: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
-        if not self.activations:
+        if not self.is_w8a8:
             return super().to_files(name, weight, dtype)
         return {
             name: weight.codes.cpu().contiguous(),
@@ -250,7 +235,7 @@ class Int8(_Integers):
         }
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> IntegerWeight:
-        if not self.activations:
+        if not self.is_w8a8:
             return super().from_files(name, shape, read)
         return Int8Weight(*_codes_and_scales(name, shape, read, torch.int8), shape[1])
 
@@ -260,13 +245,11 @@ class Fp8(_CompressedTensors[Fp8Weight]):
     """e4m3 weights and a scale for each row."""
 
     name: ClassVar[str] = "fp8"
-
-    activations: bool = False
-    """Round activations to e4m3, too: W8A8."""
+    rounding: Rounding | None = None
 
     @property
-    def rounds_to(self) -> torch.dtype | None:
-        return torch.float8_e4m3fn if self.activations else None
+    def usual_rounding(self) -> Rounding:
+        return Rounding(torch.float8_e4m3fn)
 
     @property
     def layout(self) -> str:
@@ -277,8 +260,8 @@ class Fp8(_CompressedTensors[Fp8Weight]):
         return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
 
     @classmethod
-    def of_scheme(cls, weights: dict[str, Any], rounds: bool) -> Self | None:
-        return cls(rounds)
+    def of_scheme(cls, weights: dict[str, Any], rounding: Rounding | None) -> Self | None:
+        return cls(rounding)
 
     def quantize(self, dense: Tensor) -> Fp8Weight:
         return quantize_fp8(dense)
@@ -314,7 +297,7 @@ def _format_of(group: dict[str, Any], layout: str | None) -> "_CompressedTensors
         weights["strategy"] = "channel"  # one scale for all rows is a scale for each
     for kind in (Int4, Int8, Fp8):
         try:
-            format: Any = kind.of_scheme(weights, bool(rounded))
+            format: Any = kind.of_scheme(weights, _rounding_of(rounded))
         except ValueError:
             continue
         if format is None or format.layout != (group.get("format") or layout):
@@ -324,6 +307,14 @@ def _format_of(group: dict[str, Any], layout: str | None) -> "_CompressedTensors
         if same and format.scheme == {key: weights.get(key) for key in format.scheme}:
             return format
     return None
+
+
+def _rounding_of(activations: dict[str, Any]) -> Rounding | None:
+    """By `input_activations` of a group of config.json; that it says no more is checked by writing it again."""
+    if not activations:
+        return None
+    group = activations.get("group_size") if activations.get("strategy") == "group" else None
+    return Rounding(torch.float8_e4m3fn if activations.get("type") == "float" else torch.int8, group)
 
 
 def _targeted(name: str, formats: Mapping[str, WeightFormat[Any]]) -> WeightFormat[Any] | None:

@@ -12,15 +12,16 @@ Legend: N output features, K input features, G groups of a row.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kernels.linear.quantization import IntegerWeight, integer_levels, pack_int4, stack_integers, weight_of_codes
+from kernels.linear.rounded import Rounding
 from model.files.safe_io import CheckpointError
-from model.formats.base import FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
+from model.formats.base import ROUNDED_BLOCKS, FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
 from model.formats.gguf.blocks import BLOCK_TYPES, SMALL_BLOCK, BlockType, Levels
 from model.formats.words import check_stored
 
@@ -36,6 +37,8 @@ class Ggml(KernelFormat[IntegerWeight]):
 
     type: str = "Q8_0"
     """ggml's name of it, one of BLOCK_TYPES."""
+    rounding: Rounding | None = None
+    """Files do not say it; llama.cpp rounds always, as ROUNDED_BLOCKS says."""
 
     @property
     def title(self) -> str:
@@ -53,6 +56,9 @@ class Ggml(KernelFormat[IntegerWeight]):
     def _numbers(self) -> torch.dtype:
         """Of scales and minima: a block's own are stored in fp16, those of its parts are products."""
         return torch.float16 if self._block.group == self._block.num_weights else torch.float32
+
+    def rounded(self, num_inputs: int) -> Self:
+        return replace(self, rounding=ROUNDED_BLOCKS)
 
     def weight_of(self, stored: Tensor) -> IntegerWeight:
         """The weight of a matrix in blocks, u8 [N, bytes of a row]."""

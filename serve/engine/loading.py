@@ -15,6 +15,7 @@ from model.files.checkpoint import load_model
 from model.kv_format import FixedScales, choose_kv_format
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
+from model.quantized import quantized_layers, round_activations
 from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from serve.config import EngineConfig
@@ -66,7 +67,7 @@ def load_models(config: EngineConfig) -> Models:
     return Models(
         target=target,
         tokenizer=Tokenizer.load(config.model),
-        draft=load_model(draft, dtype=dtype, device=device).fuse() if draft is not None else None,
+        draft=_load(draft, config, dtype, device).fuse() if draft is not None else None,
         cache_scales=target.cache_scales,
         dtype=dtype,
         device=device,
@@ -77,10 +78,19 @@ def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device)
     folders = list(config.adapters.values())
     for folder in folders:
         check_base(folder, config.model)
-    model = load_model(config.model, dtype=dtype, device=device)
+    model = _load(config.model, config, dtype, device)
+    if config.activations != "auto" and not quantized_layers(model):
+        raise ValueError(f"activations are rounded beside weights in 4 or 8 bits, and {config.model} has none")
     if folders and adapted_layers(model):
         raise ValueError(f"{config.model} carries an adapter itself; serve its base, and name this adapter too")
     return model.fuse(load_adapters(model, folders))
+
+
+def _load(folder: str, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
+    model = load_model(folder, dtype=dtype, device=device)
+    if config.activations != "auto":
+        round_activations(model)
+    return model
 
 
 def load_weights(

@@ -82,6 +82,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", "names that requests use for the model", nargs="+", metavar="NAME")
     add("--dtype", "auto, float32, bfloat16 or float16")
     add("--kv-cache-dtype", "auto, or int8 or fp8: keys and values in 8 bits, so that more tokens fit")
+    add("--activations", "auto, or int8: round what weights in 4 or 8 bits multiply to 8 bits, faster on CPUs")
     add("--device", "auto, cpu, cuda or cuda:N")
     add("--max-model-len", "most tokens of prompt and output together", type=int, metavar="TOKENS")
     add("--gpu-memory-utilization", "fraction of the GPU's memory to use", type=float, metavar="FRACTION")

@@ -1,13 +1,25 @@
 """Rows of quantized weights, and products of rounded activations, against their definitions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear._rounded_cpu import takes
+from kernels.linear._skinny_cpu import multiplies, prepare_skinny
+from kernels.linear.quantization import (
+    Int4Weight,
+    Int8Weight,
+    integer_weight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantize_nf4,
+)
 from kernels.linear.quantized import prepare_quantized_weight
 from kernels.linear.quantized_embedding import quantized_embedding, quantized_embedding_reference
-from kernels.linear.rounded import round_activations, rounded_linear
+from kernels.linear.rounded import Rounding, round_activations, rounded_linear
 from tests.compare import check_close
 
 QUANTIZERS = {
@@ -46,29 +58,102 @@ def test_blocks_across_rows_hold_no_embedding() -> None:
 
 def test_int8_activations_by_hand() -> None:
     x = torch.tensor([[127.5, -127.5, 0.4, 0.5, 1.5, -2.6], [0.0] * 6])
-    q, scales = round_activations(x, torch.int8)
+    q, scales = round_activations(x, Rounding(torch.int8))
     assert q[0].tolist() == [127, -128, 0, 0, 2, -3] and scales[0].item() == 1
     assert not q[1].any() and bool((scales > 0).all())
 
 
 def test_fp8_activations_by_hand() -> None:
     """e4m3 between 16 and 32 has steps of 2; ties go to the even one."""
-    q, scales = round_activations(torch.tensor([[448.0, -448.0, 17.0, 19.0, 0.3, 0.0009]]), torch.float8_e4m3fn)
+    q, scales = round_activations(
+        torch.tensor([[448.0, -448.0, 17.0, 19.0, 0.3, 0.0009]]), Rounding(torch.float8_e4m3fn)
+    )
     assert scales.item() == 1 and q[0].tolist() == [448, -448, 16, 20, 0.3125, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def rounded(x: Tensor, rounding: Rounding) -> Tensor:
+    """s · q in fp64."""
+    q, scales = round_activations(x, rounding)
+    return (q.double().unflatten(-1, (scales.shape[1], -1)) * scales.double()[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("rounding", [Rounding(torch.int8), Rounding(torch.int8, 32), Rounding(torch.float8_e4m3fn)])
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16], ids=str)
-def test_products_and_gradients(dtype: torch.dtype, of: torch.dtype) -> None:
+def test_products_and_gradients(rounding: Rounding, of: torch.dtype) -> None:
     """With or without gradients the same bits; the gradient is that of the product without rounding."""
     weight, bias = quantize_int8(torch.randn(48, 64)), torch.randn(48).to(of)
     prepared, x = prepare_quantized_weight(weight), (3 * torch.randn(5, 64)).to(of)
-    q, scales = round_activations(x, dtype)
-    y = rounded_linear(x, prepared, bias, dtype)
-    check_close(y, q.double() * scales.double() @ weight.dequantize(torch.float64).t() + bias)
+    y = rounded_linear(x, prepared, bias, rounding)
+    check_close(y, rounded(x, rounding) @ weight.dequantize(torch.float64).t() + bias)
     leaf = x.clone().requires_grad_()
-    learned = rounded_linear(leaf, prepared, bias, dtype)
+    learned = rounded_linear(leaf, prepared, bias, rounding)
     assert torch.equal(learned.detach(), y)
     grad = torch.randn_like(y)
     (actual,) = torch.autograd.grad(learned, leaf, grad)
     check_close(actual, grad.double() @ weight.dequantize(torch.float64))
+
+
+def from_minima(weight: Tensor) -> Int4Weight:
+    """Groups of 32 with fp16 minima, as in Q4_1."""
+    source = quantize_int4(weight, group=32, symmetric=False)
+    minima = -source.zeros.float() * source.scales
+    return replace(source, scales=source.scales.half(), zeros=None, minima=minima.half())
+
+
+def in_halves(weight: Int8Weight) -> Int8Weight:
+    return replace(weight, scales=weight.scales.half())
+
+
+INTEGERS = QUANTIZERS | {
+    "int4 of 32": lambda w: quantize_int4(w, group=32),
+    "int4 of 64": lambda w: quantize_int4(w, group=64),
+    "int4 rows": lambda w: quantize_int4(w, group=w.shape[1]),
+    "int4 with zeros": lambda w: quantize_int4(w + 0.5, group=64, symmetric=False),
+    "int4 from minima": from_minima,
+    "int8 of 32 in halves": lambda w: in_halves(quantize_int8(w, group=32)),
+    "int8 of 64": lambda w: quantize_int8(w, group=64),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("group", [32, 64, None])
+def test_integers_multiply_as_their_values_do(name: str, group: int | None) -> None:
+    """Whether C takes them or not; 41 outputs are no multiple of anything."""
+    weight, rounding = INTEGERS[name](torch.randn(41, 192)), Rounding(torch.int8, group)
+    for rows in (0, 1, 2, 3, 4, 9):
+        x = torch.randn(rows, 192)
+        y = rounded_linear(x, prepare_quantized_weight(weight), None, rounding)
+        expected = rounded(x, rounding) @ weight.dequantize(torch.float32).double().t()
+        assert torch.allclose(y.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integer_products_are_exact(bits: int) -> None:
+    """Of the largest numbers, and of any below 2^24."""
+    levels = torch.randint(0, 1 << bits, (40, 256), dtype=torch.uint8)
+    levels[0], levels[1] = 0, (1 << bits) - 1
+    weight = integer_weight(levels, torch.ones(40, 4), bits=bits, group=64)
+    x = torch.randint(-127, 128, (6, 256)).float()
+    x[:, ::32] = -127.5  # s is 1; rounds to −128
+    x[0], x[1] = -127.5, 127.5
+    q = x.round().clamp(-128, 127)
+    y = rounded_linear(x, prepare_quantized_weight(weight), None, Rounding(torch.int8, 32))
+    assert torch.equal(y.double(), q.double() @ weight.dequantize(torch.float64).t())
+
+
+@pytest.mark.parametrize("name", ["int4 of 32", "int4 with zeros", "int8"])
+def test_a_row_has_the_same_bits_beside_any(name: str) -> None:
+    weight = prepare_quantized_weight(INTEGERS[name](torch.randn(70, 192)))
+    x, rounding = torch.randn(33, 192), Rounding(torch.int8, 32)
+    together = rounded_linear(x, weight, None, rounding)
+    for rows in (1, 2, 3, 4, 7):
+        parts = [rounded_linear(part, weight, None, rounding) for part in x.split(rows)]
+        assert torch.equal(torch.cat(parts), together)
+
+
+def test_c_multiplies_what_it_is_for() -> None:
+    """Where it compiles: else all of this runs in torch, and proves nothing of it."""
+    if not multiplies(torch.float32):
+        pytest.skip("the processor has no AVX2, or there is no compiler")
+    names = {name for name, make in INTEGERS.items() if takes(prepare_skinny(make(torch.randn(8, 192))), 32)}
+    assert names == INTEGERS.keys() - {"int4 fine", "fp8"}

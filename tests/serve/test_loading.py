@@ -1,15 +1,23 @@
-"""How many KV pages an engine takes of a GPU's memory, with a stand-in for the GPU."""
+"""How many KV pages an engine takes of a GPU's memory, with a stand-in for the GPU; and weights as options ask."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from compress.quantize.round_to_nearest import quantize_folder
+from model.files.checkpoint import load_model, save_model
+from model.formats.compressed_tensors import Int4, Int8
+from model.formats.ggml import Ggml
+from model.quantized import round_activations
+from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.engine.kv_cache import PAGE_SIZE
-from serve.engine.loading import Models, count_pages
-from tests.serve.toys import toy_tokenizer
-from tests.tiny import tiny_model
+from serve.engine.loading import Models, count_pages, load_models
+from tests.serve.toys import greedy_oracle, toy_tokenizer
+from tests.tiny import full_logits, tiny_model
 
 GIB = 2**30
 
@@ -32,3 +40,26 @@ def test_eight_bits_hold_more_tokens_in_the_same_memory() -> None:
     assert packed * 4 * head_dim == plain * (head_dim + 4)
     pages = [count_pages(EngineConfig("", kv_cache_bytes=2**20), models, size) for size in (plain, packed)]
     assert pages == [2**20 // (PAGE_SIZE * size) for size in (plain, packed)]
+
+
+def folder_of(path: Path, format: Any, **changes: Any) -> str:
+    save_model(tiny_model(**changes), path / "dense")
+    quantize_folder(path / "dense", path / "model", format, overrides={"lm_head": format})
+    toy_tokenizer().save(path / "model")
+    return str(path / "model")
+
+
+@pytest.mark.parametrize("format", [Int4(), Int8(), Ggml("Q8_0")], ids=str)
+def test_activations_are_rounded_in_all_products(format: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, format)
+    prompt, params = [3, 1, 4, 1, 5], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    model = load_model(folder)
+    round_activations(model)
+    (answer,) = LLM(folder, dtype="float32", num_pages=16, activations="int8").generate([prompt], params)
+    assert answer.choices[0].token_ids == greedy_oracle(model, prompt, 12)
+    assert not torch.equal(full_logits(model, prompt), full_logits(load_model(folder), prompt))
+
+
+def test_what_cannot_round_activations_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has none"):
+        load_models(EngineConfig(folder_of(tmp_path, Int8()).replace("model", "dense"), activations="int8"))

@@ -29,7 +29,7 @@ from compress.residual_stream import layers_of
 from model.config import ModelConfig
 from model.cost import Rounding, Setup, quantized_size
 from model.files.checkpoint import load_model, open_layerwise
-from model.formats.base import WeightFormat
+from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import format_named
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, set_quantized
@@ -93,7 +93,7 @@ class QuantizeStage(RecoveryStage[Quantize]):
 
     def _enlarged(self) -> dict[str, WeightFormat[Any] | None]:
         """The layers that get the larger format."""
-        return {cost.name: format_named(self.config.larger) for cost in self.costs if cost.enlarged}
+        return {cost.name: _larger(self.config) for cost in self.costs if cost.enlarged}
 
     @cached_property
     def costs(self) -> list[LayerCost]:
@@ -167,11 +167,21 @@ def _formats(
         raise UserError(f"quantize: {error}") from None
 
 
+def _larger(config: Quantize) -> WeightFormat[Any]:
+    """Of layers that need more bits; integers round activations as those of the other layers do."""
+    format: Any = format_named(config.larger)
+    weights: Any = format_named(config.weights.format, **config.weights.options())
+    return replace(format, rounding=weights.rounding) if isinstance(format, IntegerFormat) else format
+
+
 def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
     """Of each layer; as many as the budget lets have more bits get them, those whose rounding would cost most."""
     config = stage.config
     small: Any = format_named(config.weights.format, **config.weights.options())
-    large: Any = format_named(config.larger)
+    try:
+        large: Any = _larger(config)
+    except ValueError as error:
+        raise UserError(f"quantize: larger: {error}") from None
     text, dense = stage.calibration_text(min(config.calibration_tokens, COST_TOKENS)), stage.dense()
     log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
     costs = rounding_costs(dense, text, [small, large])

@@ -1,0 +1,47 @@
+"""Products of rows in 8 bits with integer weights on the CPU: the Python side of `_rounded.c`."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
+from kernels.common.floats_cpu import NEEDS
+from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
+from kernels.linear.quantization import Int4Weight, Int8Weight
+
+_BLOCK, _SPAN = 32, 64
+"""Inputs whose products are summed in integers, and that are multiplied at once."""
+
+
+def takes(weight: SkinnyWeight | None, group: int) -> bool:
+    """Whether rows of which `group` neighbours share a scale are multiplied here as integers."""
+    held = None if weight is None else weight.held
+    if not isinstance(held, Int4Weight | Int8Weight) or (isinstance(held, Int8Weight) and held.minima is not None):
+        return False
+    fits = held.group == _BLOCK or not held.group % _SPAN
+    return fits and not held.shape[1] % _SPAN and not group % _BLOCK and _library() is not None
+
+
+def rounded_product(x: Tensor, weight: SkinnyWeight, group: int) -> Tensor:
+    """x Wᵀ, fp32 [T, N], of x [T, K], of which `group` neighbours (a multiple of 32 that divides K) share a scale."""
+    x = x.float() if x.stride(1) == 1 else x.float().contiguous()
+    out = x.new_empty(x.shape[0], weight.at.n)
+    arguments = x.data_ptr(), x.stride(0), group, out.data_ptr(), x.shape[0], torch.get_num_threads()
+    call(_library().rounded_product, weight.at, *arguments)
+    return out
+
+
+@cache
+def _library() -> Any:
+    library = compiled(Path(__file__).with_name("_rounded.c"), needs=NEEDS | {"f16c"})
+    if library is not None:
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        product = library.rounded_product
+        product.argtypes = (ctypes.POINTER(WeightAddress), pointer, number, number, pointer, number, ctypes.c_int)
+        product.restype = ctypes.c_int
+    return library
