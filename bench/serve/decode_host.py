@@ -1,10 +1,10 @@
 """What a decoding step on the CPU does beside its products and its attention: operator calls, and the host's time.
 
-    python -m bench.serve.decode_host [FOLDER]      # writes bench/results/decode-host-cpu.json; 4 minutes
+    python -m bench.serve.decode_host [FOLDER]      # writes bench/results/decode-host-cpu.json; 6 minutes
 
 SmolLM2-135M with linear layers in INT4 (groups of 64) and the embedding, which is the head, in INT8, all by rounding,
-and as a GGUF file in Q4_1, beside the dense model of the same folder: all in the dtype that serving chooses here and in
-one process, by turns.
+and as a GGUF file in Q4_1, with activations as they are and rounded (`--activations int8`), beside the dense model of
+the same folder: all in the dtype that serving chooses here and in one process, by turns.
 One thread, and its processor time; of each part the least of all steps. On a machine with other work all of it takes
 longer, so compare figures of one run.
 
@@ -27,13 +27,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import kernels.attention._decode_cpu as attention
+import kernels.linear._rounded_cpu as integers
 import kernels.linear._skinny_cpu as products
 from bench.common import DTYPE, teacher_folder, write_result
 from model.files.checkpoint import load_model
 from model.formats.gguf.reader import import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
 from model.formats.registry import DEFAULT_FINER, DEFAULT_WEIGHTS, format_named
-from model.quantized import set_quantized
+from model.quantized import round_activations, set_quantized
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from serve import LLM, SamplingParams
@@ -42,7 +43,7 @@ from serve.engine.loading import Models
 BATCHES, PROMPT, LONG_PROMPT = (1, 8, 32), 32, 900
 STEPS, TURNS, PROFILED = 10, 3, 4
 GROUP = 64
-DENSE, INT4, GGUF = "dense", "int4", "q4_1"
+DENSE, INT4, GGUF, ROUNDED = "dense", "int4", "q4_1", ", activations rounded"
 
 
 def quantized(model: Transformer) -> Transformer:
@@ -55,11 +56,17 @@ def quantized(model: Transformer) -> Transformer:
     return model
 
 
+def rounding(model: Transformer) -> Transformer:
+    """The model, whose products round activations."""
+    round_activations(model)
+    return model
+
+
 def engine_of(folder: str, prepare: Callable[[Transformer], Transformer]) -> LLM:
     model = prepare(load_model(folder, dtype=DTYPE, device=torch.device("cpu"))).fuse()
     models = Models(target=model, tokenizer=Tokenizer.load(folder), dtype=DTYPE)
     return LLM(
-        folder, models=models, num_pages=4096, max_num_batched_tokens=max(BATCHES) * PROMPT, enable_prefix_caching=False
+        folder, models=models, num_pages=1024, max_num_batched_tokens=max(BATCHES) * PROMPT, enable_prefix_caching=False
     )
 
 
@@ -78,7 +85,11 @@ def decoding(llm: LLM, batch: int, prompt: int = PROMPT) -> Iterator[Callable[[]
 
 def clock(seconds: dict[str, float]) -> None:
     """Has the seconds that pass in the C forms added up, by name, in passes that are captured from here on too."""
-    for library, name in ((products._library(DTYPE), "skinny_product"), (attention._library(DTYPE), "attend_decode")):
+    for library, name in (
+        (products._library(DTYPE), "skinny_product"),
+        (integers._library(), "rounded_product"),
+        (attention._library(DTYPE), "attend_decode"),
+    ):
         if library is not None:
             setattr(library, name, _clocked(getattr(library, name), name, seconds))
 
@@ -163,8 +174,13 @@ def main() -> None:
         file, blocks = Path(scratch, "model.gguf"), Path(scratch, "model")
         export_gguf(folder, file, type=GGUF)
         import_gguf_blocks(file, blocks)
-        folders = {DENSE: folder, INT4: folder, GGUF: str(blocks)}
-        llms = {name: engine_of(path, quantized if name == INT4 else lambda m: m) for name, path in folders.items()}
+        llms = {
+            DENSE: engine_of(folder, lambda model: model),
+            INT4: engine_of(folder, quantized),
+            INT4 + ROUNDED: engine_of(folder, lambda model: rounding(quantized(model))),
+            GGUF: engine_of(str(blocks), lambda model: model),
+            GGUF + ROUNDED: engine_of(str(blocks), rounding),
+        }
     result = {
         "unit": "milliseconds of one thread's processor time, the least of all repetitions",
         "dtype": str(DTYPE),
