@@ -340,7 +340,8 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
     words = """--host ::1 | --port 9 | --served-model-name a | --dtype float16 | --device cpu | --max-model-len 9
         --gpu-memory-utilization 0.5 | --kv-cache-bytes 1 | --kv-cache-dtype int8 | --max-num-seqs 2
         --activations int8 | --max-num-batched-tokens 9 | --no-enable-prefix-caching | --verify t
-        --speculative-config {"model":"d"} | --adapter a=b | --seed 5 | --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1
+        --speculative-config {"model":"d"}
+        --adapter a=b | --seed 5 | --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1
         --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug"""
     given = [option.split() for line in words.splitlines() for option in line.split("|")]
     given.append(["--config", str(tmp_path / "serve.yaml")])
