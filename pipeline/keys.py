@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pipeline.results import FORMAT_VERSION
-from pipeline.settings import spelling, to_plain
+from pipeline.settings import plain_value, spelling, to_plain
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def stage_keys(kind: str, config: Any, *, models: Mapping[str, str], data: str |
         name = spelling(declared)
         if name not in settings:
             continue
-        if declared.metadata.get("later") and settings[name] == declared.default:
+        if declared.metadata.get("later") and settings[name] == plain_value(declared.default):
             del settings[name], work[name]
             continue
         weights = declared.metadata.get("weights", True)

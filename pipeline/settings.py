@@ -6,7 +6,17 @@ from typing import Any
 
 from model.settings import COUNTS, FRACTION, POSITIVE, redeclared, setting
 
-__all__ = ["COUNTS", "FRACTION", "POSITIVE", "redeclared", "references", "setting", "spelling", "to_plain"]
+__all__ = [
+    "COUNTS",
+    "FRACTION",
+    "POSITIVE",
+    "plain_value",
+    "redeclared",
+    "references",
+    "setting",
+    "spelling",
+    "to_plain",
+]
 
 
 def spelling(declared: Field[Any]) -> str:
@@ -16,12 +26,14 @@ def spelling(declared: Field[Any]) -> str:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """Settings as plain data in the recipe's spelling, defaults included."""
-    plain = {}
-    for declared in fields(config):
-        value = getattr(config, declared.name)
-        nested = to_plain(value) if is_dataclass(value) else value
-        plain[spelling(declared)] = list(nested) if isinstance(nested, tuple) else nested
-    return plain
+    return {spelling(declared): plain_value(getattr(config, declared.name)) for declared in fields(config)}
+
+
+def plain_value(value: Any) -> Any:
+    """A setting's value as YAML has it."""
+    if is_dataclass(value):
+        return to_plain(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def references(config: Any, to: str) -> Iterator[str]:

@@ -27,6 +27,8 @@ PRIVATE_WORDS = re.compile(
     r"(?<![a-z])(?:ending|flight|foretell|foretold|judged?|land|landed|nursery|question|ruling|seat|settled?|"
     r"at_home|few_rows|few_queries)s?(?![a-z])"
 )
+SANDBOXED = ROOT / "pipeline" / "measure" / "suite" / "guard.py"
+"""The one file that runs a program from a file, behind the fence that it puts up first."""
 EVERYTHING = SOURCES + sorted((ROOT / "bench").rglob("*.py")) + sorted((ROOT / "tests").rglob("*.py"))
 
 
@@ -153,6 +155,7 @@ def test_nothing_can_run_code_from_a_file(path: Path) -> None:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in {"eval", "exec", "torch.load", "torch.save", "torch.jit.load", "__import__"}, called
+            assert not called.startswith("runpy.") or path == SANDBOXED, called
         assert not isinstance(node, ast.Assert), "validation must survive `python -O`: raise instead of assert"
 
 

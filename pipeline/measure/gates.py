@@ -23,6 +23,14 @@ def estimate(means: Sequence[float], weights: Sequence[float]) -> Estimate:
     return Estimate(mean, Z_95 * math.sqrt(spread * count / (count - 1)) / total)
 
 
+def wilson(passed: int, total: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share, which holds for few draws and for shares of 0 and 1 (Wilson, 1927)."""
+    share, spread = passed / total, Z_95**2 / total
+    middle = share + spread / 2
+    reach = math.sqrt(spread * (share * (1 - share) + spread / 4))
+    return (middle - reach) / (1 + spread), (middle + reach) / (1 + spread)
+
+
 def check_gate(gate: Gate, quality: Quality, before: Quality | None = None) -> tuple[Check, ...]:
     """Compares every bound that the recipe sets. A value that was not measured, or is not finite, fails its bound."""
     kl_ratio = None

@@ -1,7 +1,7 @@
 """Quality, memory and speed of a model, beside a reference."""
 
-from pipeline.results import NoDetails
 from pipeline.stages.base import StageKind
 from pipeline.stages.evaluate.config import Evaluate, mistakes
+from pipeline.stages.evaluate.report import EvaluateDetails, sections
 
-KIND = StageKind("evaluate", Evaluate, NoDetails, mistakes=mistakes)
+KIND = StageKind("evaluate", Evaluate, EvaluateDetails, sections, mistakes)

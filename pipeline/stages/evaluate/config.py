@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pipeline.measure.suite.tasks import TASKS
 from pipeline.schema import Recipe
 from pipeline.settings import setting
 from pipeline.stages.shared.config import NO_FALL, REFERENCE_BOUNDS, Gate, Speed, nothing_to_bound
@@ -18,6 +19,8 @@ class Evaluate:
     data: str = setting(refers="data")
     held_out_tokens: int = setting(16_384, count=True, range=(16, 1e12))
     speed: Speed = field(default_factory=Speed)
+    suite: tuple[str, ...] = setting((), choices=tuple(TASKS), later=True)
+    """Small tasks to put to each model. `code` runs what it writes, as pipeline/measure/suite/sandbox.py says."""
     gate: Gate = field(default_factory=Gate)
 
 

@@ -3,21 +3,25 @@
 import logging
 from dataclasses import replace
 
+import msgspec
+
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import HeldOut, describe_model, load_published
 from pipeline.measure.speed import engines_for_speed, measure_speed, prompts_from
-from pipeline.results import ModelReport, NoDetails, Parity, Result
+from pipeline.measure.suite.ask import ask
+from pipeline.results import ModelReport, Parity, Result, write_atomically
 from pipeline.stages.evaluate.config import Evaluate
+from pipeline.stages.evaluate.report import ANSWERS_NAME, EvaluateDetails, Score, scores_of
 from pipeline.stages.shared.context import StageContext
 from train.evaluate import TeacherStates
 
 log = logging.getLogger(__name__)
 
 
-def run(context: StageContext) -> Result[NoDetails] | None:
+def run(context: StageContext) -> Result[EvaluateDetails] | None:
     """Measures everything in the main process. Publishes nothing."""
     config: Evaluate = context.stage.config
     tokenizer = Tokenizer.load(context.model(config.model))
@@ -28,7 +32,8 @@ def run(context: StageContext) -> Result[NoDetails] | None:
     held_out = HeldOut.of(data, sequence_length=sequence_length, max_tokens=config.held_out_tokens)
     reports, parity = [], []
     reference: TeacherStates | None = None
-    for name in [config.against, config.model] if config.against else [config.model]:
+    names = [config.against, config.model] if config.against else [config.model]
+    for name in names:
         log.info("measuring the quality of %s", name)
         report, states = _quality(context, name, held_out, reference)
         reference = reference or states
@@ -41,7 +46,8 @@ def run(context: StageContext) -> Result[NoDetails] | None:
         log.info("%s", describe(check))
     if config.speed.batch_sizes:
         reports = _with_speeds(context, reports, held_out)
-    return context.result(models=reports, gate=checks, parity=_worst(parity))
+    details = EvaluateDetails(suite=_suite(context, names) if config.suite else ())
+    return context.result(models=reports, gate=checks, parity=_worst(parity), details=details)
 
 
 def _quality(
@@ -78,6 +84,16 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
     engines = engines_for_speed(str(context.model(config.model)), verifier, config.speed)
     speeds = measure_speed(engines, prompts, config.speed)
     return [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
+
+
+def _suite(context: StageContext, names: list[str]) -> tuple[Score, ...]:
+    """What each model passes; its answers stay in the stage's folder."""
+    marked = []
+    for name in names:
+        log.info("asking %s the suite's prompts", name)
+        marked += ask(context.model(name), context.stage.config.suite, label=name)
+    write_atomically(context.folder / ANSWERS_NAME, msgspec.json.format(msgspec.json.encode(marked), indent=1))
+    return scores_of((one.model, one.task, one.passed) for one in marked)
 
 
 def _worst(found: list[Parity]) -> Parity:
