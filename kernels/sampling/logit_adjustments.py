@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.rows import rows_per_block
+from kernels.common.rows import blocks_of_rows
 from kernels.common.triton_support import check_rows, runs_triton
 
 IN_PROMPT = 1 << 30
@@ -183,7 +183,7 @@ def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor) -> None:
 
 def _adjust(logits: Tensor, state: RequestState, slots: Tensor, positions: Tensor, drafted: Tensor | None) -> Tensor:
     scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
-    for rows in (slots >= 0).nonzero()[:, 0].split(rows_per_block(logits.shape[1])):
+    for rows in blocks_of_rows(slots >= 0, logits.shape[1]):
         before = None if drafted is None else drafted[rows].long()
         scores[rows] = _adjust_rows(scores[rows], state, slots[rows].long(), positions[rows], before)
     return scores

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.rows import rows_per_block
+from kernels.common.rows import blocks_of_rows
 from kernels.common.triton_support import check_rows, runs_triton
 from kernels.sampling import _race
 from kernels.sampling.random import Purpose, Stream, check_stream, exponential, load_key, philox_words, to_exponential
@@ -314,8 +314,7 @@ def sample_tokens(logits: Tensor, filters: Filters, stream: Stream, *, purpose: 
     scores = logits.float()
     tokens = scores.argmax(dim=-1)
     best = scores.gather(1, tokens[:, None])[:, 0]
-    sampled = (filters.temperature > 0).nonzero()[:, 0]
-    for rows in sampled.split(rows_per_block(logits.shape[1])):
+    for rows in blocks_of_rows(filters.temperature > 0, logits.shape[1]):
         probabilities = adjusted_probabilities(scores[rows], **{name: x[rows] for name, x in filters._asdict().items()})
         draws = exponential(Stream(*(x[rows] for x in stream)), logits.shape[1], purpose)
         tokens[rows] = sample(probabilities, draws)
