@@ -6,6 +6,7 @@ DRAFT_MODEL = "draft_model"
 DRAFTS = {
     DRAFT_MODEL: "serve.engine.drafts.model.ModelDraft",
     "ngram": "serve.engine.drafts.ngram.NgramDraft",
+    "suffix": "serve.engine.drafts.suffix.SuffixDraft",
 }
 """The kinds of draft, by the names that vLLM has for them, and where they stand. As EngineConfig.draft a name means its
 kind, anything else the folder of a draft model."""
@@ -22,6 +23,8 @@ class EngineConfig:
     """Folder of the model whose distribution is served: an artifact or any Hugging Face folder."""
     draft: str | None = None
     """Folder of a smaller model with the same vocabulary, or a name in DRAFTS: it proposes what `model` verifies."""
+    draft_model: str | None = None
+    """Folder of a smaller model beside a `draft` that is a name, for kinds that can use one."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters of `model` that requests choose from: their folders, by name."""
     dtype: str = "auto"

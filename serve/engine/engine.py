@@ -26,7 +26,7 @@ from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.batch_state import BatchState, Download, feed_reference, synchronize, upload
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer
-from serve.engine.drafts.tree import NO_DRAFT, DraftTree
+from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
 from serve.engine.kv_cache import KVCache
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
 from serve.engine.requests import Limits, Requests, Sequence
@@ -139,7 +139,7 @@ class Engine:
         )
         self.add_request, self.abort = self.requests.add, self.requests.abort
         self.set_token_mask = self.requests.set_token_mask
-        kind = draft_kind(config.draft if models.draft is None else DRAFT_MODEL)
+        kind = draft_kind(config.draft or (None if models.draft is None else DRAFT_MODEL))
         self.state = BatchState(
             config.max_num_seqs,
             models.target.config.vocab_size,
@@ -173,9 +173,9 @@ class Engine:
         )
         fixed = self.config.num_speculative_tokens
         self.draft_length = (
-            AdaptiveLength(target_costs, draft_costs, self.draft.num_missing)
+            AdaptiveLength(target_costs, draft_costs, self.draft)
             if fixed is None
-            else FixedLength(fixed, target_costs, draft_costs)
+            else FixedLength(fixed, target_costs, draft_costs, self.draft)
         )
 
     def has_work(self) -> bool:
@@ -237,6 +237,8 @@ class Engine:
     def _schedule(self, outputs: list[RequestOutput]) -> Schedule:
         if self.draft is None:
             return self.scheduler.schedule()
+        if self.draft.reads_tokens:
+            self._read(outputs)
         decoding = [sequence for sequence in self.scheduler.running if sequence.num_pending == 1]
         if decoding:
             self.draft_length.begin_step(decoding)
@@ -277,10 +279,13 @@ class Engine:
         """The chunks, with draft tokens where the schedule has room for them."""
         found = [(chunk, self.requests.find(chunk.sequence_id)) for chunk in chunks]
         work = [Work(chunk, sequence) for chunk, sequence in found if sequence is not None]
-        wanted = [(item.sequence, item.chunk.num_drafts) for item in work if item.chunk.num_drafts]
-        if not wanted or self.draft is None:
+        if self.draft is None:
             return work
-        self.state.add(sequence for sequence, _ in wanted)
+        asked = [(item.sequence, item.chunk.num_drafts) for item in work if item.chunk.num_drafts]
+        wanted = [Wanted(sequence, k, self.draft_length.takes_at_hand(sequence)) for sequence, k in asked]
+        if not wanted:
+            return work
+        self.state.add(sequence for sequence, _ in asked)
         drafts = self.draft.propose(wanted)
         return [Work(item.chunk, item.sequence, drafts.get(item.sequence.id, NO_DRAFT)) for item in work]
 

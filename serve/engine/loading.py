@@ -19,7 +19,7 @@ from model.quantized import quantized_layers, round_activations
 from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from serve.config import EngineConfig
-from serve.engine.drafts.base import draft_kind
+from serve.engine.drafts.base import Draft, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS
 from serve.engine.kv_cache import PAGE_SIZE, pages_for
 from serve.engine.runner import LanguageModel
@@ -57,7 +57,7 @@ def load_models(config: EngineConfig) -> Models:
     dtype = choose_dtype(config.dtype, device)
     choose_kv_format(config.kv_cache_dtype, dtype)  # a wrong name is found before weights are read
     kind = draft_kind(config.draft)
-    draft = config.draft if kind is not None and kind.needs_model else None
+    draft = _draft_folder(config, kind)
     for folder in (config.model, draft, *config.adapters.values()):
         if folder is not None and (Path(folder) / MANIFEST_NAME).exists():
             open_artifact(folder, verify=config.verify_artifact)
@@ -72,6 +72,15 @@ def load_models(config: EngineConfig) -> Models:
         dtype=dtype,
         device=device,
     )
+
+
+def _draft_folder(config: EngineConfig, kind: type[Draft] | None) -> str | None:
+    """The folder of the model that drafts, if one does."""
+    if kind is not None and kind.model_use == "optional":
+        return config.draft_model
+    if config.draft_model is not None:
+        raise ValueError(f"a draft model cannot be used beside the draft {config.draft}")
+    return config.draft if kind is not None and kind.model_use == "needed" else None
 
 
 def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Transformer:

@@ -217,13 +217,13 @@ def _speculative(text: str) -> dict[str, Any]:
     method = value.get("method", DRAFT_MODEL)
     if method not in DRAFTS:
         raise argparse.ArgumentTypeError("method must be " + " or ".join(f'"{name}"' for name in DRAFTS))
-    draft = value.get("model") if method == DRAFT_MODEL else method
-    tokens = value.get("num_speculative_tokens")
-    if draft is not None and not isinstance(draft, str):
+    model, tokens = value.get("model"), value.get("num_speculative_tokens")
+    if model is not None and not isinstance(model, str):
         raise argparse.ArgumentTypeError("model must be a string")
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
         raise argparse.ArgumentTypeError("num_speculative_tokens must be a whole number")
-    chosen = {} if draft is None else {"draft": draft}
+    chosen = {"draft": model} if method == DRAFT_MODEL else {"draft": method, "draft_model": model}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     return chosen | {"num_speculative_tokens": tokens}
 
 

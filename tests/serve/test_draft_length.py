@@ -1,13 +1,14 @@
 """The adaptive draft length: the textbook formula on measured costs, zero when drafting loses, and back."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 
 from model.transformer import Transformer
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, PassCosts, expected_tokens
+from serve.engine.drafts.tree import AtHand
 from serve.engine.engine import Engine
 from serve.engine.requests import Sequence
 from serve.sampling_params import SamplingParams
@@ -25,10 +26,24 @@ def test_expected_tokens(acceptance: float, k: int, expected: float) -> None:
     assert expected_tokens(acceptance, k) == pytest.approx(expected, abs=5e-5)
 
 
+@dataclass
+class Reader:
+    """A draft that is nothing but what it has read of each sequence, and what it has at hand for all."""
+
+    read: dict[Sequence, int] = field(default_factory=dict)
+    guess: AtHand | None = None
+    runs_passes: bool = True
+
+    def at_hand(self, sequence: Sequence) -> AtHand | None:
+        return self.guess
+
+    def num_missing(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - self.read.get(sequence, 0)
+
+
 def adaptive_length(read: dict[Sequence, int] | None = None) -> AdaptiveLength:
     """A controller without an engine; `read`: tokens of each sequence that the draft has read."""
-    known = {} if read is None else read
-    return AdaptiveLength(PassCosts(), PassCosts(), lambda sequence: sequence.num_tokens - known.get(sequence, 0))
+    return AdaptiveLength(PassCosts(), PassCosts(), Reader({} if read is None else read))
 
 
 def trained(acceptance: float, *, draft_s: float, row_s: float = 0.0, num_decoding: int = 1) -> AdaptiveLength:
@@ -95,7 +110,7 @@ def served(load: Load, length: int | None) -> float:
         lengths = [adaptive(sequence) if length is None else length for sequence in sequences]
         for number in range(max(lengths)):
             drafting = [s for s, own in zip(sequences, lengths, strict=True) if own > number]
-            rows = len(drafting) if number else sum(map(adaptive.num_missing, drafting))
+            rows = len(drafting) if number else sum(map(adaptive.draft.num_missing, drafting))
             adaptive.draft_costs.record(rows, load.draft_pass_s(rows))
             seconds += load.draft_pass_s(rows)
         rows = load.num_decoding + sum(lengths)

@@ -2,14 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 import torch
 
 from serve.config import DRAFTS, EngineConfig
 from serve.engine.drafts.base import DraftContext
-from serve.engine.drafts.tree import DraftTree
+from serve.engine.drafts.tree import DraftTree, Wanted
 from serve.engine.engine import Engine
 from serve.engine.loading import load_models
 from serve.engine.requests import Sequence
@@ -25,16 +25,20 @@ PROMPTS = random_prompts(6, seed=1)
 class EchoDraft:
     """Proposes the last tokens once more."""
 
-    needs_model: ClassVar[bool] = False
+    model_use: ClassVar[Literal["none"]] = "none"
     needs_text: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
+    runs_passes = True
 
     def __init__(self, context: DraftContext) -> None:
         self.state = context.sampler.state
         self.heard: list[tuple[int, int]] = []
 
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, DraftTree]:
+    def at_hand(self, sequence: Sequence) -> None: ...
+
+    def propose(self, wanted: list[Wanted]) -> dict[int, DraftTree]:
         trees = {}
-        for sequence, k in wanted:
+        for sequence, k, _ in wanted:
             tokens = (sequence.tokens * k)[-k:]
             self.state.write_drafts(torch.tensor([sequence.batch_row]), torch.tensor([tokens]))
             trees[sequence.id] = DraftTree(k)
@@ -66,11 +70,13 @@ def test_a_new_kind_needs_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_with_a_kind_of_draft_loads(tmp_path: Path) -> None:
     folder = str(save_tiny_folder(tmp_path / "model"))
-    for draft in ("ngram", folder, None):
-        config = EngineConfig(model=folder, draft=draft, dtype="float32", num_pages=32, num_speculative_tokens=2)
+    for draft, model in (("ngram", None), ("suffix", None), ("suffix", folder), (folder, None), (None, None)):
+        config = EngineConfig(folder, draft, model, dtype="float32", num_pages=32, num_speculative_tokens=2)
         engine = Engine(config, load_models(config))
         assert len(generate(engine, [[5, 6, 5, 6, 5]], greedy(8))[0]) == 8
         assert (engine.draft is None) == (draft is None)
+    with pytest.raises(ValueError, match="a draft model cannot be used beside the draft ngram"):
+        load_models(EngineConfig(folder, "ngram", folder))
 
 
 def test_no_kind_is_named_outside_its_file_and_the_list() -> None:
@@ -79,5 +85,5 @@ def test_no_kind_is_named_outside_its_file_and_the_list() -> None:
     for path in set(SERVE.rglob("*.py")) - kinds:
         text = path.read_text()
         if path != SERVE / "config.py":
-            assert not re.search(r"ngram|ModelDraft", text, re.IGNORECASE), path
+            assert not re.search(r"ngram|suffixdraft|ModelDraft", text, re.IGNORECASE), path
         assert SERVE / "engine" not in path.parents or not re.search(r"isinstance\([^)]*[Dd]raft", text), path

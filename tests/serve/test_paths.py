@@ -64,7 +64,7 @@ def entered_by_step(engine: Engine) -> set[str]:
     return {str(Path(name).relative_to(ROOT)) for name in files if Path(name).is_relative_to(room)}
 
 
-@pytest.mark.parametrize("draft", [None, "model", "ngram"])
+@pytest.mark.parametrize("draft", [None, "model", "ngram", "suffix"])
 def test_a_decoding_step_enters_the_files_that_are_drawn(draft: str | None) -> None:
     """From a step amid decoding to one that ends a request; requests with penalties, seeds and log-probabilities."""
     options: dict[str, Any] = {"num_speculative_tokens": 2} if draft else {}
@@ -80,6 +80,6 @@ def test_a_decoding_step_enters_the_files_that_are_drawn(draft: str | None) -> N
         entered |= step
     path = drawn("serve/engine")
     drafts = {name for name in path if "/drafts/" in name}
-    kinds = {"serve/engine/drafts/model.py", "serve/engine/drafts/ngram.py"}
+    kinds = {f"serve/engine/drafts/{kind}.py" for kind in ("model", "ngram", "suffix")}
     own = {f"serve/engine/drafts/{draft}.py"}
     assert entered == (path - drafts if draft is None else path - kinds | own)

@@ -89,13 +89,18 @@ class CountingModel:
         self.model.update_weights(weights)
 
 
-def make_engine(target: LanguageModel, draft: LanguageModel | str | None = None, **options: Any) -> Engine:
-    """An fp32 engine on the CPU; `draft` is a model or "ngram"."""
+def make_engine(
+    target: LanguageModel,
+    draft: LanguageModel | str | None = None,
+    draft_model: LanguageModel | None = None,
+    **options: Any,
+) -> Engine:
+    """An fp32 engine on the CPU; `draft` is a model, or the name of a kind, which may use `draft_model`."""
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 256, "max_model_len": 256} | options
     config = EngineConfig(model="toy", draft=draft if isinstance(draft, str) else None, **options)
     tokenizer = toy_tokenizer(target.config.vocab_size)
     device = torch.device("cpu" if config.device == "auto" else config.device)
-    model, scales = None if isinstance(draft, str) else draft, getattr(target, "cache_scales", ())
+    model, scales = draft_model if isinstance(draft, str) else draft, getattr(target, "cache_scales", ())
     return Engine(config, Models(target, tokenizer, model, cache_scales=scales, device=device))
 
 

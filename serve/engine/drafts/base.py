@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from model.kv_format import KVFormat
 from serve.config import DRAFT_MODEL, DRAFTS
 from serve.engine.drafts.length import PassTimer
-from serve.engine.drafts.tree import DraftTree
+from serve.engine.drafts.tree import AtHand, DraftTree, Wanted
 from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
 from serve.engine.runner import LanguageModel
@@ -35,15 +35,24 @@ class DraftContext:
 class Draft(Protocol):
     """A source of guesses. What it guesses decides how fast the target is, never what it says."""
 
-    needs_model: ClassVar[bool]
-    """Whether EngineConfig.draft is the folder of a model, to be loaded before."""
+    model_use: ClassVar[Literal["needed", "optional", "none"]]
+    """Whether a model is to be loaded for it: EngineConfig.draft where that is its folder, else draft_model."""
     needs_text: ClassVar[bool]
     """Whether it looks into `BatchState.text`."""
 
+    reads_tokens: ClassVar[bool]
+    """Whether what it has at hand follows from a sequence's tokens, so that no step may be under way."""
+    runs_passes: bool
+    """Whether it guesses more than what it has at hand."""
+
     def __init__(self, context: DraftContext) -> None: ...
 
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, DraftTree]:
-        """Guess up to k tokens for each (sequence, k), k > 0. Keys are sequence ids; a sequence may be left out."""
+    def at_hand(self, sequence: Sequence) -> AtHand | None:
+        """What it could propose without a pass. A kind that only runs passes has nothing."""
+        ...
+
+    def propose(self, wanted: list[Wanted]) -> dict[int, DraftTree]:
+        """Guess tokens for each. Keys are sequence ids; a sequence may be left out."""
         ...
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:

@@ -3,17 +3,21 @@
 With acceptance rate a, drafting k tokens yields (1 - a^(k+1)) / (1 - a) tokens a step, and costs k passes of the draft
 and one pass of the target over k + 1 rows a sequence instead of one. Source: https://arxiv.org/abs/2211.17192.
 Before its first tokens for a sequence the draft must read all of it, which a short answer does not earn back.
+What a draft has at hand for a sequence costs rows of the target alone; it is taken where it promises more tokens a
+second than passes of the draft do.
 """
 
 import bisect
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
+from serve.engine.drafts.tree import AtHand
 from serve.engine.requests import Sequence
 
 MAX_DRAFT_TOKENS = 8
@@ -126,6 +130,16 @@ def _bucket(num_rows: int) -> int:
     return num_rows >> shift << shift
 
 
+class Drafter(Protocol):
+    """What is asked of a draft here; `serve.engine.drafts.base.Draft` explains it."""
+
+    runs_passes: bool
+
+    def at_hand(self, sequence: Sequence) -> AtHand | None: ...
+
+    def num_missing(self, sequence: Sequence) -> int: ...
+
+
 class AdaptiveLength:
     """Follows acceptance, per sequence and engine-wide, and the costs of both models.
 
@@ -133,9 +147,8 @@ class AdaptiveLength:
     worth their rows in the target's pass gets less.
     """
 
-    def __init__(self, target_costs: PassCosts, draft_costs: PassCosts, num_missing: Callable[[Sequence], int]) -> None:
-        """`num_missing`: `Draft.num_missing`."""
-        self.target_costs, self.draft_costs, self.num_missing = target_costs, draft_costs, num_missing
+    def __init__(self, target_costs: PassCosts, draft_costs: PassCosts, draft: Drafter) -> None:
+        self.target_costs, self.draft_costs, self.draft = target_costs, draft_costs, draft
         self._accepted = INITIAL_WEIGHT * INITIAL_ACCEPTANCE
         self._rejected = INITIAL_WEIGHT * (1 - INITIAL_ACCEPTANCE)
         self._length = 0
@@ -151,13 +164,24 @@ class AdaptiveLength:
         self._interval = PROBE_INTERVAL
         self._probing: set[Sequence] = set()
         """Those that probe in this step."""
+        self._at_hand: dict[Sequence, int] = {}
+        """How many tokens are taken of what the draft has at hand, by sequence, in this step."""
 
     def begin_step(self, decoding: list[Sequence]) -> None:
         """Choose the length for a step in which these sequences decode."""
-        num_decoding = len(decoding)
-        if self.target_costs.estimate(num_decoding) is None:  # nothing was measured yet
-            self._probing = set(decoding[:PROBE_SEQUENCES])
+        self._at_hand = {}
+        if self.target_costs.estimate(len(decoding)) is None:  # nothing was measured yet
+            self._probing = set(decoding[:PROBE_SEQUENCES]) if self.draft.runs_passes else set()
             return
+        if self.draft.runs_passes:
+            self._plan_passes(decoding)
+        for sequence in decoding:
+            if sequence not in self._probing and (taken := self._choose_at_hand(sequence, len(decoding))):
+                self._at_hand[sequence] = taken
+
+    def _plan_passes(self, decoding: list[Sequence]) -> None:
+        """Choose the length of what the draft's passes give, and who probes."""
+        num_decoding = len(decoding)
         self._length, self._late = self._choose(decoding, [self.acceptance(sequence) for sequence in decoding])
         if self._length:
             num_drafting = num_decoding - len(self._late)
@@ -178,6 +202,29 @@ class AdaptiveLength:
         seconds = self._step_seconds(len(decoding), len(probing))
         extra = seconds[PROBE_TOKENS] - seconds[0] + sum(self._catch_up_seconds(sequence) for sequence in probing)
         return set(probing) if extra <= PROBE_SHARE * self._num_steps * seconds[0] else set()
+
+    def _choose_at_hand(self, sequence: Sequence, num_decoding: int) -> int:
+        """Tokens to take of what is at hand for a sequence; 0 if passes of the draft, or no draft, promise more.
+
+        All others count as if they only decoded.
+        """
+        found = self.draft.at_hand(sequence)
+        if found is None:
+            return 0
+        taken, best_rate = 0, MIN_GAIN * num_decoding / self._target_seconds(num_decoding)
+        if length := self._worthwhile(sequence):
+            tokens = expected_tokens(self.acceptance(sequence), length)
+            passes = self._draft_seconds(2 * num_decoding) + (length - 1) * self._draft_seconds(num_decoding)
+            seconds = self._target_seconds(num_decoding + length) + passes / num_decoding
+            best_rate = max(best_rate, (num_decoding - 1 + tokens) / seconds)
+        tokens, power = float(num_decoding), 1.0
+        for length in range(1, found.num_tokens + 1):
+            power *= found.acceptance
+            tokens += power
+            rate = tokens / self._target_seconds(num_decoding + length)
+            if rate > best_rate:
+                taken, best_rate = length, rate
+        return taken
 
     def _choose(self, decoding: list[Sequence], acceptances: list[float]) -> tuple[int, set[Sequence]]:
         """The length for the batch, and the sequences too late to draft for: they end before it pays."""
@@ -202,7 +249,7 @@ class AdaptiveLength:
 
     def _catch_up_seconds(self, sequence: Sequence) -> float:
         """What it takes the draft to read what it has not read of a sequence, beyond what every step takes."""
-        num_missing = self.num_missing(sequence)
+        num_missing = self.draft.num_missing(sequence)
         return self._draft_seconds(num_missing) - self._draft_seconds(2) if num_missing > 2 else 0.0
 
     def _target_seconds(self, num_rows: int) -> float:
@@ -214,11 +261,17 @@ class AdaptiveLength:
     @property
     def is_drafting(self) -> bool:
         """Whether any sequence may get draft tokens in this step."""
-        return self._length > 0 or bool(self._probing)
+        return self._length > 0 or bool(self._probing) or bool(self._at_hand)
 
     def __call__(self, sequence: Sequence) -> int:
         """Draft tokens that this sequence should get now."""
-        return PROBE_TOKENS if sequence in self._probing else self._worthwhile(sequence)
+        if sequence in self._probing:
+            return PROBE_TOKENS
+        return self._at_hand.get(sequence) or self._worthwhile(sequence)
+
+    def takes_at_hand(self, sequence: Sequence) -> bool:
+        """Whether its draft tokens are to be those that the draft has at hand."""
+        return sequence in self._at_hand
 
     def _worthwhile(self, sequence: Sequence) -> int:
         """Draft tokens that pay, of the batch's length as many as are worth their rows."""
@@ -240,7 +293,9 @@ class AdaptiveLength:
         return (sequence.recent_accepted + PRIOR_WEIGHT * engine_wide) / (tested + PRIOR_WEIGHT)
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Learn from one verification."""
+        """Learn from one verification of what passes of the draft have given."""
+        if self.takes_at_hand(sequence):
+            return
         rejected = int(num_accepted < num_drafted)
         sequence.recent_accepted = SEQUENCE_MEMORY * sequence.recent_accepted + num_accepted
         sequence.recent_rejected = SEQUENCE_MEMORY * sequence.recent_rejected + rejected
@@ -253,12 +308,19 @@ class AdaptiveLength:
 class FixedLength(AdaptiveLength):
     """Always the same number of draft tokens; measures all the same."""
 
-    def __init__(self, length: int, target_costs: PassCosts, draft_costs: PassCosts) -> None:
-        super().__init__(target_costs, draft_costs, num_missing=lambda sequence: 0)
+    def __init__(self, length: int, target_costs: PassCosts, draft_costs: PassCosts, draft: Drafter) -> None:
+        super().__init__(target_costs, draft_costs, draft)
         self._length = length
 
     def begin_step(self, decoding: list[Sequence]) -> None:
-        pass
+        """Take what is at hand where it promises at least as many tokens as passes of the draft."""
+        self._at_hand = {}
+        for sequence in decoding:
+            if (found := self.draft.at_hand(sequence)) is None:
+                continue
+            promised = expected_tokens(self.acceptance(sequence), self._length) if self.draft.runs_passes else 0.0
+            if expected_tokens(found.acceptance, min(found.num_tokens, self._length)) >= promised:
+                self._at_hand[sequence] = min(found.num_tokens, self._length)
 
     def __call__(self, sequence: Sequence) -> int:
         return self._length

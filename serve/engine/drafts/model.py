@@ -8,7 +8,7 @@ k draft tokens, R rows, V vocabulary.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from serve.engine.batch_state import feed_reference
 from serve.engine.drafts.base import DraftContext
-from serve.engine.drafts.tree import DraftTree
+from serve.engine.drafts.tree import DraftTree, Wanted
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable
 from serve.engine.requests import Sequence
 from serve.engine.runner import Runner, SequenceInput
@@ -49,8 +49,10 @@ class _Progress:
 class ModelDraft:
     """A smaller model of the same vocabulary, with pages of its own under the target's page ids."""
 
-    needs_model: ClassVar[bool] = True
+    model_use: ClassVar[Literal["needed"]] = "needed"
     needs_text: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
+    runs_passes = True
 
     def __init__(self, context: DraftContext) -> None:
         if context.model is None:
@@ -64,7 +66,10 @@ class ModelDraft:
         """For each page the use (`PagePool.num_uses`) in which the draft has filled it."""
         self._progress: WeakKeyDictionary[BlockTable, _Progress] = WeakKeyDictionary()
 
-    def propose(self, wanted: list[tuple[Sequence, int]]) -> dict[int, DraftTree]:
+    def at_hand(self, sequence: Sequence) -> None:
+        """Each of its tokens takes a pass."""
+
+    def propose(self, wanted: list[Wanted]) -> dict[int, DraftTree]:
         inputs, guesses = self._catch_up(wanted)
         proposed, num_drawn = list(guesses), 0
         while inputs:
@@ -113,7 +118,7 @@ class ModelDraft:
             number += 1
         return max(start, number * PAGE_SIZE)
 
-    def _catch_up(self, wanted: list[tuple[Sequence, int]]) -> tuple[list[SequenceInput], list[_Guess]]:
+    def _catch_up(self, wanted: list[Wanted]) -> tuple[list[SequenceInput], list[_Guess]]:
         """Inputs that bring the draft to each sequence's last token, as far as one pass goes, and who can guess then.
 
         A sequence that needs more is brought nearer and guesses in a later step. Pages that another sequence fills, or
@@ -125,7 +130,7 @@ class ModelDraft:
         guesses = []
         filled: set[int] = set()
         room = self.max_tokens
-        for sequence, length in wanted:
+        for sequence, length, _ in wanted:
             progress = self._read(sequence)
             start = self._skip_filled(sequence.table, progress.num_computed, sequence.num_tokens - 1, filled)
             # What the target says of its embedding's padding is no token of the draft: any other serves as well.

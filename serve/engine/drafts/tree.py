@@ -1,8 +1,11 @@
 """What a draft proposes for one sequence."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+from serve.engine.requests import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,24 @@ class DraftTree:
     """Int32 without dimensions: how many of them are meant, where the host does not know; None: all."""
     distributions: list[Tensor] = field(default_factory=list)
     """`[V]` fp32 each, what each token was drawn from; empty: verify by matching."""
+
+
+class AtHand(NamedTuple):
+    """A guess that takes no pass of a model."""
+
+    num_tokens: int
+    acceptance: float
+    """Estimated probability that each is accepted, if those before it were."""
+
+
+class Wanted(NamedTuple):
+    """What a draft is asked for."""
+
+    sequence: Sequence
+    num_tokens: int
+    """As many as there is room for, at least 1."""
+    at_hand: bool
+    """Whether what it has at hand is wanted, without a pass."""
 
 
 NO_DRAFT = DraftTree()
