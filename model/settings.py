@@ -2,7 +2,8 @@
 
 `choices` and `range` bound it (a Literal bounds itself), a list that is `required` must hold something, `pattern` is
 what text must look like and `meaning` says so in words. What only recipes read: `key` is its spelling in YAML where
-Python reserves the word, `count` allows 100k and 2M, `refers` names what it must be the name of, a list with `single`
+Python reserves the word, `count` allows 100k and 2M, `refers` names what it must be the name of, `makes` what it
+gives a name to, a list with `single`
 may be one number. What pipeline/keys.py reads: `weights`, `figures` and `grows` say what a change does to training that
 was interrupted.
 """

@@ -54,7 +54,7 @@ def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
         setup, data = kind.setup(stage.config, shapes), kind.data(stage.config)
         shape = kind.shape(stage.config, shapes, cache)
         if setup is not None and data is not None:
-            plans.append(StagePlan(stage.name, setup, setup.memory(), recipe.data[data].sequence_length))
+            plans.append(StagePlan(stage.name, setup, setup.memory(), recipe.data_set(data).sequence_length))
         if stage.out is not None and shape is not None:
             shapes[stage.out] = shape
     if not plans:

@@ -15,7 +15,7 @@ class Processes:
 
     def __init__(self) -> None:
         rank = this_rank()
-        self.count, self.is_main = rank.count, rank.index == 0
+        self.count, self.index, self.is_main = rank.count, rank.index, rank.index == 0
         self._joined = False
 
     def agree(self, value: int) -> int:

@@ -8,7 +8,7 @@ the same in error messages and in overrides.
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -24,6 +24,8 @@ from pipeline.settings import out_name, spelling, to_plain
 from pipeline.stages.base import kind_of, recipe_kinds
 
 T = TypeVar("T")
+Names = Mapping[str, Sequence[str]]
+"""Of models and of data."""
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 12
@@ -277,19 +279,23 @@ def _check_value(setting: Field[Any], kind: Any, value: Any, path: str) -> None:
 
 def _check_references(recipe: Recipe) -> None:
     """Every model and data set that a stage names exists by the time the stage runs."""
-    models, data = list(recipe.models), list(recipe.data)
-    outs = [out for _, config in recipe.stages if (out := out_name(config))]
+    kinds = {"model": "a model", "data": "data"}
+    known: dict[str, list[str]] = {"model": list(recipe.models), "data": list(recipe.data)}
+    outs = {made: [out for _, config in recipe.stages if (out := out_name(config, made))] for made in known}
     for index, (kind, config) in enumerate(recipe.stages):
-        _check_names(config, f"stages.{index}.{kind}", models=models, data=data, later=outs)
-        out = out_name(config)
-        if out is not None:
+        path = f"stages.{index}.{kind}"
+        _check_names(config, path, known, later=outs)
+        for made, names in known.items():
+            out = out_name(config, made)
+            if out is None:
+                continue
             if not NAME.fullmatch(out):
-                raise RecipeError(f"stages.{index}.{kind}.out is {out!r}; names are letters, digits, '.', '_' and '-'.")
-            if out in models:
-                raise RecipeError(f"stages.{index}.{kind}.out is {out!r}, but a model of that name exists already.")
-            models.append(out)
+                raise RecipeError(f"{path}.out is {out!r}; names are letters, digits, '.', '_' and '-'.")
+            if out in names:
+                raise RecipeError(f"{path}.out is {out!r}, but {kinds[made]} of that name exists already.")
+            names.append(out)
     if recipe.serve is not None:
-        _check_names(recipe.serve, "serve", models=models, data=data, later=[])
+        _check_names(recipe.serve, "serve", known, later={})
 
 
 def _check_stages(recipe: Recipe) -> None:
@@ -299,20 +305,20 @@ def _check_stages(recipe: Recipe) -> None:
             raise RecipeError(f"stages.{index}.{kind}.{key} {mistake}.")
 
 
-def _check_names(config: Any, path: str, *, models: list[str], data: list[str], later: list[str]) -> None:
+def _check_names(config: Any, path: str, known: Names, later: Names) -> None:
     for setting in fields(config):
         value, here = getattr(config, setting.name), _join(path, spelling(setting))
         if is_dataclass(value):
-            _check_names(value, here, models=models, data=data, later=later)
+            _check_names(value, here, known, later)
             continue
         kind = setting.metadata.get("refers")
-        known = {"model": models, "data": data}.get(kind or "", [])
-        if kind is None or value is None or value in known:
+        if kind is None or value is None or value in known[kind]:
             continue
-        if kind == "model" and value in later:
+        if value in later.get(kind, ()):
             raise RecipeError(f"{here} is {value!r}, which only a later stage makes.")
-        have = f"it has {', '.join(known)}" if known else "it has none"
-        raise RecipeError(f"{here} is {value!r}, but the recipe has no such {kind}; {have}{_nearest(value, known)}")
+        have = f"it has {', '.join(known[kind])}" if known[kind] else "it has none"
+        nearest = _nearest(value, known[kind])
+        raise RecipeError(f"{here} is {value!r}, but the recipe has no such {kind}; {have}{nearest}")
 
 
 def _check_keys(raw: Mapping[str, Any], known: Iterable[str], path: str) -> None:

@@ -23,8 +23,12 @@ from pipeline.processes import Processes
 from pipeline.results import Result, write_atomically, write_result
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe, Stage
+from pipeline.settings import to_plain
 from pipeline.stages.base import kind_of, read_result
 from pipeline.stages.shared.context import Input, StageContext, prepare_data
+from train.data import DamagedCacheError
+from train.sealed_folder import folder_digest
+from train.sources import open_source
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +107,8 @@ class Run:
             self._go_on(stage, keys, recorded)
         folder.mkdir(exist_ok=True)
         (folder / "result.json").unlink(missing_ok=True)
-        shutil.rmtree(folder / "model", ignore_errors=True)
+        for made in (self.folder.model(stage), self.folder.data(stage)):
+            shutil.rmtree(made, ignore_errors=True)
         write_atomically(folder / INPUTS_NAME, json.dumps(keys.record()).encode())
 
     def _go_on(self, stage: Stage, keys: StageKeys, recorded: dict[str, Any]) -> None:
@@ -119,21 +124,25 @@ class Run:
             before = recorded.get("grows", {}).get(name, value)
             if before < value:
                 what = f"{name} grew from {before:,} to {value:,}"
-                log.info("%s: %s; training goes on, from here under the longer schedule", stage.name, what)
+                log.info("%s: %s; its work goes on, training under the longer schedule", stage.name, what)
 
     def _finished_result(self, stage: Stage, key: str) -> Result[Any] | None:
         """The stage's result if it has this key, passed, and what it published is whole."""
         result = read_result(self.folder.stage(stage))
         if result is None or result.key != key or not result.passed:
             return None
-        if stage.out is None:
-            return result
         try:
-            digest = open_artifact(self.folder.model(stage)).digest
-        except ArtifactError as error:
+            made = self._made(stage)
+        except (ArtifactError, DamagedCacheError) as error:
             log.warning("%s has to run again: %s", stage.name, error)
             return None
-        return result if digest == result.output else None
+        return result if made in (None, result.output) else None
+
+    def _made(self, stage: Stage) -> str | None:
+        """Digest of the model or the data that a stage has made, every file verified; None where it makes nothing."""
+        if stage.data_out is not None:
+            return folder_digest(self.folder.data(stage), DamagedCacheError)
+        return None if stage.out is None else open_artifact(self.folder.model(stage)).digest
 
     def _check_gate(self, stage: Stage, result: Result[Any] | None) -> None:
         """Stops every process when the main one's result was refused."""
@@ -158,15 +167,18 @@ class Run:
         return {name: self.finished[name] for name in kind_of(stage.kind).models(stage.config)}
 
     def _data_digest(self, stage: Stage) -> str | None:
-        """Digest of the tokenized data set that a stage names, split included. Known in every process."""
+        """Digest of the data set that a stage names: tokenized, split included. Known in every process."""
         kind = kind_of(stage.kind)
         name = kind.data(stage.config)
         if name is None:
             return None
+        source = self.recipe.data_set(name, self.folder.path)
+        if kind.reads_documents:
+            return digest([open_source(source).fingerprint, to_plain(source)])
         folders = {model: entry.folder for model, entry in self._inputs(stage).items()}
         tokenizer = kind.tokenizer(stage.config, folders)
         if (name, tokenizer.digest) not in self._data_digests:
-            prepared = prepare_data(self.recipe.data[name], tokenizer, self.cache, self.processes)
+            prepared = prepare_data(source, tokenizer, self.cache, self.processes)
             both = digest([prepared.train.digest, prepared.held_out.digest])
             self._data_digests[name, tokenizer.digest] = both
         return self._data_digests[name, tokenizer.digest]

@@ -7,6 +7,7 @@ runs/NAME/
     checkpoints/          resumable training state
     candidate/            a model that is measured but not published, or was refused by its gate
     model/                the artifact it published
+    data/                 or the data set that it made
     metrics.jsonl         every logged step
     result.json           quality, memory, speed, cost, gate
   previous/               what a changed recipe replaced, as 01-distill.1 and so on; nothing here is ever removed
@@ -27,7 +28,7 @@ from pipeline.errors import RunLockedError, UserError
 from pipeline.gguf_files import folder_of_gguf, is_gguf
 from pipeline.recipe import load_recipe, recipe_to_yaml
 from pipeline.results import Result, write_atomically
-from pipeline.schema import Recipe, Stage
+from pipeline.schema import DATA_NAME, Recipe, Stage
 from pipeline.stages.base import read_result
 
 RECIPE_NAME = "recipe.yaml"
@@ -55,6 +56,10 @@ class RunFolder:
         """Where the stage publishes its model."""
         return self.stage(stage) / "model"
 
+    def data(self, stage: Stage) -> Path:
+        """Where the stage writes the data set that it makes."""
+        return self.stage(stage) / DATA_NAME
+
     def move_aside(self, stage: Stage, *, result_only: bool = False) -> Path:
         """Moves what a stage has made to previous/, under the next free number, and returns where that is.
 
@@ -68,7 +73,7 @@ class RunFolder:
             folder.rename(target)
             return target
         target.mkdir()
-        for name in ("model", "result.json"):
+        for name in ("model", DATA_NAME, "result.json"):
             if (folder / name).exists():
                 (folder / name).rename(target / name)
         if (folder / "metrics.jsonl").exists():

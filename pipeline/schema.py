@@ -4,11 +4,15 @@ The settings of each kind of stage stand in its folder, pipeline/stages/NAME/con
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.settings import out_name, redeclared, setting
 from pipeline.stages.import_model.config import ModelSource
 from train.sources import DataConfig
+
+DATA_NAME = "data"
+"""The folder of a data set in that of the stage which made it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Stage:
     """Last part of its folder's name: the model's name for an import, else the kind."""
     out: str | None
     """Name of the model it publishes."""
+    data_out: str | None = None
+    """Name of the data set it makes, in `DATA_NAME` of its folder."""
 
     @property
     def name(self) -> str:
@@ -73,6 +79,16 @@ class Recipe:
         imports = [(source.kind, source, name, name) for name, source in self.models.items()]
         others = [(kind, config, kind, out_name(config)) for kind, config in self.stages]
         return tuple(
-            Stage(index=index, kind=kind, config=config, label=label, out=out)
+            Stage(index=index, kind=kind, config=config, label=label, out=out, data_out=out_name(config, "data"))
             for index, (kind, config, label, out) in enumerate(imports + others)
         )
+
+    def data_set(self, name: str, run: Path = Path()) -> DataSource:
+        """What the recipe calls by this name: declared, or made by a stage of the run in the folder `run`.
+
+        A stage that makes data says by `data_set(recipe, run, folder)` of its settings how its `folder` is read.
+        """
+        if name in self.data:
+            return self.data[name]
+        stage = next(stage for stage in self.plan() if stage.data_out == name)
+        return stage.config.data_set(self, run, run / stage.name / DATA_NAME)

@@ -46,6 +46,10 @@ def references(config: Any, to: str) -> Iterator[str]:
             yield value
 
 
-def out_name(config: Any) -> str | None:
-    """The name under which later stages find the model of a stage: its key `out`; without one it publishes none."""
-    return getattr(config, "out", None)
+def out_name(config: Any, of: str = "model") -> str | None:
+    """The name under which later stages find what a stage makes, a `model` or `data`: its key `out`.
+
+    None where it makes no such thing. A setting `out` says by `makes="data"` that it names no model.
+    """
+    declared = {one.name: one.metadata.get("makes", "model") for one in fields(config)}
+    return config.out if declared.get("out") == of else None

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -103,14 +103,27 @@ class LLM:
         ]
         return self._run([None] * len(ids), ids, params, adapter, progress)
 
-    def _run(
+    def as_completed(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Generator[tuple[int, Generation], None, None]:
+        """Like `generate` of token ids, but yields the number of a prompt and its result as soon as that is finished.
+
+        Whoever closes the iterator gives up the rest.
+        """
+        return self._each([None] * len(prompts), [list(prompt) for prompt in prompts], params, None, False)
+
+    def _run(self, texts: list[str | None], ids: list[list[int]], *settings: Any) -> list[Generation]:
+        finished = dict(self._each(texts, ids, *settings))
+        return [finished[number] for number in range(len(ids))]
+
+    def _each(
         self,
         texts: list[str | None],
         ids: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: Adapter | Sequence[Adapter],
         progress: bool,
-    ) -> list[Generation]:
+    ) -> Generator[tuple[int, Generation], None, None]:
         each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(ids):
             raise ValueError(f"there are {len(ids)} prompts, but sampling parameters for {len(each)}")
@@ -118,27 +131,31 @@ class LLM:
         if len(adapters) != len(ids):
             raise ValueError(f"there are {len(ids)} prompts, but adapters for {len(adapters)}")
         generations: dict[str, Generation] = {}
+        first = self._num_requests
         try:
             for text, prompt, own, its_adapter in zip(texts, ids, each, adapters, strict=True):
                 request_id = str(self._num_requests)
                 self.engine.add_request(request_id, prompt, own, adapter=its_adapter)
                 self._num_requests += 1
                 generations[request_id] = Generation(text, prompt, [Choice() for _ in range(own.n)])
-            self._drain(generations, progress)
+            for request_id, generation in self._drain(generations, progress):
+                yield int(request_id) - first, generation
         except BaseException:  # also Ctrl-C: the engine must be free for the next call
             for request_id in generations:
                 self.engine.abort(request_id)
             self.engine.step()
             raise
-        return list(generations.values())
 
-    def _drain(self, generations: dict[str, Generation], progress: bool) -> None:
+    def _drain(self, generations: dict[str, Generation], progress: bool) -> Iterator[tuple[str, Generation]]:
         line = ProgressLine(sum(len(generation.choices) for generation in generations.values())) if progress else None
         while self.engine.has_work():
             for output in self.engine.step():
-                _collect(generations[output.request_id], output)
+                generation = generations[output.request_id]
+                _collect(generation, output)
                 if line is not None:
                     line.add(output)
+                if all(choice.finish_reason for choice in generation.choices):
+                    yield output.request_id, generation
         if line is not None:
             line.close()
 

@@ -41,5 +41,10 @@ def check(folder: Path, error: type[ValueError]) -> dict[str, dict[str, Any]]:
     return manifest["files"]
 
 
+def folder_digest(folder: Path, error: type[ValueError]) -> str:
+    """SHA-256 over what `check` has verified: equal digests mean equal files."""
+    return _digest(check(folder, error))
+
+
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

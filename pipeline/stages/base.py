@@ -23,7 +23,18 @@ if TYPE_CHECKING:
     from pipeline.schema import Recipe
     from pipeline.stages.shared.context import StageContext
 
-KINDS = ("import_model", "pretrain", "gqa", "mod", "distill", "qlora", "quantize", "evaluate", "conversation")
+KINDS = (
+    "import_model",
+    "pretrain",
+    "gqa",
+    "mod",
+    "synthesize",
+    "distill",
+    "qlora",
+    "quantize",
+    "evaluate",
+    "conversation",
+)
 """Modules of pipeline/stages/; a kind that is not listed does not exist."""
 
 C = TypeVar("C")
@@ -48,6 +59,8 @@ class StageKind(Generic[C, D]):
     """Plain data that changes when what it reads outside the run does."""
     kept_figures: tuple[str, ...] = ("start.json",)
     """What it measures before training and keeps in its folder, so that a resumed stage need not measure it again."""
+    reads_documents: bool = False
+    """Whether it reads its data as documents instead of tokens."""
     in_recipes: bool = True
     """Whether an entry of `stages:` may name it."""
     former_name: str | None = None

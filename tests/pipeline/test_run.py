@@ -198,7 +198,7 @@ def test_interrupted_training_goes_on_to_more_tokens(
 ) -> None:
     with caplog.at_level("INFO"):
         interrupted_run.run("distill.tokens=3k")
-    assert "tokens grew from 2,000 to 3,000; training goes on, from here under the longer schedule" in caplog.text
+    assert "tokens grew from 2,000 to 3,000; its work goes on, training under the longer schedule" in caplog.text
     assert "Resuming from step 3 of 12" in caplog.text
     result = read_result(interrupted_run.folder.path / "01-distill")
     assert result is not None and result.details.steps == 12

@@ -401,6 +401,14 @@ def test_llm_serves_a_folder(model: Transformer, expected: list[list[int]], tmp_
     generations = llm.generate(PROMPTS, greedy(NUM_TOKENS))
     assert [generation.choices[0].token_ids for generation in generations] == expected
     assert generations[0].text == llm.tokenizer.decode(expected[0])
+    early = dict(llm.as_completed(PROMPTS, [greedy(NUM_TOKENS - 2 * number) for number in range(len(PROMPTS))]))
+    assert next(iter(early)) == len(PROMPTS) - 1, "the shortest is there first"
+    for number, generation in early.items():
+        assert generation.choices[0].token_ids == expected[number][: NUM_TOKENS - 2 * number]
+    some = llm.as_completed(PROMPTS, greedy(NUM_TOKENS))
+    next(some)
+    some.close()
+    assert not llm.engine.has_work(), "what nobody waits for is given up"
     (by_text,) = llm.generate("hello", greedy(5))
     assert by_text.prompt == "hello" and by_text.choices[0].finish_reason == "length"
     with pytest.raises(ValueError, match="2 prompts"):

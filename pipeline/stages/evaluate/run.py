@@ -28,7 +28,7 @@ def run(context: StageContext) -> Result[EvaluateDetails] | None:
     data = context.data(config.data, tokenizer)
     if not context.processes.is_main:
         return None
-    sequence_length = context.recipe.data[config.data].sequence_length
+    sequence_length = context.data_set(config.data).sequence_length
     held_out = HeldOut.of(data, sequence_length=sequence_length, max_tokens=config.held_out_tokens)
     reports, parity = [], []
     reference: TeacherStates | None = None

@@ -72,7 +72,7 @@ NO_FALL = {"max_kl_ratio": "no KL falls by training here"}
 
 def mistakes(config: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """A micro-batch too small for its sequences. That batch_tokens is a multiple of it, TrainingConfig checks."""
-    length, micro_batch = recipe.data[config.data].sequence_length, config.micro_batch_tokens
+    length, micro_batch = recipe.data_set(config.data).sequence_length, config.micro_batch_tokens
     if micro_batch < length:
         least = f"it must be at least the sequence_length of its data, which is {length:,}"
         yield "micro_batch_tokens", f"is {micro_batch:,}; {least}"

@@ -1,5 +1,6 @@
 """What a stage is given: its settings, its folder, the finished models before it, and how to publish its own."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from model.text.tokenizer import Tokenizer
 from pipeline.environment import hardware, peak_memory_bytes, versions
 from pipeline.processes import Processes
 from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parity, Result, write_atomically
-from pipeline.schema import DataSource, Recipe, Stage
+from pipeline.schema import DATA_NAME, DataSource, Recipe, Stage
 from pipeline.settings import to_plain
-from train.data import PreparedData, prepare
+from train.data import DamagedCacheError, PreparedData, prepare
+from train.sealed_folder import folder_digest, seal
 
 D = TypeVar("D")
 T = TypeVar("T")
@@ -59,7 +61,11 @@ class StageContext:
 
     def data(self, name: str, tokenizer: Tokenizer) -> PreparedData:
         """The data set `name`, tokenized."""
-        return prepare_data(self.recipe.data[name], tokenizer, self.cache, self.processes)
+        return prepare_data(self.data_set(name), tokenizer, self.cache, self.processes)
+
+    def data_set(self, name: str) -> DataSource:
+        """Where the data set `name` lies and how it is read."""
+        return self.recipe.data_set(name, self.folder.parent)
 
     def start(self, kind: type[T], measure: Callable[[], T]) -> T:
         """What is known before the first step of training, a dataclass `kind`, in every process.
@@ -111,6 +117,16 @@ class StageContext:
             gates=gates or {},
         )
         return manifest.digest
+
+    def publish_data(self, write: Callable[[Path], None]) -> str:
+        """Publishes a data set into the stage's folder, whole or not at all; `write` fills it. Returns its digest."""
+        staging, target = self.folder / f"{DATA_NAME}.staging", self.folder / DATA_NAME
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        write(staging)
+        seal(staging)
+        staging.rename(target)
+        return folder_digest(target, DamagedCacheError)
 
     def result(
         self,

@@ -69,7 +69,7 @@ class TrainingStage(Generic[C]):
     def __init__(self, context: StageContext, tokenizer: Tokenizer) -> None:
         self.context, self.config = context, cast("C", context.stage.config)
         self.data = context.data(self.config.data, tokenizer)
-        self.sequence_length = context.recipe.data[self.config.data].sequence_length
+        self.sequence_length = context.data_set(self.config.data).sequence_length
 
     @cached_property
     def held_out(self) -> HeldOut:
