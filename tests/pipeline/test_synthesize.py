@@ -43,7 +43,7 @@ class Scripted:
     def _choice(self, params: SamplingParams) -> Choice:
         draw = random.Random(params.seed)
         kind = draw.random()
-        text = " ".join(draw.choice(WORDS) for _ in range(12))
+        text = " ".join(draw.sample(WORDS, 12))
         text = "still\nassistant\npot pot pot" if kind < 0.1 else text
         tokens = self.tokenizer.encode(text)
         reason = "length" if 0.1 < kind < 0.2 else "stop"
@@ -248,6 +248,10 @@ def test_the_opening_is_what_the_template_puts_before_a_user(tmp_path: Path) -> 
         ("Sure, the capital of France is Paris.", filters.OUT_OF_ROLE),
         ("Can you correct the following text:", filters.OPEN_END),
         ("I like it a lot. " * 5, filters.LOOP),
+        ("Can you help me plan a DIY DIY restoration?", filters.LOOP),
+        ("Can you provide a guide to solving this math problem?", filters.NOTHING_THERE),
+        ("What is the mean of the provided dataset?", filters.NOTHING_THERE),
+        ("Which verbs are in this sentence?\n\nHe runs.", None),
     ],
 )
 def test_prompts_that_small_models_write(text: str, reason: str | None) -> None:

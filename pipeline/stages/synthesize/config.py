@@ -45,7 +45,7 @@ class Synthesize:
     """Prompts to write, or to take from the data set at most; fewer conversations are kept."""
     asking: Sampling = field(default_factory=Sampling)
     """How the model writes prompts of its own."""
-    answering: Sampling = field(default_factory=lambda: Sampling(max_tokens=384))
+    answering: Sampling = field(default_factory=lambda: Sampling(temperature=0.5, max_tokens=384))
     filter: Filter = field(default_factory=Filter, metadata={"weights": False})
     sequence_length: int = redeclared(DataSource, "sequence_length", 1024)
     """Of the data set that is made. Prompts that leave no room for an answer within it are dropped."""

@@ -1,8 +1,8 @@
 """Which prompts and answers are worth training on. A check gives the reason to drop a text, in the report's words.
 
 What small models do wrong when they write both sides (measured on SmolLM2-135M at temperatures of 0.8 to 1.2): they
-answer or greet in the user's place, repeat the system prompt, go on with the next role, ask for a list that does not
-follow, ask the same thing in other words, and repeat themselves until their tokens are spent.
+answer or greet in the user's place, repeat the system prompt, go on with the next role, ask about a text that they do
+not show, ask the same thing in other words, and repeat themselves until their tokens are spent.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 UNFINISHED, TOO_SHORT, TOO_LONG = "did not end in time", "too short", "leaves no room for an answer"
 ROLE_LEAK, OUT_OF_ROLE = "goes on in another role", "speaks as the assistant"
 ECHO, LOOP, DUPLICATE = "repeats what it was given", "repeats itself", "duplicate"
-OPEN_END = "announces what does not follow"
+OPEN_END, NOTHING_THERE = "announces what does not follow", "refers to what is not there"
 
 WORD = re.compile(r"\w+")
 NEXT_ROLE = re.compile(
@@ -31,6 +31,14 @@ ASSISTANT = re.compile(
     re.IGNORECASE,
 )
 """What a user does not say."""
+ABSENT = re.compile(
+    r"\b(the|this|these|my|following) (following|given|provided|attached|above|mentioned|below)\b|"
+    r"\b(this|these) (\w+ )?(problems?|questions?|texts?|passages?|articles?|paragraphs?|sentences?|dataset|data|"
+    r"images?|pictures?|documents?|emails?|tables?|code|functions?|equations?)\b",
+    re.IGNORECASE,
+)
+"""What a prompt of one line asks about without showing it."""
+DOUBLED = re.compile(r"\b(\w{3,}) \1\b", re.IGNORECASE)
 ECHOED_WORDS, PHRASE_WORDS, LOOPING_WORDS = 7, 4, 12
 MOST_REPEATED, REPEATED_LINES = 0.3, 3
 BANDS, ROWS = 32, 3
@@ -53,7 +61,9 @@ def fault_of_prompt(text: str, opening: str, min_words: int) -> str | None:
         return OUT_OF_ROLE
     if text.rstrip().endswith((":", ",")):
         return OPEN_END
-    return LOOP if loops(text) else None
+    if ABSENT.search(text) and "\n" not in text.strip() and '"' not in text:
+        return NOTHING_THERE
+    return LOOP if loops(text) or DOUBLED.search(text) else None
 
 
 def fault_of_answer(text: str, prompt: str, min_words: int) -> str | None:
