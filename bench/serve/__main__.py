@@ -8,8 +8,9 @@ Part 2, 64 requests that want 16 to 512 new tokens: the engine takes them all at
 batches, each as long as its longest request, with the batch size that is fastest for it. Every side decodes greedily
 in bf16 with end-of-text ignored, so all produce the same number of wanted tokens. Speeds count wanted tokens only.
 
-Part 3, GGUF files of 4 and 8 bits beside llama.cpp, both over HTTP, on as many threads: 1 and 8 requests at a time,
-each for 128 new tokens after a prompt of 64 that neither server has seen.
+Part 3, GGUF files of 4 and 8 bits beside llama.cpp, over HTTP, on as many threads: 1 and 8 requests at a time, each for
+128 new tokens after a prompt of 64 that the server has not seen; `rounded`: with `--activations int8`, as llama.cpp
+rounds always.
 """
 
 import argparse
@@ -142,10 +143,11 @@ def beside_llama_cpp(folder: Path, rounds: int) -> dict[str, Any]:
             export_gguf(folder, file, type=file_type)
             import_gguf_blocks(file, unpacked)  # as `potstill serve model.gguf` does, which keeps it
             with (
-                running_server(unpacked, None, "--dtype", dtype, name="teacher") as potstill,
+                running_server(unpacked, None, "--dtype", dtype, name="teacher") as exact,
+                running_server(unpacked, None, "--dtype", dtype, "--activations", "int8", name="teacher") as rounded,
                 running_llama_cpp(file, sequences=8, threads=threads) as llama_cpp,
             ):
-                servers = {"potstill_http": potstill, "llama_cpp": llama_cpp}
+                servers = {"potstill_http": exact, "potstill_http_rounded": rounded, "llama_cpp": llama_cpp}
                 speeds = {batch: ask_by_turns(file_type, servers, folder, batch, rounds) for batch in (1, 8)}
             found = {f"batch_{batch}": speed for batch, speed in speeds.items()}
             parts[file_type] = {"file_bytes": file.stat().st_size, **found}
