@@ -100,3 +100,20 @@ class Loss:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """How much of its training text a student writes itself, graded by the teacher (`train.rollouts`)."""
+
+    share: float = setting(0.0, range=FRACTION)
+    """Of the batches; 0 trains on the data alone."""
+    prompt_tokens: int = setting(32, count=True, range=COUNTS)
+    """Of a plain text, the first tokens that it goes on from; of a conversation, all before the first answer."""
+    max_tokens: int = setting(128, count=True, range=(1, 1e6))
+    """Of what it writes after each prompt."""
+    temperature: float = setting(1.0, range=(0.0, 100.0))
+    """At which it writes; 0 is greedy."""
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -1,10 +1,14 @@
 """Settings of the stage `distill`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.results import TrainingDetails
+from pipeline.schema import Recipe
 from pipeline.settings import COUNTS, setting
+from pipeline.stages.shared import config as shared
 from pipeline.stages.shared.config import Recovery
+from train.config import OnPolicy
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Distill(Recovery):
 
     teacher: str = setting(refers="model")
     student: Student = setting()
+    on_policy: OnPolicy = setting(OnPolicy(), later=True)
+    """Let the student write part of its text itself; its engine holds a second copy of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +43,10 @@ class DistillDetails(TrainingDetails):
     kept_layers: tuple[int, ...]
     importance: tuple[float, ...]
     """Of each layer of the origin; empty where all were kept."""
+
+
+def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Of its batches, and of text that the student writes for nobody to grade."""
+    yield from shared.mistakes(config, recipe)
+    if config.on_policy.share and config.loss.kind == "cross_entropy":
+        yield "on_policy.share", f"is {config.on_policy.share:g}, but with the loss cross_entropy no teacher grades it"

@@ -12,18 +12,31 @@ from compress.prune.depth import block_influence, keep_layers, perplexity_increa
 from model.config import ModelConfig
 from model.cost import Setup
 from model.files.checkpoint import load_model
-from model.text.tokenizer import different_token
+from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import load_published
 from pipeline.results import Quality, Result
 from pipeline.stages.distill.config import Distill, DistillDetails
 from pipeline.stages.shared.context import StageContext
+from pipeline.stages.shared.rollouts import EngineRollouts
 from pipeline.stages.shared.training import RecoveryStage, check_dense
+from train.objectives import Distillation, LanguageModelling
+from train.rollouts import OnPolicyDistillation
 
 log = logging.getLogger(__name__)
 
-DistillStage = RecoveryStage[Distill]
+
+class DistillStage(RecoveryStage[Distill]):
+    """Its student may write part of its text itself."""
+
+    def objective(self) -> LanguageModelling | Distillation:
+        policy = self.config.on_policy
+        if not policy.share:
+            return super().objective()
+        tokenizer = Tokenizer.load(self.context.model(self.config.student.origin))
+        rollouts = EngineRollouts(tokenizer, policy, sequence_length=self.sequence_length)
+        return OnPolicyDistillation(self.teacher, self.config.loss, policy, rollouts)
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     stage = DistillStage(context, config.teacher)
     start = context.start(Start, partial(_measure_start, stage))
     student = prune_depth(load_model(context.model(origin)), start.kept_layers)
+    _check_on_policy(stage, student.config)
     training = stage.train(student)
     if not context.processes.is_main:
         return None
@@ -70,6 +84,18 @@ def _check_vocabularies(context: StageContext, config: Distill) -> None:
         raise UserError(
             f"{student} and {teacher} have different tokenizers: token {token} is {learnt!r} in {student} and "
             f"{taught!r} in {teacher}; they must be equal."
+        )
+
+
+def _check_on_policy(stage: DistillStage, student: ModelConfig) -> None:
+    """What a student writes must fit its positions, and go through all its layers."""
+    policy = stage.config.on_policy
+    if policy.share and student.mixture_of_depths is not None:
+        raise UserError("The student has routers, which learn from the data alone; set on_policy.share to 0.")
+    if policy.share and stage.sequence_length + policy.max_tokens > student.max_position_embeddings:
+        raise UserError(
+            f"The student has {student.max_position_embeddings:,} positions, too few for a sequence_length of "
+            f"{stage.sequence_length:,} and on_policy.max_tokens of {policy.max_tokens:,} behind it."
         )
 
 
