@@ -72,16 +72,26 @@ INLINE __m256 shifts_of(const Kind kind, const Weight *w, int64_t index) {
 
 INLINE __m256i bits(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
 
+/* Sums of fours of neighbours. */
+INLINE __m256i multiplied(__m256i even, __m256i odd, const Nibbles *span) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), even, bits(span->even));
+    return _mm256_dpbusd_epi32(sums, odd, bits(span->odd));
+#else
+    /* Four products of less than 16 * 128 fit into 16 bits. */
+    __m256i evens = _mm256_maddubs_epi16(even, bits(span->even)), odds = _mm256_maddubs_epi16(odd, bits(span->odd));
+    return _mm256_madd_epi16(_mm256_add_epi16(evens, odds), _mm256_set1_epi16(1));
+#endif
+}
+
 /* A span of row i of a tile of W, times spans of rows of x that lie `row` bytes apart. */
 INLINE void multiply_nibbles(const uint8_t *codes, __m256 scales, __m256 shifts, const char *x, int64_t row, const int i,
                              const int tokens, Sums sums) {
-    __m256i pairs = bits(codes), mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    __m256i pairs = bits(codes), mask = _mm256_set1_epi8(15);
     __m256i even = _mm256_and_si256(pairs, mask), odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask);
     UNROLLED(int t = 0; t < tokens; t++) {
         const Nibbles *span = (const Nibbles *)(x + t * row);
-        __m256i pairs_of_sums = _mm256_add_epi16(_mm256_maddubs_epi16(even, bits(span->even)),
-                                                 _mm256_maddubs_epi16(odd, bits(span->odd)));
-        __m256 product = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs_of_sums, ones));
+        __m256 product = _mm256_cvtepi32_ps(multiplied(even, odd, span));
         sums[t][i] = _mm256_fmadd_ps(product, _mm256_mul_ps(scales, _mm256_loadu_ps(span->scales)), sums[t][i]);
         sums[t][i] = _mm256_fmadd_ps(shifts, _mm256_loadu_ps(span->sums), sums[t][i]);
     }
