@@ -274,6 +274,36 @@ class ModelConfig:
         )
         return kept.with_kv_heads([self.kv_heads[layer] for layer in keep])
 
+    def narrow(self, *, heads: int | None = None, mlp: int | None = None, hidden: int | None = None) -> "ModelConfig":
+        """The same with so many query heads, MLP neurons and channels of the residual stream; None keeps them all.
+
+        Every KV head keeps as many query heads as the others; where each query head has its own, that goes with it.
+        transformers refuses a Llama whose heads do not divide its channels, though none else: such a one becomes a
+        Mistral without a window, which is the same function. Raises ConfigError for what cannot be.
+        """
+        heads = _part("heads", heads, self.num_query_heads)
+        mlp = _part("mlp", mlp, self.intermediate_size)
+        hidden = _part("hidden", hidden, self.hidden_size)
+        kv_heads = [heads if own == self.num_query_heads else own for own in self.kv_heads]
+        if (groups := next((own for own in kv_heads if heads % own), None)) is not None:
+            raise ConfigError(f"heads is {heads}; it must be a multiple of the model's {groups} KV heads.")
+        family = "mistral" if self.family == "llama" and hidden % heads else self.family
+        if family != self.family and (self.qkv_bias or self.output_bias or self.mlp_bias):
+            raise ConfigError(
+                f"hidden is {hidden}; with biases it must be a multiple of the {heads} heads, or transformers would "
+                "not open the model."
+            )
+        narrow = replace(
+            self,
+            family=family,
+            hidden_size=hidden,
+            intermediate_size=mlp,
+            num_query_heads=heads,
+            num_kv_heads=max(kv_heads),
+            layer_kv_heads=(),
+        )
+        return narrow.with_kv_heads(kv_heads)
+
     def num_parameters(self) -> int:
         """Parameters of the model; tied embeddings count once."""
         layers, query, kv = self.num_layers, self.num_query_heads * self.head_dim, sum(self.kv_heads) * self.head_dim
@@ -333,6 +363,13 @@ def _rope_layers(family: str, raw: dict[str, Any], num_layers: int) -> tuple[boo
         return tuple(bool(rotates) for rotates in raw["no_rope_layers"])
     interval = raw.get("no_rope_layer_interval", 4)
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _part(name: str, wanted: int | None, have: int) -> int:
+    """How many are kept of those there are; None is all."""
+    if wanted is not None and not 1 <= wanted <= have:
+        raise ConfigError(f"{name} is {wanted}, but the model has {have}.")
+    return wanted or have
 
 
 def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:

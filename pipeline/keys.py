@@ -9,11 +9,11 @@ stage, so that runs from before it stay valid at its default.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from pipeline.results import FORMAT_VERSION
-from pipeline.settings import plain_value, spelling, to_plain
+from pipeline.settings import spelling, to_plain
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def stage_keys(kind: str, config: Any, *, models: Mapping[str, str], data: str |
 
     How often a checkpoint is written changes nothing, so it is in none of the keys.
     """
-    settings = to_plain(config)
+    settings = _settings(config)
     gate = settings.pop("gate", None)
     settings.pop("checkpoint_every_s", None)
     work = dict(settings)
@@ -61,9 +61,6 @@ def stage_keys(kind: str, config: Any, *, models: Mapping[str, str], data: str |
     for declared in fields(config):
         name = spelling(declared)
         if name not in settings:
-            continue
-        if declared.metadata.get("later") and settings[name] == plain_value(declared.default):
-            del settings[name], work[name]
             continue
         weights = declared.metadata.get("weights", True)
         if declared.metadata.get("grows"):
@@ -82,6 +79,18 @@ def stage_keys(kind: str, config: Any, *, models: Mapping[str, str], data: str |
         figures=digest(figures),
         grows=grows,
     )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Settings as plain data, without those that came after their stage and are at their default."""
+    plain = to_plain(config)
+    for declared in fields(config):
+        value, name = getattr(config, declared.name), spelling(declared)
+        if declared.metadata.get("later") and value == declared.default:
+            del plain[name]
+        elif is_dataclass(value):
+            plain[name] = _settings(value)
+    return plain
 
 
 def digest(value: Any) -> str:

@@ -241,7 +241,7 @@ def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
             value = read_count(value, here)
         elif get_origin(hints[setting.name]) is tuple:
             value = [value] if setting.metadata.get("single") and not isinstance(value, list) else value
-            _check_list(value, get_args(hints[setting.name])[0], here)
+            value = _read_list(value, get_args(hints[setting.name])[0], here)
         elif get_origin(hints[setting.name]) is Literal:
             _check_value(setting, hints[setting.name], value, here)
         elif isinstance(value, bool) and hints[setting.name] is not bool:
@@ -250,13 +250,17 @@ def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
     return plain
 
 
-def _check_list(value: Any, kind: type, path: str) -> None:
+def _read_list(value: Any, kind: type, path: str) -> list[Any]:
+    """The same list; of settings, each of them built."""
     if not isinstance(value, list):
         raise RecipeError(f"{path} must be a list, not {value!r}.")
+    if is_dataclass(kind):
+        return [_build(kind, item, f"{path}.{index}") for index, item in enumerate(value)]
     for index, item in enumerate(value):
         if not isinstance(item, kind) or isinstance(item, bool):
             wanted = "text in quotes" if kind is str else "a whole number"
             raise RecipeError(f"{path}.{index} is {item!r}; it must be {wanted}.")
+    return value
 
 
 def _check_values(schema: type, values: Any, path: str) -> None:

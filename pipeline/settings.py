@@ -10,7 +10,6 @@ __all__ = [
     "COUNTS",
     "FRACTION",
     "POSITIVE",
-    "plain_value",
     "redeclared",
     "references",
     "setting",
@@ -31,9 +30,9 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 def plain_value(value: Any) -> Any:
     """A setting's value as YAML has it."""
-    if is_dataclass(value):
-        return to_plain(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [plain_value(item) for item in value]
+    return to_plain(value) if is_dataclass(value) else value
 
 
 def references(config: Any, to: str) -> Iterator[str]:

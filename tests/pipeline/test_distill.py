@@ -1,19 +1,23 @@
-"""Stage `distill` between models that need not be of one family: what must be equal are their tokens."""
+"""Stage `distill`: students of their own, whose tokens must be the teacher's, and those that are a part of a model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from model.files.checkpoint import load_config
+from model.files.checkpoint import load_config, load_model
 from pipeline.errors import UserError
 from pipeline.processes import Processes
 from pipeline.recipe import load_recipe
 from pipeline.results import Result
 from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
-from tests.pipeline.tiny_run import RECIPE, write_teacher, write_text
+from tests.pipeline.tiny_run import RECIPE, run_stages, write_teacher, write_text
+from tests.tiny import full_logits
+from train.loop import Trainer
 
 
 def distill(home: Path, **settings: Any) -> list[Result]:
@@ -68,3 +72,132 @@ def test_nobody_grades_what_a_student_writes_for_the_text_alone(tmp_path: Path) 
     write_teacher(tmp_path / "small", seed=1, layers=2)
     with pytest.raises(UserError, match="positions, too few for a sequence_length of"):
         distill(tmp_path, on_policy={"share": 0.5, "max_tokens": 100_000})
+
+
+# --- students that are a part of their origin -------------------------------------------------------------------------
+
+STAGE = {
+    "teacher": "teacher",
+    "data": "text",
+    "tokens": "1k",
+    "batch_tokens": 256,
+    "micro_batch_tokens": 128,
+    "learning_rate": 3e-3,
+    "precision": "fp32",
+    "held_out_tokens": 256,
+    "out": "student",
+}
+CANDIDATES = [{"layers": 2}, {"mlp": 40}, {"layers": 2, "heads": 2, "hidden": 24}]
+
+
+def cut(home: Path, folder: str = "run", **student: object) -> Result:
+    """The stage on a teacher of 3 layers, 32 channels, 4 heads over 2 KV heads, and 64 neurons."""
+    stage = {"distill": STAGE | {"student": {"from": "teacher", "importance_tokens": 256} | student}}
+    return run_stages(home, stage, serve="student", folder=folder)[-1]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("distill")
+
+
+@pytest.fixture(scope="module")
+def chosen(home: Path) -> Result:
+    return cut(home, "chosen", candidates=CANDIDATES, candidate_tokens="2k")
+
+
+def test_a_student_that_is_narrower_and_shallower_opens_in_transformers(home: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    result = cut(home, layers=2, heads=2, mlp=40, hidden=24)
+    folder = home / "run" / "01-distill" / "model"
+    config = load_config(folder)
+    assert (config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim) == (2, 2, 2, 8)
+    assert (config.intermediate_size, config.hidden_size) == (40, 24)
+    assert result.models[-1].parameters == config.num_parameters()
+    assert result.parity is not None and result.parity.passed
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.arange(3, 40)[None]).logits[0]
+    torch.testing.assert_close(full_logits(load_model(folder), list(range(3, 40))), expected, rtol=1e-4, atol=1e-4)
+    width = result.details.width
+    assert (width.heads.kept, width.heads.of, width.mlp.kept, width.hidden.of) == (2, 4, 40, 32)
+    assert len(width.heads.importance) == len(width.mlp.importance) == 2 and len(width.hidden.importance) == 1
+    assert all(0.5 < share < 1 for share in (*width.heads.importance, *width.mlp.importance)), "the larger part"
+    page = RunFolder(home / "run").report.read_text()
+    assert "2 of 4 heads" in page and "40 of 64 MLP neurons" in page and "24 of 32 channels" in page
+
+
+def test_the_best_candidate_becomes_the_student_that_it_would_be_alone(home: Path, chosen: Result) -> None:
+    tried = chosen.details.candidates
+    assert [candidate.shape for candidate in tried] == ["layers 2", "mlp 40", "layers 2, heads 2, hidden 24"]
+    (best,) = (candidate for candidate in tried if candidate.chosen)
+    assert best.after.kl.value == min(candidate.after.kl.value for candidate in tried)
+    farthest = max(tried, key=lambda candidate: candidate.before.kl.value)
+    assert farthest.after.kl.value < farthest.before.kl.value, "it has learnt"
+    assert chosen.models[-1].parameters == best.parameters
+    alone = cut(home, "alone", **CANDIDATES[tried.index(best)])
+    weights = [
+        (home / name / "01-distill" / "model" / "model.safetensors").read_bytes() for name in ("chosen", "alone")
+    ]
+    assert weights[0] == weights[1] and alone.models == chosen.models
+    page = RunFolder(home / "chosen").report.read_text()
+    assert "KL, trained briefly" in page and "layers 2, heads 2, hidden 24" in page
+
+
+def test_candidates_that_are_done_are_not_trained_again(
+    home: Path, chosen: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies while the second candidate trains goes on with that one."""
+    trained = []
+    train = Trainer.train
+
+    def train_until_it_dies(trainer: Trainer) -> object:
+        trained.append(trainer.checkpoints.parent.name)
+        if trained == ["layers-2", "mlp-40"]:
+            raise KeyboardInterrupt
+        return train(trainer)
+
+    monkeypatch.setattr(Trainer, "train", train_until_it_dies)
+    with pytest.raises(KeyboardInterrupt):
+        cut(home, "died", candidates=CANDIDATES, candidate_tokens="2k")
+    again = cut(home, "died", candidates=CANDIDATES, candidate_tokens="2k")
+    assert trained[2:] == ["mlp-40", "layers-2-heads-2-hidden-24", "01-distill"]
+    assert again.output == chosen.output and again.details == chosen.details
+    assert not list((home / "died").glob("01-distill/ranked/*/checkpoints"))
+
+
+def test_only_whole_layers_leave_a_model_with_routers(tmp_path: Path) -> None:
+    routed = {"model": "teacher", "layers": [1], "capacity": 0.5, "calibration_tokens": 256, "out": "routed"}
+    small = {name: value for name, value in STAGE.items() if name not in ("teacher", "out")}
+    speed = {"prefill_tokens": 16, "context_tokens": 16, "new_tokens": 2, "batch_sizes": [1]}
+    stages = [
+        {"mod": small | routed | {"speed": speed, "tokens": 256}},
+        {"distill": STAGE | {"student": {"from": "routed", "mlp": 40}}},
+    ]
+    with pytest.raises(UserError, match="routed has routers, so only whole layers can leave it"):
+        run_stages(tmp_path, *stages, serve="student")
+
+
+@pytest.mark.parametrize(
+    ("student", "sentence"),
+    [
+        ({"layers": 4}, "teacher has 3 layers, so 4 cannot be kept"),
+        (
+            {"heads": 3},
+            "no student of teacher has heads 3: heads is 3; it must be a multiple of the model's 2 KV heads",
+        ),
+        (
+            {"candidates": [{"mlp": 8}, {"mlp": 65}]},
+            "no student of teacher has mlp 65: mlp is 65, but the model has 64",
+        ),
+        ({"layers": 2, "candidates": [{"mlp": 8}]}, "distill.student has candidates, and layers 2 beside them"),
+        ({"candidates": [{"mlp": 8}, {"mlp": 8}]}, "distill.student.candidates names a shape twice"),
+        ({"candidates": [{"width": 8}]}, "student.candidates.0 has the unknown key 'width'"),
+        ({"candidates": [{"mlp": 0}]}, "student.candidates.0.mlp is 0; it must lie between"),
+        ({"candidates": [{"mlp": "wide"}]}, "student.candidates.0.mlp is wrong"),
+    ],
+)
+def test_a_student_that_cannot_be_is_refused(home: Path, student: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        cut(home, "refused", **student)

@@ -46,6 +46,18 @@ def test_each_stage_is_planned_with_the_shape_that_the_one_before_gives(recipe: 
     assert small.setup.training.micro_batch_tokens == 256
 
 
+def test_a_student_is_planned_in_its_shape_and_of_candidates_the_largest(recipe: Path, tmp_path: Path) -> None:
+    candidates = (
+        "distill.student={from: narrow, candidates: [{layers: 1}, {mlp: 60, hidden: 24}, {heads: 2, layers: 1}]}"
+    )
+    for student in ("distill.student={from: narrow, mlp: 60, hidden: 24}", candidates):
+        *_, small = plan_recipe(load_recipe(recipe, [student]), tmp_path)
+        model = small.setup.model
+        assert (model.num_layers, model.intermediate_size, model.hidden_size, model.num_query_heads) == (3, 60, 24, 4)
+    with pytest.raises(UserError, match="no student of narrow has mlp 65: mlp is 65, but the model has 64"):
+        plan_recipe(load_recipe(recipe, ["distill.student={from: narrow, mlp: 65}"]), tmp_path)
+
+
 def test_a_stage_qlora_is_planned(recipe: Path, tmp_path: Path) -> None:
     whole = load_recipe(recipe, [])
     stage = Qlora(tokens=4096, model="teacher", data="text")

@@ -1,6 +1,7 @@
-"""A student from some of a model's layers, trained towards a teacher: all its figures are those of every stage."""
+"""A student that is a part of a model, in layers or in width, trained towards a teacher."""
 
 from pipeline.stages.base import StageKind
-from pipeline.stages.distill.config import Distill, DistillDetails, mistakes
+from pipeline.stages.distill.config import Distill, mistakes
+from pipeline.stages.distill.report import DistillDetails, sections
 
-KIND = StageKind("distill", Distill, DistillDetails, mistakes=mistakes)
+KIND = StageKind("distill", Distill, DistillDetails, sections, mistakes)

@@ -1,9 +1,8 @@
 """Settings of the stage `distill`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from pipeline.results import TrainingDetails
 from pipeline.schema import Recipe
 from pipeline.settings import COUNTS, setting
 from pipeline.stages.shared import config as shared
@@ -12,18 +11,47 @@ from train.config import OnPolicy
 
 
 @dataclass(frozen=True)
-class Student:
+class Shape:
+    """What a student keeps of its origin, the most important of each; nothing keeps them all."""
+
+    layers: int | None = setting(None, range=(1, 10_000))
+    heads: int | None = setting(None, range=(1, 10_000), later=True)
+    """Query heads of each layer. Every KV head keeps equally many; one that is a query head's own goes with it."""
+    mlp: int | None = setting(None, range=COUNTS, later=True)
+    """Neurons of each layer's MLP."""
+    hidden: int | None = setting(None, range=COUNTS, later=True)
+    """Channels of the residual stream, the same ones in all layers."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether less than whole layers leaves the model."""
+        return not self.heads == self.mlp == self.hidden is None
+
+    def __str__(self) -> str:
+        sizes = ((declared.name, getattr(self, declared.name)) for declared in fields(Shape))
+        return ", ".join(f"{name} {size}" for name, size in sizes if size is not None) or "whole"
+
+
+@dataclass(frozen=True)
+class Student(Shape):
     """What the student starts from."""
 
     origin: str = setting(key="from", refers="model")
     """Name of the model whose weights the student starts with."""
-    layers: int | None = setting(None, range=(1, 10_000))
-    """Keep this many of its layers, the most important ones; nothing keeps them all."""
     importance: str = setting("block_influence", choices=("block_influence", "perplexity"))
     """How a layer's importance is measured: by how much it turns its input (one pass over the text), or by how much
-    the loss rises without it (one pass a layer)."""
+    the loss rises without it (one pass a layer). That of heads, neurons and channels is how large they are."""
     importance_tokens: int = setting(8_192, count=True, range=COUNTS)
     """Training tokens to measure the importance on."""
+    candidates: tuple[Shape, ...] = setting((), later=True)
+    """Instead of one shape several: each is trained on `candidate_tokens`, and the one then nearest to the teacher on
+    held-out text becomes the student, trained as if it had been named alone."""
+    candidate_tokens: int = setting(20_000, count=True, range=COUNTS, later=True)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The one, or all candidates."""
+        return self.candidates or (self,)
 
 
 @dataclass(frozen=True)
@@ -36,17 +64,13 @@ class Distill(Recovery):
     """Let the student write part of its text itself; its engine holds a second copy of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistillDetails(TrainingDetails):
-    """Which layers of its origin the student has."""
-
-    kept_layers: tuple[int, ...]
-    importance: tuple[float, ...]
-    """Of each layer of the origin; empty where all were kept."""
-
-
 def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Of its batches, and of text that the student writes for nobody to grade."""
+    """Of its batches, of text that the student writes for nobody to grade, and of a shape beside candidates."""
     yield from shared.mistakes(config, recipe)
     if config.on_policy.share and config.loss.kind == "cross_entropy":
         yield "on_policy.share", f"is {config.on_policy.share:g}, but with the loss cross_entropy no teacher grades it"
+    student = config.student
+    if student.candidates and str(student) != str(Shape()):
+        yield "student", f"has candidates, and {student} beside them; write that in each candidate"
+    if len(set(map(str, student.candidates))) < len(student.candidates):
+        yield "student.candidates", "names a shape twice"

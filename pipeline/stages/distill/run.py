@@ -1,6 +1,6 @@
-"""Stage `distill`: a student from some of a model's layers, trained towards a teacher, measured before and after.
+"""Stage `distill`: a student that is a part of a model, trained towards a teacher, measured before and after.
 
-importance → prune → measure → train
+importance → candidates, if there are any → prune → measure → train
 """
 
 import logging
@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
+from msgspec import UNSET
+
 from model.config import ModelConfig
 from model.cost import Setup
-from model.files.checkpoint import load_model
+from model.files.checkpoint import load_config, load_model
 from model.text.tokenizer import Tokenizer, different_token
-from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import load_published
 from pipeline.results import Quality, Result
-from pipeline.stages.distill.config import Distill, DistillDetails
+from pipeline.stages.distill.config import Distill
+from pipeline.stages.distill.report import DistillDetails
+from pipeline.stages.distill.student import Cut, choose, cut_out, measure_importance, shape_of_student
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.rollouts import EngineRollouts
 from pipeline.stages.shared.training import RecoveryStage, check_dense
@@ -43,8 +45,6 @@ class DistillStage(RecoveryStage[Distill]):
 class Start:
     """What is known before the first step."""
 
-    kept_layers: tuple[int, ...]
-    importance: tuple[float, ...]
     teacher: Quality
     before: Quality
 
@@ -55,25 +55,36 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     origin = config.student.origin
     check_dense(context, origin)
     _check_vocabularies(context, config)
+    whole = load_config(context.model(origin))
+    for shape in config.student.shapes:
+        shape_of_student(origin, whole, shape)
     stage = DistillStage(context, config.teacher)
-    start = context.start(Start, partial(_measure_start, stage))
-    student = prune_depth(load_model(context.model(origin)), start.kept_layers)
-    _check_on_policy(stage, student.config)
+    importance = measure_importance(stage, whole)
+    cuts = [cut_out(shape, whole, importance) for shape in config.student.shapes]
+    for cut in cuts:
+        _check_on_policy(stage, cut.config)
+    cut, candidates = choose(stage, cuts)
+    start = context.start(Start, partial(_measure_start, stage, cut))
+    student = cut.of(load_model(context.model(origin)))
     training = stage.train(student)
     if not context.processes.is_main:
         return None
-    details = DistillDetails(kept_layers=start.kept_layers, importance=start.importance)
+    details = DistillDetails(
+        kept_layers=cut.layers,
+        importance=tuple(importance["layers"].tolist()) if len(cut.layers) < whole.num_layers else (),
+        width=cut.narrowed or UNSET,
+        candidates=candidates or UNSET,
+    )
     measured = start.teacher, start.before
     return stage.finish_student(student, origin, measured=measured, training=training, details=details)
 
 
 def setup(config: Distill, shapes: Mapping[str, ModelConfig]) -> Setup:
-    """What its training holds in memory. Which layers are kept is not known yet, and all are of one size."""
-    origin = shapes[config.student.origin]
-    count = config.student.layers or origin.num_layers
-    if count > origin.num_layers:
-        raise UserError(f"{config.student.origin} has {origin.num_layers} layers, so {count} cannot be kept.")
-    return Setup(origin.keep_layers(tuple(range(count))), config, teacher=shapes[config.teacher])
+    """What its training holds in memory. Of candidates the largest counts; which layers stay changes no size."""
+    origin = config.student.origin
+    shapes_of_students = [shape_of_student(origin, shapes[origin], shape) for shape in config.student.shapes]
+    largest = max(shapes_of_students, key=ModelConfig.num_parameters)
+    return Setup(largest, config, teacher=shapes[config.teacher])
 
 
 def _check_vocabularies(context: StageContext, config: Distill) -> None:
@@ -99,28 +110,11 @@ def _check_on_policy(stage: DistillStage, student: ModelConfig) -> None:
         )
 
 
-def _measure_start(stage: DistillStage) -> Start:
-    """Chooses the layers, measures teacher and pruned student."""
-    original = load_published(stage.context.model(stage.config.student.origin))
-    kept, importance = _choose_layers(stage, original)
-    held_out = stage.held_out
+def _measure_start(stage: DistillStage, cut: Cut) -> Start:
+    """Measures teacher and pruned student."""
+    held_out, original = stage.held_out, load_published(stage.context.model(stage.config.student.origin))
     log.info("measuring the teacher and the student before training, on %d batches", len(held_out.batches))
     return Start(
-        kept_layers=kept,
-        importance=importance,
         teacher=held_out.quality_of(stage.reference),
-        before=held_out.quality(prune_depth(original, kept), stage.reference),
+        before=held_out.quality(cut.of(original), stage.reference),
     )
-
-
-def _choose_layers(stage: DistillStage, model: Transformer) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Indices of the layers to keep, and each layer's importance (empty when all are kept)."""
-    student, total = stage.config.student, model.config.num_layers
-    if student.layers is None or student.layers == total:
-        return tuple(range(total)), ()
-    if student.layers > total:
-        raise UserError(f"student.layers is {student.layers}, but {student.origin} has only {total} layers.")
-    log.info("choosing %d of %d layers by %s", student.layers, total, student.importance)
-    measure = block_influence if student.importance == "block_influence" else perplexity_increase
-    importance = measure(model, stage.training_text(student.importance_tokens))
-    return keep_layers(importance, student.layers), tuple(importance)

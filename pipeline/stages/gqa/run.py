@@ -7,13 +7,12 @@ stage that was interrupted goes on after the last of them.
 """
 
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -39,7 +38,7 @@ from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.measure.speed import measure_decoding
 from pipeline.report.speeds import Decoded
-from pipeline.results import Quality, Result, write_atomically
+from pipeline.results import Quality, Result
 from pipeline.stages.gqa.config import Gqa
 from pipeline.stages.gqa.report import Capacity, Compared, GqaDetails
 from pipeline.stages.shared.context import StageContext
@@ -229,30 +228,17 @@ def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
         return Start(held_out.quality_of(stage.reference), converted)
 
     start = context.start(Start, measure_all)
-    return start, {method: _uptrain_briefly(stage, method) for method in stage.config.compare}
+    uptrained = {}
+    for method in stage.config.compare:
+        kept, make = context.folder / COMPARED_NAME / method, partial(_trainable, stage, method)
+        uptrained[method] = stage.trained_briefly(kept, make, stage.config.compare_tokens)
+    return start, uptrained
 
 
 def _measure_converted(stage: GqaStage, method: str) -> Quality:
     quality = stage.held_out.quality(_converted(stage, stage.teacher, method), stage.reference)
     log.info("%s: held-out loss %.3f, KL %.3f", method, quality.nll.value, quality.kl.value if quality.kl else 0.0)
     return quality
-
-
-def _uptrain_briefly(stage: GqaStage, method: str) -> Quality:
-    """Trains one method's model on the small budget, in all processes; the main one measures."""
-    folder, processes = stage.context.folder / COMPARED_NAME / method, stage.context.processes
-    kept = folder / "quality.json"
-    if not kept.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        log.info("uptraining %s for comparison", method)
-        student = _trainable(stage, method)
-        stage.train(student, folder=folder, tokens=stage.config.compare_tokens)
-        if processes.is_main:
-            quality = stage.held_out.quality(stage.published_form(student), stage.reference)
-            write_atomically(kept, msgspec.json.encode(quality))
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        processes.wait()
-    return msgspec.json.decode(kept.read_bytes(), type=Quality)
 
 
 def _capacity(parent: ModelConfig, config: Gqa) -> Capacity:

@@ -68,12 +68,13 @@ class StageContext:
         return self.recipe.data_set(name, self.folder.parent)
 
     def start(self, kind: type[T], measure: Callable[[], T]) -> T:
-        """What is known before the first step of training, a dataclass `kind`, in every process.
+        """What is known before the first step of training: `measured`, so that a stage that goes on has it already."""
+        return self.measured(self.folder / START_NAME, kind, measure)
 
-        The main one measures it once and keeps it, so that a stage that goes on need not measure it again.
-        """
-        path = self.folder / START_NAME
+    def measured(self, path: Path, kind: type[T], measure: Callable[[], T]) -> T:
+        """A dataclass `kind` that the main process measures once and keeps at `path`, in every process."""
         if self.processes.is_main and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, msgspec.json.encode(measure()))
         self.processes.wait()
         return msgspec.json.decode(path.read_bytes(), type=kind)

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
+import msgspec
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -250,6 +251,25 @@ class RecoveryStage(TrainingStage[R]):
 
     def objective(self) -> LanguageModelling | Distillation:
         return objective_of(self.config.loss, self.teacher)
+
+    def trained_briefly(self, folder: Path, make: Callable[[], Transformer], tokens: int) -> Quality:
+        """Held-out quality of what `make` makes, behind a small budget of training, in every process.
+
+        It is kept in `folder`, where training that was interrupted goes on.
+        """
+        kept = folder / "quality.json"
+        if not kept.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            log.info("training %s briefly, for comparison", folder.name)
+            student = make()
+            self.train(student, folder=folder, tokens=tokens)
+            measure = partial(self._quality_as_published, student)
+            self.context.measured(kept, Quality, measure)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return msgspec.json.decode(kept.read_bytes(), type=Quality)
+
+    def _quality_as_published(self, model: Transformer) -> Quality:
+        return self.held_out.quality(self.published_form(model), self.reference)
 
     def finish_student(
         self,
