@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
@@ -235,8 +236,9 @@ def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
     plain = {}
     for key, value in raw.items():
         setting, here = known[key], _join(path, key)
-        if is_dataclass(hints[setting.name]):
-            value = _prepare(hints[setting.name], value, here)
+        if nested := _nested(hints[setting.name]):
+            may_be_left_out = nested is not hints[setting.name]
+            value = None if value is None and may_be_left_out else _prepare(nested, value, here)
         elif setting.metadata.get("count") and value is not None:
             value = read_count(value, here)
         elif get_origin(hints[setting.name]) is tuple:
@@ -248,6 +250,12 @@ def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
             raise RecipeError(f"{here} must not be {str(value).lower()}.")  # OmegaConf would read the word "True"
         plain[setting.name] = value
     return plain
+
+
+def _nested(hint: Any) -> Any:
+    """The class of settings below a key; `Settings | None` is that of some that may be left out."""
+    choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return next((choice for choice in choices if is_dataclass(choice)), None)
 
 
 def _read_list(value: Any, kind: type, path: str) -> list[Any]:
@@ -268,8 +276,9 @@ def _check_values(schema: type, values: Any, path: str) -> None:
     hints = get_type_hints(schema)
     for setting in fields(schema):
         value, here = values[setting.name], _join(path, spelling(setting))
-        if is_dataclass(hints[setting.name]):
-            _check_values(hints[setting.name], value, here)
+        if nested := _nested(hints[setting.name]):
+            if value is not None:
+                _check_values(nested, value, here)
         else:
             _check_value(setting, hints[setting.name], value, here)
 

@@ -32,7 +32,8 @@ from model.cost import Setup
 from model.files.checkpoint import load_config, load_model
 from model.formats.bitsandbytes import NF4
 from model.quantized import quantized_layers
-from pipeline.stages.qlora.config import Adapter, Qlora
+from pipeline.stages.qlora.config import Qlora
+from pipeline.stages.shared.config import Adapter
 from tests import memory
 from tests.tiny import tiny_config
 from train.objectives import LanguageModelling

@@ -30,6 +30,7 @@ KINDS = (
     "mod",
     "synthesize",
     "distill",
+    "sft",
     "qlora",
     "quantize",
     "evaluate",

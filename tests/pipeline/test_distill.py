@@ -15,6 +15,7 @@ from pipeline.recipe import load_recipe
 from pipeline.results import Result
 from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
+from pipeline.stages.distill.report import sections
 from tests.pipeline.tiny_run import RECIPE, run_stages, write_teacher, write_text
 from tests.tiny import full_logits
 from train.loop import Trainer
@@ -125,7 +126,13 @@ def test_a_student_that_is_narrower_and_shallower_opens_in_transformers(home: Pa
     assert len(width.heads.importance) == len(width.mlp.importance) == 2 and len(width.hidden.importance) == 1
     assert all(0.5 < share < 1 for share in (*width.heads.importance, *width.mlp.importance)), "the larger part"
     page = RunFolder(home / "run").report.read_text()
-    assert "2 of 4 heads" in page and "40 of 64 MLP neurons" in page and "24 of 32 channels" in page
+    assert "What the student keeps: 01-distill" in page and "Importance that is kept in each layer" in page
+    (table,) = sections([result], {})[0].tables
+    assert [row[:3] for row in table.rows] == [
+        ["heads", "2", "4"],
+        ["MLP neurons", "40", "64"],
+        ["channels", "24", "32"],
+    ]
 
 
 def test_the_best_candidate_becomes_the_student_that_it_would_be_alone(home: Path, chosen: Result) -> None:

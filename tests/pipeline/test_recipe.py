@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from model.lora_config import LoraConfig
 from pipeline.recipe import RecipeError, load_recipe, parse_recipe, read_count, recipe_to_plain, recipe_to_yaml
 from pipeline.schema import DataSource
-from pipeline.stages.qlora.config import Adapter, Qlora
-from pipeline.stages.shared.config import Training
+from pipeline.stages.qlora.config import Qlora
+from pipeline.stages.shared.config import Adapter, Training
 from train.config import Loss, TrainingConfig
 from train.data import DataConfig
 

@@ -7,8 +7,10 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -50,10 +52,12 @@ def run_stages(
     teacher: Path | None = None,
     called: str = "teacher",
     folder: str = "run",
+    data: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Result]:
     """Runs these stages in `home / folder`, on a teacher and a text that are written into `home` if they are not there.
 
-    `called` is the teacher's name in the recipe, `serve` that of the model which the recipe serves.
+    `called` is the teacher's name in the recipe, `serve` that of the model which the recipe serves, `data` other
+    settings of the text.
     """
     teacher = teacher or home / "teacher"
     if not teacher.exists():
@@ -65,6 +69,7 @@ def run_stages(
         f"stages={json.dumps(stages)}",
         f"serve={{model: {serve}}}",
         f"data.text.source={home / 'text'}",
+        *(f"data.text.{name}={json.dumps(value)}" for name, value in data.items()),
     ]
     recipe = load_recipe(RECIPE, overrides)
     return run_recipe(recipe, RunFolder(home / folder), cache=home / "cache", processes=Processes())

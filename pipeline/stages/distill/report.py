@@ -30,6 +30,10 @@ class Narrowed:
     mlp: KeptParts
     hidden: KeptParts
 
+    def parts(self) -> dict[str, KeptParts]:
+        """By what they are called in a sentence."""
+        return {"heads": self.heads, "MLP neurons": self.mlp, "channels": self.hidden}
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -59,31 +63,40 @@ DistillResult = Result[DistillDetails]
 
 def sections(results: Sequence[DistillResult], curves: Curves) -> list[Section]:
     """One for each student that is narrower than its origin, or was chosen."""
-    return [
-        Section(
-            f"What the student keeps: {result.stage}",
-            _summary(result.details),
-            tables=[_candidates(result.details.candidates)] if result.details.candidates else [],
-            charts=[_shares(result.details)] if result.details.width else [],
-        )
-        for result in results
-        if result.details.width or result.details.candidates
-    ]
+    return [_section(result.stage, result.details) for result in results if _has_section(result.details)]
 
 
-def _summary(details: DistillDetails) -> str:
-    """Which layers, then what of each of them."""
-    layers = ", ".join(_ranges(details.kept_layers))
-    text = f"Layers {layers} of {len(details.importance) or len(details.kept_layers)}"
-    if not details.width:
-        return f"{text}, whole."
-    width = details.width
-    parts = [
-        f"{part.kept:,} of {part.of:,} {name}, which carry {sum(part.importance) / len(part.importance):.0%}"
-        for name, part in (("heads", width.heads), ("MLP neurons", width.mlp), ("channels", width.hidden))
-        if part.kept < part.of
+def _has_section(details: DistillDetails) -> bool:
+    return bool(details.width or details.candidates)
+
+
+def _section(stage: str, details: DistillDetails) -> Section:
+    layers = f"{', '.join(_ranges(details.kept_layers))} of {len(details.importance) or len(details.kept_layers)}"
+    return Section(
+        f"What the student keeps: {stage}",
+        f"It has the layers {layers}.",
+        tables=[
+            *([_candidates(details.candidates)] if details.candidates else []),
+            *([_parts(details.width)] if details.width else []),
+        ],
+        charts=[_shares(details.kept_layers, details.width)] if details.width else [],
+    )
+
+
+def _parts(width: Narrowed) -> Table:
+    """One line for each kind of parts."""
+    rows = [
+        [
+            name,
+            f"{part.kept:,}",
+            f"{part.of:,}",
+            f"{sum(part.importance) / len(part.importance):.1%}",
+            f"{min(part.importance):.1%}",
+        ]
+        for name, part in width.parts().items()
     ]
-    return f"{text}; {'; '.join(parts)} of what all of them weigh in a pass over text."
+    note = "Importance is how large activations are in a pass over text; of heads and neurons in each layer by itself."
+    return Table(rows, ("parts", "kept", "of", "importance kept", "least in a layer"), note=note)
 
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
@@ -97,14 +110,12 @@ def _ranges(numbers: Sequence[int]) -> list[str]:
     return [f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
 
 
-def _shares(details: DistillDetails) -> Lines:
+def _shares(layers: Sequence[int], width: Narrowed) -> Lines:
     """What stays of the heads and neurons in each layer, by their importance."""
-    width = details.width or None
-    named = [("heads", width.heads), ("MLP neurons", width.mlp)] if width else []
     series = [
-        Series(name, [(float(layer), share) for layer, share in zip(details.kept_layers, part.importance, strict=True)])
-        for name, part in named
-        if part.kept < part.of
+        Series(name, [(float(layer), share) for layer, share in zip(layers, part.importance, strict=True)])
+        for name, part in width.parts().items()
+        if part is not width.hidden and part.kept < part.of
     ]
     return Lines("Importance that is kept in each layer", series, "layer of the origin", "part of all")
 

@@ -3,19 +3,9 @@
 from dataclasses import dataclass, field
 
 from model.formats.registry import DEFAULT_FORMAT, FORMATS, NO_FORMAT
-from model.lora_config import LoraConfig
 from pipeline.settings import POSITIVE, redeclared, setting
-from pipeline.stages.shared.config import Training
+from pipeline.stages.shared.config import Adapter, Training
 from train.config import OptimizerName, ScheduleName
-
-
-@dataclass(frozen=True)
-class Adapter(LoraConfig):
-    """What is trained beside a frozen base: a product of two thin matrices a layer (model/lora.py)."""
-
-    dropout: float = redeclared(LoraConfig, "dropout", 0.05)
-    learning_rate_ratio: float = setting(1.0, range=(1.0, 1000.0))
-    """LoRA+: the learning rate of B, the matrix that begins at zero, over that of A."""
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from compress.lora import inject, merge, merge_requantized
+from compress.lora import merge, merge_requantized
 from compress.mod import calibrate
 from compress.quantize.round_to_nearest import quantize_folder
 from model.config import ModelConfig
 from model.cost import Setup, quantized_size
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
-from model.files.checkpoint import TensorFiles, load_config, load_model, replace_config, save_model
+from model.files.checkpoint import load_config, replace_config, save_model
 from model.formats.registry import NO_FORMAT, format_named
-from model.lora import LoraConfig, LoraError, adapted_layers
-from model.mesh import choose_device, training_dtype
+from model.lora import LoraConfig, adapted_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -35,7 +34,7 @@ from pipeline.results import Check, ModelReport, Result
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.qlora.report import AdapterSize, MergedQuality, QloraDetails, QuantizedSize
 from pipeline.stages.shared.context import Input, StageContext
-from pipeline.stages.shared.training import TrainingStage, check_dense, write_model
+from pipeline.stages.shared.training import TrainingStage, check_dense, trained_numbers, write_model
 from train.loop import TrainingResult
 
 log = logging.getLogger(__name__)
@@ -69,14 +68,14 @@ def run(context: StageContext) -> Result[QloraDetails] | None:
     if context.processes.is_main:
         _make_base(stage, base)
     start = context.start(Start, partial(_measure_start, stage, base))
-    model, adapter = _adapted(base, source, config)
+    model = stage.load_adapted(base, config.adapter, dense=source)
     training = stage.train(model)
     if not context.processes.is_main:
         return None
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
     stage.context = replace(context, inputs=inputs)
-    return _publish(stage, start, model, adapter, training)
+    return _publish(stage, start, model, training)
 
 
 def setup(config: Qlora, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -143,36 +142,18 @@ def _measure_start(stage: QloraStage, base: Path) -> Start:
     return Start((dense, frozen))
 
 
-def _adapted(base: Path, source: Path, config: Qlora) -> tuple[Transformer, LoraConfig]:
-    """The frozen base, in the dtype of products, with a fresh adapter."""
-    device = choose_device()
-    dtype = training_dtype(config.precision, on_gpu=device.type == "cuda")
-    model = load_model(base, dtype=dtype, device=device)
-    dense = TensorFiles(source) if config.adapter.init == "loftq" else None
-    try:
-        adapter = config.adapter
-        names = inject(model, adapter, seed=config.seed, dense=dense)
-    except LoraError as error:
-        raise UserError(f"qlora: {error}") from None
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    log.info("training %s numbers beside %d layers", f"{trained:,}", len(names))
-    return model, adapter
-
-
 # --- after -----------------------------------------------------------------------------------------------------------
 
 
-def _publish(
-    stage: QloraStage, start: Start, model: Transformer, adapter: LoraConfig, training: TrainingResult
-) -> Result[QloraDetails]:
-    config, context = stage.config, stage.context
+def _publish(stage: QloraStage, start: Start, model: Transformer, training: TrainingResult) -> Result[QloraDetails]:
+    config, context, adapter = stage.config, stage.context, stage.config.adapter
     tokenizer = Tokenizer.load(context.model(config.model))
     merges = _measure_merges(stage, model)
     details = QloraDetails(
         adapter=AdapterSize(
             rank=adapter.rank,
             layers=len(adapted_layers(model)),
-            parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            parameters=trained_numbers(model),
         ),
         quantized=_quantized_size(model),
         merges=merges,

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from model.lora_config import LoraConfig
 from pipeline.schema import Recipe
-from pipeline.settings import FRACTION, POSITIVE, setting
+from pipeline.settings import FRACTION, POSITIVE, redeclared, setting
 from train.config import Loss, TrainingConfig
 
 
@@ -34,6 +35,15 @@ class Training(TrainingConfig):
     gate: Gate = field(default_factory=Gate, metadata={"weights": False})
     out: str = setting("student", weights=False, figures=True)
     """Name under which later stages find the result."""
+
+
+@dataclass(frozen=True)
+class Adapter(LoraConfig):
+    """What is trained beside a frozen base: a product of two thin matrices a layer (model/lora.py)."""
+
+    dropout: float = redeclared(LoraConfig, "dropout", 0.05)
+    learning_rate_ratio: float = setting(1.0, range=(1.0, 1000.0))
+    """LoRA+: the learning rate of B, the matrix that begins at zero, over that of A."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from torch import Tensor
 from compress.lora import inject
 from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
-from model.files.checkpoint import is_quantized, save_model
-from model.lora import LoraConfig
-from model.mesh import choose_dtype
+from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
+from model.lora import LoraConfig, LoraError
+from model.mesh import choose_device, choose_dtype, training_dtype
 from model.quantized import QuantizedEmbedding
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
@@ -92,6 +92,22 @@ class TrainingStage(Generic[C]):
         length = self.sequence_length
         most = max(tokens, length)
         return held_out_batches(self.data.train, sequence_length=length, batch_tokens=length, max_tokens=most)
+
+    def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
+        """The frozen model in `base`, in the dtype of products, with a fresh adapter.
+
+        `dense`: the folder of the model that a quantized one was made from.
+        """
+        device = choose_device()
+        dtype = training_dtype(self.config.precision, on_gpu=device.type == "cuda")
+        model = load_model(base, dtype=dtype, device=device)
+        weights = TensorFiles(dense) if dense is not None and adapter.init == "loftq" else None
+        try:
+            names = inject(model, adapter, seed=self.config.seed, dense=weights)
+        except LoraError as error:
+            raise UserError(f"{self.context.stage.kind}: {error}") from None
+        log.info("training %s numbers beside %d layers", f"{trained_numbers(model):,}", len(names))
+        return model
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -318,6 +334,11 @@ def leave_trainable(student: Transformer, what: str, *, adapter_rank: int, seed:
         inject(student, LoraConfig(rank=adapter_rank), seed=seed)
     for layer in routed_layers(student):
         layer.router.requires_grad_(True)
+
+
+def trained_numbers(model: Transformer) -> int:
+    """How many training changes."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def learns_routing(model: Transformer) -> bool:

@@ -1,0 +1,55 @@
+"""Stage `sft`: a finished model, or an adapter beside it, trained on data without a teacher.
+
+measure → train → merge the adapter, if there is one
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+from compress.lora import merge, merged_weights
+from model.config import ModelConfig
+from model.cost import Setup
+from model.files.checkpoint import load_model
+from model.text.tokenizer import Tokenizer
+from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model, load_published
+from pipeline.results import ModelReport, Result, TrainingDetails
+from pipeline.stages.sft.config import Sft
+from pipeline.stages.shared.context import StageContext
+from pipeline.stages.shared.training import TrainingStage, check_dense, write_model
+
+log = logging.getLogger(__name__)
+
+SftStage = TrainingStage[Sft]
+
+
+def run(context: StageContext) -> Result[TrainingDetails] | None:
+    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    config: Sft = context.stage.config
+    check_dense(context, config.model)
+    source = context.model(config.model)
+    tokenizer = Tokenizer.load(source)
+    stage = SftStage(context, tokenizer)
+    before = context.start(ModelReport, partial(_measure_start, stage))
+    model = load_model(source) if config.adapter is None else stage.load_adapted(source, config.adapter)
+    if config.adapter is not None:
+        merged_weights(model)  # an adapter that cannot be merged is refused now, not after training
+    training = stage.train(model)
+    if not context.processes.is_main:
+        return None
+    whole = model if config.adapter is None else merge(model, dtype=PUBLISHED_DTYPE)
+    return stage.finish(
+        partial(write_model, whole, tokenizer), training=training, details=TrainingDetails(), before=[before]
+    )
+
+
+def setup(config: Sft, shapes: Mapping[str, ModelConfig]) -> Setup:
+    """What its training holds in memory."""
+    return Setup(shapes[config.model], config, adapter=config.adapter)
+
+
+def _measure_start(stage: SftStage) -> ModelReport:
+    name, held_out = stage.config.model, stage.held_out
+    log.info("measuring %s before training, on %d batches", name, len(held_out.batches))
+    model = load_published(stage.context.model(name))
+    return describe_model(name, model, held_out.quality(model))
