@@ -106,14 +106,9 @@ def test_a_run_that_dies_goes_on_to_the_same_weights(
 
 def test_of_conversations_the_assistant_is_learnt(tmp_path: Path) -> None:
     """It answers with one word whatever is asked: then that is what the model expects."""
+    asked = [f"{number}: {word}" for number in range(4) for word in WORDS]
     rows = [
-        {
-            "messages": [
-                {"role": "user", "content": " ".join(WORDS[n % 7 :])},
-                {"role": "assistant", "content": "copper"},
-            ]
-        }
-        for n in range(200)
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "copper"}]} for text in asked
     ]
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     data = {"source": str(tmp_path / "chat.jsonl"), "chat": True}
