@@ -107,6 +107,10 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     report = commands.add_parser("report", help="write a run's report.html again")
     report.add_argument("run", type=Path, help="folder of the run")
     report.set_defaults(command=_report)
+    compare = commands.add_parser("compare", help="show runs side by side: quality against memory, latency and cost")
+    compare.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
+    compare.add_argument("--out", type=Path, default=Path("compare.html"), help="page (default: compare.html)")
+    compare.set_defaults(command=_compare)
     doctor = commands.add_parser("doctor", help="say what this environment is and what is wrong with it")
     doctor.set_defaults(command=_doctor)
     plan = commands.add_parser("plan", help="say what a recipe's training will hold in memory, before any GPU is used")
@@ -194,6 +198,23 @@ def _report(options: argparse.Namespace) -> int:
     from pipeline.run_folder import RunFolder
 
     print(write_report(RunFolder(options.run)))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from pipeline.report.page import compare_runs
+    from pipeline.report.terminal import print_sections
+    from pipeline.results import write_atomically
+    from pipeline.run_folder import RunFolder
+
+    sections, page = compare_runs([RunFolder(path) for path in options.runs])
+    if not any(section.tables for section in sections):
+        raise UserError("These runs have no two models that were measured on the same text yet.")
+    print_sections(Console(width=None if sys.stdout.isatty() else 160), sections)
+    write_atomically(options.out, page.encode())
+    print(f"page: {options.out}")
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.settings import out_name, redeclared, setting
+from pipeline.settings import POSITIVE, out_name, redeclared, setting
 from pipeline.stages.import_model.config import ModelSource
 from train.sources import DataConfig
 
@@ -29,6 +29,8 @@ class Serve:
     model: str = setting(refers="model")
     verify: str | None = setting(None, refers="model")
     """Serve this model's distribution instead, with `model` as its draft. `--verify` says the same."""
+    price_per_hour: float | None = setting(None, range=POSITIVE)
+    """What an hour of the machine costs, in any currency: reports then say what a million tokens cost."""
 
 
 @dataclass(frozen=True)

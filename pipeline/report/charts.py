@@ -4,18 +4,21 @@ Numbers appear on hover as the browser's own titles. Coordinates are in CSS pixe
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pipeline.report.style import CSS
 
 WIDTH, HEIGHT = 560, 280
 BAR_WIDTH, BAR_ROW = 340, 46
 LEFT, RIGHT, TOP, BOTTOM = 70, 16, 18, 44
-NAME_WIDTH, NAME_HEIGHT = 130, 14
+NAME_WIDTH, NAME_HEIGHT = 6.6, 14
+"""Of a letter, and of a line."""
+MOST_LINEAR = 4
+"""Heights whose largest is more than so many times the smallest go by powers of ten."""
 MAX_POINTS = 240
 """Points of one line; more are averaged in buckets, which a screen could not tell apart anyway."""
 
@@ -78,24 +81,32 @@ class Point:
 
 @dataclass(frozen=True)
 class Points:
-    """Named points over a common axis; the other goes by powers of ten, so only points above zero are drawn."""
+    """Named points above zero; where heights differ much, their axis goes by powers of ten.
+
+    `front`: those of them that a line joins, as stairs, from left to right.
+    """
 
     layout: ClassVar[str] = "lines"
     title: str
     points: Sequence[Point]
     x_label: str
     y_label: str
+    front: Sequence[Point] = ()
 
     def html(self) -> str:
         """A figure of the page; empty without a point."""
         points = [point for point in self.points if math.isfinite(point.x) and 0 < point.y < math.inf]
         if not points:
             return ""
-        xs, heights = [point.x for point in points], _powers(min(p.y for p in points), max(p.y for p in points))
-        x_ticks, y_ticks = ticks(min(xs), max(xs)), {math.log10(height): short(height) for height in heights}
-        frame = _Frame((x_ticks[0], x_ticks[-1]), (min(y_ticks), max(y_ticks)))
+        xs, ys = [point.x for point in points], [point.y for point in points]
+        x_ticks, low, high = ticks(min(xs), max(xs)), min(ys), max(ys)
+        is_wide = high > MOST_LINEAR * low
+        heights = _powers(low, high) if is_wide else ticks(low, high)
+        scaled = math.log10 if is_wide else float
+        y_ticks = {scaled(height): short(height) for height in heights}
+        frame = _Frame((x_ticks[0], x_ticks[-1]), (min(y_ticks), max(y_ticks)), scaled)
         axes = _axes(frame, x_ticks, y_ticks, self.x_label, self.y_label)
-        return figure(self.title, [axes, *_named(frame, points)])
+        return figure(self.title, [axes, *_stairs(frame, self.front), *_named(frame, points)])
 
 
 @dataclass(frozen=True)
@@ -229,12 +240,33 @@ class _Frame:
 
     xs: tuple[float, float]
     ys: tuple[float, float]
+    scaled: Callable[[float], float] = float
+    """Of heights, before they are mapped."""
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (HEIGHT - TOP - BOTTOM)
+
+
+class _Box(NamedTuple):
+    """A rectangle of the page."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it lies where axes leave room."""
+        across = self.x >= LEFT and self.x + self.width <= WIDTH
+        return across and self.y >= 0 and self.y + self.height <= HEIGHT - BOTTOM
+
+    def meets(self, other: "_Box") -> bool:
+        across = self.x < other.x + other.width and other.x < self.x + self.width
+        return across and self.y < other.y + other.height and other.y < self.y + self.height
 
 
 def _axes(frame: _Frame, x_ticks: list[float], y_ticks: Mapping[float, str], x_label: str, y_label: str) -> str:
@@ -272,23 +304,35 @@ def _line(frame: _Frame, line: Series, color: int, x_label: str) -> str:
     return f'<polyline class="line c{color}" points="{path}"/>{"".join(dots)}'
 
 
+def _stairs(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
+    """What is at least as good as one of the points lies above and to the right."""
+    if len(points) < 2:
+        return
+    steps = [(frame.x(point.x), frame.y(frame.scaled(point.y))) for point in points]
+    corners = [steps[0], *(place for (_, y), (x, below) in pairwise(steps) for place in ((x, y), (x, below)))]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+    yield f'<polyline class="line c1" points="{path}"/>'
+
+
 def _named(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
-    """Dots, and their names where none covers another: on the side that has room, as far down as it takes."""
-    written: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda point: -point.y):
-        x, y = frame.x(point.x), frame.y(math.log10(point.y))
-        way = 1 if x < WIDTH / 2 else -1
-        start, line = x + way * 30, y + 4
-        for other, taken in written:
-            if abs(other - start) < NAME_WIDTH and line - taken < NAME_HEIGHT:
-                line = taken + NAME_HEIGHT
-        written.append((start, line))
-        ends = f'x1="{x + way * 6:.1f}" y1="{y:.1f}" x2="{start - way * 4:.1f}" y2="{line - 4:.1f}"'
+    """Dots, and their names: as near as nothing else is, within the frame."""
+    places = {point: (frame.x(point.x), frame.y(frame.scaled(point.y))) for point in points}
+    taken = [_Box(x - 5, y - 5, 10, 10) for x, y in places.values()]
+    for point, (x, y) in sorted(places.items(), key=lambda place: place[1][1]):
+        width = NAME_WIDTH * len(point.name)
+        steps = sorted(range(-40, 41), key=lambda step: abs(step + 1))  # rather above, where no line of a front is
+        boxes = [_Box(x + start, y + 5 * step - 9, width, NAME_HEIGHT) for step in steps for start in (12, -12 - width)]
+        free = (box for box in boxes if box.is_inside and not any(box.meets(other) for other in taken))
+        box = next(free, None) or next((box for box in boxes if box.is_inside), boxes[0])
+        taken.append(box)
+        left = box.x > x
+        near, line = (box.x - 3 if left else box.x + width + 3), box.y + 11
         yield (
             f"<g><title>{escape(point.name)}: {point.y:.5g} at {point.x:,.6g}</title>"
-            f'<circle class="dot c{point.color}" cx="{x:.1f}" cy="{y:.1f}" r="4"/><line class="grid" {ends}/>'
-            f'<text class="name" x="{start:.1f}" y="{line:.1f}" text-anchor="{"start" if way > 0 else "end"}">'
-            f"{escape(point.name)}</text></g>"
+            f'<circle class="dot c{point.color}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+            f'<line class="grid" x1="{x:.1f}" y1="{y:.1f}" x2="{near:.1f}" y2="{line - 4:.1f}"/>'
+            f'<text class="name" x="{box.x if left else box.x + width:.1f}" y="{line:.1f}" '
+            f'text-anchor="{"start" if left else "end"}">{escape(point.name)}</text></g>'
         )
 
 

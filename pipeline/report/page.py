@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.measure.gates import describe, describe_parity
 from pipeline.recipe import recipe_to_yaml
 from pipeline.report.charts import Bar, Bars, Lines, Series
+from pipeline.report.front import compare_sections, run_sections
 from pipeline.report.section import Cell, Curves, Section, Table
 from pipeline.report.style import CSS
 from pipeline.report.table import collect_rows, count, duration, models_section, size, speed
@@ -48,6 +49,7 @@ def render(recipe: Recipe, results: Sequence[Result[Any]], curves: Curves) -> st
     """The page as text. `curves` maps a stage's name to its logged rows."""
     rows = collect_rows(results)
     sections = [
+        *run_sections(recipe, results),
         models_section(rows),
         _before_and_after(rows),
         *sections_of(results, curves),
@@ -58,13 +60,27 @@ def render(recipe: Recipe, results: Sequence[Result[Any]], curves: Curves) -> st
         _environment(results),
     ]
     parts = [_header(recipe, results), _tiles(rows), *map(section_html, sections), _recipe(recipe)]
+    footer = "Made by potstill from the files of the run. Hover over a curve to read its values."
+    return _page(recipe.name, parts, footer)
+
+
+def compare_runs(runs: Sequence[RunFolder]) -> tuple[list[Section], str]:
+    """Runs side by side, as sections and as a page. Raises UserError for a folder that is none."""
+    names = [run.path.resolve().name for run in runs]
+    names = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+    recipes = {name: (run, run.recipe()) for name, run in zip(names, runs, strict=True)}
+    sections = compare_sections({name: (recipe, run.results(recipe)) for name, (run, recipe) in recipes.items()})
+    title = ", ".join(names)
+    return sections, _page(title, [f"<header><h1>{escape(title)}</h1></header>", *map(section_html, sections)], "")
+
+
+def _page(title: str, parts: Sequence[str], footer: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(recipe.name)} – potstill</title><style>{CSS}</style></head><body><main>\n"
+        f"<title>{escape(title)} – potstill</title><style>{CSS}</style></head><body><main>\n"
         + "\n".join(part for part in parts if part)
-        + "\n<footer>Made by potstill from the files of the run. Hover over a curve to read its values.</footer>"
-        "</main></body></html>\n"
+        + f"\n<footer>{escape(footer)}</footer></main></body></html>\n"
     )
 
 

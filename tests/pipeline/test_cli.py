@@ -28,7 +28,7 @@ def test_help_is_fast_and_imports_no_torch() -> None:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         fastest = min(fastest, time.perf_counter() - started)
     assert done.returncode == 0
-    for command in ("run", "serve", "generate", "report", "plan", "doctor", "export", "recipe"):
+    for command in ("run", "serve", "generate", "report", "compare", "plan", "doctor", "export", "recipe"):
         assert command in done.stdout
     heavy = {
         "torch",
@@ -63,6 +63,7 @@ def test_recipes_are_checked_without_torch() -> None:
         (["run", str(RECIPE), "distil.tokens=1"], "Did you mean 'distill'?"),
         (["recipe", "show", str(RECIPE), "name"], "is not of the form key=value."),
         (["report", "nowhere"], "nowhere is no run folder: it has no recipe.yaml."),
+        (["compare", "nowhere"], "nowhere is no run folder: it has no recipe.yaml."),
         (["serve", "nowhere"], "nowhere is neither a model folder (with config.json), a run folder"),
         (["generate", "nowhere", "hello"], "nowhere is neither a model folder"),
         (["export", "nowhere", "--to", "gguf"], "nowhere is neither a model folder"),
