@@ -98,6 +98,11 @@ class Loss:
     hard_weight: float = setting(0.0, range=FRACTION)
     """Weight of the text's own next token beside the teacher's distribution."""
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is linear in the teacher's distribution, as what stored ones can teach must be."""
+        return self.kind == "forward_kl" and self.temperature == 1
+
     def __post_init__(self) -> None:
         check(self)
 

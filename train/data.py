@@ -19,13 +19,14 @@ import logging
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from model.text.tokenizer import Tokenizer
+from train.distributions import Distributions
 from train.progress import Progress
 from train.sealed_folder import check, seal
 from train.sources import DataConfig, Document, Source, open_source
@@ -58,6 +59,8 @@ class TokenizedDocuments:
     """int64."""
     digest: str
     """SHA-256 over the hashes of its files: equal digests mean equal documents."""
+    distributions: Distributions | None = None
+    """What a teacher says at each of their positions, if it was stored."""
 
     @property
     def num_documents(self) -> int:
@@ -83,8 +86,18 @@ class PreparedData:
 def prepare(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, *, progress: bool = True) -> PreparedData:
     """Tokenizes a data set, or opens the cache of an earlier time; a damaged cache is reported and built anew.
 
-    Raises ValueError naming the source when it cannot be read or when it supervises no token.
+    Raises ValueError naming the source when it cannot be read or when it supervises no token, DistributionsError when
+    the stored distributions that `config` names are not those of its documents.
     """
+    data = _tokenized(config, tokenizer, cache_folder, progress)
+    if config.distributions is None:
+        return data
+    stored = Distributions(Path(config.distributions), data.train.digest)
+    digest = hashlib.sha256(f"{data.train.digest} {stored.digest}".encode()).hexdigest()
+    return replace(data, train=replace(data.train, distributions=stored, digest=digest))
+
+
+def _tokenized(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, progress: bool) -> PreparedData:
     source = open_source(config)
     folder = Path(cache_folder) / _cache_key(config, source, tokenizer)
     if folder.exists():
@@ -133,7 +146,7 @@ def _cache_key(config: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
         "format": CACHE_VERSION,
         "source": source.fingerprint,
         "tokenizer": tokenizer.digest,
-        "config": {name: value for name, value in asdict(config).items() if name != "source"},
+        "config": {name: value for name, value in asdict(config).items() if name not in ("source", "distributions")},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 

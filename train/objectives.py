@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
@@ -20,7 +21,7 @@ from model.layers import Routing
 from model.routed import ExpertChoice
 from model.transformer import Transformer
 from train.config import Loss
-from train.packing import Batch
+from train.packing import IGNORE_LABEL, Batch
 
 
 class ObjectiveOutput(NamedTuple):
@@ -92,6 +93,41 @@ class Distillation:
         return ObjectiveOutput(sums.loss, batch.num_labels, metrics)
 
 
+class StoredDistillation:
+    """Forward KL from the distributions that a teacher has left beside the text; no teacher runs.
+
+    KL(w ‖ q) = Σ w log w − Σ w z + log Σ exp z: the middle is a product of the hidden state with Σ w W, the last is the
+    label's cross-entropy plus its logit. In place of the first stands the entropy of the teacher's whole distribution,
+    so the loss is an unbiased estimate of the dense one, and of one position may be negative.
+    """
+
+    def __init__(self, loss: Loss | None = None) -> None:
+        """Raises ValueError for a loss that is not linear in the teacher's distribution."""
+        self.loss = loss or Loss()
+        if not self.loss.is_linear:
+            raise ValueError("stored distributions teach forward_kl at temperature 1 alone")
+
+    def __call__(
+        self, model: Transformer, batch: Batch, progress: float = 1.0, routing: Routing | None = None
+    ) -> ObjectiveOutput:
+        if batch.targets is None:
+            raise ValueError("the batch has no stored distributions")
+        hidden, weight, targets = hidden_states(model, batch, routing), model.head_weight, batch.targets
+        cross_entropy = linear_cross_entropy(hidden, weight, batch.labels)
+        labelled = (batch.labels != IGNORE_LABEL)[:, None]
+        known = targets.ids < len(weight)  # what pads the teacher's vocabulary has no row here
+        weights = torch.where(known, targets.weights, 0.0).to(weight.dtype)
+        ids = targets.ids.clamp(max=len(weight) - 1)
+        expected = F.embedding_bag(ids, weight, targets.starts, mode="sum", per_sample_weights=weights)
+        chosen = F.embedding(batch.labels.clamp(min=0), weight)
+        # The label's logit over the expected one, where there is a label.
+        margin = (torch.where(labelled, chosen - expected, 0.0).float() * hidden.float()).sum()
+        kl = cross_entropy + margin - torch.where(labelled[:, 0], targets.entropies, 0.0).sum()
+        soft = 1 - self.loss.hard_weight
+        metrics = {"kl": kl.detach(), "cross_entropy": cross_entropy.detach()}
+        return ObjectiveOutput(soft * kl + self.loss.hard_weight * cross_entropy, batch.num_labels, metrics)
+
+
 def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:
     """The objective that `loss` names: the text alone, or a teacher's distribution at each of its positions."""
     return LanguageModelling() if loss.kind == "cross_entropy" else Distillation(teacher, loss)
@@ -124,7 +160,7 @@ class RoutingConfig:
 class RoutedTraining:
     """Another objective under expert choice, plus the loss that makes its choice foreseeable token by token."""
 
-    def __init__(self, objective: LanguageModelling | Distillation, config: RoutingConfig) -> None:
+    def __init__(self, objective: LanguageModelling | Distillation | StoredDistillation, config: RoutingConfig) -> None:
         self.objective, self.config = objective, config
 
     def __call__(self, model: Transformer, batch: Batch, progress: float = 1.0) -> ObjectiveOutput:

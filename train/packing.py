@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from train.data import TokenizedDocuments
+from train.distributions import Targets
 
 IGNORE_LABEL = -100
 # Micro-batches that are being filled at once. More fill better and mix pieces from farther apart.
@@ -34,6 +35,7 @@ class Batch:
     labels [T] int64: the token that each position must predict, -100 where none
     num_labels: how many labels are not -100
     num_bytes: bytes of the text that the labels spell; 0 where it was not counted (training batches)
+    targets: what a teacher says at each position, where that was stored with the documents
     """
 
     tokens: Tensor
@@ -42,10 +44,11 @@ class Batch:
     labels: Tensor
     num_labels: int
     num_bytes: int = 0
+    targets: Targets | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "cu_seqlens", "labels")}
-        return replace(self, **moved)
+        return replace(self, **moved, targets=self.targets and self.targets.to(device))
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,14 @@ def pack(documents: TokenizedDocuments, pieces: Pieces, numbers: Sequence[int] |
         positions[part] = np.arange(length)
         at += length
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    stored, spans = documents.distributions, list(zip(starts.tolist(), lengths.tolist(), strict=True))
     return Batch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         labels=torch.from_numpy(labels),
         num_labels=int(pieces.num_labels[numbers].sum()),
+        targets=None if stored is None else stored.targets(spans, documents.tokens),
     )
 
 

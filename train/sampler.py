@@ -18,11 +18,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def shuffled(count: int, *, seed: int, epoch: int) -> np.ndarray:
     """A permutation of `range(count)`, the same on every machine and with every numpy: sorted by a SplitMix64 hash."""
-    start = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "little")
-    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start & _MASK)
+    return np.argsort(hashed_numbers(np.arange(count), f"{seed}:{epoch}"), kind="stable")
+
+
+def hashed_numbers(numbers: np.ndarray, seed: str) -> np.ndarray:
+    """Independent uniform uint64, one for each number from 0 on: SplitMix64 from where a hash of the seed begins."""
+    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little")
+    z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(start & _MASK)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
+    return z ^ (z >> np.uint64(31))
 
 
 class Sampler:

@@ -51,6 +51,8 @@ class DataConfig:
     """Stop after this many documents, counting held-out ones."""
     seed: int = 0
     """Decides which documents are held out."""
+    distributions: str | None = None
+    """Folder of a teacher's distributions for these documents, as the stage that stores them made it."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -29,6 +29,7 @@ KINDS = (
     "gqa",
     "mod",
     "synthesize",
+    "precompute",
     "distill",
     "sft",
     "qlora",

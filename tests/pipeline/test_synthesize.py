@@ -10,14 +10,17 @@ import pytest
 
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import RunInterrupted, StageFailed, UserError
-from pipeline.recipe import RecipeError, parse_recipe
+from pipeline.processes import Processes
+from pipeline.recipe import RecipeError, load_recipe, parse_recipe
 from pipeline.results import Result
+from pipeline.run import run_recipe
+from pipeline.run_folder import RunFolder
 from pipeline.stages.synthesize import filters, writer
 from pipeline.stages.synthesize.run import opening_of
 from pipeline.stages.synthesize.writer import read_all
 from serve.llm import Choice, Generation
 from serve.sampling_params import SamplingParams
-from tests.pipeline.tiny_run import WORDS, run_stages, write_teacher
+from tests.pipeline.tiny_run import RECIPE, WORDS, run_stages, write_teacher
 
 
 class Scripted:
@@ -163,12 +166,6 @@ def test_plain_prompts_and_one_that_leaves_no_room(tmp_path: Path) -> None:
 
 
 def run_with_data(home: Path, data: str, **settings: Any) -> list[Result]:
-    from pipeline.processes import Processes
-    from pipeline.recipe import load_recipe
-    from pipeline.run import run_recipe
-    from pipeline.run_folder import RunFolder
-    from tests.pipeline.tiny_run import RECIPE
-
     if not (home / "teacher").exists():
         write_teacher(home / "teacher")
     settings = {"model": "teacher", "sequence_length": 512, **settings}

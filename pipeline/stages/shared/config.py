@@ -82,10 +82,14 @@ NO_FALL = {"max_kl_ratio": "no KL falls by training here"}
 
 def mistakes(config: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """A micro-batch too small for its sequences. That batch_tokens is a multiple of it, TrainingConfig checks."""
-    length, micro_batch = recipe.data_set(config.data).sequence_length, config.micro_batch_tokens
+    source, micro_batch = recipe.data_set(config.data), config.micro_batch_tokens
+    length = source.sequence_length
     if micro_batch < length:
         least = f"it must be at least the sequence_length of its data, which is {length:,}"
         yield "micro_batch_tokens", f"is {micro_batch:,}; {least}"
+    loss = config.loss if isinstance(config, Recovery) else Loss()
+    if source.distributions and not loss.is_linear and loss.kind != "cross_entropy":
+        yield "loss", f"is more than the stored distributions of {config.data} can teach: forward_kl at temperature 1"
 
 
 def nothing_to_bound(gate: Gate, missing: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,14 @@ from pipeline.stages.shared.config import Decoding, Recovery, Training
 from pipeline.stages.shared.context import StageContext
 from train.evaluate import TeacherStates
 from train.loop import DivergedError, Trainer, TrainingResult
-from train.objectives import Distillation, LanguageModelling, RoutedTraining, RoutingConfig, objective_of
+from train.objectives import (
+    Distillation,
+    LanguageModelling,
+    RoutedTraining,
+    RoutingConfig,
+    StoredDistillation,
+    objective_of,
+)
 from train.packing import Batch, held_out_batches
 from train.tracking import Tracker
 
@@ -111,7 +118,7 @@ class TrainingStage(Generic[C]):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def objective(self) -> LanguageModelling | Distillation:
+    def objective(self) -> LanguageModelling | Distillation | StoredDistillation:
         """What training minimizes."""
         return LanguageModelling()
 
@@ -265,8 +272,15 @@ class RecoveryStage(TrainingStage[R]):
         super().__init__(context, Tokenizer.load(context.model(teacher)))
         self.teacher_name, self.teacher = teacher, load_published(context.model(teacher))
 
-    def objective(self) -> LanguageModelling | Distillation:
-        return objective_of(self.config.loss, self.teacher)
+    def objective(self) -> LanguageModelling | Distillation | StoredDistillation:
+        """Towards what the teacher has stored with the data, or else by its passes."""
+        stored = self.data.train.distributions
+        if stored is None or self.config.loss.kind == "cross_entropy":
+            return objective_of(self.config.loss, self.teacher)
+        if stored.teacher != self.context.inputs[self.teacher_name].digest:
+            name = f"{self.context.stage.kind}: the data {self.config.data}"
+            raise UserError(f"{name} holds distributions of another model than {self.teacher_name}.")
+        return StoredDistillation(self.config.loss)
 
     def trained_briefly(self, folder: Path, make: Callable[[], Transformer], tokens: int) -> Quality:
         """Held-out quality of what `make` makes, behind a small budget of training, in every process.

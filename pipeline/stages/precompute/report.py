@@ -1,0 +1,49 @@
+"""What stored distributions take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.report.section import Curves, Section, Table
+from pipeline.report.table import count, duration, size, speed
+from pipeline.results import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecomputeDetails:
+    """What was stored."""
+
+    positions: int
+    """Labels of the data set."""
+    stored_tokens: int
+    """At all of them together."""
+    stored_bytes: int
+    draws: int
+    computed_tokens: int
+    """In the attempt that finished."""
+    seconds: float
+
+    @property
+    def bytes_per_position(self) -> float:
+        return self.stored_bytes / self.positions
+
+
+def sections(results: Sequence[Result[PrecomputeDetails]], curves: Curves) -> list[Section]:
+    """One table for all stages."""
+    text = "A teacher has run once over this text; what it says there takes, and students learn from it without it:"
+    head = ("stage", "labels", "draws", "different tokens", "bytes a label", "in all", "tokens/s", "time")
+    return [Section("Stored distributions", text, tables=[Table([_row(result) for result in results], head)])]
+
+
+def _row(result: Result[PrecomputeDetails]) -> list[str]:
+    details = result.details
+    rate = speed(details.computed_tokens / details.seconds) if details.computed_tokens else "–"
+    return [
+        result.stage,
+        count(details.positions),
+        str(details.draws),
+        f"{details.stored_tokens / details.positions:.1f}",
+        f"{details.bytes_per_position:.1f}",
+        size(details.stored_bytes),
+        rate,
+        duration(details.seconds),
+    ]
