@@ -156,6 +156,8 @@ def test_what_cannot_be_learnt_from_them_is_said_when_the_recipe_is_read() -> No
     source = recipe.data_set("taught", Path("runs/x"))
     assert source.sequence_length == 256 and source.distributions == "runs/x/01-precompute/data"
     assert parse_recipe(RECIPE_TEXT, ["distill.loss.kind=cross_entropy"]) != recipe
+    with pytest.raises(RecipeError, match=r"on_policy\.share is 0\.5, but taught is for training without the teacher"):
+        parse_recipe(RECIPE_TEXT, ["distill.on_policy.share=0.5"])
     for override in ("distill.loss.kind=reverse_kl", "distill.loss.temperature=2"):
         said = "stages.1.distill.loss is more than the stored distributions of taught can teach"
         with pytest.raises(RecipeError, match=re.escape(said)):

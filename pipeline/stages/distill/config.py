@@ -69,6 +69,8 @@ def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from shared.mistakes(config, recipe)
     if config.on_policy.share and config.loss.kind == "cross_entropy":
         yield "on_policy.share", f"is {config.on_policy.share:g}, but with the loss cross_entropy no teacher grades it"
+    if config.on_policy.share and recipe.data_set(config.data).distributions:
+        yield "on_policy.share", f"is {config.on_policy.share:g}, but {config.data} is for training without the teacher"
     student = config.student
     if student.candidates and str(student) != str(Shape()):
         yield "student", f"has candidates, and {student} beside them; write that in each candidate"

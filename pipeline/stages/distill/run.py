@@ -23,7 +23,7 @@ from pipeline.stages.distill.student import Cut, choose, cut_out, measure_import
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.rollouts import EngineRollouts
 from pipeline.stages.shared.training import RecoveryStage, check_dense
-from train.objectives import Distillation, LanguageModelling
+from train.objectives import Distillation, LanguageModelling, StoredDistillation
 from train.rollouts import OnPolicyDistillation
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class DistillStage(RecoveryStage[Distill]):
     """Its student may write part of its text itself."""
 
-    def objective(self) -> LanguageModelling | Distillation:
+    def objective(self) -> LanguageModelling | Distillation | StoredDistillation:
         policy = self.config.on_policy
         if not policy.share:
             return super().objective()
