@@ -201,7 +201,7 @@ def test_the_lock_file_satisfies_what_pyproject_asks_for() -> None:
             requirement = Requirement(line)
             locked[requirement.name.lower().replace("_", "-")] = next(iter(requirement.specifier)).version
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for line in project["dependencies"] + project["optional-dependencies"]["dev"]:
+    for line in sum(project["optional-dependencies"].values(), project["dependencies"]):
         requirement = Requirement(line)
         version = locked[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(version), f"{line} is locked at {version}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipeline.measure.gates import wilson
 from pipeline.measure.suite.tasks import TASKS
 from pipeline.report.section import Cell, Curves, Section, Table
-from pipeline.results import Result
+from pipeline.results import Estimate, Result
 
 ANSWERS_NAME = "answers.json"
 """Every answer of the suite, in the stage's folder."""
@@ -31,10 +31,30 @@ class Score:
 
 
 @dataclass(frozen=True)
+class HarnessScore:
+    """Of one model in one task of lm-evaluation-harness."""
+
+    model: str
+    task: str
+    metric: str
+    value: Estimate
+    """Its margin is 1.96 standard errors, as the harness finds them."""
+    samples: int
+    """Questions; 0 for a group of tasks."""
+    few_shot: int
+
+    @property
+    def row(self) -> str:
+        shots = f", {self.few_shot} examples" if self.few_shot else ""
+        return f"{self.task}: {self.metric}{shots}"
+
+
+@dataclass(frozen=True)
 class EvaluateDetails:
     """What only an evaluation has to say."""
 
     suite: tuple[Score, ...] = ()
+    harness: tuple[HarnessScore, ...] = ()
 
 
 def scores_of(marked: Iterable[tuple[str, str, bool]]) -> tuple[Score, ...]:
@@ -49,7 +69,11 @@ def scores_of(marked: Iterable[tuple[str, str, bool]]) -> tuple[Score, ...]:
 
 
 def sections(results: Sequence[Result[EvaluateDetails]], curves: Curves) -> list[Section]:
-    """One table of all models that were asked: a row a task."""
+    """All models that were asked, side by side: a row a task."""
+    return [*_suite_section(results), *_harness_section(results)]
+
+
+def _suite_section(results: Sequence[Result[EvaluateDetails]]) -> list[Section]:
     scores = {(score.task, score.model): score for result in results for score in result.details.suite}
     if not scores:
         return []
@@ -75,3 +99,28 @@ def _cell(score: Score | None, first: Score | None) -> str | Cell:
         return "–"
     text = f"{score.passed} of {score.prompts}, {score.low * 100:.0f} – {score.high * 100:.0f} %"
     return Cell(text, "bad") if first and score.high < first.low else text
+
+
+def _harness_section(results: Sequence[Result[EvaluateDetails]]) -> list[Section]:
+    scores = {(score.row, score.model): score for result in results for score in result.details.harness}
+    if not scores:
+        return []
+    models = list(dict.fromkeys(model for _, model in scores))
+    rows = [
+        [row, *(_value(scores.get((row, model))) for model in models)]
+        for row in dict.fromkeys(row for row, _ in scores)
+    ]
+    samples = sorted({score.samples for score in scores.values() if score.samples})
+    note = f"Answered by the serving engine; ± is the 95 % confidence interval. Questions: {_range(samples)}."
+    return [Section("lm-evaluation-harness", tables=[Table(rows, ["task", *models], note=note)])]
+
+
+def _value(score: HarnessScore | None) -> str:
+    if score is None:
+        return "–"
+    margin = "" if score.value.margin is None else f" ± {score.value.margin:.3f}"
+    return f"{score.value.value:.3f}{margin}"
+
+
+def _range(samples: Sequence[int]) -> str:
+    return f"{samples[0]:,}" if len(samples) == 1 else f"{samples[0]:,} to {samples[-1]:,} a task" if samples else "–"

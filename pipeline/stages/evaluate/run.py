@@ -1,6 +1,7 @@
 """Stage `evaluate`: quality, memory and speed of a model, of its reference, and of the two serving together."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -14,7 +15,7 @@ from pipeline.measure.speed import engines_for_speed, measure_speed, prompts_fro
 from pipeline.measure.suite.ask import ask
 from pipeline.results import ModelReport, Parity, Result, write_atomically
 from pipeline.stages.evaluate.config import Evaluate
-from pipeline.stages.evaluate.report import ANSWERS_NAME, EvaluateDetails, Score, scores_of
+from pipeline.stages.evaluate.report import ANSWERS_NAME, EvaluateDetails, HarnessScore, Score, scores_of
 from pipeline.stages.shared.context import StageContext
 from train.evaluate import TeacherStates
 
@@ -30,6 +31,7 @@ def run(context: StageContext) -> Result[EvaluateDetails] | None:
         return None
     sequence_length = context.data_set(config.data).sequence_length
     held_out = HeldOut.of(data, sequence_length=sequence_length, max_tokens=config.held_out_tokens)
+    harness = _open_harness(config)
     reports, parity = [], []
     reference: TeacherStates | None = None
     names = [config.against, config.model] if config.against else [config.model]
@@ -46,7 +48,10 @@ def run(context: StageContext) -> Result[EvaluateDetails] | None:
         log.info("%s", describe(check))
     if config.speed.batch_sizes:
         reports = _with_speeds(context, reports, held_out)
-    details = EvaluateDetails(suite=_suite(context, names) if config.suite else ())
+    details = EvaluateDetails(
+        suite=_suite(context, names) if config.suite else (),
+        harness=tuple(score for name in names for score in harness(context, name)),
+    )
     return context.result(models=reports, gate=checks, parity=_worst(parity), details=details)
 
 
@@ -84,6 +89,22 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
     engines = engines_for_speed(str(context.model(config.model)), verifier, config.speed)
     speeds = measure_speed(engines, prompts, config.speed)
     return [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
+
+
+def _open_harness(config: Evaluate) -> Callable[[StageContext, str], list[HarnessScore]]:
+    """What puts the tasks of lm-evaluation-harness to a model; their data are read first, since they may be missing."""
+    if not config.lm_eval.tasks:
+        return lambda context, name: []
+    from pipeline.stages.evaluate.harness import open_tasks, run_harness
+
+    manager = open_tasks(config.lm_eval)
+
+    def scores(context: StageContext, name: str) -> list[HarnessScore]:
+        log.info("putting %s to %s", ", ".join(config.lm_eval.tasks), name)
+        kept = context.folder / f"harness-{context.inputs[name].digest[:16]}.jsonl"
+        return run_harness(context.model(name), config.lm_eval, manager, label=name, kept=kept)
+
+    return scores
 
 
 def _suite(context: StageContext, names: list[str]) -> tuple[Score, ...]:
