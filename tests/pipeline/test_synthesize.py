@@ -184,6 +184,8 @@ def test_what_cannot_be_asked_is_one_sentence(tmp_path: Path) -> None:
         run_with_data(tmp_path, data, prompts="asked")
     with pytest.raises(StageFailed, match=r"keeps no conversation of 9 prompts \(\d prompts: .*too short"):
         synthesize(tmp_path, count=9, filter={"min_words": 100})
+    with pytest.raises(StageFailed, match="leaves no room for an answer"):
+        synthesize(tmp_path, sequence_length=64, answering={"max_tokens": 60})
     settings = json.loads((tmp_path / "teacher" / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (tmp_path / "teacher" / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -73,12 +73,14 @@ def run(context: StageContext) -> Result[SynthesizeDetails] | None:
     if not tokenizer.templates:
         raise UserError(f"{context.stage.kind}: {config.model} has no chat template, so it can be asked nothing.")
     writer, selection = Writer(context, config.model, config.seed), Selection(config)
-    asked, faults = (
-        _written_prompts(config, tokenizer, writer) if config.prompts is None else _given_prompts(context, tokenizer)
-    )
+    own = config.prompts is None
+    asked, faults = _written_prompts(config, tokenizer, writer) if own else _given_prompts(context)
+    room = config.sequence_length - config.answering.max_tokens
+    sound = {number: _prompt_ids(tokenizer, prompt) for number, prompt in asked.items() if not faults[number]}
+    faults |= {number: filters.TOO_LONG for number, ids in sound.items() if len(ids) > room}
     prompts = selection.prompts(asked, faults)
     log.info("%d of %d prompts are worth an answer", len(prompts), len(asked))
-    requests = {number: _prompt_ids(tokenizer, prompt) for number, prompt in prompts.items()}
+    requests = {number: sound[number] for number in prompts}
     answers = selection.answers(prompts, writer.write("answers", requests, config.answering))
     log.info("%d of %d answers are worth training on", len(answers), len(requests))
     if not answers:
@@ -127,7 +129,7 @@ def opening_of(tokenizer: Tokenizer) -> str:
     return rendered[: rendered.index(SENTINEL)]
 
 
-def _given_prompts(context: StageContext, tokenizer: Tokenizer) -> Asked:
+def _given_prompts(context: StageContext) -> Asked:
     """Those of a data set, as many as are wanted."""
     config: Synthesize = context.stage.config
     source = context.data_set(str(config.prompts))
@@ -136,8 +138,9 @@ def _given_prompts(context: StageContext, tokenizer: Tokenizer) -> Asked:
         prompts[number] = _asked_in(document)
     if not prompts:
         raise UserError(f"{context.stage.kind}: the data set {config.prompts} holds no prompt.")
-    room = config.sequence_length - config.answering.max_tokens
-    return prompts, {number: _fault_of_given(tokenizer, prompt, room) for number, prompt in prompts.items()}
+    return prompts, {
+        number: None if _says_something(prompt) else filters.TOO_SHORT for number, prompt in prompts.items()
+    }
 
 
 def _asked_in(document: Document) -> Conversation:
@@ -149,10 +152,8 @@ def _asked_in(document: Document) -> Conversation:
     return document.content[:last]
 
 
-def _fault_of_given(tokenizer: Tokenizer, prompt: Conversation, room: int) -> str | None:
-    if not prompt or not str(prompt[-1]["content"]).strip():
-        return filters.TOO_SHORT
-    return filters.TOO_LONG if len(_prompt_ids(tokenizer, prompt)) > room else None
+def _says_something(prompt: Conversation) -> bool:
+    return bool(prompt) and bool(str(prompt[-1]["content"]).strip())
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: Conversation) -> list[int]:
