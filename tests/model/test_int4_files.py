@@ -113,7 +113,7 @@ def test_recipes_name_its_options() -> None:
     assert format_named("int4", group=None) == Int4(None)
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("int8", {"symmetric": False}, "INT8 is symmetric: it takes no zeros"),
-        ("int8", {"group": 32, "activations": True}, "INT8 with rounded activations has one scale a row: no groups"),
+        ("gptq", {"activations": True}, "gptq has no option activations"),
         ("int4", {"group": -1}, "INT4 cannot have groups of -1"),
         ("nf4", {"group": 64}, "nf4 has no option group"),
     ]
