@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.case import Adapt, Call, Inputs, Outputs, Shape, needs, normal
-from kernels.losses._divergence import SHARE_DECAY, DivergenceKind
+from kernels.losses._divergence import DivergenceKind
 from kernels.losses.linear_cross_entropy import linear_cross_entropy_reference
 from kernels.losses.linear_distillation import linear_distillation_reference
 
 REFERENCE_ROWS = 512
-KINDS: tuple[DivergenceKind, ...] = get_args(DivergenceKind)
+JUMPING = ("total_variation", "acceptance")
+"""Their gradients have the sign of p − q, which the last bit decides where both are alike: sides cannot be compared."""
+KINDS: tuple[DivergenceKind, ...] = tuple(kind for kind in get_args(DivergenceKind) if kind not in JUMPING)
 LossOf = Callable[[Tensor, Tensor, Inputs, slice], Tensor]
 """The summed loss of some of the rows, from the student's hidden states and head."""
 
@@ -113,13 +115,6 @@ def plain_loss(hidden: Tensor, head: Tensor, inputs: Inputs, rows: slice) -> Ten
         return _kl(log_p, log_q)
     if kind == "reverse_kl":
         return _kl(log_q, log_p)
-    if kind in ("total_variation", "acceptance"):
-        variation = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
-        if kind == "total_variation":
-            return variation.sum()
-        share = torch.exp(-SHARE_DECAY * (1 - variation)).detach()
-        divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-        return (share * divergence + (1 - share) * variation).sum()
     alpha = alpha_of(kind)
     weight_p = 1 - alpha if kind == "skewed_reverse_kl" else alpha
     log_m = torch.logaddexp(log_p + math.log(weight_p), log_q + math.log(1 - weight_p))
