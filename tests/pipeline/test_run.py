@@ -342,7 +342,7 @@ def test_a_model_can_be_evaluated_alone(copied_run: TinyRun) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("distill.student.layers=9", "student.layers is 9, but teacher has only 3 layers"),
+        ("distill.student.layers=9", "teacher has 3 layers, so 9 cannot be kept"),
         ("models.teacher.from=nowhere", "There is no model at nowhere"),
         ("models.teacher.from=./nowhere.gguf", "There is no GGUF file"),
         ("models.teacher.from=wheel:name", "must be of the form wheel:NAME==VERSION"),
