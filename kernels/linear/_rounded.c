@@ -17,7 +17,7 @@
 #include "weights.h"
 
 enum { BLOCK = 32, SPAN = 2 * BLOCK };
-enum { TOKENS = 4, OUTPUTS = 2, MOST_OUTPUTS = 4, BLOCK_OUTPUTS = 16 };
+enum { TOKENS = 4, OUTPUTS = 2, MOST_OUTPUTS = 4, BLOCK_OUTPUTS = 16, BLOCK_ROWS = 64 };
 
 /* INT4 whose zero is not always 8, beside the formats of weights.h. */
 enum { ASYMMETRIC = INT4_FROM_MINIMA + 1 };
@@ -229,23 +229,33 @@ INLINE void round_row(const float *x, int64_t k, int64_t group, int nibbles, cha
     }
 }
 
+/* `rows` rows of x, as they are rounded, times all of W. */
+static void multiply_rows(int format, const Weight *w, const char *x, float *y, int64_t rows, int threads) {
+    int64_t step = rows == 1 ? MOST_OUTPUTS : BLOCK_OUTPUTS;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t start = 0; start < w->n; start += step)
+        /* Here, since a parallel loop becomes a function of its own before formats are known. */
+        switch (format) {
+        case INT4: multiply_format(INT4, w, x, y, rows, start); break;
+        case INT8: multiply_format(INT8, w, x, y, rows, start); break;
+        case INT4_FROM_MINIMA: multiply_format(INT4_FROM_MINIMA, w, x, y, rows, start); break;
+        case ASYMMETRIC: multiply_format(ASYMMETRIC, w, x, y, rows, start); break;
+        }
+}
+
 /* y [rows, N] of x [rows, K], both fp32, of which `x_group` neighbours share a scale. Returns 0, or 1 without memory. */
 int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x_group, float *y, int64_t rows,
                     int threads) {
     int format = w->format == INT4 && w->zeros ? ASYMMETRIC : w->format;
-    int64_t bytes = bytes_of_row(format, w->k), step = rows == 1 ? MOST_OUTPUTS : BLOCK_OUTPUTS;
-    char *rounded_rows = malloc(rows * bytes);
-    if (rows && !rounded_rows) return 1;
-    for (int64_t t = 0; t < rows; t++)
-        round_row(x + t * x_stride, w->k, x_group, format != INT8, rounded_rows + t * bytes);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t start = 0; start < w->n; start += step)
-        switch (format) {
-        case INT4: multiply_format(INT4, w, rounded_rows, y, rows, start); break;
-        case INT8: multiply_format(INT8, w, rounded_rows, y, rows, start); break;
-        case INT4_FROM_MINIMA: multiply_format(INT4_FROM_MINIMA, w, rounded_rows, y, rows, start); break;
-        case ASYMMETRIC: multiply_format(ASYMMETRIC, w, rounded_rows, y, rows, start); break;
-        }
-    free(rounded_rows);
+    int64_t bytes = bytes_of_row(format, w->k);
+    char *block = malloc(smaller(rows, BLOCK_ROWS) * bytes); /* stays in the cache while all of W passes by */
+    if (rows && !block) return 1;
+    for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+        int64_t count = smaller(BLOCK_ROWS, rows - first);
+        for (int64_t t = 0; t < count; t++)
+            round_row(x + (first + t) * x_stride, w->k, x_group, format != INT8, block + t * bytes);
+        multiply_rows(format, w, block, y + first * w->n, count, threads);
+    }
+    free(block);
     return 0;
 }
