@@ -46,21 +46,17 @@ INLINE int64_t bytes_of_row(int format, int64_t k) {
     return format == INT8 ? k / BLOCK * (int64_t)sizeof(Bytes) : k / SPAN * (int64_t)sizeof(Nibbles);
 }
 
-INLINE float number(const Kind kind, const void *numbers, int64_t index) {
-    return kind.is_half ? _cvtsh_ss(((const uint16_t *)numbers)[index]) : ((const float *)numbers)[index];
-}
-
 INLINE __m256 halves(float low, float high) { return _mm256_set_m128(_mm_set1_ps(high), _mm_set1_ps(low)); }
 
 /* Of the span of a row whose first group is `index`: what multiplies codes, a block in each half. */
 INLINE __m256 scales_of(const Kind kind, const Weight *w, int64_t index) {
-    float scale = number(kind, w->scales, index);
-    return kind.has_small_groups ? halves(scale, number(kind, w->scales, index + 1)) : _mm256_set1_ps(scale);
+    float scale = number_at(kind.is_half, w->scales, index);
+    return kind.has_small_groups ? halves(scale, number_at(kind.is_half, w->scales, index + 1)) : _mm256_set1_ps(scale);
 }
 
 INLINE float shift_of(const Kind kind, const Weight *w, int64_t index) {
-    if (kind.format == INT4_FROM_MINIMA) return number(kind, w->minima, index);
-    return -(kind.format == ASYMMETRIC ? w->zeros[index] : 8) * number(kind, w->scales, index);
+    if (kind.format == INT4_FROM_MINIMA) return number_at(kind.is_half, w->minima, index);
+    return -(kind.format == ASYMMETRIC ? w->zeros[index] : 8) * number_at(kind.is_half, w->scales, index);
 }
 
 /* And what is added to them. */
@@ -126,7 +122,8 @@ INLINE void multiply_span(const Kind kind, const uint8_t *codes, __m256 scales, 
 INLINE void multiply_tile(const Kind kind, const int outputs, const int tokens, const Weight *w, int64_t n,
                           const char *x, float *y) {
     int64_t group = kind.has_small_groups ? SPAN : w->group, groups = w->k / w->group, index = 0;
-    int64_t bytes = bytes_of(w->format, w->k), step = kind.format == INT8 ? SPAN : SPAN / 2, row = bytes_of_row(kind.format, w->k);
+    int64_t bytes = bytes_of(w->format, w->k), step = kind.format == INT8 ? SPAN : SPAN / 2;
+    int64_t row = bytes_of_row(kind.format, w->k);
     int64_t output[MOST_OUTPUTS];
     const uint8_t *codes[MOST_OUTPUTS];
     Sums sums;
@@ -178,10 +175,15 @@ INLINE void multiply_format(int format, const Weight *w, const char *x, float *y
     if (!is_small && !w->is_half) multiply((Kind){format, 0, 0}, w, x, y, rows, start);
 }
 
+/* The largest magnitude; NaN beside a NaN, which a maximum would forget. */
 INLINE float largest(const float *x, int64_t count) {
-    __m256 most = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f);
-    for (int64_t i = 0; i < count; i += LANES)
-        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, _mm256_loadu_ps(x + i)));
+    __m256 most = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f), broken = _mm256_setzero_ps();
+    for (int64_t i = 0; i < count; i += LANES) {
+        __m256 lanes = _mm256_loadu_ps(x + i);
+        broken = _mm256_or_ps(broken, _mm256_cmp_ps(lanes, lanes, _CMP_UNORD_Q));
+        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, lanes));
+    }
+    if (_mm256_movemask_ps(broken)) return __builtin_nanf("");
     float lanes[LANES], found = 0;
     _mm256_storeu_ps(lanes, most);
     UNROLLED(int i = 0; i < LANES; i++) found = lanes[i] > found ? lanes[i] : found;
@@ -220,7 +222,10 @@ INLINE void store_bytes(Bytes *block, const int32_t *q, float scale) {
 INLINE void round_row(const float *x, int64_t k, int64_t group, int nibbles, char *out) {
     float scale = 0;
     for (int64_t b = 0; b < k; b += BLOCK) {
-        if (b % group == 0) scale = __builtin_fmaxf(largest(x + b, group) / 127.5f, 1e-30f);
+        if (b % group == 0) {
+            scale = largest(x + b, group) / 127.5f;
+            scale = scale < 1e-30f ? 1e-30f : scale; /* NaN stays */
+        }
         int32_t q[BLOCK], sum = round_block(x + b, scale, q);
         if (nibbles)
             store_nibbles((Nibbles *)out + b / SPAN, b % SPAN / BLOCK, q, sum, scale);

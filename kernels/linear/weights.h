@@ -35,9 +35,12 @@ INLINE const char *place_of(const Weight *w, const void *numbers, int64_t index)
     return (const char *)numbers + index * (w->is_half ? 2 : 4);
 }
 
+INLINE float number_at(int is_half, const void *numbers, int64_t index) {
+    return is_half ? _cvtsh_ss(((const uint16_t *)numbers)[index]) : ((const float *)numbers)[index];
+}
+
 INLINE float number_of(const Weight *w, const void *numbers, int64_t index) {
-    const char *place = place_of(w, numbers, index);
-    return w->is_half ? _cvtsh_ss(*(const uint16_t *)place) : *(const float *)place;
+    return number_at(w->is_half, numbers, index);
 }
 
 INLINE int64_t bytes_of(int format, int64_t codes) { return has_four_bits(format) ? codes / 2 : codes; }

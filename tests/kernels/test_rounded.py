@@ -1,5 +1,6 @@
 """Rows of quantized weights, and products of rounded activations, against their definitions."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -149,6 +150,15 @@ def test_a_row_has_the_same_bits_beside_any(name: str) -> None:
     for rows in (1, 2, 3, 4, 7):
         parts = [rounded_linear(part, weight, None, rounding) for part in x.split(rows)]
         assert torch.equal(torch.cat(parts), together)
+
+
+@pytest.mark.parametrize("name", ["int4 of 64", "int8"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf], ids=str)
+def test_what_is_no_number_is_not_rounded_away(name: str, wrong: float) -> None:
+    x = torch.randn(2, 192)
+    x[1, 70] = wrong
+    y = rounded_linear(x, prepare_quantized_weight(INTEGERS[name](torch.randn(8, 192))), None, Rounding(torch.int8, 32))
+    assert y[0].isfinite().all() and not y[1].isfinite().any()
 
 
 def test_c_multiplies_what_it_is_for() -> None:
