@@ -8,16 +8,19 @@ python -m bench.recipe configs/demo.yaml configs/smollm2.yaml
 import argparse
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench.common import ROOT, write_result
+from pipeline.recipe import recipe_to_yaml
 from pipeline.report.page import logged_curves
 from pipeline.report.table import collect_rows
 from pipeline.results import Result, write_atomically
 from pipeline.run_folder import RunFolder
+from pipeline.schema import Recipe
 from pipeline.stages.pretrain.report import PretrainDetails, compute_chart
 
 KEPT, TOO_LONG = ("cost", "gate", "parity", "details"), ("groups", "picture", "errors", "costs")
@@ -44,6 +47,16 @@ def finish(recipe: Path) -> int:
             return process.wait()
         except KeyboardInterrupt:
             continue
+
+
+def results_of(recipe: Recipe) -> list[Result[Any]]:
+    """What a recipe that is in no file gives; exits with the code of a run that fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, f"{recipe.name}.yaml")
+        path.write_text(recipe_to_yaml(recipe))
+        if code := finish(path):
+            sys.exit(code)
+    return RunFolder(ROOT / "runs" / recipe.name).results(recipe)
 
 
 def main() -> None:

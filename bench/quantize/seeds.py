@@ -7,17 +7,13 @@ and the best 4-bit result. Quality alone counts, so the machine may be busy; wha
 """
 
 import argparse
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bench.common import ROOT, write_result
-from bench.recipe import finish
-from pipeline.recipe import load_recipe, recipe_to_yaml
+from bench.recipe import results_of
+from pipeline.recipe import load_recipe
 from pipeline.results import Result
-from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
 
 RECIPE = ROOT / "configs" / "quantize-demo.yaml"
@@ -66,12 +62,7 @@ def main() -> None:
     seeds, rows = parser.parse_args().seeds, []
     for seed in seeds:
         recipe = with_seed(load_recipe(RECIPE), seed)
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch, f"{recipe.name}.yaml")
-            path.write_text(recipe_to_yaml(recipe))
-            if code := finish(path):
-                sys.exit(code)
-        rows.append(row(seed, RunFolder(ROOT / "runs" / recipe.name).results(recipe)))
+        rows.append(row(seed, results_of(recipe)))
         command = " ".join(["python -m bench.quantize.seeds", *(str(one["seed"]) for one in rows)])
         write_result("quantize-seeds-cpu", command, {"seeds": rows})
 

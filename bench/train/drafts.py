@@ -7,18 +7,14 @@ on held-out conversations, at temperature 1. Each seed replaces the students of 
 """
 
 import argparse
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from bench.common import ROOT, write_result
-from bench.recipe import finish
-from pipeline.recipe import load_recipe, recipe_to_yaml
+from bench.recipe import results_of
+from pipeline.recipe import load_recipe
 from pipeline.results import Result
-from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
 
 RECIPE = ROOT / "configs" / "drafts.yaml"
@@ -61,12 +57,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for seed in parser.parse_args().seeds:
         recipe = with_seed(load_recipe(RECIPE), seed)
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch, f"{recipe.name}.yaml")
-            path.write_text(recipe_to_yaml(recipe))
-            if code := finish(path):
-                sys.exit(code)
-        rows.append(row(seed, RunFolder(ROOT / "runs" / recipe.name).results(recipe)))
+        rows.append(row(seed, results_of(recipe)))
         command = " ".join(["python -m bench.train.drafts", *(str(one["seed"]) for one in rows)])
         write_result("drafts-cpu", command, {"students": summary(rows), "seeds": rows})
 
