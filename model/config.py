@@ -14,8 +14,10 @@ tool computes such layers, so the file then names an architecture that no other 
 """
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 ARCHITECTURES = {
@@ -116,6 +118,8 @@ class ModelConfig:
     layer_kv_heads: tuple[int, ...] = ()
     """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
     mixture_of_depths: MixtureOfDepths | None = None
+    draft_vocabulary: tuple[int, ...] = field(default=(), repr=False)
+    """The tokens, ascending, that the model says where it drafts for another; nothing: all. Alone it says all."""
 
     def __post_init__(self) -> None:
         if self.family not in ARCHITECTURES:
@@ -178,6 +182,7 @@ class ModelConfig:
             pad_token_id=raw.get("pad_token_id"),
             initializer_range=raw.get("initializer_range", 0.02),
             mixture_of_depths=mixture_of_depths,
+            draft_vocabulary=_numbers_in(raw.get("draft_vocabulary", ""), below=sizes["vocab_size"]),
             **sizes,
         )
         return config.with_kv_heads(kv_heads) if isinstance(kv_heads, list) else config
@@ -209,6 +214,8 @@ class ModelConfig:
             "use_cache": True,
         }
         raw |= self._family_fields()
+        if self.draft_vocabulary:
+            raw["draft_vocabulary"] = _ranges_of(self.draft_vocabulary)
         if self.mixture_of_depths is None:
             return raw
         names = {name: raw[name] for name in ("architectures", "model_type")}
@@ -376,3 +383,25 @@ def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _ranges_of(numbers: Sequence[int]) -> str:
+    """Ascending numbers as "0-511,640,700-702"."""
+    firsts = [0] + [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+    runs = [(numbers[a], numbers[b - 1]) for a, b in zip(firsts, [*firsts[1:], len(numbers)], strict=True)]
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def _numbers_in(ranges: Any, *, below: int) -> tuple[int, ...]:
+    """The inverse of `_ranges_of`."""
+    if ranges == "":
+        return ()
+    if not isinstance(ranges, str) or not re.fullmatch(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", ranges, re.ASCII):
+        raise ConfigError('config.json has no readable draft_vocabulary: it must be text such as "0-511,640,700-702".')
+    runs = [tuple(map(int, run.split("-"))) for run in ranges.split(",")]
+    ends = [end for run in runs for end in (run[0], run[-1] + 1)]
+    if any(after < before for before, after in pairwise(ends)) or any(run[-1] < run[0] for run in runs):
+        raise ConfigError("config.json has no readable draft_vocabulary: its tokens do not ascend.")
+    if ends[-1] > below:
+        raise ConfigError(f"draft_vocabulary names token {ends[-1] - 1} of {below} tokens.")
+    return tuple(number for run in runs for number in range(run[0], run[-1] + 1))

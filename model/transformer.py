@@ -20,10 +20,12 @@ from model.kv_format import FixedScales
 from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
 from model.linear import AnyEmbedding, AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
-from model.quantized import QuantizedLayer
+from model.quantized import QuantizedLayer, QuantizedLinear
 from model.routed import RoutedLayer
 
 _HEADS = ("model.embed_tokens.weight", "lm_head.weight")
+_UNSAID = -1e4
+"""Logit of a token that a trimmed head has no row for: never drawn, but where a mask forbids all others."""
 
 
 class Body(nn.Module):
@@ -59,6 +61,8 @@ class Transformer(nn.Module):
         self._carries_adapter = False
         """Whether the layers were fused with an adapter that is everybody's."""
         self._prepared_head: PreparedWeight | None = None
+        self._head_tokens: Tensor | None = None
+        """`[v]` int64: those of the head's rows, once trimmed."""
         # Not a buffer: `model.to(torch.bfloat16)` must not round the angles.
         self._frequencies: dict[torch.device, Tensor] = {}
 
@@ -99,8 +103,12 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [N, D] -> [N, V]`. Training uses the chunked losses of `kernels` instead."""
         if (head := self._quantized_head) is not None:
-            return head.format.product(hidden, head.prepared_weight)
-        return linear(hidden, self.head_weight if self._prepared_head is None else self._prepared_head)
+            logits = head.format.product(hidden, head.prepared_weight)
+        else:
+            logits = linear(hidden, self.head_weight if self._prepared_head is None else self._prepared_head)
+        if self._head_tokens is None:
+            return logits
+        return logits.new_full((len(logits), self.config.vocab_size), _UNSAID).index_copy_(1, self._head_tokens, logits)
 
     @property
     def head_weight(self) -> Tensor:
@@ -169,6 +177,25 @@ class Transformer(nn.Module):
                 part.fuse(choices, self.dtype)
         self._prepare_head()
         return self.eval()
+
+    @torch.no_grad()
+    def trim_head(self) -> "Transformer":
+        """Turns a model into a draft, before `fuse`: leaves the head's rows of its draft vocabulary, if it has one.
+
+        What is left is computed as before, but a quantized head is quantized anew.
+        """
+        if not self.config.draft_vocabulary:
+            return self
+        tokens, quantized = torch.tensor(self.config.draft_vocabulary, device=self.device), self._quantized_head
+        rows = self.head_weight[tokens]
+        if quantized is None:
+            with torch.device("meta"):
+                self.lm_head = Linear(rows.shape[1], rows.shape[0], bias=False)
+            self.lm_head.weight = nn.Parameter(rows)
+        else:
+            self.lm_head = QuantizedLinear(quantized.format.quantize(rows), quantized.format)
+        self._head_tokens = tokens
+        return self
 
     def _prepare_head(self) -> None:
         if (head := self._quantized_head) is not None:

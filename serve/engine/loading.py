@@ -67,7 +67,7 @@ def load_models(config: EngineConfig) -> Models:
     return Models(
         target=target,
         tokenizer=Tokenizer.load(config.model),
-        draft=_load(draft, config, dtype, device).fuse() if draft is not None else None,
+        draft=_load(draft, config, dtype, device).trim_head().fuse() if draft is not None else None,
         cache_scales=target.cache_scales,
         dtype=dtype,
         device=device,

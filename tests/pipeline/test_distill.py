@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from model.files.checkpoint import load_config, load_model
+from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.processes import Processes
 from pipeline.recipe import load_recipe
@@ -18,6 +20,7 @@ from pipeline.run_folder import RunFolder
 from pipeline.stages.distill.report import sections
 from tests.pipeline.tiny_run import RECIPE, run_stages, write_teacher, write_text
 from tests.tiny import full_logits
+from train.data import load_cache
 from train.loop import Trainer
 
 
@@ -73,6 +76,35 @@ def test_nobody_grades_what_a_student_writes_for_the_text_alone(tmp_path: Path) 
     write_teacher(tmp_path / "small", seed=1, layers=2)
     with pytest.raises(UserError, match="positions, too few for a sequence_length of"):
         distill(tmp_path, on_policy={"share": 0.5, "max_tokens": 100_000})
+
+
+def test_a_student_drafts_with_the_most_common_tokens_of_its_text(tmp_path: Path) -> None:
+    for name in ("teacher", "small"):
+        write_teacher(tmp_path / name, rows=384)
+    result = distill(tmp_path, draft_vocabulary=100)[-1]
+    [cache] = (tmp_path / "cache" / "data").iterdir()
+    data, [published] = load_cache(cache, "text"), (tmp_path / "run").glob("*-distill/model")
+    chosen = load_config(published).draft_vocabulary
+    counts = Counter(data.train.tokens.tolist())
+    tokenizer = Tokenizer.load(published)
+    control = set(tokenizer.control_tokens)
+    assert len(chosen) == 100 and control and control < set(chosen), "control tokens are always there"
+    most_common = sorted(set(range(tokenizer.vocab_size)) - control, key=lambda token: (-counts[token], token))
+    assert set(chosen) == control | set(most_common[: 100 - len(control)])
+    held_out = data.held_out.tokens.tolist()
+    vocabulary = result.details.draft_vocabulary
+    assert vocabulary.coverage == pytest.approx(sum(token in chosen for token in held_out) / len(held_out))
+    (table,) = sections([result], {})[0].tables
+    assert table.rows[0][:3] == ["tokens", "100", "384"]
+    assert "Alone it says all tokens." in RunFolder(tmp_path / "run").report.read_text()
+
+
+@pytest.mark.parametrize("size", [3, 308])
+def test_a_draft_vocabulary_of_too_few_or_all_tokens_is_refused(tmp_path: Path, size: int) -> None:
+    for name in ("teacher", "small"):
+        write_teacher(tmp_path / name, rows=384)
+    with pytest.raises(UserError, match=r"draft_vocabulary is \d+; it must be above the 3 control tokens and below 3"):
+        distill(tmp_path, draft_vocabulary=size)
 
 
 # --- students that are a part of their origin -------------------------------------------------------------------------

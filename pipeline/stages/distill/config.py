@@ -62,6 +62,9 @@ class Distill(Recovery):
     student: Student = setting()
     on_policy: OnPolicy = setting(OnPolicy(), later=True)
     """Let the student write part of its text itself; its engine holds a second copy of it."""
+    draft_vocabulary: int | None = setting(None, weights=False, later=True, count=True, range=COUNTS)
+    """Where the student drafts, it says only so many tokens, those that are most common in `data`: its steps are
+    shorter, and it is right a little less often. Alone it says all."""
 
 
 def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -47,6 +47,16 @@ class Candidate:
     chosen: bool
 
 
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens that the student says where it drafts."""
+
+    tokens: int
+    of: int
+    coverage: float
+    """The part of the held-out labels that are among them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillDetails(TrainingDetails):
     """What the student has of its origin."""
@@ -56,18 +66,19 @@ class DistillDetails(TrainingDetails):
     """Of each layer of the origin; empty where all were kept."""
     width: Narrowed | UnsetType = UNSET
     candidates: tuple[Candidate, ...] | UnsetType = UNSET
+    draft_vocabulary: DraftVocabulary | UnsetType = UNSET
 
 
 DistillResult = Result[DistillDetails]
 
 
 def sections(results: Sequence[DistillResult], curves: Curves) -> list[Section]:
-    """One for each student that is narrower than its origin, or was chosen."""
+    """One for each student that is narrower than its origin, was chosen, or drafts with fewer tokens."""
     return [_section(result.stage, result.details) for result in results if _has_section(result.details)]
 
 
 def _has_section(details: DistillDetails) -> bool:
-    return bool(details.width or details.candidates)
+    return bool(details.width or details.candidates or details.draft_vocabulary)
 
 
 def _section(stage: str, details: DistillDetails) -> Section:
@@ -78,9 +89,16 @@ def _section(stage: str, details: DistillDetails) -> Section:
         tables=[
             *([_candidates(details.candidates)] if details.candidates else []),
             *([_parts(details.width)] if details.width else []),
+            *([_said(details.draft_vocabulary)] if details.draft_vocabulary else []),
         ],
         charts=[_shares(details.kept_layers, details.width)] if details.width else [],
     )
+
+
+def _said(vocabulary: DraftVocabulary) -> Table:
+    """One line, of tokens."""
+    row = ["tokens", f"{vocabulary.tokens:,}", f"{vocabulary.of:,}", f"{vocabulary.coverage:.1%}"]
+    return Table([row], ("what it drafts with", "kept", "of", "of the held-out text"), note="Alone it says all tokens.")
 
 
 def _parts(width: Narrowed) -> Table:

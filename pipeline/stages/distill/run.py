@@ -5,9 +5,10 @@ importance → candidates, if there are any → prune → measure → train
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 from msgspec import UNSET
 
 from model.config import ModelConfig
@@ -18,8 +19,9 @@ from pipeline.errors import UserError
 from pipeline.measure.quality import load_published
 from pipeline.results import Quality, Result
 from pipeline.stages.distill.config import Distill
-from pipeline.stages.distill.report import DistillDetails
+from pipeline.stages.distill.report import DistillDetails, DraftVocabulary
 from pipeline.stages.distill.student import Cut, choose, cut_out, measure_importance, shape_of_student
+from pipeline.stages.distill.vocabulary import count_labels, most_common_tokens
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.rollouts import EngineRollouts
 from pipeline.stages.shared.training import RecoveryStage, check_dense
@@ -59,6 +61,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     for shape in config.student.shapes:
         shape_of_student(origin, whole, shape)
     stage = DistillStage(context, config.teacher)
+    vocabulary = _draft_vocabulary(stage, whole)
     importance = measure_importance(stage, whole)
     cuts = [cut_out(shape, whole, importance) for shape in config.student.shapes]
     for cut in cuts:
@@ -66,6 +69,8 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     cut, candidates = choose(stage, cuts)
     start = context.start(Start, partial(_measure_start, stage, cut))
     student = cut.of(load_model(context.model(origin)))
+    if vocabulary is not None:
+        student.config = replace(student.config, draft_vocabulary=tuple(vocabulary.tolist()))
     training = stage.train(student)
     if not context.processes.is_main:
         return None
@@ -74,6 +79,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
         importance=tuple(importance["layers"].tolist()) if len(cut.layers) < whole.num_layers else (),
         width=cut.narrowed or UNSET,
         candidates=candidates or UNSET,
+        draft_vocabulary=UNSET if vocabulary is None else _coverage(stage, vocabulary, whole),
     )
     measured = start.teacher, start.before
     return stage.finish_student(student, origin, measured=measured, training=training, details=details)
@@ -96,6 +102,23 @@ def _check_vocabularies(context: StageContext, config: Distill) -> None:
             f"{student} and {teacher} have different tokenizers: token {token} is {learnt!r} in {student} and "
             f"{taught!r} in {teacher}; they must be equal."
         )
+
+
+def _draft_vocabulary(stage: DistillStage, whole: ModelConfig) -> np.ndarray | None:
+    """What the student is to draft with, if less than all."""
+    if (size := stage.config.draft_vocabulary) is None:
+        return None
+    tokenizer = Tokenizer.load(stage.context.model(stage.config.student.origin))
+    try:
+        return most_common_tokens(count_labels(stage.data.train, whole.vocab_size), size, tokenizer)
+    except ValueError as error:
+        raise UserError(f"distill: draft_vocabulary {error}.") from None
+
+
+def _coverage(stage: DistillStage, vocabulary: np.ndarray, whole: ModelConfig) -> DraftVocabulary:
+    """How much of the held-out text it spells."""
+    counts = count_labels(stage.data.held_out, whole.vocab_size)
+    return DraftVocabulary(len(vocabulary), whole.vocab_size, float(counts[vocabulary].sum() / max(counts.sum(), 1)))
 
 
 def _check_on_policy(stage: DistillStage, student: ModelConfig) -> None:
