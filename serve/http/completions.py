@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from model.text.detokenizer import StreamDecoder
 from serve.http.errors import invalid
 from serve.http.generation import LOWEST, Reply, Service, token_text
 from serve.http.protocol import CompletionRequest, sampling_params
-from serve.http.responses import Completion, CompletionChoice, LegacyLogprobs, Usage
+from serve.http.responses import Completion, CompletionChoice, LegacyLogprobs, PromptLogprob, Usage
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -70,7 +71,7 @@ class CompletionReply(Reply[CompletionRequest]):
             self.request,
             max_tokens=min(DEFAULT_MAX_TOKENS, room) if self.max_tokens is None else max(self.max_tokens, 1),
             logprobs=logprobs,
-            prompt_logprobs=logprobs if self.request.echo else None,
+            prompt_logprobs=logprobs if self.request.echo else self.request.prompt_logprobs,
         )
 
     def received(self, output: RequestOutput) -> RequestOutput:
@@ -102,7 +103,24 @@ class CompletionReply(Reply[CompletionRequest]):
         for prompt_index, output in self._outputs:
             part = self._part(prompt_index, output)
             parts.setdefault(part.index, []).append(part)
-        return self._completion([_joined(parts[index]) for index in sorted(parts)], usage)
+        choices = [_joined(parts[index]) for index in sorted(parts)]
+        if self.request.prompt_logprobs is not None:
+            found = {prompt: self._by_token(positions) for prompt, positions in self._prompt_logprobs.items()}
+            choices = [replace(one, prompt_logprobs=found[one.index // self.num_choices]) for one in choices]
+        return self._completion(choices, usage)
+
+    def _by_token(self, positions: Sequence[TokenLogprobs | None]) -> list[dict[int, PromptLogprob] | None]:
+        """As vLLM writes them: at each place the prompt's own token, and the most probable ones."""
+
+        def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+            return PromptLogprob(max(logprob, LOWEST), rank, token_text(self.tokenizer, token_id))
+
+        return [
+            position
+            and {position.token_id: entry(position.token_id, position.logprob, position.rank)}
+            | {token_id: entry(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top, 1)}
+            for position in positions
+        ]
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.model, choices, usage)

@@ -180,7 +180,8 @@ class GenerationResponse:
         if self._reply.request.stream:
             await self._stream(call, scope, send)
         else:
-            await send_json(send, await self._whole(call, much=params.logprobs is not None))
+            much = params.logprobs is not None or params.prompt_logprobs is not None
+            await send_json(send, await self._whole(call, much=much))
 
     async def _submit(self, call: Call) -> SamplingParams:
         reply, request, engine = self._reply, self._reply.request, self._service.engine

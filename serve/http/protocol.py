@@ -97,6 +97,8 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    """vLLM: of each prompt token and of this many most probable ones at its place, by token id; not in a stream."""
     add_special_tokens: bool | None = None
     """vLLM: put the tokenizer's own special tokens (often a beginning-of-sequence) before a text prompt; true."""
 
@@ -213,23 +215,27 @@ UNSUPPORTED = {
     "function_call": "function_call is not supported: potstill cannot call tools yet",
     "parallel_tool_calls": "parallel_tool_calls is not supported: potstill cannot call tools yet",
     "reasoning_effort": "reasoning_effort is not supported: use chat_template_kwargs.enable_thinking",
-    "prompt_logprobs": "prompt_logprobs is not supported: use echo and logprobs of /v1/completions",
+    "prompt_logprobs": "prompt_logprobs is not supported here: send the prompt's token ids to /v1/completions",
     "guided_json": "guided_json is not supported: potstill does not constrain output yet",
     "guided_regex": "guided_regex is not supported: potstill does not constrain output yet",
     "guided_grammar": "guided_grammar is not supported: potstill does not constrain output yet",
     "guided_choice": "guided_choice is not supported: potstill does not constrain output yet",
 }
-"""Fields that clients do send, with a better sentence than "unknown". null is taken, since it asks for nothing."""
+"""Fields that clients do send, with a better sentence than "unknown", unless a kind of request has them.
+
+null is taken, since it asks for nothing.
+"""
 
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def read(value: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
     """`value` as a request of this kind, or ApiError 400 naming the field at fault."""
-    for name in UNSUPPORTED.keys() & value.keys():
+    unsupported = UNSUPPORTED.keys() - set(kind.__struct_fields__)
+    for name in unsupported & value.keys():
         if value[name] is not None:
             raise _unsupported(UNSUPPORTED[name], name)
-    known = {name: field for name, field in value.items() if name not in UNSUPPORTED}
+    known = {name: field for name, field in value.items() if name not in unsupported}
     if isinstance(messages := known.get("messages"), list):
         # Clients send an answer back with all the nulls that their own type of it has.
         known["messages"] = [without_nulls(item) if isinstance(item, dict) else item for item in messages]
@@ -282,6 +288,8 @@ def _check_generation(request: GenerationRequest) -> None:
 
 
 def _check_completion(request: CompletionRequest) -> None:
+    if request.prompt_logprobs is not None and (request.stream or request.echo):
+        raise invalid("prompt_logprobs goes with neither stream nor echo", "prompt_logprobs")
     prompts = request.prompt
     if isinstance(prompts, str):
         return

@@ -60,6 +60,15 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's: of one token at one place of a prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the most probable token."""
+    decoded_token: str
+
+
 class CompletionChoice(msgspec.Struct, frozen=True):
     """A choice of a whole completion, or its part in a chunk."""
 
@@ -68,6 +77,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: LegacyLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    """Of each prompt token, by token id, where that was asked for; of the first there are none."""
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -142,6 +142,25 @@ def test_echo_logprobs_are_those_of_the_model(
             assert "�" in token or choice.text[offset:].startswith(token)
 
 
+def test_prompt_logprobs_are_those_of_the_model(server: RunningServer, tokenizer: Tokenizer, logprobs_of: Any) -> None:
+    prompts = [tokenizer.encode(text) for text in ("Straße, naïve café 🙂 fox", "def main")]
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": 1, "n": 2, "prompt_logprobs": 3}
+    choices = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert len(choices) == 4
+    for choice in choices:
+        ids = prompts[choice["index"] // 2]
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None and len(rest) == len(ids) - 1
+        for token, expected, found in zip(ids[1:], logprobs_of(ids), rest, strict=False):
+            assert set(found) == {str(one) for one in (token, *expected.topk(3).indices.tolist())}
+            for one, entry in found.items():
+                assert entry["logprob"] == pytest.approx(float(expected[int(one)]), abs=1e-4)
+                assert entry["rank"] == 1 + int((expected > expected[int(one)]).sum())
+                assert entry["decoded_token"] == tokenizer.token_bytes()[int(one)].decode("utf-8", "replace")
+    refused = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60)
+    assert refused.status_code == 400 and "prompt_logprobs goes with neither" in refused.json()["error"]["message"]
+
+
 def test_lm_eval_scores_a_batch_of_continuations(client: openai.OpenAI, tokenizer: Tokenizer, logprobs_of: Any) -> None:
     """The request and the arithmetic of lm-eval's local-completions: `[context_length:-1]`, greedy when top = own."""
     contexts, continuations = ["The quick brown", "A model turns"], [" fox", " tokens into tokens"]
