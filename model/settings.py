@@ -5,7 +5,7 @@ what text must look like and `meaning` says so in words. What only recipes read:
 Python reserves the word, `count` allows 100k and 2M, `refers` names what it must be the name of, `makes` what it
 gives a name to, a list with `single`
 may be one number. What pipeline/keys.py reads: `weights`, `figures` and `grows` say what a change does to training that
-was interrupted.
+was interrupted, `result` whether it does anything.
 """
 
 from dataclasses import MISSING, Field, field, fields, is_dataclass

@@ -3,7 +3,7 @@
 Fields of the settings say in their metadata what they do to training. `weights` is False where they change no weight
 that is trained, or a function where only part of the value does; `figures` where they change what was measured before
 training, and is kept; `grows` where training goes on when the value is larger; `later` where the setting came after its
-stage, so that runs from before it stay valid at its default.
+stage, so that runs from before it stay valid at its default. One with `result=False` decides nothing and is in no key.
 """
 
 import hashlib
@@ -48,13 +48,9 @@ class StageKeys:
 
 
 def stage_keys(kind: str, config: Any, *, models: Mapping[str, str], data: str | None, source: Any) -> StageKeys:
-    """`models` are digests by the recipe's names, `data` that of the tokens, `source` a stamp of imported files.
-
-    How often a checkpoint is written changes nothing, so it is in none of the keys.
-    """
+    """`models` are digests by the recipe's names, `data` that of the tokens, `source` a stamp of imported files."""
     settings = _settings(config)
     gate = settings.pop("gate", None)
-    settings.pop("checkpoint_every_s", None)
     work = dict(settings)
     figures: dict[str, Any] = {}
     grows: dict[str, int] = {}
@@ -86,7 +82,7 @@ def _settings(config: Any) -> dict[str, Any]:
     plain = to_plain(config)
     for declared in fields(config):
         value, name = getattr(config, declared.name), spelling(declared)
-        if declared.metadata.get("later") and value == declared.default:
+        if not declared.metadata.get("result", True) or (declared.metadata.get("later") and value == declared.default):
             del plain[name]
         elif is_dataclass(value):
             plain[name] = _settings(value)

@@ -56,7 +56,7 @@ class TrainingConfig:
     """Recompute each layer in the backward pass: less memory, a third more work."""
     evaluate_every_tokens: int | None = setting(None, weights=False, count=True, range=COUNTS)
     """Measure the held-out loss this often; nothing measures only before and after."""
-    checkpoint_every_s: float = setting(300.0, weights=False, range=(0.0, 1e9))
+    checkpoint_every_s: float = setting(300.0, result=False, range=(0.0, 1e9))
     """Seconds between checkpoints; the last step and a stop always save one."""
     seed: int = 0
     """Decides the order of the documents."""

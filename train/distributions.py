@@ -6,12 +6,16 @@ p_i: what is linear in p, as KL(p ‖ q) up to a constant and its gradient q - p
 most probable tokens instead is biased. arXiv 2503.16870 draws the N tokens independently; the mean is the same, the
 variance of this is less: n_i is never farther than 1 from N p_i.
 
+A teacher of which no more is known than the log-probabilities of some tokens, the most probable ones, is stored as it
+is known: n_i / N is p_i rounded to parts of N = 65,535, and what is missing to 1 is the rest, of which only the sum is
+known. The loss then counts all other tokens as one (train/objectives.py).
+
 They are stored by document, so how documents are packed into batches does not matter, in shards of whole documents:
 
     starts     [P + 1] uint32   where the tokens of each position begin; none where there is no label
     ids        [E] uint16       tokens, their lower 16 bits
-    high_ids   [E] uint8        the upper 8 bits; only where the vocabulary has more than 65,536
-    counts     [E] uint8        n_i
+    high_ids   [E] uint8        the upper 8 bits; only in a shard that needs them
+    counts     [E] uint8        n_i; uint16 where N is 65,535
     entropies  [P] float16      of p, nats
     tokens     [P] uint8        the token that stands at the position, its lowest 8 bits: a check
 
@@ -20,8 +24,8 @@ V vocabulary, N draws.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,6 +39,8 @@ from train.sealed_folder import folder_digest
 
 INDEX_NAME = "distributions.json"
 MAX_DRAWS = 255
+LISTED_PARTS = 2**16 - 1
+"""N of distributions of which some tokens are listed, instead of drawn."""
 SMALL_VOCABULARY = 2**16
 LOGITS_PER_BLOCK = 2**21
 OPEN_SHARDS = 64
@@ -54,14 +60,17 @@ class Targets:
     ids: Tensor
     """[E] int64, tokens of all positions one after another."""
     weights: Tensor
-    """[E] fp32: their probabilities, which are 1 together at a position that has any."""
+    """[E] fp32: their probabilities, which are 1 together with the rest at a position that has any."""
     starts: Tensor
     """[T] int64, where those of a position begin."""
     entropies: Tensor
     """[T] fp32, nats."""
+    rest: Tensor | None = None
+    """[T] fp32: the probability of all other tokens together, where they have some."""
 
     def to(self, device: torch.device | str) -> "Targets":
-        return Targets(*(tensor.to(device) for tensor in (self.ids, self.weights, self.starts, self.entropies)))
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return replace(self, **moved)
 
 
 def shard_name(number: int) -> str:
@@ -80,7 +89,7 @@ class Sampled:
     ids: np.ndarray
     """[E] int64"""
     counts: np.ndarray
-    """[E] uint8"""
+    """[E] uint8 or uint16"""
     entropies: np.ndarray
     """[r] fp32"""
 
@@ -115,12 +124,33 @@ def _sample_block(logits: Tensor, shifts: Tensor, draws: int) -> Sampled:
     )
 
 
+def rounded(listed: Sequence[Mapping[int, float]]) -> Sampled:
+    """Of positions with the log-probabilities of some tokens; the entropy is that of those and of the rest as one."""
+    ids = [np.array(sorted(position), np.int64) for position in listed]
+    p = [np.exp([position[token] for token in of.tolist()]) for position, of in zip(listed, ids, strict=True)]
+    counts = [_rounded(position) for position in p]
+    known = [np.append(of, LISTED_PARTS - of.sum()) / LISTED_PARTS for of in counts]
+    return Sampled(
+        sizes=np.array([np.count_nonzero(of) for of in counts]),
+        ids=np.concatenate([of[number > 0] for of, number in zip(ids, counts, strict=True)]),
+        counts=np.concatenate([of[of > 0] for of in counts]).astype(np.uint16),
+        entropies=np.array([-np.sum(of[of > 0] * np.log(of[of > 0])) for of in known], np.float32),
+    )
+
+
+def _rounded(p: np.ndarray) -> np.ndarray:
+    """Parts of LISTED_PARTS, not more than all of them."""
+    counts = np.rint(p * LISTED_PARTS).astype(np.int64)
+    counts[counts.argmax()] -= max(counts.sum() - LISTED_PARTS, 0)
+    return counts
+
+
 def _joined(parts: Sequence[Sampled]) -> Sampled:
     names = ("sizes", "ids", "counts", "entropies")
     return Sampled(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def write_shard(path: Path, tokens: np.ndarray, found: Sequence[tuple[np.ndarray, Sampled]], vocabulary: int) -> None:
+def write_shard(path: Path, tokens: np.ndarray, found: Sequence[tuple[np.ndarray, Sampled]]) -> None:
     """Writes a shard whole or not at all. tokens [P]; found: positions in it [r], and what was sampled there."""
     nothing = Sampled(*(np.empty(0, dtype) for dtype in (np.int64, np.int64, np.uint8, np.float32)))
     positions = np.concatenate([np.empty(0, np.int64), *(at for at, _ in found)])
@@ -140,7 +170,7 @@ def write_shard(path: Path, tokens: np.ndarray, found: Sequence[tuple[np.ndarray
         "entropies": entropies,
         "tokens": (tokens % 256).astype(np.uint8),
     }
-    if vocabulary > SMALL_VOCABULARY:
+    if ids.max(initial=0) >= SMALL_VOCABULARY:
         arrays["high_ids"] = (ids // SMALL_VOCABULARY).astype(np.uint8)
     staging = path.with_suffix(".staging")
     save_file(arrays, staging)
@@ -175,11 +205,15 @@ class Distributions:
         """Of pieces (start, length) of the documents, which are `tokens` altogether, one after another."""
         parts = [self._read(start, length, tokens) for start, length in pieces]
         sizes, ids, counts, entropies = (np.concatenate(part) for part in zip(*parts, strict=True))
+        ends = np.cumsum(sizes)
+        sums = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        rest = 1 - (sums[ends] - sums[ends - sizes]) / self.draws
         return Targets(
             ids=torch.from_numpy(ids),
             weights=torch.from_numpy(counts.astype(np.float32) / self.draws),
-            starts=torch.from_numpy(np.cumsum(sizes) - sizes),
+            starts=torch.from_numpy(ends - sizes),
             entropies=torch.from_numpy(entropies.astype(np.float32)),
+            rest=torch.from_numpy(rest.astype(np.float32)) if self.draws == LISTED_PARTS else None,
         )
 
     def _read(self, start: int, length: int, tokens: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -7,12 +7,13 @@ so the logits of a whole batch never exist.
 Legend: T tokens, D hidden size, V vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
@@ -21,7 +22,11 @@ from model.layers import Routing
 from model.routed import ExpertChoice
 from model.transformer import Transformer
 from train.config import Loss
+from train.distributions import Targets
 from train.packing import IGNORE_LABEL, Batch
+
+REST_LOGITS = 2**24
+"""Logits of a chunk of positions, where the loss looks at those that a teacher does not list."""
 
 
 class ObjectiveOutput(NamedTuple):
@@ -99,6 +104,10 @@ class StoredDistillation:
     KL(w ‖ q) = Σ w log w − Σ w z + log Σ exp z: the middle is a product of the hidden state with Σ w W, the last is the
     label's cross-entropy plus its logit. In place of the first stands the entropy of the teacher's whole distribution,
     so the loss is an unbiased estimate of the dense one, and of one position may be negative.
+
+    Where w lists some tokens K and leaves a rest r, the loss is the KL over K and one bucket of all other tokens. Its
+    gradient is that of the dense KL from a teacher which spreads r over them as the student does: the student is left
+    alone where nothing is known. To the sum comes r log r, in the entropy, and - r log Σ_(not in K) exp z.
     """
 
     def __init__(self, loss: Loss | None = None) -> None:
@@ -123,9 +132,31 @@ class StoredDistillation:
         # The label's logit over the expected one, where there is a label.
         margin = (torch.where(labelled, chosen - expected, 0.0).float() * hidden.float()).sum()
         kl = cross_entropy + margin - torch.where(labelled[:, 0], targets.entropies, 0.0).sum()
+        if targets.rest is not None:
+            kl = kl - _rest_sum(hidden, weight, replace(targets, rest=torch.where(labelled[:, 0], targets.rest, 0.0)))
         soft = 1 - self.loss.hard_weight
         metrics = {"kl": kl.detach(), "cross_entropy": cross_entropy.detach()}
         return ObjectiveOutput(soft * kl + self.loss.hard_weight * cross_entropy, batch.num_labels, metrics)
+
+
+def _rest_sum(hidden: Tensor, weight: Tensor, targets: Targets) -> Tensor:
+    """Σ r log Σ_(not in K) exp z over the positions [T], a few at a time, whose logits are computed again backward."""
+
+    def of_chunk(hidden: Tensor, weight: Tensor, chunk: slice) -> Tensor:
+        first, last = bounds[chunk.start], bounds[chunk.stop]
+        logits = (hidden[chunk] @ weight.t()).float()
+        inside = (rows[first:last] - chunk.start, targets.ids[first:last])
+        others = logits.index_put(tuple(of[targets.ids[first:last] < len(weight)] for of in inside), least)
+        return (rest[chunk] * others.logsumexp(-1)).sum()
+
+    rest, least = cast("Tensor", targets.rest), hidden.new_full((), -torch.inf, dtype=torch.float32)
+    bounds = [*targets.starts.tolist(), len(targets.ids)]
+    sizes = torch.diff(targets.starts, append=targets.starts.new_tensor([len(targets.ids)]))
+    rows = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+    size = max(REST_LOGITS // len(weight), 1)
+    chunks = [slice(start, min(start + size, len(sizes))) for start in range(0, len(sizes), size)]
+    parts = [checkpoint(of_chunk, hidden, weight, chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(parts).sum()
 
 
 def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:

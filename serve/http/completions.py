@@ -116,8 +116,9 @@ class CompletionReply(Reply[CompletionRequest]):
             return PromptLogprob(max(logprob, LOWEST), rank, token_text(self.tokenizer, token_id))
 
         return [
-            position
-            and {position.token_id: entry(position.token_id, position.logprob, position.rank)}
+            None
+            if position is None
+            else {position.token_id: entry(position.token_id, position.logprob, position.rank)}
             | {token_id: entry(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top, 1)}
             for position in positions
         ]

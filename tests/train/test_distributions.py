@@ -10,13 +10,16 @@ from torch import Tensor
 
 from model.transformer import Transformer
 from tests.tiny import tiny_model
+from train import objectives
 from train.config import Loss
 from train.data import TokenizedDocuments
 from train.distributions import (
+    LISTED_PARTS,
     Distributions,
     DistributionsError,
     Sampled,
     Targets,
+    rounded,
     sample,
     shard_name,
     write_index,
@@ -94,7 +97,7 @@ def store(folder: Path, documents: TokenizedDocuments, teacher: Transformer, sha
             found.append((positions - begin, sampled))
             drawn |= dict(zip(positions.tolist(), dense(sampled, len(teacher.head_weight)), strict=True))
         text = documents.tokens[begin : documents.offsets[end]]
-        write_shard(folder / shard_name(number), text, found, len(teacher.head_weight))
+        write_shard(folder / shard_name(number), text, found)
     first_tokens = documents.offsets[shards].tolist()
     write_index(folder, first_tokens=first_tokens, draws=DRAWS, documents=documents.digest, teacher="t")
     seal(folder)
@@ -200,3 +203,67 @@ def test_only_what_is_linear_in_the_teacher_can_be_learnt() -> None:
     for loss in (Loss(kind="reverse_kl"), Loss(temperature=2.0)):
         with pytest.raises(ValueError, match="forward_kl at temperature 1 alone"):
             StoredDistillation(loss)
+
+
+def listed_in(logits: Tensor, top: int, tokens: Tensor) -> list[dict[int, float]]:
+    """What a server lists: the most probable tokens, and the text's own."""
+    log_p = torch.log_softmax(logits.double(), -1)
+    found = torch.cat((tokens[:, None], log_p.topk(top).indices), 1)
+    return [
+        {token: float(position[token]) for token in ids} for position, ids in zip(log_p, found.tolist(), strict=True)
+    ]
+
+
+def test_what_is_listed_is_rounded_to_the_next_part() -> None:
+    hidden, projection = logits_of(40, 300)
+    logits = (hidden @ projection.t()) * torch.linspace(0.1, 30, 40)[:, None]  # nearly even to nearly certain
+    tokens = torch.randint(300, (40,), generator=torch.Generator().manual_seed(2))
+    listed = listed_in(logits, 5, tokens)
+    found = rounded(listed)
+    p, table = torch.softmax(logits.double(), -1), dense(found, 300, LISTED_PARTS)
+    assert found.counts.dtype == np.uint16
+    for row, names in enumerate(listed):
+        assert set(table[row].nonzero()[:, 0].tolist()) <= set(names)
+        assert all(abs(table[row, token] - p[row, token]) < 1.1 / LISTED_PARTS for token in names)
+    assert table.sum(-1).max() <= 1
+    rest = 1 - table.sum(-1, keepdim=True)
+    assert np.allclose(found.entropies, torch.special.entr(torch.cat((table, rest), 1)).sum(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("top", [1, 20, 512])
+def test_the_rest_of_a_listed_distribution_is_one_token(
+    tmp_path: Path, top: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss and its gradient are those of the plain KL over K + 1 tokens in fp64, through the files on disk."""
+    monkeypatch.setattr(objectives, "REST_LOGITS", 5 * 512)
+    teacher, student = tiny_model(seed=1), tiny_model(seed=2)
+    documents = documents_of([24, 9], 512, masked=True)
+    pieces = cut(documents, 24)
+    batch = pack(documents, pieces, [0, 1])
+    rows = (batch.labels >= 0).nonzero()[:, 0]
+    logits = teacher.logits(hidden_of(teacher, batch)[rows]).detach()
+    positions = np.concatenate([pieces.start[n] + np.arange(pieces.length[n]) for n in (0, 1)])[rows.numpy()]
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    said = rounded(listed_in(logits, top, batch.labels[rows]))
+    write_shard(folder / shard_name(0), documents.tokens, [(positions, said)])
+    write_index(folder, first_tokens=[0], draws=LISTED_PARTS, documents=documents.digest, teacher="t")
+    seal(folder)
+    stored = replace(documents, distributions=Distributions(folder, documents.digest))
+    found = StoredDistillation()(student, pack(stored, pieces, [0, 1]))
+    gradient = gradients(student, found.loss_sum)
+
+    q = torch.softmax(student.logits(hidden_states(student, batch)[rows]).double(), -1)
+    kept = dense(said, 512, LISTED_PARTS)
+    listed = kept > 0
+    rest_p, rest_q = 1 - kept.sum(-1), torch.where(listed, 0.0, q).sum(-1)
+    expected = (torch.special.xlogy(kept, kept) - kept * q.log()).sum()
+    some = rest_p > 0.5 / LISTED_PARTS
+    expected = expected + (rest_p * (rest_p.log() - rest_q.log()))[some].sum()
+    wanted = gradients(student, expected)
+    assert found.loss_sum.item() == pytest.approx(expected.item(), rel=2e-3)
+    assert (gradient - wanted).norm() < 1e-4 * wanted.norm()
+    whole = Distillation(teacher)(student, batch)
+    assert found.loss_sum.item() < whole.loss_sum.item() * 1.002
+    if top == 512:
+        assert (gradient - gradients(student, whole.loss_sum)).norm() < 0.005 * wanted.norm()

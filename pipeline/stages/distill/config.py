@@ -58,7 +58,9 @@ class Student(Shape):
 class Distill(Recovery):
     """Stage: train a student towards a teacher's distribution, measure both, publish the student."""
 
-    teacher: str = setting(refers="model")
+    teacher: str | None = setting(None, refers="model")
+    """Nothing: one that is not here, and has left what it says with the data. Then nothing is compared with it, and
+    only the loss on the held-out text tells what training gave."""
     student: Student = setting()
     on_policy: OnPolicy = setting(OnPolicy(), later=True)
     """Let the student write part of its text itself; its engine holds a second copy of it."""
@@ -68,14 +70,25 @@ class Distill(Recovery):
 
 
 def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Of its batches, of text that the student writes for nobody to grade, and of a shape beside candidates."""
+    """Of its batches, a teacher that is not there, text that nobody would grade, a shape beside candidates."""
     yield from shared.mistakes(config, recipe)
     if config.on_policy.share and config.loss.kind == "cross_entropy":
         yield "on_policy.share", f"is {config.on_policy.share:g}, but with the loss cross_entropy no teacher grades it"
     if config.on_policy.share and recipe.data_set(config.data).distributions:
         yield "on_policy.share", f"is {config.on_policy.share:g}, but {config.data} is for training without the teacher"
     student = config.student
+    if config.teacher is None:
+        yield from _without_teacher(config, recipe)
     if student.candidates and str(student) != str(Shape()):
         yield "student", f"has candidates, and {student} beside them; write that in each candidate"
     if len(set(map(str, student.candidates))) < len(student.candidates):
         yield "student.candidates", "names a shape twice"
+
+
+def _without_teacher(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.data_set(config.data).distributions is None or config.loss.kind == "cross_entropy":
+        yield "teacher", f"is not given, and {config.data} holds no distributions to learn from instead"
+    if config.student.candidates:
+        yield "student.candidates", "are ranked by how near they come to a teacher, but there is none"
+    missing = dict.fromkeys(shared.REFERENCE_BOUNDS, "no teacher is here to compare with")
+    yield from shared.nothing_to_bound(config.gate, missing | shared.NO_FALL)

@@ -47,7 +47,7 @@ class DistillStage(RecoveryStage[Distill]):
 class Start:
     """What is known before the first step."""
 
-    teacher: Quality
+    teacher: Quality | None
     before: Quality
 
 
@@ -60,7 +60,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     whole = load_config(context.model(origin))
     for shape in config.student.shapes:
         shape_of_student(origin, whole, shape)
-    stage = DistillStage(context, config.teacher)
+    stage = DistillStage(context, config.teacher, tokens_of=origin)
     vocabulary = _draft_vocabulary(stage, whole)
     importance = measure_importance(stage, whole)
     cuts = [cut_out(shape, whole, importance) for shape in config.student.shapes]
@@ -90,12 +90,14 @@ def setup(config: Distill, shapes: Mapping[str, ModelConfig]) -> Setup:
     origin = config.student.origin
     shapes_of_students = [shape_of_student(origin, shapes[origin], shape) for shape in config.student.shapes]
     largest = max(shapes_of_students, key=ModelConfig.num_parameters)
-    return Setup(largest, config, teacher=shapes[config.teacher])
+    return Setup(largest, config, teacher=shapes[config.teacher] if config.teacher else None)
 
 
 def _check_vocabularies(context: StageContext, config: Distill) -> None:
     """A divergence compares the chances of the same tokens, so both must number them alike, however padded."""
     teacher, student = config.teacher, config.student.origin
+    if teacher is None:
+        return
     if (difference := different_token(context.model(teacher), context.model(student))) is not None:
         token, taught, learnt = difference
         raise UserError(
@@ -136,8 +138,9 @@ def _check_on_policy(stage: DistillStage, student: ModelConfig) -> None:
 def _measure_start(stage: DistillStage, cut: Cut) -> Start:
     """Measures teacher and pruned student."""
     held_out, original = stage.held_out, load_published(stage.context.model(stage.config.student.origin))
-    log.info("measuring the teacher and the student before training, on %d batches", len(held_out.batches))
+    log.info("measuring what is here of teacher and student before training, on %d batches", len(held_out.batches))
+    reference = stage.reference if stage.config.teacher else None
     return Start(
-        teacher=held_out.quality_of(stage.reference),
-        before=held_out.quality(cut.of(original), stage.reference),
+        teacher=held_out.quality_of(reference) if reference else None,
+        before=held_out.quality(cut.of(original), reference),
     )

@@ -18,6 +18,9 @@ class PrecomputeDetails:
     """At all of them together."""
     stored_bytes: int
     draws: int
+    """0 where a server has listed the tokens."""
+    rest: float = 0.0
+    """The part of the probability that is not in the stored tokens, on average."""
     computed_tokens: int
     """In the attempt that finished."""
     seconds: float
@@ -30,7 +33,7 @@ class PrecomputeDetails:
 def sections(results: Sequence[Result[PrecomputeDetails]], curves: Curves) -> list[Section]:
     """One table for all stages."""
     text = "A teacher has run once over this text; what it says there takes, and students learn from it without it:"
-    head = ("stage", "labels", "draws", "different tokens", "bytes a label", "in all", "tokens/s", "time")
+    head = ("stage", "labels", "draws", "different tokens", "left out", "bytes a label", "in all", "tokens/s", "time")
     return [Section("Stored distributions", text, tables=[Table([_row(result) for result in results], head)])]
 
 
@@ -40,8 +43,9 @@ def _row(result: Result[PrecomputeDetails]) -> list[str]:
     return [
         result.stage,
         count(details.positions),
-        str(details.draws),
+        str(details.draws or "listed"),
         f"{details.stored_tokens / details.positions:.1f}",
+        f"{details.rest:.1%}",
         f"{details.bytes_per_position:.1f}",
         size(details.stored_bytes),
         rate,

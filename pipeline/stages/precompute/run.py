@@ -6,10 +6,11 @@ A shard is some whole documents. Each process computes its share of them; a kill
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,16 +23,21 @@ from pipeline.measure.quality import load_published
 from pipeline.results import Result
 from pipeline.stages.precompute.config import Precompute
 from pipeline.stages.precompute.report import PrecomputeDetails
+from pipeline.stages.shared.config import Server
 from pipeline.stages.shared.context import StageContext, prepare_data
-from train.distributions import Sampled, sample, shard_name, write_index, write_shard
+from pipeline.stages.shared.served import ServedModel
+from train.distributions import LISTED_PARTS, Sampled, rounded, sample, shard_name, write_index, write_shard
 from train.objectives import teacher_states
-from train.packing import IGNORE_LABEL, Pieces, cut, pack, plan_batches
+from train.packing import IGNORE_LABEL, Batch, Pieces, cut, pack, plan_batches
 from train.progress import Progress
 from train.sampler import hashed_numbers
 from train.signals import StopSignals
 
 SHARD_TOKENS = 32_768
 BATCH_TOKENS = 2_048
+
+Said = tuple[np.ndarray, np.ndarray, Sampled]
+"""Numbers of pieces, positions of theirs that have a label among all tokens, and what the teacher says there."""
 
 
 def run(context: StageContext) -> Result[PrecomputeDetails] | None:
@@ -45,11 +51,13 @@ def run(context: StageContext) -> Result[PrecomputeDetails] | None:
     if not processes.is_main:
         return None
     shards = [store.path(number) for number in range(store.num_shards)]
+    counts, positions = [_counts(path) for path in shards], int(store.pieces.num_labels.sum())
     details = PrecomputeDetails(
-        positions=int(store.pieces.num_labels.sum()),
-        stored_tokens=sum(_num_stored(path) for path in shards),
+        positions=positions,
+        stored_tokens=sum(map(len, counts)),
         stored_bytes=sum(path.stat().st_size for path in shards),
-        draws=store.config.draws,
+        draws=0 if store.config.server else store.config.draws,
+        rest=1 - sum(int(of.sum()) for of in counts) / (store.parts * positions),
         computed_tokens=sum(store.num_tokens(number) for number in missing),
         seconds=time.monotonic() - began,
     )
@@ -64,14 +72,15 @@ class _Store:
     def __init__(self, context: StageContext) -> None:
         self.context = context
         self.config: Precompute = context.stage.config
-        tokenizer = Tokenizer.load(context.model(self.config.model))
+        self.tokenizer = Tokenizer.load(context.model(self.config.model))
         source = replace(context.data_set(self.config.data), distributions=None)
-        self.documents = prepare_data(source, tokenizer, context.cache, context.processes).train
+        self.documents = prepare_data(source, self.tokenizer, context.cache, context.processes).train
         self.pieces = cut(self.documents, source.sequence_length)
         self.first_documents = _shards(self.documents.offsets)
         self.num_shards = len(self.first_documents) - 1
         self.folder = context.folder / "shards"
         self.folder.mkdir(exist_ok=True)
+        self.parts = LISTED_PARTS if self.config.server else self.config.draws
 
     @cached_property
     def teacher(self) -> Transformer:
@@ -91,32 +100,41 @@ class _Store:
         with StopSignals() as signals, Progress("storing", total, done=done, enabled=share * len(numbers) > 0) as bar:
             for number in numbers:
                 tokens, found = self.num_tokens(number), []
-                for batch in self._batches(number):
-                    found.append(self._sample(number, batch))
-                    bar.advance(share * sum(self.pieces.length[batch]) / max(tokens, 1), f"shard {number}")
+                first, end = self.first_documents[number : number + 2]
+                start, document = self.documents.offsets[first], self.pieces.document
+                own = np.flatnonzero((document >= first) & (document < end))
+                for pieces, positions, said in (self._drawn if self.config.server is None else self._listed)(own):
+                    found.append((positions - start, said))
+                    bar.advance(share * sum(self.pieces.length[pieces]) / max(tokens, 1), f"shard {number}")
                     if signals.requested:
                         raise RunInterrupted(f"{name} keeps its shards; the same command goes on from here")
-                start = self.documents.offsets[self.first_documents[number]]
-                text = self.documents.tokens[start : start + tokens]
-                write_shard(self.path(number), text, found, len(self.teacher.head_weight))
+                write_shard(self.path(number), self.documents.tokens[start : start + tokens], found)
 
-    def _batches(self, number: int) -> list[np.ndarray]:
-        first, end = self.first_documents[number : number + 2]
-        own = np.flatnonzero((self.pieces.document >= first) & (self.pieces.document < end))
+    def _drawn(self, own: np.ndarray) -> Iterator[Said]:
+        """By the teacher's passes."""
         longest = max(int(self.pieces.length[own].max(initial=1)), BATCH_TOKENS)
-        return [own[chosen] for chosen in plan_batches(self.pieces.length[own], longest)]
+        head = self.teacher.head_weight.detach()
+        for chosen in plan_batches(self.pieces.length[own], longest):
+            batch, labelled, positions = self._labelled(own[chosen])
+            with torch.no_grad():
+                hidden = teacher_states(self.teacher, batch.to(self.teacher.device))
+                said = sample(hidden[labelled.to(hidden.device)], head, self._shifts(positions), self.config.draws)
+            yield own[chosen], positions, said
 
-    @torch.no_grad()
-    def _sample(self, number: int, pieces: np.ndarray) -> tuple[np.ndarray, Sampled]:
-        """Positions within the shard that have a label, and what the teacher says there."""
+    def _listed(self, own: np.ndarray) -> Iterator[Said]:
+        """By the server, which scores each piece with its last label."""
+        ends = zip(own.tolist(), self.pieces.start[own], self.pieces.length[own], strict=True)
+        texts = {piece: self.documents.tokens[start : start + length + 1] for piece, start, length in ends}
+        server = ServedModel(cast("Server", self.config.server))
+        for piece, places in server.listed(texts, self.config.top, self.tokenizer):
+            _, labelled, positions = self._labelled(np.array([piece]))
+            yield np.array([piece]), positions, rounded([places[at] for at in labelled.tolist()])
+
+    def _labelled(self, pieces: np.ndarray) -> tuple[Batch, torch.Tensor, np.ndarray]:
+        """A batch of pieces, which of its positions have a label, and where those stand among all tokens."""
         batch = pack(self.documents, self.pieces, pieces)
         labelled = (batch.labels != IGNORE_LABEL).nonzero()[:, 0]
-        positions = _positions(self.pieces, pieces)[labelled.numpy()]
-        hidden = teacher_states(self.teacher, batch.to(self.teacher.device))
-        head = self.teacher.head_weight.detach()
-        shifts = self._shifts(positions)
-        start = self.documents.offsets[self.first_documents[number]]
-        return positions - start, sample(hidden[labelled.to(hidden.device)], head, shifts, self.config.draws)
+        return batch, labelled, _positions(self.pieces, pieces)[labelled.numpy()]
 
     def _shifts(self, positions: np.ndarray) -> torch.Tensor:
         """A uniform number for each position, the same in whatever batch it is computed."""
@@ -130,9 +148,9 @@ class _Store:
         write_index(
             folder,
             first_tokens=self.documents.offsets[self.first_documents[:-1]].tolist(),
-            draws=self.config.draws,
+            draws=self.parts,
             documents=self.documents.digest,
-            teacher=self.context.inputs[self.config.model].digest,
+            teacher=self.config.server.model if self.config.server else self.context.inputs[self.config.model].digest,
         )
 
 
@@ -150,6 +168,6 @@ def _positions(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
     return np.concatenate([np.arange(pieces.length[one]) + pieces.start[one] for one in numbers])
 
 
-def _num_stored(shard: Path) -> int:
+def _counts(shard: Path) -> np.ndarray:
     with safe_open(shard, framework="np") as file:
-        return int(file.get_slice("ids").get_shape()[0])
+        return file.get_tensor("counts")

@@ -1,5 +1,6 @@
 """Settings that several kinds of stages have in common."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,16 @@ class Gate:
     """Fraction of positions where both put the same token first."""
     max_bits_per_byte: float | None = setting(None, range=POSITIVE)
     """Loss on the text itself, bits a UTF-8 byte."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """An OpenAI-compatible server behind which a model runs; the key that it may want is in OPENAI_API_KEY."""
+
+    url: str = setting(result=False, pattern=re.compile(r"https?://\S+"), meaning="an address like http://host:8000/v1")
+    """It may move, and what it has said stays."""
+    model: str = setting()
+    """What the server calls the model."""
 
 
 @dataclass(frozen=True)

@@ -264,20 +264,26 @@ class TrainingStage(Generic[C]):
 
 
 class RecoveryStage(TrainingStage[R]):
-    """One that trains a smaller model towards the larger one `teacher`, in the recipe's name, whose tokens it reads."""
+    """One that trains a smaller model towards the larger one `teacher`, in the recipe's name, whose tokens it reads.
+
+    Where there is no such model here, towards what it has stored with the data.
+    """
 
     teacher: Transformer
 
-    def __init__(self, context: StageContext, teacher: str) -> None:
-        super().__init__(context, Tokenizer.load(context.model(teacher)))
-        self.teacher_name, self.teacher = teacher, load_published(context.model(teacher))
+    def __init__(self, context: StageContext, teacher: str | None, *, tokens_of: str | None = None) -> None:
+        """`tokens_of`: the model whose tokens are read where there is no teacher."""
+        super().__init__(context, Tokenizer.load(context.model(teacher or str(tokens_of))))
+        self.teacher_name = teacher
+        if teacher is not None:
+            self.teacher = load_published(context.model(teacher))
 
     def objective(self) -> LanguageModelling | Distillation | StoredDistillation:
         """Towards what the teacher has stored with the data, or else by its passes."""
         stored = self.data.train.distributions
         if stored is None or self.config.loss.kind == "cross_entropy":
             return objective_of(self.config.loss, self.teacher)
-        if stored.teacher != self.context.inputs[self.teacher_name].digest:
+        if self.teacher_name and stored.teacher != self.context.inputs[self.teacher_name].digest:
             name = f"{self.context.stage.kind}: the data {self.config.data}"
             raise UserError(f"{name} holds distributions of another model than {self.teacher_name}.")
         return StoredDistillation(self.config.loss)
@@ -306,26 +312,27 @@ class RecoveryStage(TrainingStage[R]):
         student: Transformer,
         origin: str,
         *,
-        measured: tuple[Quality, Quality],
+        measured: tuple[Quality | None, Quality],
         training: TrainingResult,
         details: D,
     ) -> Result[D]:
         """`finish` of a student with the tokenizer of the model `origin`.
 
-        `measured`: the quality of the teacher, and that of the student before training.
+        `measured`: the quality of the teacher, if it is here, and that of the student before training.
         """
         teacher, untrained = measured
         return self.finish(
             partial(write_model, student, Tokenizer.load(self.context.model(origin))),
             training=training,
             details=details,
-            before=[describe_model(self.teacher_name, self.teacher, teacher)],
+            before=[describe_model(self.teacher_name, self.teacher, teacher)] if self.teacher_name else [],
             untrained=untrained,
         )
 
     def side_by_side(self, settings: Decoding) -> tuple[dict[str, Path], list[list[int]]]:
         """What speeds are measured on: the folders of teacher and published student, by name, and held-out prompts."""
-        folders = {self.teacher_name: self.context.model(self.teacher_name), self.config.out: self.context.published}
+        models = {name: self.context.model(name) for name in (self.teacher_name,) if name}
+        folders = models | {self.config.out: self.context.published}
         count = max(settings.batch_sizes, default=1)
         return folders, prompts_from(self.held_out.batches, count=count, prompt_tokens=settings.context_tokens)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline.schema import DataSource, Recipe
 from pipeline.settings import COUNTS, FRACTION, redeclared, setting
+from pipeline.stages.shared.config import Server
 
 FILE_NAME = "conversations.jsonl"
 
@@ -41,6 +42,9 @@ class Synthesize:
     """Data set whose documents are the prompts: of a conversation all that comes before its last answer, of plain text
     each document. Nothing: the model writes them itself, from the opening of its chat template (Magpie, arXiv
     2406.08464)."""
+    server: Server | None = setting(None, later=True)
+    """Where the model that answers runs instead: any OpenAI-compatible server. Of `model` only the tokenizer is used,
+    which may be another one, and `prompts` must be given."""
     count: int = setting(1_000, grows=True, count=True, range=COUNTS)
     """Prompts to write, or to take from the data set at most; fewer conversations are kept."""
     asking: Sampling = field(default_factory=Sampling)
@@ -63,7 +67,9 @@ class Synthesize:
 
 
 def mistakes(config: Synthesize, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Answers for which a sequence has no room."""
+    """Answers for which a sequence has no room, and a server that is to ask itself."""
+    if config.server and config.prompts is None:
+        yield "prompts", "is not given, but a server answers prompts alone; name a data set of them"
     if config.answering.max_tokens >= config.sequence_length:
         room = f"it must be below sequence_length, which is {config.sequence_length:,}, to leave room for the prompt"
         yield "answering.max_tokens", f"is {config.answering.max_tokens:,}; {room}"

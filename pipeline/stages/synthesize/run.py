@@ -15,7 +15,7 @@ from pipeline.stages.shared.context import StageContext
 from pipeline.stages.synthesize import filters
 from pipeline.stages.synthesize.config import FILE_NAME, Synthesize
 from pipeline.stages.synthesize.report import Drop, Sample, SynthesizeDetails
-from pipeline.stages.synthesize.writer import CUT, LEAKED, Writer, Written
+from pipeline.stages.synthesize.writer import CUT, LEAKED, ServedWriter, Writer, Written
 from train.sources import Document, Message, open_source
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ def run(context: StageContext) -> Result[SynthesizeDetails] | None:
     tokenizer = Tokenizer.load(context.model(config.model))
     if not tokenizer.templates:
         raise UserError(f"{context.stage.kind}: {config.model} has no chat template, so it can be asked nothing.")
-    writer, selection = Writer(context, config.model, config.seed), Selection(config)
+    selection = Selection(config)
+    writer = Writer(context, config.model, config.seed) if config.server is None else ServedWriter(context, config)
     own = config.prompts is None
     asked, faults = _written_prompts(config, tokenizer, writer) if own else _given_prompts(context)
     room = config.sequence_length - config.answering.max_tokens
@@ -80,7 +81,7 @@ def run(context: StageContext) -> Result[SynthesizeDetails] | None:
     faults |= {number: filters.TOO_LONG for number, ids in sound.items() if len(ids) > room}
     prompts = selection.prompts(asked, faults)
     log.info("%d of %d prompts are worth an answer", len(prompts), len(asked))
-    requests = {number: sound[number] for number in prompts}
+    requests = prompts if config.server else {number: sound[number] for number in prompts}
     answers = selection.answers(prompts, writer.write("answers", requests, config.answering))
     log.info("%d of %d answers are worth training on", len(answers), len(requests))
     if not answers:

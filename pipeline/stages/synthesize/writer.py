@@ -7,15 +7,18 @@ alone, so neither interruptions nor the number of processes change a token.
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 from pipeline.errors import RunInterrupted
+from pipeline.stages.shared.config import Server
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.synthesize.config import Sampling
+from pipeline.stages.shared.served import ServedModel
+from pipeline.stages.synthesize.config import Sampling, Synthesize
 from serve.llm import LLM, Generation
 from serve.sampling_params import SamplingParams
 from train.progress import Progress
@@ -47,8 +50,8 @@ class Writer:
     def _llm(self) -> LLM:
         return LLM(str(self.context.model(self.model)), verify_artifact=False)
 
-    def write(self, name: str, requests: Mapping[int, list[int]], sampling: Sampling) -> dict[int, Written]:
-        """Continuations of token ids, by number; every process returns all of them.
+    def write(self, name: str, requests: Mapping[int, Any], sampling: Sampling) -> dict[int, Written]:
+        """Continuations of token ids (of conversations, by a server), by number; every process returns all of them.
 
         Raises RunInterrupted after a signal.
         """
@@ -67,16 +70,14 @@ class Writer:
         self.seconds += time.monotonic() - began
         return {number: written[number] for number in sorted(requests)}
 
-    def _write(self, path: Path, requests: Mapping[int, list[int]], sampling: Sampling, *, known: int) -> None:
-        numbers, settings = list(requests), asdict(sampling)
-        params = [SamplingParams(**settings, seed=self._seed(path.name, number)) for number in numbers]
+    def _write(self, path: Path, requests: Mapping[int, Any], sampling: Sampling, *, known: int) -> None:
+        seeds = {number: self._seed(path.name, number) for number in requests}
         title, share = f"writing {path.name.split('.')[0]}", self.context.processes.count
         bar = Progress(title, known + share * len(requests), done=known, enabled=self.context.processes.is_main)
-        finished = closing(self._llm.as_completed([requests[number] for number in numbers], params))
+        finished = closing(self._finished(requests, sampling, seeds))
         tokens, began = 0, time.monotonic()
         with StopSignals() as signals, bar, finished as results, open(path, "a", encoding="utf-8") as file:
-            for at, generation in results:
-                written = self._written(numbers[at], generation)
+            for written in results:
                 file.write(json.dumps(asdict(written)) + "\n")
                 file.flush()
                 tokens += written.tokens
@@ -88,6 +89,16 @@ class Writer:
         name = file.split(".")[0]
         return int.from_bytes(hashlib.sha256(f"{self.seed}:{name}:{number}".encode()).digest()[:7], "big")
 
+    def _finished(
+        self, requests: Mapping[int, Any], sampling: Sampling, seeds: Mapping[int, int]
+    ) -> Generator[Written, None, None]:
+        """All continuations, as they come."""
+        numbers = list(requests)
+        params = [SamplingParams(**asdict(sampling), seed=seeds[number]) for number in numbers]
+        with closing(self._llm.as_completed([requests[number] for number in numbers], params)) as generations:
+            for at, generation in generations:
+                yield self._written(numbers[at], generation)
+
     def _written(self, number: int, generation: Generation) -> Written:
         (choice,) = generation.choices
         if choice.error is not None:
@@ -97,6 +108,22 @@ class Writer:
         inside = choice.token_ids[:-1] if ended else choice.token_ids
         state = LEAKED if any(token in control for token in inside) else ENDED if ended else CUT
         return Written(number, choice.text, len(choice.token_ids), state)
+
+
+class ServedWriter(Writer):
+    """Lets a server answer conversations. Control tokens, which it leaves out of the text, are not seen."""
+
+    def __init__(self, context: StageContext, config: Synthesize) -> None:
+        super().__init__(context, config.model, config.seed)
+        self._model = ServedModel(cast("Server", config.server))
+
+    def _finished(
+        self, requests: Mapping[int, Any], sampling: Sampling, seeds: Mapping[int, int]
+    ) -> Generator[Written, None, None]:
+        settings = asdict(sampling)
+        asked = {number: {"messages": requests[number], "seed": seeds[number], **settings} for number in requests}
+        for number, text, tokens, ended in self._model.answers(asked):
+            yield Written(number, text, tokens, ENDED if ended else CUT)
 
 
 def read_all(folder: Path, name: str) -> dict[int, Written]:
