@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,6 +15,9 @@ from serve.sampling_params import SamplingParams
 Prompt = str | list[int]
 Conversation = Sequence[Mapping[str, Any]]
 Adapter = str | None
+Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = Adapter | Sequence[Adapter]
+Listener = Callable[[RequestOutput], None]
 
 
 @dataclass
@@ -66,9 +69,9 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
-        adapter: Adapter | Sequence[Adapter] = None,
+        adapter: Adapters = None,
         progress: bool = False,
     ) -> list[Generation]:
         """Continue each prompt; a prompt is text, or a list of token ids. Results are in the order of the prompts.
@@ -88,9 +91,9 @@ class LLM:
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
-        adapter: Adapter | Sequence[Adapter] = None,
+        adapter: Adapters = None,
         progress: bool = False,
         **template_variables: Any,
     ) -> list[Generation]:
@@ -104,27 +107,38 @@ class LLM:
         return self._run([None] * len(ids), ids, params, adapter, progress)
 
     def as_completed(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[list[int]],
+        params: Params = None,
+        *,
+        heard: Listener | None = None,
     ) -> Generator[tuple[int, Generation], None, None]:
         """Like `generate` of token ids, but yields the number of a prompt and its result as soon as that is finished.
 
-        Whoever closes the iterator gives up the rest.
+        `heard` is called with all that is written on the way. Whoever closes the iterator gives up the rest.
         """
-        return self._each([None] * len(prompts), [list(prompt) for prompt in prompts], params, None, False)
+        return self._each([None] * len(prompts), [list(prompt) for prompt in prompts], params, None, heard)
 
-    def _run(self, texts: list[str | None], ids: list[list[int]], *settings: Any) -> list[Generation]:
-        finished = dict(self._each(texts, ids, *settings))
+    def _run(
+        self, texts: list[str | None], ids: list[list[int]], params: Params, adapter: Adapters, progress: bool
+    ) -> list[Generation]:
+        if not progress:
+            finished = dict(self._each(texts, ids, params, adapter, None))
+        else:
+            line = ProgressLine(sum(own.n for own in _for_each(params, len(ids))))
+            finished = dict(self._each(texts, ids, params, adapter, line.add))
+            line.close()
         return [finished[number] for number in range(len(ids))]
 
     def _each(
         self,
         texts: list[str | None],
         ids: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        adapter: Adapter | Sequence[Adapter],
-        progress: bool,
+        params: Params,
+        adapter: Adapters,
+        heard: Listener | None,
     ) -> Generator[tuple[int, Generation], None, None]:
-        each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
+        each = _for_each(params, len(ids))
         if len(each) != len(ids):
             raise ValueError(f"there are {len(ids)} prompts, but sampling parameters for {len(each)}")
         adapters = [adapter] * len(ids) if adapter is None or isinstance(adapter, str) else list(adapter)
@@ -138,7 +152,7 @@ class LLM:
                 self.engine.add_request(request_id, prompt, own, adapter=its_adapter)
                 self._num_requests += 1
                 generations[request_id] = Generation(text, prompt, [Choice() for _ in range(own.n)])
-            for request_id, generation in self._drain(generations, progress):
+            for request_id, generation in self._drain(generations, heard):
                 yield int(request_id) - first, generation
         except BaseException:  # also Ctrl-C: the engine must be free for the next call
             for request_id in generations:
@@ -146,18 +160,19 @@ class LLM:
             self.engine.step()
             raise
 
-    def _drain(self, generations: dict[str, Generation], progress: bool) -> Iterator[tuple[str, Generation]]:
-        line = ProgressLine(sum(len(generation.choices) for generation in generations.values())) if progress else None
+    def _drain(self, generations: dict[str, Generation], heard: Listener | None) -> Iterator[tuple[str, Generation]]:
         while self.engine.has_work():
             for output in self.engine.step():
                 generation = generations[output.request_id]
                 _collect(generation, output)
-                if line is not None:
-                    line.add(output)
+                if heard is not None:
+                    heard(output)
                 if all(choice.finish_reason for choice in generation.choices):
                     yield output.request_id, generation
-        if line is not None:
-            line.close()
+
+
+def _for_each(params: Params, count: int) -> list[SamplingParams]:
+    return list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
 
 
 def _collect(generation: Generation, output: RequestOutput) -> None:

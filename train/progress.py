@@ -53,6 +53,12 @@ class Progress:
             self._logged_at = time.monotonic()
             log.info("%s: %d%%, %s, %s left", self.title, 100 * self.done / self.total, note, self._left())
 
+    def skip(self, amount: float) -> None:
+        """Takes away work that turned out to be none."""
+        self.total = max(self.total - amount, 1)
+        if self._bar is not None:
+            self._bar.update(self._task, total=self.total)
+
     def _left(self) -> str:
         done_here = self.done - self._already
         if done_here <= 0:

@@ -201,7 +201,8 @@ class Tokenizer:
         """Ids of a conversation, and 1 for each token that the assistant wrote, 0 for the others.
 
         The assistant's are the tokens inside the template's generation blocks. Without such blocks they are what each
-        assistant message adds after its generation prompt, its end-of-turn tokens included.
+        assistant message adds after its generation prompt, its end-of-turn tokens included. A last message with
+        `prefix` set is unfinished: the tokens end where its text does.
         """
         hidden, given = self._hide(messages, tools, variables)
         template = self._template(tools)
@@ -211,6 +212,9 @@ class Tokenizer:
             ends = [self.control_tokens[index] for index in self.eos_token_ids if index in self.control_tokens]
             spans = _added_spans(template, given, rendered.text, ends)
         tokens = self._encode_rendered(rendered.text, hidden)
+        if messages and messages[-1].get("prefix"):
+            end = _end_of(str(given["messages"][-1]["content"]), rendered.text)
+            tokens = [token for token in tokens if token[1] < end]
         return [index for index, _, _ in tokens], _mark_overlaps(tokens, spans)
 
     def _hide(
@@ -367,6 +371,14 @@ def _added_spans(
             )
         spans.append((len(before), stop))
     return spans
+
+
+def _end_of(content: str, rendered: str) -> int:
+    """Where the text of the last message ends in the conversation; templates may trim it."""
+    at = rendered.rfind(content.strip())
+    if at < 0:
+        raise ChatTemplateError("The last message is unfinished, but the chat template does not show it as it is.")
+    return at + len(content.strip())
 
 
 def _mark_overlaps(tokens: Sequence[Token], spans: Sequence[tuple[int, int]]) -> list[int]:

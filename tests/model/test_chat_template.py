@@ -114,6 +114,25 @@ def test_a_mask_covers_an_answer_that_spells_control_tokens() -> None:
         assert supervised == tokenizer.encode(answer) + end
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", ["chatml", "llama3", "generation"])
+def test_an_unfinished_answer_ends_where_its_text_does_as_in_transformers(template: str, kind: str) -> None:
+    messages = [SYSTEM, *CONVERSATIONS["four"]]
+    ids, mask = our_tokenizer(kind, template).assistant_mask([*messages[:-1], messages[-1] | {"prefix": True}])
+    theirs = their_tokenizer(kind, template).apply_chat_template(messages, continue_final_message=True)
+    assert ids == theirs["input_ids"]
+    whole, whole_mask = our_tokenizer(kind, template).assistant_mask(messages)
+    assert (ids, mask) == (whole[: len(ids)], whole_mask[: len(ids)]) and mask[-1] == 1 and len(whole) > len(ids)
+
+
+def test_an_unfinished_answer_that_the_template_rewrites_is_refused() -> None:
+    messages = [*CONVERSATIONS["one"], {"role": "assistant", "content": "mäßig", "prefix": True}]
+    shouts = "{% for message in messages %}{{ message.content | upper }}{% endfor %}"
+    tokenizer = Tokenizer(tokenizer_json("byte-level"), templates={"default": shouts})
+    with pytest.raises(ChatTemplateError, match="unfinished, but the chat template does not show it as it is"):
+        tokenizer.assistant_mask(messages)
+
+
 def test_a_conversation_without_answers_has_an_empty_mask() -> None:
     _, mask = our_tokenizer(template="chatml").assistant_mask(CONVERSATIONS["one"])
     assert set(mask) == {0}

@@ -18,7 +18,8 @@ from pipeline.run_folder import RunFolder
 from pipeline.stages.synthesize import filters, writer
 from pipeline.stages.synthesize.run import opening_of
 from pipeline.stages.synthesize.writer import read_all
-from serve.llm import Choice, Generation
+from serve.llm import Choice, Generation, Listener
+from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 from tests.pipeline.tiny_run import RECIPE, WORDS, run_stages, write_teacher
 
@@ -34,14 +35,16 @@ class Scripted:
         self.tokenizer = Tokenizer.load(folder)
 
     def as_completed(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, heard: Listener
     ) -> Iterator[tuple[int, Generation]]:
         order = list(range(len(prompts)))
         random.Random(len(prompts)).shuffle(order)
         for done, number in enumerate(order):
             if done == self.dies_after:
                 raise RuntimeError("killed")
-            yield number, Generation(None, prompts[number], [self._choice(params[number])])
+            choice = self._choice(params[number])
+            heard(RequestOutput("", 0, choice.token_ids))
+            yield number, Generation(None, prompts[number], [choice])
 
     def _choice(self, params: SamplingParams) -> Choice:
         draw = random.Random(params.seed)
@@ -84,6 +87,19 @@ def test_what_is_kept_has_a_question_and_a_whole_answer(tmp_path: Path) -> None:
         assert len(prompt["content"].split()) == len(answer["content"].split()) == 12
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Conversations written by the engine" in page and details.samples[0].answer in page
+
+
+def test_answers_that_were_cut_are_kept_as_unfinished_ones(tmp_path: Path, scripted: type[Scripted]) -> None:
+    _, dropped = synthesize(tmp_path)
+    whole = lines(tmp_path)
+    _, kept = synthesize(tmp_path, filter={"cut": True})
+    assert scripted.loads == 1, "they were written before"
+    found = lines(tmp_path)
+    assert [messages for messages in found if "prefix" not in messages[-1]] == whole
+    cut = [messages[-1] for messages in found if "prefix" in messages[-1]]
+    (unfinished,) = (d for d in dropped.details.drops if (d.what, d.reason) == ("answer", filters.UNFINISHED))
+    assert len(cut) == unfinished.count == kept.details.kept - dropped.details.kept > 0
+    assert all(answer["prefix"] is True and len(answer["content"].split()) == 11 for answer in cut)
 
 
 @pytest.mark.parametrize("dies_after", [0, 5, 17])

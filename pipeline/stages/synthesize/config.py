@@ -31,6 +31,9 @@ class Filter:
     """Drop a text that shares at least this part of its pairs of words with an earlier one; 1 drops equal ones only."""
     min_words: int = setting(3, range=(1, 1e6))
     """Of an answer, and of a prompt that the model wrote."""
+    cut: bool = setting(False, later=True)
+    """Keep answers that did not end in time too, as unfinished ones: for distillation, where every token has a label
+    of its own. Of other training a student would learn beginnings only."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ prompts (a data set's, or written behind the opening of the chat template) → f
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from model.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class Selection:
         seen, kept = filters.NearDuplicates(self.config.filter.near_duplicates), {}
         for number, answer in written.items():
             prompt = str(prompts[number][-1]["content"])
-            fault = STATES.get(answer.state)
+            fault = None if self._is_kept_cut(answer) else STATES.get(answer.state)
             fault = fault or filters.fault_of_answer(answer.text, prompt, self.config.filter.min_words)
             fault = fault or (None if seen.add(answer.text) else filters.DUPLICATE)
             if fault is None:
@@ -64,6 +64,9 @@ class Selection:
             else:
                 self.drop("answer", fault, f"{prompt}\n→ {answer.text}")
         return kept
+
+    def _is_kept_cut(self, answer: Written) -> bool:
+        return answer.state == CUT and self.config.filter.cut
 
 
 def run(context: StageContext) -> Result[SynthesizeDetails] | None:
@@ -89,8 +92,8 @@ def run(context: StageContext) -> Result[SynthesizeDetails] | None:
         raise StageFailed(f"{context.stage.name} keeps no conversation of {len(asked)} prompts ({reasons})")
     if not context.processes.is_main:
         return None
-    pairs = {number: (prompts[number], answer.text) for number, answer in answers.items()}
-    output = context.publish_data(lambda folder: _write_conversations(folder / FILE_NAME, pairs))
+    pairs = {number: [*prompts[number], _as_message(answer)] for number, answer in answers.items()}
+    output = context.publish_data(lambda folder: _write_conversations(folder / FILE_NAME, pairs.values()))
     details = SynthesizeDetails(
         prompts=len(asked),
         answered=len(requests),
@@ -161,14 +164,20 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Conversation) -> list[int]:
     return tokenizer.chat_token_ids(prompt, add_generation_prompt=True)
 
 
-def _write_conversations(path: Path, pairs: Mapping[int, tuple[Conversation, str]]) -> None:
+def _as_message(answer: Written) -> Message:
+    """What was cut in time ends with its last whole word, and is marked as APIs mark what is to be continued."""
+    if answer.state == CUT:
+        return {"role": "assistant", "content": answer.text.rsplit(maxsplit=1)[0], "prefix": True}
+    return {"role": "assistant", "content": answer.text}
+
+
+def _write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
     with open(path, "w", encoding="utf-8") as file:
-        for prompt, answer in pairs.values():
-            messages = [*prompt, {"role": "assistant", "content": answer}]
+        for messages in conversations:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
 
 
-def _samples(pairs: Mapping[int, tuple[Conversation, str]]) -> list[Sample]:
+def _samples(pairs: Mapping[int, Conversation]) -> list[Sample]:
     numbers = list(pairs)
     chosen = [numbers[at * len(numbers) // SAMPLES] for at in range(min(SAMPLES, len(numbers)))]
-    return [Sample(str(pairs[number][0][-1]["content"]), pairs[number][1]) for number in dict.fromkeys(chosen)]
+    return [Sample(*(str(said["content"]) for said in pairs[number][-2:])) for number in dict.fromkeys(chosen)]

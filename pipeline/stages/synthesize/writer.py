@@ -7,7 +7,7 @@ alone, so neither interruptions nor the number of processes change a token.
 import hashlib
 import json
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -73,15 +73,22 @@ class Writer:
     def _write(self, path: Path, requests: Mapping[int, Any], sampling: Sampling, *, known: int) -> None:
         seeds = {number: self._seed(path.name, number) for number in requests}
         title, share = f"writing {path.name.split('.')[0]}", self.context.processes.count
-        bar = Progress(title, known + share * len(requests), done=known, enabled=self.context.processes.is_main)
-        finished = closing(self._finished(requests, sampling, seeds))
+        # Many are written at once, so what is done is counted in tokens; an answer that ends early has none left to do.
+        most, is_main = sampling.max_tokens, self.context.processes.is_main
+        bar = Progress(title, most * (known + share * len(requests)), done=most * known, enabled=is_main)
         tokens, began = 0, time.monotonic()
+
+        def heard(new: int) -> None:
+            nonlocal tokens
+            tokens += new
+            bar.advance(share * new, f"{tokens / (time.monotonic() - began):.0f} tokens/s")
+
+        finished = closing(self._finished(requests, sampling, seeds, heard))
         with StopSignals() as signals, bar, finished as results, open(path, "a", encoding="utf-8") as file:
             for written in results:
                 file.write(json.dumps(asdict(written)) + "\n")
                 file.flush()
-                tokens += written.tokens
-                bar.advance(share, f"{tokens / (time.monotonic() - began):.0f} tokens/s")
+                bar.skip(share * (most - written.tokens))
                 if signals.requested:
                     raise RunInterrupted(f"{self.context.stage.name} is saved; the same command goes on from here")
 
@@ -90,12 +97,13 @@ class Writer:
         return int.from_bytes(hashlib.sha256(f"{self.seed}:{name}:{number}".encode()).digest()[:7], "big")
 
     def _finished(
-        self, requests: Mapping[int, Any], sampling: Sampling, seeds: Mapping[int, int]
+        self, requests: Mapping[int, Any], sampling: Sampling, seeds: Mapping[int, int], heard: Callable[[int], None]
     ) -> Generator[Written, None, None]:
-        """All continuations, as they come."""
-        numbers = list(requests)
+        """All continuations, as they come; `heard` is told how many tokens have been written since the last time."""
+        numbers, prompts = list(requests), list(requests.values())
         params = [SamplingParams(**asdict(sampling), seed=seeds[number]) for number in numbers]
-        with closing(self._llm.as_completed([requests[number] for number in numbers], params)) as generations:
+        news = self._llm.as_completed(prompts, params, heard=lambda output: heard(len(output.new_token_ids)))
+        with closing(news) as generations:
             for at, generation in generations:
                 yield self._written(numbers[at], generation)
 
@@ -118,11 +126,12 @@ class ServedWriter(Writer):
         self._model = ServedModel(cast("Server", config.server))
 
     def _finished(
-        self, requests: Mapping[int, Any], sampling: Sampling, seeds: Mapping[int, int]
+        self, requests: Mapping[int, Any], sampling: Sampling, seeds: Mapping[int, int], heard: Callable[[int], None]
     ) -> Generator[Written, None, None]:
         settings = asdict(sampling)
         asked = {number: {"messages": requests[number], "seed": seeds[number], **settings} for number in requests}
         for number, text, tokens, ended in self._model.answers(asked):
+            heard(tokens)
             yield Written(number, text, tokens, ENDED if ended else CUT)
 
 
