@@ -32,6 +32,24 @@ def teacher_folder() -> Path:
     return TEACHER
 
 
+def check_peer(interpreter: str, package: str, install: str) -> None:
+    """Ends with a sentence where an interpreter does not have a peer's package."""
+    if subprocess.run([interpreter, "-c", f"import {package}"], capture_output=True).returncode:
+        raise SystemExit(f"{interpreter} has no {package}; {install}, then name --peer ENVIRONMENT/bin/python.")
+
+
+def run_side(interpreter: str, module: str, case: dict[str, Any]) -> dict[str, Any]:
+    """What a side's module prints last, run by its interpreter on a case that names `threads` and a path `out`."""
+    path = Path(f"{case['out']}.json")
+    path.write_text(json.dumps(case))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(case["threads"])}
+    command = [interpreter, "-m", module, str(path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{module} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 

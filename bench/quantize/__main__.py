@@ -10,9 +10,6 @@ imports and files; processor seconds do not depend on what else the machine does
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -21,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, teacher_folder, write_result
+from bench.common import ROOT, check_peer, run_side, teacher_folder, write_result
 from compress.quantize.gptq import DAMPING
 from model.files.checkpoint import load_model
 from model.text.tokenizer import Tokenizer
@@ -45,18 +42,6 @@ def documents_of(data: PreparedData, sequence_length: int, max_tokens: int) -> l
     return [piece.tolist() for piece in pieces]
 
 
-def run_side(interpreter: str, side: str, case: dict[str, Any]) -> dict[str, Any]:
-    """What `bench.quantize.SIDE` prints last."""
-    path = Path(f"{case['out']}.json")
-    path.write_text(json.dumps(case))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(case["threads"])}
-    command = [interpreter, "-m", f"bench.quantize.{side}", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{side} failed with {case['method']}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def measure(folder: Path, held_out: HeldOut, states: TeacherStates) -> dict[str, Any]:
     quality = held_out.quality(load_model(folder, dtype=torch.float32), states)
     return {"kl": asdict(quality.kl) if quality.kl else None, "perplexity": quality.perplexity}
@@ -69,7 +54,7 @@ def compare(
     sides = {}
     for side, interpreter in interpreters.items():
         folder = Path(case["scratch"], f"{side}-{method}")
-        cost = run_side(interpreter, side, case | {"method": method, "out": str(folder)})
+        cost = run_side(interpreter, f"bench.quantize.{side}", case | {"method": method, "out": str(folder)})
         sides[side] = cost | measure(folder, *against)
         kl, seconds, peak = sides[side]["kl"]["value"], cost["processor_s"], cost["peak_bytes"] / 2**20
         print(f"  {method} by {side}: KL {kl:.4f}, {seconds:,.0f} s, {peak:,.0f} MiB", flush=True)
@@ -80,13 +65,10 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--peer", default=sys.executable, help="Python interpreter of an environment with llm-compressor"
-    )
+    parser.add_argument("--peer", default=sys.executable, help="Python of an environment with llm-compressor")
     parser.add_argument("--tokens", type=int, default=2048, help="of calibration, and of the held-out text")
     options = parser.parse_args()
-    if subprocess.run([options.peer, "-c", "import llmcompressor"], capture_output=True).returncode:
-        raise SystemExit(f"{options.peer} has no llm-compressor; {INSTALL}, then name --peer ENVIRONMENT/bin/python.")
+    check_peer(options.peer, "llmcompressor", INSTALL)
     folder, text = teacher_folder(), load_recipe(ROOT / "configs" / "quantize-demo.yaml").data["text"]
     parent = load_model(folder, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as scratch:

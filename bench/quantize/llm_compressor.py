@@ -1,4 +1,4 @@
-"""llm-compressor's side of `bench.quantize`, run by the interpreter that has it; so it imports `cost` alone of ours.
+"""llm-compressor's side of `bench.quantize`, run by the interpreter that has it: of ours it imports `bench.cost` alone.
 
     PYTHON -m bench.quantize.llm_compressor CASE.json
 
@@ -21,7 +21,7 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from bench.quantize.cost import cost_of
+from bench.cost import cost_of
 
 
 def recipe(case: dict[str, Any]) -> list[Any]:

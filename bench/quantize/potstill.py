@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.quantize.cost import cost_of
+from bench.cost import cost_of
 from compress.quantize.calibrated import quantize_layers
 from compress.quantize.methods import METHODS
 from model.files.checkpoint import load_model, save_model

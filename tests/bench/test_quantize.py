@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.cost import cost_of
 from bench.quantize import __main__ as driver
 from bench.quantize import potstill, seeds
-from bench.quantize.cost import cost_of
 from model.files.checkpoint import load_model, save_model
 from model.quantized import quantized_layers
 from pipeline.measure.quality import HeldOut
@@ -56,7 +56,7 @@ def test_equal_sides_are_equally_good(
     against = held_out, held_out.states(load_model(model))
     interpreters = {"potstill": "one", "llm_compressor": "other"}
     found = driver.compare("gptq", interpreters, case, against)
-    assert ran == [("one", "potstill"), ("other", "llm_compressor")]
+    assert ran == [("one", "bench.quantize.potstill"), ("other", "bench.quantize.llm_compressor")]
     assert found["ratio_kl"] == 1 and all(side["kl"]["value"] > 0 for side in found["sides"].values())
     written = quantized_layers(load_model(tmp_path / "potstill-gptq"))
     assert len(written) == 14 and {layer.format.group for layer in written.values()} == {64}  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def test_a_peak_is_measured_above_what_was_there() -> None:
 
 def test_a_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.quantize"])
-    with pytest.raises(SystemExit, match=r"no llm-compressor; python -m venv .* --peer"):
+    with pytest.raises(SystemExit, match=r"no llmcompressor; python -m venv .* --peer"):
         driver.main()
 
 

@@ -1,0 +1,1 @@
+"""Distillation beside TRL's trainer of it."""
