@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_tune(commands)
     _add_serve(commands)
     _add_generate(commands)
     _add_small(commands)
@@ -75,6 +76,19 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     run.add_argument("--folder", type=Path, help="the run's folder (default: runs/NAME)")
     run.add_argument("--cache", type=Path, help="downloads and tokenized text (default: ~/.cache/potstill)")
     run.set_defaults(command=_run, late="overrides")
+
+
+def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    tune = commands.add_parser("tune", help="search the recipe that meets targets of memory, speed and quality")
+    tune.add_argument("recipe", type=Path, help="recipe whose stages say what may be tried; the last one evaluates")
+    tune.add_argument("overrides", nargs="*", metavar="key=value")
+    tune.add_argument("--memory", metavar="64MB", help="most that the weights may take")
+    tune.add_argument("--tpot", metavar="12ms", help="longest time a token of one request")
+    tune.add_argument("--max-kl", metavar="0.1", help="largest KL to the teacher, nats a token")
+    tune.add_argument("--budget", metavar="45m", default="45m", help="time in all, of earlier calls too (default: 45m)")
+    tune.add_argument("--folder", type=Path, help="the search's folder (default: runs/NAME-tune)")
+    tune.add_argument("--cache", type=Path, help="downloads and tokenized text (default: ~/.cache/potstill)")
+    tune.set_defaults(command=_tune, late="overrides")
 
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -163,6 +177,35 @@ def _run(options: argparse.Namespace) -> int:
         processes.close()
     if processes.is_main:
         _print_results(results, folder.report)
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from pipeline.environment import default_cache
+    from pipeline.processes import Processes
+    from pipeline.recipe import load_recipe
+    from pipeline.run_folder import RunFolder
+    from pipeline.tune.targets import Targets, seconds_of
+
+    targets = Targets.parse(memory=options.memory, tpot=options.tpot, max_kl=options.max_kl)
+    budget_s = seconds_of("--budget", options.budget)
+    recipe = load_recipe(options.recipe, options.overrides)
+    folder = RunFolder(options.folder or Path("runs") / f"{recipe.name}-tune")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    processes = Processes()
+    log_to(folder.log if processes.is_main else None, show=processes.is_main)
+    from pipeline.tune.search import Search
+
+    try:
+        search = Search(recipe, folder, targets, cache=options.cache or default_cache(), processes=processes)
+        search.execute(budget_s)
+    except KeyboardInterrupt:
+        raise RunInterrupted("interrupted; the same command goes on from here") from None
+    finally:
+        processes.close()
+    if processes.is_main:
+        sentence, winner = search.write()
+        print(f"{sentence}\nrecipe: {winner}\npage: {search.page}")
     return 0
 
 

@@ -44,6 +44,8 @@ class Run:
         self.finished: dict[str, Input] = {}
         """Verified models by their names in the recipe."""
         self._data_digests: dict[tuple[str, str], str] = {}
+        self.results: list[Result[Any] | None] = []
+        """Of the first stages, those that this object has come past: a recipe may grow behind them."""
 
     def execute(self) -> list[Result[Any]]:
         """Runs what has to run. Returns the results of all stages; in processes other than the main one, nothing.
@@ -54,8 +56,9 @@ class Run:
             if self.processes.is_main:
                 self.folder.write_recipe(self.recipe)
             self.processes.wait()
-            results = [self._stage(stage) for stage in self.recipe.plan()]
-        return [result for result in results if result is not None]
+            for stage in self.recipe.plan()[len(self.results) :]:
+                self.results.append(self._stage(stage))
+        return [result for result in self.results if result is not None]
 
     def _stage(self, stage: Stage) -> Result[Any] | None:
         keys = self._keys(stage)

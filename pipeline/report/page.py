@@ -70,8 +70,12 @@ def compare_runs(runs: Sequence[RunFolder]) -> tuple[list[Section], str]:
     names = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
     recipes = {name: (run, run.recipe()) for name, run in zip(names, runs, strict=True)}
     sections = compare_sections({name: (recipe, run.results(recipe)) for name, (run, recipe) in recipes.items()})
-    title = ", ".join(names)
-    return sections, _page(title, [f"<header><h1>{escape(title)}</h1></header>", *map(section_html, sections)], "")
+    return sections, sections_page(", ".join(names), sections)
+
+
+def sections_page(title: str, sections: Sequence[Section]) -> str:
+    """A page of these sections alone."""
+    return _page(title, [f"<header><h1>{escape(title)}</h1></header>", *map(section_html, sections)], "")
 
 
 def _page(title: str, parts: Sequence[str], footer: str) -> str:

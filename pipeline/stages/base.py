@@ -44,6 +44,16 @@ D = TypeVar("D")
 
 
 @dataclass(frozen=True)
+class Tunable(Generic[C]):
+    """What `potstill tune` may do with a kind of stage besides leaving it out."""
+
+    origin: Callable[[C], str]
+    """Name of the model that it changes, and that later stages take where the stage is left out."""
+    choices: "Callable[[C, ModelConfig], dict[str, C]]"
+    """Settings to try on a model of that shape, those of the recipe first, by short names."""
+
+
+@dataclass(frozen=True)
 class StageKind(Generic[C, D]):
     """One kind of stage: what can be said of it without torch. The rest are functions of the module `runner`."""
 
@@ -67,6 +77,7 @@ class StageKind(Generic[C, D]):
     """Whether an entry of `stages:` may name it."""
     former_name: str | None = None
     """Of a kind that was renamed."""
+    tunable: Tunable[C] | None = None
     runner: str = ""
     """Module of the functions below; by default the run.py of the kind's folder."""
 
@@ -111,6 +122,18 @@ class StageKind(Generic[C, D]):
             return own(config, shapes, cache)
         setup = self.setup(config, shapes)
         return setup.model if setup else None
+
+    def weight_bytes(self, config: C, shapes: "Mapping[str, ModelConfig]", cache: Path) -> int:
+        """Of what it publishes, by `weight_bytes(config, shapes)`; without that, dense weights of its `shape`."""
+        from model.cost import planned_weight_bytes
+        from pipeline.measure.quality import PUBLISHED_DTYPE
+
+        if own := self._function("weight_bytes"):
+            return own(config, shapes)
+        shape = self.shape(config, shapes, cache)
+        if shape is None:
+            raise ValueError(f"{self.name} does not say what it publishes")
+        return planned_weight_bytes(shape, {}, PUBLISHED_DTYPE)
 
     def _function(self, name: str) -> Any:
         return getattr(importlib.import_module(self.runner or f"pipeline.stages.{self.name}.run"), name, None)

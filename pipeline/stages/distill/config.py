@@ -1,13 +1,17 @@
 """Settings of the stage `distill`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from pipeline.schema import Recipe
 from pipeline.settings import COUNTS, setting
 from pipeline.stages.shared import config as shared
 from pipeline.stages.shared.config import Recovery
 from train.config import OnPolicy
+
+if TYPE_CHECKING:
+    from model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,33 @@ class Distill(Recovery):
     draft_vocabulary: int | None = setting(None, weights=False, later=True, count=True, range=COUNTS)
     """Where the student drafts, it says only so many tokens, those that are most common in `data`: its steps are
     shorter, and it is right a little less often. Alone it says all."""
+
+
+WIDTH = 64
+"""Narrower students have widths that are multiples of this, which kernels and groups of quantized weights divide."""
+
+
+def choices(config: Distill, whole: "ModelConfig") -> dict[str, Distill]:
+    """The recipe's own shapes; 5/6, 2/3, 1/2 of layers, MLP, channels; fewer query heads for each KV head."""
+    sizes: list[Shape] = [*config.student.shapes]
+    for share in (5 / 6, 2 / 3, 1 / 2):
+        layers = max(1, round(whole.num_layers * share))
+        sizes += [Shape(layers=layers), Shape(mlp=_width(whole.intermediate_size, share))]
+        sizes += [Shape(hidden=_width(whole.hidden_size, share))]
+        sizes += [Shape(layers=layers, mlp=_width(whole.intermediate_size, share))]
+    group = whole.num_query_heads // whole.num_kv_heads
+    sizes += [Shape(heads=whole.num_kv_heads * queries) for queries in range(group - 1, 0, -1)]
+    wholes = {"layers": whole.num_layers, "mlp": whole.intermediate_size, "hidden": whole.hidden_size}
+    found: dict[str, Distill] = {}
+    for size in sizes:
+        kept = {declared.name: getattr(size, declared.name) for declared in fields(Shape)}
+        if all(value is None or 0 < value < wholes.get(name, value + 1) for name, value in kept.items()):
+            found.setdefault(str(size), replace(config, student=replace(config.student, candidates=(), **kept)))
+    return found
+
+
+def _width(whole: int, share: float) -> int:
+    return round(whole * share / WIDTH) * WIDTH
 
 
 def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -1,9 +1,13 @@
 """Settings of the stage `gqa`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pipeline.settings import COUNTS, setting
 from pipeline.stages.shared.config import Decoding, Recovery
+
+if TYPE_CHECKING:
+    from model.config import ModelConfig
 
 GROUPINGS = ("mean", "first", "aligned", "subspace")
 METHODS = (*GROUPINGS, *(f"{grouping}+refit" for grouping in GROUPINGS))
@@ -42,3 +46,10 @@ class Gqa(Recovery):
     def layer_kv_heads(self, num_layers: int) -> tuple[int, ...]:
         """KV heads for each layer; one number stands for all of them."""
         return self.kv_heads * num_layers if len(self.kv_heads) == 1 else self.kv_heads
+
+
+def choices(config: Gqa, whole: "ModelConfig") -> dict[str, Gqa]:
+    """The recipe's own KV heads, and all smaller numbers of them that divide what the model has."""
+    smaller = [(heads,) for heads in range(whole.num_kv_heads - 1, 0, -1) if whole.num_kv_heads % heads == 0]
+    chosen = dict.fromkeys([config.kv_heads, *smaller])
+    return {f"kv {' '.join(map(str, heads))}": replace(config, kv_heads=heads) for heads in chosen}

@@ -1,7 +1,9 @@
 """Weights in fewer bits, chosen on calibration text and taught by the model that they were made of."""
 
-from pipeline.stages.base import StageKind
-from pipeline.stages.quantize.config import Quantize, mistakes
+from pipeline.stages.base import StageKind, Tunable
+from pipeline.stages.quantize.config import Quantize, choices, mistakes
 from pipeline.stages.quantize.report import QuantizeDetails, sections
 
-KIND = StageKind("quantize", Quantize, QuantizeDetails, sections, mistakes)
+KIND = StageKind(
+    "quantize", Quantize, QuantizeDetails, sections, mistakes, tunable=Tunable(lambda config: config.model, choices)
+)

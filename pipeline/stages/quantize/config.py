@@ -1,8 +1,8 @@
 """Settings of the stage `quantize`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from compress.quantize.methods import METHODS
 from model.formats.registry import DEFAULT_FINER, DEFAULT_WEIGHTS, FORMATS, NO_FORMAT
@@ -10,6 +10,9 @@ from pipeline.schema import Recipe
 from pipeline.settings import COUNTS, redeclared, setting
 from pipeline.stages.shared.config import Recovery
 from pipeline.stages.shared.config import mistakes as training_mistakes
+
+if TYPE_CHECKING:
+    from model.config import ModelConfig
 
 _DEFAULTS = {"group": None, "symmetric": True, "activations": False}
 
@@ -66,6 +69,26 @@ class Quantize(Recovery):
     learning_rate: float = redeclared(Recovery, "learning_rate", 1e-4)
     """Of weights in units of their rounding, and of scales as factors of themselves: the same for every model."""
     out: str = redeclared(Recovery, "out", "quantized")
+
+    def short_name(self) -> str:
+        """Such as `int4 group 64, 6 bits`."""
+        names = [name if value is True else f"{name} {value}" for name, value in self.weights.options().items()]
+        bits = [] if self.average_bits is None else [f"{self.average_bits:g} bits"]
+        return ", ".join([self.weights.format, *names, *bits])
+
+
+def choices(config: Quantize, shape: "ModelConfig") -> dict[str, Quantize]:
+    """The recipe's own weights, the formats to serve from, with rounded activations, and sizes in between."""
+    found: dict[str, Quantize] = {}
+    for weights in (config.weights, *(Weights(name) for name in (DEFAULT_FINER, DEFAULT_WEIGHTS))):
+        for activations in dict.fromkeys((weights.activations, True)):
+            bits = config.average_bits if weights is config.weights else None
+            one = replace(config, weights=replace(weights, activations=activations), average_bits=bits)
+            found.setdefault(one.short_name(), one)
+    for average in (5.0, 6.0):
+        one = replace(config, weights=Weights(DEFAULT_WEIGHTS), average_bits=average)
+        found.setdefault(one.short_name(), one)
+    return found
 
 
 def mistakes(config: Quantize, recipe: Recipe) -> Iterator[tuple[str, str]]:

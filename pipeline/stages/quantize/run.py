@@ -27,7 +27,7 @@ from compress.quantize.round_to_nearest import QuantizationError, formats_of_lay
 from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
-from model.cost import Rounding, Setup, quantized_size
+from model.cost import Rounding, Setup, planned_weight_bytes, quantized_size
 from model.files.checkpoint import load_model, open_layerwise
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import format_named
@@ -145,6 +145,12 @@ def setup(config: Quantize, shapes: Mapping[str, ModelConfig]) -> Setup | None:
 def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> ModelConfig:
     """Its parent's."""
     return shapes[config.model]
+
+
+def weight_bytes(config: Quantize, shapes: Mapping[str, ModelConfig]) -> int:
+    """Without what a budget of bits gives to some layers: the least that it can take."""
+    whole = shapes[config.model]
+    return planned_weight_bytes(whole, _formats(config, whole, {}), PUBLISHED_DTYPE)
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
