@@ -44,7 +44,7 @@ class Targets:
 
         That is little memory and time together where the quality is bounded, else quality.
         """
-        missed = max(0.0, *self.excess(one).values())
+        missed = max([0.0, *self.excess(one).values()])
         return missed, one.kl if self.max_kl is None else one.memory * (one.tpot if math.isfinite(one.tpot) else 1.0)
 
 

@@ -70,7 +70,7 @@ class Space:
             if kind.tunable and 0 <= place < measured:
                 places.append(place)
                 found = kind.tunable.choices(stage.config, shapes[kind.tunable.origin(stage.config)])
-                choices.append({**found})
+                choices.append(dict(found.items()))
             if stage.out is not None and shape is not None:
                 shapes[stage.out] = shape
                 imported |= {stage.out: shape} if place < 0 else {}

@@ -191,11 +191,11 @@ def test_a_killed_search_goes_on_with_the_trial_that_it_was_at(tmp_path: Path) -
     process.wait()
     begun = json.loads((tmp_path / "tuned" / RECORD).read_text())
     assert begun[0]["state"] == "done"
-    first = (tmp_path / "tuned" / "01-distill" / "result.json").stat().st_mtime_ns
+    first = (tmp_path / "tuned" / "01-quantize" / "result.json").stat().st_mtime_ns
     search = _searched(load_recipe(RECIPE, given), RunFolder(tmp_path / "tuned"), trials=2)
     assert [record.choices for record in search.records][: len(begun)] == [one["choices"] for one in begun]
-    assert (tmp_path / "tuned" / "01-distill" / "result.json").stat().st_mtime_ns == first
-    assert read_result(tmp_path / "tuned" / "01-distill") is not None
+    assert (tmp_path / "tuned" / "01-quantize" / "result.json").stat().st_mtime_ns == first
+    assert read_result(tmp_path / "tuned" / "01-quantize") is not None
 
 
 # --- what a user can do wrong -----------------------------------------------------------------------------------------
