@@ -14,7 +14,7 @@ install: $(INSTALLED)
 $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "potstill needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --requirement requirements.lock
+	$(BIN)/pip install --quiet --no-compile --requirement requirements.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -28,17 +28,18 @@ TURNS = 3
 
 
 def measure_speed(engines: Sequence[LLM], prompts: Sequence[list[int]], config: Speed) -> list[tuple[SpeedPoint, ...]]:
-    """Greedy generation of each engine at each batch size, prompts included, after a warm-up with the same prompts.
+    """Greedy generation of each engine at each batch size, prompts included, after a warm-up.
 
     Medians of turns that alternate between the engines, so that what slows the machine for a while slows all of them.
+    Each turn asks other prompts, as far as there are: how many drafts are accepted depends on them.
     """
     timed = SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
     points: list[list[SpeedPoint]] = [[] for _ in engines]
     for batch_size in sorted(config.batch_sizes):
-        asked = list(prompts[:batch_size])
+        asked = [[prompts[(turn * batch_size + at) % len(prompts)] for at in range(batch_size)] for turn in range(TURNS)]
         for engine in engines:
-            engine.generate(asked, SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
-        turns = [[_timed(engine, asked, timed) for engine in engines] for _ in range(TURNS)]
+            engine.generate(asked[0], SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
+        turns = [[_timed(engine, own, timed) for engine in engines] for own in asked]
         for found, own in zip(points, zip(*turns, strict=True), strict=True):
             speed = statistics.median(turn.tokens_per_s for turn in own)
             drafted = sum(turn.num_drafted for turn in own)
@@ -68,7 +69,8 @@ def _timed(engine: LLM, prompts: list[list[int]], params: SamplingParams) -> _Tu
 def engines_for_speed(model: str, verifier: str | None, config: Speed) -> list[LLM]:
     """Engines of the verifier, of the model, and of the model verified; without a verifier only that of the model.
 
-    The weights are read once and used by all; each engine has KV pages of its own.
+    The verifier's weights are read once and used by both of its engines; each engine has KV pages of its own. The model
+    is read again as a draft, since a draft may have fewer tokens to say.
     """
     length = config.prompt_tokens + config.new_tokens + 16
     options: dict[str, Any] = {
@@ -80,10 +82,9 @@ def engines_for_speed(model: str, verifier: str | None, config: Speed) -> list[L
     if verifier is None:
         return [LLM(model, models=alone, **options)]
     check_same_vocabulary(verifier, model)
-    target = load_models(EngineConfig(model=verifier))
-    pair = replace(target, draft=alone.target)
+    pair = load_models(EngineConfig(model=verifier, draft=model))
     return [
-        LLM(verifier, models=target, **options),
+        LLM(verifier, models=replace(pair, draft=None), **options),
         LLM(model, models=alone, **options),
         LLM(verifier, draft=model, models=pair, **options),
     ]

@@ -11,7 +11,7 @@ from model.text.tokenizer import Tokenizer
 from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import HeldOut, describe_model, load_published
-from pipeline.measure.speed import engines_for_speed, measure_speed, prompts_from
+from pipeline.measure.speed import TURNS, engines_for_speed, measure_speed, prompts_from
 from pipeline.measure.suite.ask import ask
 from pipeline.results import ModelReport, Parity, Result, write_atomically
 from pipeline.stages.evaluate.config import Evaluate
@@ -82,9 +82,8 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
     """The same rows (the reference, the model, the verified pair) with the speeds of each."""
     config: Evaluate = context.stage.config
     log.info("measuring the speed of %s, in turns", ", ".join(report.label for report in reports))
-    prompts = prompts_from(
-        held_out.batches, count=max(config.speed.batch_sizes), prompt_tokens=config.speed.prompt_tokens
-    )
+    count = TURNS * max(config.speed.batch_sizes)
+    prompts = prompts_from(held_out.batches, count=count, prompt_tokens=config.speed.prompt_tokens)
     verifier = str(context.model(config.against)) if config.against else None
     engines = engines_for_speed(str(context.model(config.model)), verifier, config.speed)
     speeds = measure_speed(engines, prompts, config.speed)
