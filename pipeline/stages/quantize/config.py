@@ -71,7 +71,7 @@ class Quantize(Recovery):
     out: str = redeclared(Recovery, "out", "quantized")
 
     def short_name(self) -> str:
-        """Such as `int4 group 64, 6 bits`."""
+        """The format and what it departs in from its defaults, with the bits of a budget."""
         names = [name if value is True else f"{name} {value}" for name, value in self.weights.options().items()]
         bits = [] if self.average_bits is None else [f"{self.average_bits:g} bits"]
         return ", ".join([self.weights.format, *names, *bits])
