@@ -36,7 +36,9 @@ def measure_speed(engines: Sequence[LLM], prompts: Sequence[list[int]], config: 
     timed = SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
     points: list[list[SpeedPoint]] = [[] for _ in engines]
     for batch_size in sorted(config.batch_sizes):
-        asked = [[prompts[(turn * batch_size + at) % len(prompts)] for at in range(batch_size)] for turn in range(TURNS)]
+        asked = [
+            [prompts[(turn * batch_size + at) % len(prompts)] for at in range(batch_size)] for turn in range(TURNS)
+        ]
         for engine in engines:
             engine.generate(asked[0], SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
         turns = [[_timed(engine, own, timed) for engine in engines] for own in asked]
