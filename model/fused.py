@@ -52,8 +52,7 @@ class FusedTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        whole = self.whole.weight if isinstance(self.whole, PreparedWeight) else self.whole
-        return self.rows.stop - self.rows.start, *whole.shape[1:]
+        return self.rows.stop - self.rows.start, *self.whole.shape[1:]
 
     def write(self, values: Tensor) -> None:
         """Replaces it."""

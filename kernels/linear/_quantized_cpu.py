@@ -4,15 +4,23 @@ Few rows go through `_skinny_cpu`, or, where that cannot be compiled, in bf16 th
 block of outputs at a time becomes a matrix of the dtype of x: there is never more than a block of the weight in it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear._skinny_cpu import SkinnyWeight, expanded_rows, multiplies, prepare_skinny, skinny_product
+from kernels.linear._skinny_cpu import (
+    BLOCK_ELEMENTS_IN_C,
+    MOST_SKINNY_ROWS,
+    SkinnyWeight,
+    expanded_rows,
+    linear_in_blocks,
+    multiplies,
+    prepare_skinny,
+    skinny_product,
+    slices,
+)
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -23,13 +31,11 @@ from kernels.linear.quantization import (
     nf4_table,
 )
 
-# Measured with `python -m bench.kernels.decode`: with more rows a product of blocks costs less.
-_MOST_SKINNY_ROWS = 32
 # torch's packed products take many times longer per row above this many rows, so they get no more at once; and with
 # several calls they cost less than expanding the weight up to the second number.
 _PACKED_ROWS_AT_ONCE, _MOST_PACKED_ROWS = 16, 64
 # Where torch expands a block, it is in memory more than once.
-_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_IN_C = 1 << 20, 1 << 21
+_BLOCK_ELEMENTS = 1 << 20
 _PACKED_GROUPS = (32, 64, 128, 256)
 
 
@@ -38,7 +44,7 @@ class CpuWeight:
     """A quantized matrix as `prepare_for_cpu` returns it."""
 
     held: QuantizedWeight
-    skinny: SkinnyWeight | None = None
+    skinny: SkinnyWeight[QuantizedWeight] | None = None
     """As `_skinny_cpu` takes it; None if it does not."""
     packed: Tensor | None = None
     """As torch's packed product wants it; None if there is no such product, or no need."""
@@ -76,20 +82,17 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-    if weight.skinny is not None and multiplies(x.dtype) and x.shape[0] <= _MOST_SKINNY_ROWS:
+    if weight.skinny is not None and multiplies(x.dtype) and x.shape[0] <= MOST_SKINNY_ROWS:
         product = skinny_product(x, weight.skinny)
         return product if bias is None else product.add_(bias)
     if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:
-        parts = [_packed_product(x[rows].contiguous(), weight) for rows in _slices(len(x), _PACKED_ROWS_AT_ONCE)]
+        parts = [_packed_product(x[rows].contiguous(), weight) for rows in slices(len(x), _PACKED_ROWS_AT_ONCE)]
         out = torch.cat(parts) if parts else x.new_empty(0, weight.shape[0])
         return out if bias is None else out.add_(bias)
     bias = None if bias is None else bias.to(x.dtype)
-    if len(blocks := list(_blocks(weight))) == 1:
-        return F.linear(x, _expanded(weight, x.dtype, blocks[0]), bias)
-    out = x.new_empty(len(x), weight.shape[0])
-    for rows in blocks:
-        out[:, rows] = F.linear(x, _expanded(weight, x.dtype, rows), None if bias is None else bias[rows])
-    return out
+    return linear_in_blocks(
+        x, weight.shape[0], bias, lambda rows: _expanded(weight, x.dtype, rows), _block_elements(weight)
+    )
 
 
 def _packed_product(x: Tensor, weight: CpuWeight) -> Tensor:
@@ -101,21 +104,15 @@ def _packed_product(x: Tensor, weight: CpuWeight) -> Tensor:
 def grad_input_on_cpu(grad: Tensor, weight: CpuWeight) -> Tensor:
     """dy W, [T, K]: a block of outputs after another, summed in fp32 at least."""
     wide = torch.promote_types(grad.dtype, torch.float32)
-    out = torch.zeros(len(grad), weight.shape[1], dtype=wide)
-    for rows in _blocks(weight):
+    n, k = weight.shape
+    out = torch.zeros(len(grad), k, dtype=wide)
+    for rows in slices(n, max(1, _block_elements(weight) // k)):
         out += grad[:, rows] @ _expanded(weight, grad.dtype, rows)
     return out.to(grad.dtype)
 
 
-def _blocks(weight: CpuWeight) -> Iterator[slice]:
-    """Blocks of outputs of about so many weights."""
-    n, k = weight.shape
-    elements = _BLOCK_ELEMENTS_IN_C if weight.skinny is not None else _BLOCK_ELEMENTS
-    return _slices(n, max(1, elements // k))
-
-
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+def _block_elements(weight: CpuWeight) -> int:
+    return _BLOCK_ELEMENTS if weight.skinny is None else BLOCK_ELEMENTS_IN_C
 
 
 def _expanded(weight: CpuWeight, dtype: torch.dtype, rows: slice) -> Tensor:

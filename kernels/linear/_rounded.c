@@ -19,9 +19,6 @@
 enum { BLOCK = 32, SPAN = 2 * BLOCK };
 enum { TOKENS = 4, OUTPUTS = 2, MOST_OUTPUTS = 4, BLOCK_OUTPUTS = 16, BLOCK_ROWS = 64 };
 
-/* INT4 whose zero is not always 8, beside the formats of weights.h. */
-enum { ASYMMETRIC = INT4_FROM_MINIMA + 1 };
-
 /* SPAN neighbours of a row of x, for four-bit codes. Halves of registers belong to one block each. */
 typedef struct {
     int8_t even[BLOCK], odd[BLOCK]; /* q */

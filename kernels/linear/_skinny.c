@@ -19,7 +19,7 @@
 #define STEP 32 /* weights decoded at once */
 
 /* INT8 with a scale for 16 codes, beside the formats of weights.h: its groups are taken as 32 codes with two scales. */
-enum { INT8_SIXTEENS = INT4_FROM_MINIMA + 1 };
+enum { INT8_SIXTEENS = ASYMMETRIC + 1 };
 
 INLINE int format_of(const Weight *w) { return w->format == INT8 && w->group == STEP / 2 ? INT8_SIXTEENS : w->format; }
 

@@ -1,7 +1,7 @@
-"""Products of a few rows with a quantized weight, and its rows expanded, where C compiles that suits the processor.
+"""Products of a few rows with a weight, and its rows expanded, where C compiles that suits the processor.
 
-    bf16 rows    `_skinny.c`        AVX-512 BF16 and VBMI
-    fp32 rows    `_skinny_wide.c`   AVX2, FMA and F16C
+    bf16 rows    `_skinny.c`        AVX-512 BF16 and VBMI     quantized weights
+    fp32 rows    `_skinny_wide.c`   AVX2, FMA and F16C        quantized weights, or numbers in bf16
 
 The weight is read as it is stored, so preparing it copies nothing, and W is `dequantize` in the dtype of x to the bit.
 
@@ -9,11 +9,12 @@ Legend: T tokens, K input features, N output features.
 """
 
 import ctypes
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +32,13 @@ from kernels.linear.quantization import (
     QuantizedWeight,
 )
 
-_FORMATS = (NF4Weight, Int4Weight, Int8Weight, Fp8Weight)
+_FORMATS = (NF4Weight, Int4Weight, Int8Weight, Fp8Weight, Tensor)
 _INT4_FROM_MINIMA = len(_FORMATS)
+Held = TypeVar("Held", bound=QuantizedWeight | Tensor)
+MOST_SKINNY_ROWS = 32
+"""Measured with `python -m bench.kernels.decode`: with more rows `linear_in_blocks` costs less."""
+BLOCK_ELEMENTS_IN_C = 1 << 21
+"""Of a weight, expanded at a time for `linear_in_blocks`."""
 _STEP = 32
 """So many weights are decoded at once."""
 
@@ -47,14 +53,14 @@ class WeightAddress(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class SkinnyWeight:
+class SkinnyWeight(Generic[Held]):
     """A weight that the functions below take, in its own memory."""
 
-    held: QuantizedWeight
+    held: Held
     at: WeightAddress
     """Where C finds it."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SkinnyWeight":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SkinnyWeight[Held]":
         held = deepcopy(self.held, memo)
         return SkinnyWeight(held, _address(held))
 
@@ -78,7 +84,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     return dtype in _SOURCES and _library(dtype) is not None
 
 
-def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight | None:
+def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight[QuantizedWeight] | None:
     """None where the weight's shape or the machine does not fit. NF4 must not be doubly quantized."""
     k = weight.shape[1]
     step = NF4_BLOCK if isinstance(weight, NF4Weight) else _STEP
@@ -89,6 +95,14 @@ def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight | None:
     fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
     whole: dict[str, Any] = {name: field.contiguous() for name, field in fields.items() if isinstance(field, Tensor)}
     held = replace(weight, **whole)
+    return SkinnyWeight(held, _address(held))
+
+
+def prepare_skinny_numbers(weight: Tensor) -> SkinnyWeight[Tensor] | None:
+    """Of a weight [N, K] in bf16, for products of fp32 rows; None where its shape or the machine does not fit."""
+    if weight.shape[1] % _STEP or not multiplies(torch.float32):
+        return None
+    held = weight.contiguous()
     return SkinnyWeight(held, _address(held))
 
 
@@ -103,12 +117,27 @@ def skinny_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
 
 
 def expanded_rows(weight: SkinnyWeight, dtype: torch.dtype, rows: slice) -> Tensor:
-    """`weight.held.dequantize(dtype, rows)` in bf16 or fp32, faster."""
+    """Rows of W in bf16 or fp32."""
     if not multiplies(dtype):
         return expanded_rows(weight, torch.float32, rows).to(dtype)
     out = torch.empty(rows.stop - rows.start, weight.at.k, dtype=dtype)
     call(_library(dtype).expand_rows, weight.at, rows.start, rows.stop, out.data_ptr(), torch.get_num_threads())
     return out
+
+
+def linear_in_blocks(
+    x: Tensor, n: int, bias: Tensor | None, expanded: Callable[[slice], Tensor], block_elements: int
+) -> Tensor:
+    """x Wᵀ + b, [T, N], for many rows: `expanded` gives rows of W in the dtype of x, so many elements at a time."""
+    out = x.new_empty(len(x), n)
+    for rows in slices(n, max(1, block_elements // x.shape[1])):
+        part, block = out[:, rows], expanded(rows).t()
+        torch.mm(x, block, out=part) if bias is None else torch.addmm(bias[rows], x, block, out=part)
+    return out
+
+
+def slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 @cache
@@ -135,8 +164,10 @@ def _scales(weight: QuantizedWeight) -> Tensor:
     return weight.absmax if isinstance(weight, NF4Weight) else weight.scales
 
 
-def _address(weight: QuantizedWeight) -> WeightAddress:
+def _address(weight: QuantizedWeight | Tensor) -> WeightAddress:
     n, k = weight.shape
+    if isinstance(weight, Tensor):
+        return WeightAddress(_FORMATS.index(Tensor), n, k, k, False, weight.data_ptr())
     group = NF4_BLOCK if isinstance(weight, NF4Weight) else getattr(weight, "group", k)
     scales, zeros, minima = _scales(weight), getattr(weight, "zeros", None), getattr(weight, "minima", None)
     format = _FORMATS.index(type(weight)) if minima is None else _INT4_FROM_MINIMA

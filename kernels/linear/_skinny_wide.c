@@ -1,4 +1,5 @@
-/* Products of fp32 rows with a quantized weight, and its rows expanded, for x86 processors with AVX2, FMA and F16C.
+/* Products of fp32 rows with a weight, quantized or in bf16, and its rows expanded, for x86 processors with AVX2, FMA and
+   F16C.
 
    y[t, n] = sum over k of x[t, k] * W[n, k], where W is `dequantize(torch.float32)` to the bit. Sums are fp32, in an order
    that depends on K alone: a row of y has the same bits whatever rows are beside it and however many threads there are.
@@ -19,18 +20,14 @@
 enum { STEP = 2 * LANES, SPAN = 2 * STEP, OUTPUTS = 4, DIRECT_TOKENS = 8 };
 enum { TOKENS = 4, BLOCK_OUTPUTS = 3, MOST_OUTPUTS = 12, BLOCK_FLOATS = 1 << 14 };
 
-/* INT4 whose zero is not always 8, beside the formats of weights.h. */
-enum { ASYMMETRIC = INT4_FROM_MINIMA + 1 };
-
 /* What the codes of a group stand for: code * scale + shift, (code - zero) * scale, or a value of a table times scale. */
 typedef struct {
     __m256 scale, shift;
     __m256i zero;
 } Group;
 
-INLINE int in_pairs(int format) { return format == ASYMMETRIC || has_four_bits(format); }
-
 INLINE Group group_of(int format, const Weight *w, int64_t index) {
+    if (format == BFLOAT16) return (Group){0};
     float scale = number_of(w, w->scales, index);
     if (format == FP8) scale *= 256; /* it is read as fp16 of 1/256 of its value */
     int zero = format == ASYMMETRIC ? w->zeros[index] : 8;
@@ -65,7 +62,12 @@ INLINE __m256 values_of_8bit(int format, const uint8_t *codes, Group group) {
 
 /* STEP neighbours of a row of W, from element k on. */
 INLINE void decode(int format, const uint8_t *row, int64_t k, Group group, __m256 *first, __m256 *second) {
-    if (!in_pairs(format)) {
+    if (format == BFLOAT16) {
+        *first = load(BF16, row + 2 * k);
+        *second = load(BF16, row + 2 * (k + LANES));
+        return;
+    }
+    if (!has_four_bits(format)) {
         *first = values_of_8bit(format, row + k, group);
         *second = values_of_8bit(format, row + k + LANES, group);
         return;
@@ -110,7 +112,7 @@ INLINE void multiply_direct(int format, const int outputs, const int tokens, con
         for (; k + SPAN <= end; k += SPAN) {
             /* The same place of the next rows: the processor's own prefetch ends with a page. */
             UNROLLED(int i = 0; i < outputs; i++)
-                _mm_prefetch(row[i] + (in_pairs(format) ? k / 2 : k) + outputs * bytes, _MM_HINT_T0);
+                _mm_prefetch(row[i] + bytes_of(format, k) + outputs * bytes, _MM_HINT_T0);
             UNROLLED(int s = 0; s < SPAN; s += STEP)
                 multiply_step(format, outputs, tokens, row, w->k, group, x, k + s, sums);
         }
@@ -223,6 +225,7 @@ int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, 
         case INT4: multiply(INT4, w, ordered, y, rows, n, step); break;
         case INT8: multiply(INT8, w, ordered, y, rows, n, step); break;
         case FP8: multiply(FP8, w, ordered, y, rows, n, step); break;
+        case BFLOAT16: multiply(BFLOAT16, w, ordered, y, rows, n, step); break;
         case INT4_FROM_MINIMA: multiply(INT4_FROM_MINIMA, w, ordered, y, rows, n, step); break;
         case ASYMMETRIC: multiply(ASYMMETRIC, w, ordered, y, rows, n, step); break;
         }
@@ -233,7 +236,7 @@ int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, 
 /* A row of W as it is. */
 INLINE void expand_row(int format, const Weight *w, int64_t n, float *out) {
     decode_row(format, w, n, out);
-    for (int64_t k = 0; k < w->k && in_pairs(format); k += STEP) {
+    for (int64_t k = 0; k < w->k && has_four_bits(format); k += STEP) {
         __m256 even = _mm256_loadu_ps(out + k), odd = _mm256_loadu_ps(out + k + LANES);
         __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
         _mm256_storeu_ps(out + k, _mm256_permute2f128_ps(low, high, 0x20));
@@ -251,6 +254,7 @@ void expand_rows(const Weight *w, int64_t start, int64_t stop, float *out, int t
         case INT4: expand_row(INT4, w, n, row); break;
         case INT8: expand_row(INT8, w, n, row); break;
         case FP8: expand_row(FP8, w, n, row); break;
+        case BFLOAT16: expand_row(BFLOAT16, w, n, row); break;
         case INT4_FROM_MINIMA: expand_row(INT4_FROM_MINIMA, w, n, row); break;
         case ASYMMETRIC: expand_row(ASYMMETRIC, w, n, row); break;
         }

@@ -8,15 +8,16 @@
 
 #include "../common/inline.h"
 
-/* In the order of FORMATS in kernels/linear/_skinny_cpu.py, then INT4 with minima. */
-enum { NF4, INT4, INT8, FP8, INT4_FROM_MINIMA };
+/* In the order of _FORMATS in kernels/linear/_skinny_cpu.py, then INT4 with minima, and INT4 whose zero is not always 8,
+   which is INT4 in a `Weight`. */
+enum { NF4, INT4, INT8, FP8, BFLOAT16, INT4_FROM_MINIMA, ASYMMETRIC };
 
 typedef struct {
     int64_t format, n, k;
-    int64_t group;        /* codes that share a scale: 64 in NF4, K in FP8, 16 or 32s in integers */
+    int64_t group;        /* codes that share a scale: 64 in NF4, K in FP8 and bf16, 16 or 32s in integers */
     int64_t is_half;      /* whether scales and minima are fp16, else fp32 */
-    const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits */
-    const void *scales;   /* [N, G] */
+    const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits; of bf16 the numbers themselves */
+    const void *scales;   /* [N, G]; null in bf16 */
     const uint8_t *zeros; /* [N, G] of asymmetric INT4, else null */
     const void *minima;   /* [N, G] of INT4_FROM_MINIMA, else null */
 } Weight;
@@ -28,7 +29,9 @@ static const float NF4_VALUES[16] = {
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 };
 
-INLINE int has_four_bits(int format) { return format == NF4 || format == INT4 || format == INT4_FROM_MINIMA; }
+INLINE int has_four_bits(int format) {
+    return format == NF4 || format == INT4 || format == INT4_FROM_MINIMA || format == ASYMMETRIC;
+}
 
 /* Where a scale or minimum of the weight lies, and its value. */
 INLINE const char *place_of(const Weight *w, const void *numbers, int64_t index) {
@@ -43,6 +46,8 @@ INLINE float number_of(const Weight *w, const void *numbers, int64_t index) {
     return number_at(w->is_half, numbers, index);
 }
 
-INLINE int64_t bytes_of(int format, int64_t codes) { return has_four_bits(format) ? codes / 2 : codes; }
+INLINE int64_t bytes_of(int format, int64_t codes) {
+    return format == BFLOAT16 ? 2 * codes : has_four_bits(format) ? codes / 2 : codes;
+}
 
 #endif

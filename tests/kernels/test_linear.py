@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kernels.linear._skinny_cpu import SkinnyWeight, multiplies
 from kernels.linear.dense import linear, linear_reference, prepare_linear_weight
 from tests.compare import check_close
 
@@ -35,6 +36,47 @@ def test_prepared_weight_takes_strided_rows(dtype: torch.dtype) -> None:
 def test_preparing_copies_strided_weights(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 650).to(dtype), torch.randn(650, 800).to(dtype).t()
     check_close(linear(x, prepare_linear_weight(weight)), linear_reference(x.double(), weight.double()))
+
+
+@pytest.mark.parametrize("inputs", [640, 650], ids=["in C", "where C does not fit"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_fp32_products_with_numbers_of_bf16(inputs: int, has_bias: bool) -> None:
+    """Within the rounding of fp32 sums, far below that of bf16, at few rows and at many."""
+    weight, bias = torch.randn(500, inputs).bfloat16().float(), torch.randn(500) if has_bias else None
+    prepared = prepare_linear_weight(weight)
+    for rows in (1, 2, 3, 5, 8, 9, 17, 32, 33, 70):
+        x = torch.randn(rows, inputs)
+        expected = linear_reference(x.double(), weight.double(), None if bias is None else bias.double())
+        assert (linear(x, prepared, bias) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.skipif(not multiplies(torch.float32), reason="C has no products of fp32 here")
+def test_numbers_of_bf16_take_half_the_memory_and_keep_their_bits() -> None:
+    weight = torch.randn(512, 640).bfloat16().float()
+    prepared, identity = prepare_linear_weight(weight), torch.eye(640)
+    assert isinstance(prepared.held, SkinnyWeight) and prepared.held.held.nbytes == weight.nbytes // 2
+    assert torch.equal(linear(identity, prepared).t(), weight)
+    x = torch.randn(8, 640)
+    for rows in (1, 3, 8):
+        assert torch.equal(linear(x[:rows], prepared), linear(x, prepared)[:rows])  # a row does not see the others
+
+
+@pytest.mark.parametrize("number", [1.0 + 2**-8, 2.0**-149, 3.0e38], ids=str)
+def test_one_number_that_bf16_does_not_hold_is_kept(number: float) -> None:
+    weight = torch.zeros(512, 640)
+    weight[300, 7] = number
+    assert linear(torch.eye(640)[7:8], prepare_linear_weight(weight))[0, 300] == weight[300, 7]
+
+
+def test_writing_rows() -> None:
+    """Numbers of bf16 stay in bf16, others become fp32, and go back."""
+    whole, x = torch.randn(512, 640).bfloat16().float(), torch.randn(3, 640)
+    prepared = prepare_linear_weight(whole)
+    for values in (torch.randn(100, 640).bfloat16(), torch.randn(100, 640), torch.zeros(100, 640)):
+        whole[50:150] = values
+        prepared.write(slice(50, 150), values)
+        assert prepared.shape == (512, 640)
+        check_close(linear(x, prepared), linear_reference(x.double(), whole.double()))
 
 
 def test_gradients() -> None:

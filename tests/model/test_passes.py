@@ -77,13 +77,15 @@ MODELS: dict[str, Callable[[], Transformer]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "packed by oneDNN"])
+@pytest.mark.parametrize("kind", [*MODELS, "packed by oneDNN", "in bf16 for C"])
 @torch.inference_mode()
 def test_replays_are_the_models_own_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = MODELS.get(kind, MODELS["biases"])()
     if kind not in MODELS:
-        kind = "biases"
-        monkeypatch.setattr(linear, "_SMALLEST_FP32_WEIGHT_TO_PACK", 1)
-    model = Counted(MODELS[kind]().fuse())
+        monkeypatch.setattr(linear, "_SMALLEST_FP32_WEIGHT_TO_PREPARE", 1)
+    if kind == "in bf16 for C":
+        whole = whole.bfloat16().float()
+    model = Counted(whole.fuse())
     captured, plain = PassRunner(model, pages_of(model.model)), PassRunner(model.model, pages_of(model.model))
     plain._refused = {False, True}
     seen: list[Tensor] = []
