@@ -58,12 +58,16 @@ class PassRunner:
         self._refused: set[bool] = set() if model.can_be_captured else {False, True}
         """Whether passes with adapters, and those without, have turned out not to be captured."""
         self._memory = GraphMemory()
+        self.has_prepared = False
+        """Whether the latest pass also did what later ones of its shape need not do again."""
 
     def hidden(self, step: Pass) -> Tensor:
         """The hidden states `[T, D]`; nothing else uses their memory."""
         shape = len(step.tokens), step.adapters is not None
+        self.has_prepared = False
         if shape[1] in self._refused or not _is_small(step):
             return self._compute(step)
+        self.has_prepared = self._captured.get(shape) is None
         if shape not in self._captured:  # the first time fills what is computed once and kept
             self._captured[shape] = None
             return self._compute(step)

@@ -27,7 +27,7 @@ from serve.engine.batch_state import BatchState, Download, feed_reference, synch
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
-from serve.engine.kv_cache import KVCache
+from serve.engine.kv_cache import PAGE_SIZE, KVCache
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
 from serve.engine.requests import Limits, Requests, Sequence
 from serve.engine.runner import Runner, SequenceInput
@@ -148,7 +148,8 @@ class Engine:
             num_kept_tokens=self.max_model_len if kind is not None and kind.needs_text else 0,
         )
         self.sampler = Sampler(self.state)
-        self.runner = Runner(models.target, self.num_pages, kv_format=kv_format, feed=self.state.feed)
+        pages = kv_format.allocate(models.target.config, self.num_pages, PAGE_SIZE, self.device)
+        self.runner = Runner(models.target, pages, feed=self.state.feed)
         self.draft: Draft | None = None
         if kind is not None:
             self._add_draft(kind, models)
@@ -166,6 +167,7 @@ class Engine:
                 sampler=self.sampler,
                 cache=self.cache,
                 model=models.draft,
+                pages=self.runner.pages if models.share_cache else None,
                 kv_format=choose_kv_format(self.config.kv_cache_dtype, self.dtype),
                 max_tokens=self.config.max_num_batched_tokens,
                 timer=PassTimer(draft_costs, self.device),
@@ -307,7 +309,7 @@ class Engine:
         # Prompts would blur what decoding costs.
         is_timed = self.draft is not None and all(item.chunk.num_tokens == 1 for item in work)
         num_rows = sum(len(own.tokens) for own in inputs)
-        with self._target_timer.measure(num_rows) if is_timed else nullcontext():
+        with self._target_timer.measure(num_rows, self.runner) if is_timed else nullcontext():
             hidden = self.runner.hidden(inputs)
             step, first = PendingStep(), 0
             asked: list[SequenceRows] = []

@@ -21,6 +21,7 @@ from model.transformer import Transformer
 from serve.config import EngineConfig
 from serve.engine.drafts.base import Draft, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS
+from serve.engine.drafts.shared_cache import can_share_cache
 from serve.engine.kv_cache import PAGE_SIZE, pages_for
 from serve.engine.runner import LanguageModel
 
@@ -35,6 +36,8 @@ class Models:
     target: LanguageModel
     tokenizer: Tokenizer
     draft: LanguageModel | None = None
+    share_cache: bool = False
+    """Whether the draft reads the target's keys and values instead of computing its own."""
     cache_scales: Sequence[FixedScales] = ()
     """Of each layer of the target, for a cache of fp8."""
     dtype: torch.dtype = torch.float32
@@ -47,7 +50,7 @@ class Models:
 
     def kv_bytes_per_token(self, kv_cache_dtype: torch.dtype) -> int:
         """Bytes that a token takes in the cache, target and draft together."""
-        configs = [self.target.config] + ([self.draft.config] if self.draft else [])
+        configs = [self.target.config] + ([self.draft.config] if self.draft and not self.share_cache else [])
         return sum(kv_bytes_per_token(config, kv_cache_dtype) for config in configs)
 
 
@@ -64,10 +67,12 @@ def load_models(config: EngineConfig) -> Models:
     if draft is not None:
         check_same_vocabulary(config.model, draft)
     target = _load_target(config, dtype, device)
+    drafting = _load(draft, config, dtype, device).trim_head().fuse() if draft is not None else None
     return Models(
         target=target,
         tokenizer=Tokenizer.load(config.model),
-        draft=_load(draft, config, dtype, device).trim_head().fuse() if draft is not None else None,
+        draft=drafting,
+        share_cache=drafting is not None and can_share_cache(target, drafting, dtype, device),
         cache_scales=target.cache_scales,
         dtype=dtype,
         device=device,

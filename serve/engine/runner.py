@@ -1,4 +1,4 @@
-"""Runs one flat ragged batch on one model: owns its page memory, builds its tensors.
+"""Runs one flat ragged batch on one model: builds its tensors, over the pages that it was given.
 
 T tokens, R rows whose hidden states are wanted, B sequences of this pass, P pages, L layers.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from model.kv_format import KVFormat
+from model.kv_format import KVPages
 from model.passes import PagedModel, Pass, PassRunner
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import resolve, upload
@@ -43,13 +43,16 @@ class SequenceInput:
 class Runner:
     """One model with its pages. The host waits for nothing here."""
 
-    def __init__(self, model: LanguageModel, num_pages: int, *, kv_format: KVFormat, feed: Tensor) -> None:
-        """Allocates `num_pages` pages of keys and values a layer, in `kv_format`, on the device of the feed."""
-        self.model = model
-        self.feed = feed
+    def __init__(self, model: LanguageModel, pages: KVPages, *, feed: Tensor) -> None:
+        """`pages`: where keys and values are, on the device of the feed."""
+        self.model, self.pages, self.feed = model, pages, feed
         self.device = feed.device
-        self.pages = kv_format.allocate(model.config, num_pages, PAGE_SIZE, self.device)
-        self._passes = PassRunner(model, self.pages)
+        self._passes = PassRunner(model, pages)
+
+    @property
+    def has_prepared(self) -> bool:
+        """Whether the latest pass also did what later ones like it need not do again."""
+        return self._passes.has_prepared
 
     def hidden(self, inputs: list[SequenceInput]) -> Tensor:
         """Computes the inputs and stores their keys and values. Returns `[R, D]`, sequence after sequence."""

@@ -33,6 +33,7 @@ class Reader:
     read: dict[Sequence, int] = field(default_factory=dict)
     guess: AtHand | None = None
     runs_passes: bool = True
+    first_tokens: int = 2
 
     def at_hand(self, sequence: Sequence) -> AtHand | None:
         return self.guess

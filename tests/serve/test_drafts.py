@@ -29,6 +29,7 @@ class EchoDraft:
     needs_text: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     runs_passes = True
+    first_tokens = 1
 
     def __init__(self, context: DraftContext) -> None:
         self.state = context.sampler.state

@@ -83,7 +83,9 @@ def expected() -> dict[tuple[str, int], RequestOutput]:
 @pytest.mark.parametrize("num_pages", [300, 11])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("overlapped", [True, False])
-@pytest.mark.parametrize(("draft", "num_drafts"), [(None, None), ("twin", 3), ("twin", None), ("ngram", 2)])
+@pytest.mark.parametrize(
+    ("draft", "num_drafts"), [(None, None), ("twin", 3), ("twin", None), ("sharing", 3), ("ngram", 2)]
+)
 def test_requests_do_not_notice_each_other(
     model: Transformer,
     expected: dict[tuple[str, int], RequestOutput],
@@ -96,7 +98,8 @@ def test_requests_do_not_notice_each_other(
     random_ = random.Random(repr((draft, num_drafts, caching, num_pages)))
     engine = make_engine(
         model,
-        noisy_twin(model) if draft == "twin" else draft,
+        noisy_twin(model) if draft in ("twin", "sharing") else draft,
+        share_cache=draft == "sharing",
         num_speculative_tokens=num_drafts,
         num_pages=num_pages,
         max_model_len=110,

@@ -135,12 +135,9 @@ def test_requests_do_not_notice_each_other(model: Transformer) -> None:
 
 
 def make_runner(route: str) -> Runner:
-    return Runner(
-        routed_model(route),
-        4,
-        kv_format=choose_kv_format("auto", torch.float32),
-        feed=torch.zeros(1, 1, dtype=torch.int64),
-    )
+    model = routed_model(route)
+    pages = choose_kv_format("auto", torch.float32).allocate(model.config, 4, PAGE_SIZE, torch.device("cpu"))
+    return Runner(model, pages, feed=torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_copies_of_pages_take_along_who_is_there() -> None:

@@ -93,6 +93,7 @@ def make_engine(
     target: LanguageModel,
     draft: LanguageModel | str | None = None,
     draft_model: LanguageModel | None = None,
+    share_cache: bool = False,
     **options: Any,
 ) -> Engine:
     """An fp32 engine on the CPU; `draft` is a model, or the name of a kind, which may use `draft_model`."""
@@ -101,7 +102,7 @@ def make_engine(
     tokenizer = toy_tokenizer(target.config.vocab_size)
     device = torch.device("cpu" if config.device == "auto" else config.device)
     model, scales = draft_model if isinstance(draft, str) else draft, getattr(target, "cache_scales", ())
-    return Engine(config, Models(target, tokenizer, model, cache_scales=scales, device=device))
+    return Engine(config, Models(target, tokenizer, model, share_cache, cache_scales=scales, device=device))
 
 
 def end_with(engine: Engine, token: int) -> None:

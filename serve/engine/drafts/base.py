@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import ClassVar, Literal, Protocol
 
-from model.kv_format import KVFormat
+from model.kv_format import KVFormat, KVPages
 from serve.config import DRAFT_MODEL, DRAFTS
 from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import AtHand, DraftTree, Wanted
@@ -24,6 +24,8 @@ class DraftContext:
     """The pages of each sequence, under whose ids the draft may keep what it likes."""
     model: LanguageModel | None
     """What `Models.draft` holds, for kinds that need a model."""
+    pages: KVPages | None
+    """The target's, if the model's keys and values are as good as the target's and stand in their place; else None."""
     kv_format: KVFormat
     """The target's, for keys and values of its own."""
     max_tokens: int
@@ -44,6 +46,8 @@ class Draft(Protocol):
     """Whether what it has at hand follows from a sequence's tokens, so that no step may be under way."""
     runs_passes: bool
     """Whether it guesses more than what it has at hand."""
+    first_tokens: int
+    """Most tokens of a sequence that its first pass of a step is fed when it has kept up."""
 
     def __init__(self, context: DraftContext) -> None: ...
 

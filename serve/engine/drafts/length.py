@@ -19,6 +19,7 @@ import torch
 
 from serve.engine.drafts.tree import AtHand
 from serve.engine.requests import Sequence
+from serve.engine.runner import Runner
 
 MAX_DRAFT_TOKENS = 8
 """The longest draft that is tried; beyond it the gain is small at any acceptance rate worth drafting for."""
@@ -107,12 +108,16 @@ class PassTimer:
         """Passes that the device may not have finished: rows, beginning, end."""
 
     @contextmanager
-    def measure(self, num_rows: int) -> Iterator[None]:
-        """Measure what is launched within this context; a pass that raises is not recorded."""
+    def measure(self, num_rows: int, runner: Runner | None = None) -> Iterator[None]:
+        """Measure what is launched within this context; a pass that raises is not recorded.
+
+        Nor is one in which the runner has prepared for later ones, which cost less.
+        """
         if not self._is_cuda:
             began = time.perf_counter()
             yield
-            self._costs.record(num_rows, time.perf_counter() - began)
+            if runner is None or not runner.has_prepared:
+                self._costs.record(num_rows, time.perf_counter() - began)
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -134,6 +139,7 @@ class Drafter(Protocol):
     """What is asked of a draft here; `serve.engine.drafts.base.Draft` explains it."""
 
     runs_passes: bool
+    first_tokens: int
 
     def at_hand(self, sequence: Sequence) -> AtHand | None: ...
 
@@ -214,7 +220,7 @@ class AdaptiveLength:
         taken, best_rate = 0, MIN_GAIN * num_decoding / self._target_seconds(num_decoding)
         if length := self._worthwhile(sequence):
             tokens = expected_tokens(self.acceptance(sequence), length)
-            passes = self._draft_seconds(2 * num_decoding) + (length - 1) * self._draft_seconds(num_decoding)
+            passes = self._passes_seconds(num_decoding, length)
             seconds = self._target_seconds(num_decoding + length) + passes / num_decoding
             best_rate = max(best_rate, (num_decoding - 1 + tokens) / seconds)
         tokens, power = float(num_decoding), 1.0
@@ -242,10 +248,18 @@ class AdaptiveLength:
         return best_length(acceptances, self._step_seconds(num_decoding, num_decoding - len(late))), late
 
     def _step_seconds(self, num_decoding: int, num_drafting: int) -> list[float]:
-        """Of a step, by the length of its drafts. A draft's first pass may have to begin with the token before last."""
-        first, later = self._draft_seconds(2 * num_drafting), self._draft_seconds(num_drafting)
-        passes = [0.0] + [first + k * later for k in range(MAX_DRAFT_TOKENS)]
-        return [drafts + self._target_seconds(num_decoding + num_drafting * k) for k, drafts in enumerate(passes)]
+        """Of a step, by the length of its drafts."""
+        return [
+            self._passes_seconds(num_drafting, k) + self._target_seconds(num_decoding + num_drafting * k)
+            for k in range(MAX_DRAFT_TOKENS + 1)
+        ]
+
+    def _passes_seconds(self, num_drafting: int, length: int) -> float:
+        """Of the passes that draft so many tokens for each."""
+        if not length:
+            return 0.0
+        first = self._draft_seconds(self.draft.first_tokens * num_drafting)
+        return first + (length - 1) * self._draft_seconds(num_drafting)
 
     def _catch_up_seconds(self, sequence: Sequence) -> float:
         """What it takes the draft to read what it has not read of a sequence, beyond what every step takes."""

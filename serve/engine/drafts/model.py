@@ -1,8 +1,12 @@
 """A smaller model as a draft.
 
-It has fed [.., last, d_1 .. d_(k-1)] when the target verifies: after full acceptance it lacks d_k and is fed two tokens
-next time. That is one case of a general rule: before drafting, the draft is fed all tokens that it lacks, be it two, a
-prompt, or what was decoded while drafting did not pay. Roll-back is by length alone.
+With pages of its own it has fed [.., last, d_1 .. d_(k-1)] when the target verifies: after full acceptance it lacks d_k
+and is fed two tokens next time. That is one case of a general rule: before drafting, the draft is fed all tokens that
+it lacks, be it two, a prompt, or what was decoded while drafting did not pay. Roll-back is by length alone.
+
+A model whose keys and values are nearly the target's, such as the target in four bits, reads the target's pages: it
+lacks nothing, ever. What it writes for its own guesses the target's verification writes over, before anything there
+counts as computed. Source: QSpec, https://arxiv.org/abs/2410.11305.
 
 k draft tokens, R rows, V vocabulary.
 """
@@ -18,7 +22,7 @@ from torch.nn import functional as F
 from serve.engine.batch_state import feed_reference
 from serve.engine.drafts.base import DraftContext
 from serve.engine.drafts.tree import DraftTree, Wanted
-from serve.engine.kv_cache import PAGE_SIZE, BlockTable
+from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
 from serve.engine.requests import Sequence
 from serve.engine.runner import Runner, SequenceInput
 from serve.engine.sampling import select
@@ -46,54 +50,31 @@ class _Progress:
     """Leading pages of them that are noted as filled."""
 
 
-class ModelDraft:
-    """A smaller model of the same vocabulary, with pages of its own under the target's page ids."""
+class _OwnPages:
+    """What the draft has read, in pages of its own under the target's page ids."""
 
-    model_use: ClassVar[Literal["needed"]] = "needed"
-    needs_text: ClassVar[bool] = False
-    reads_tokens: ClassVar[bool] = False
-    runs_passes = True
-
-    def __init__(self, context: DraftContext) -> None:
-        if context.model is None:
-            raise ValueError("a model that drafts must be loaded")
-        state, cache = context.sampler.state, context.cache
-        self.runner = Runner(context.model, cache.num_pages, kv_format=context.kv_format, feed=state.feed)
-        self.sampler, self.pool = context.sampler, cache.pool
-        self.max_tokens, self.timer = context.max_tokens, context.timer
-        self.last_token = context.model.config.vocab_size - 1
-        self._filled = [-1] * cache.num_pages
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._filled = [-1] * pool.num_pages
         """For each page the use (`PagePool.num_uses`) in which the draft has filled it."""
         self._progress: WeakKeyDictionary[BlockTable, _Progress] = WeakKeyDictionary()
 
-    def at_hand(self, sequence: Sequence) -> None:
-        """Each of its tokens takes a pass."""
+    def num_computed(self, sequence: Sequence) -> int:
+        return self._read(sequence).num_computed
 
-    def propose(self, wanted: list[Wanted]) -> dict[int, DraftTree]:
-        inputs, guesses = self._catch_up(wanted)
-        proposed, num_drawn = list(guesses), 0
-        while inputs:
-            with self.timer.measure(sum(len(own.tokens) for own in inputs)):
-                hidden = self.runner.hidden(inputs)
-                if guesses:
-                    self._extend(guesses, self._logits(hidden), num_drawn)
-            num_drawn += 1
-            guesses = [guess for guess in guesses if num_drawn < guess.length]
-            inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
-        return {guess.sequence.id: DraftTree(guess.length, None, guess.distributions) for guess in proposed}
+    def has_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        self._read(sequence).num_computed = num_tokens
 
-    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def start(self, sequence: Sequence, filling: set[int]) -> int:
+        """The first token that must be computed for a guess: pages that others are `filling` now are skipped."""
+        return self._skip_filled(sequence.table, self.num_computed(sequence), sequence.num_tokens - 1, filling)
+
+    def observe(self, sequence: Sequence, num_computed: int) -> None:
         progress = self._read(sequence)
-        progress.num_computed = sequence.num_tokens + min(num_accepted, num_drafted - 1)
-        for page in sequence.table.ids[progress.num_noted : progress.num_computed // PAGE_SIZE].tolist():
-            self._filled[page] = self.pool.num_uses[page]
+        progress.num_computed = num_computed
+        for page in sequence.table.ids[progress.num_noted : num_computed // PAGE_SIZE].tolist():
+            self._filled[page] = self._pool.num_uses[page]
             progress.num_noted += 1
-
-    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
-        self.runner.copy_pages(copies)
-
-    def num_missing(self, sequence: Sequence) -> int:
-        return sequence.num_tokens - self._read(sequence).num_computed
 
     def _read(self, sequence: Sequence) -> _Progress:
         """What is known of a sequence; of one whose pages are new to the draft, what others have left in them."""
@@ -113,10 +94,73 @@ class ModelDraft:
         number = start // PAGE_SIZE
         while number < stop // PAGE_SIZE:
             page = int(table.ids[number])
-            if self._filled[page] != self.pool.num_uses[page] and page not in filling:
+            if self._filled[page] != self._pool.num_uses[page] and page not in filling:
                 break
             number += 1
         return max(start, number * PAGE_SIZE)
+
+
+class _TargetsPages:
+    """The target has computed all but the last token of whoever is drafted for."""
+
+    def num_computed(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - 1
+
+    def has_computed(self, sequence: Sequence, num_tokens: int) -> None: ...
+
+    def start(self, sequence: Sequence, filling: set[int]) -> int:
+        return sequence.num_tokens - 1
+
+    def observe(self, sequence: Sequence, num_computed: int) -> None: ...
+
+
+class ModelDraft:
+    """A smaller model of the same vocabulary."""
+
+    model_use: ClassVar[Literal["needed"]] = "needed"
+    needs_text: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
+    runs_passes = True
+
+    def __init__(self, context: DraftContext) -> None:
+        if context.model is None:
+            raise ValueError("a model that drafts must be loaded")
+        state, pool = context.sampler.state, context.cache.pool
+        self.shares_pages = context.pages is not None
+        self.first_tokens = 1 if self.shares_pages else 2
+        pages = context.pages or context.kv_format.allocate(
+            context.model.config, pool.num_pages, PAGE_SIZE, state.feed.device
+        )
+        self.runner = Runner(context.model, pages, feed=state.feed)
+        self.sampler, self.max_tokens, self.timer = context.sampler, context.max_tokens, context.timer
+        self.last_token = context.model.config.vocab_size - 1
+        self._reading = _TargetsPages() if self.shares_pages else _OwnPages(pool)
+
+    def at_hand(self, sequence: Sequence) -> None:
+        """Each of its tokens takes a pass."""
+
+    def propose(self, wanted: list[Wanted]) -> dict[int, DraftTree]:
+        inputs, guesses = self._catch_up(wanted)
+        proposed, num_drawn = list(guesses), 0
+        while inputs:
+            with self.timer.measure(sum(len(own.tokens) for own in inputs), self.runner):
+                hidden = self.runner.hidden(inputs)
+                if guesses:
+                    self._extend(guesses, self._logits(hidden), num_drawn)
+            num_drawn += 1
+            guesses = [guess for guess in guesses if num_drawn < guess.length]
+            inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
+        return {guess.sequence.id: DraftTree(guess.length, None, guess.distributions) for guess in proposed}
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        self._reading.observe(sequence, sequence.num_tokens + min(num_accepted, num_drafted - 1))
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        if not self.shares_pages:
+            self.runner.copy_pages(copies)
+
+    def num_missing(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - self._reading.num_computed(sequence)
 
     def _catch_up(self, wanted: list[Wanted]) -> tuple[list[SequenceInput], list[_Guess]]:
         """Inputs that bring the draft to each sequence's last token, as far as one pass goes, and who can guess then.
@@ -131,8 +175,7 @@ class ModelDraft:
         filled: set[int] = set()
         room = self.max_tokens
         for sequence, length, _ in wanted:
-            progress = self._read(sequence)
-            start = self._skip_filled(sequence.table, progress.num_computed, sequence.num_tokens - 1, filled)
+            start = self._reading.start(sequence, filled)
             # What the target says of its embedding's padding is no token of the draft: any other serves as well.
             tokens = [min(token, self.last_token) for token in sequence.tokens[start : start + room]]
             stop = start + len(tokens)
@@ -145,7 +188,7 @@ class ModelDraft:
             if is_complete:
                 guesses.append(_Guess(sequence, length))
             else:
-                progress.num_computed = stop
+                self._reading.has_computed(sequence, stop)
         return inputs, guesses
 
     def _next_input(self, sequence: Sequence, num_drawn: int) -> SequenceInput:

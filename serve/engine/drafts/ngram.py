@@ -18,6 +18,7 @@ class NgramDraft:
     needs_text: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = False
     runs_passes = True
+    first_tokens = 1
 
     def __init__(self, context: DraftContext) -> None:
         self.state = context.sampler.state

@@ -103,6 +103,7 @@ class SuffixDraft:
         self.state = context.sampler.state
         self.model = None if context.model is None else ModelDraft(context)
         self.runs_passes = self.model is not None
+        self.first_tokens = 1 if self.model is None else self.model.first_tokens
         self._texts: WeakKeyDictionary[BlockTable, Text] = WeakKeyDictionary()
         self._records = [Record(INITIAL_WEIGHT * a, INITIAL_WEIGHT * (1 - a)) for a in INITIAL_ACCEPTANCES]
         self._asked_model: set[int] = set()
