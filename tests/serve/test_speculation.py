@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from copy import deepcopy
 from itertools import product
 from typing import Any
 
@@ -47,7 +48,7 @@ def expected(model: Transformer) -> list[list[int]]:
 
 def noisy_twin(model: Transformer, noise: float = 0.03) -> Transformer:
     """A draft that is right sometimes: the target with noise on its weights."""
-    twin = tiny_model(seed=3)
+    twin = deepcopy(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in twin.parameters():

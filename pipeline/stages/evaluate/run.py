@@ -87,7 +87,11 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
     verifier = str(context.model(config.against)) if config.against else None
     engines = engines_for_speed(str(context.model(config.model)), verifier, config.speed)
     speeds = measure_speed(engines, prompts, config.speed)
-    return [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
+    timed = [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
+    if verifier is None:
+        return timed
+    *others, pair = timed  # a draft may read the verifier's cache instead of keeping its own
+    return [*others, replace(pair, kv_bytes_per_token=engines[-1].engine.kv_bytes_per_token)]
 
 
 def _open_harness(config: Evaluate) -> Callable[[StageContext, str], list[HarnessScore]]:
