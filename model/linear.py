@@ -56,6 +56,11 @@ class Embedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim)
         self.lora: EmbeddingLora | None = None
 
+    def reset_parameters(self) -> None:
+        # Where there are shapes alone, PyTorch would import a second or two of Python to draw no numbers.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     @property
     def device(self) -> torch.device:
         return self.weight.device

@@ -269,14 +269,10 @@ def _poison(output: Tensor) -> None:
 
 def interleave(programs: Mapping[str, Sequence[Program]], clock: Clock, rounds: int | None) -> dict[str, list[float]]:
     """Seconds of one call of each candidate, a sample a round; without `rounds` as many as there is time for."""
-    names, warm_up_ends = list(programs), time.monotonic() + WARM_UP_S
+    names = list(programs)
     if not names:
         return {}
-    one_of_each = [programs[name][0] for name in names]
-    round_s = sum(clock.seconds(one_of_each))
-    while rounds is None and time.monotonic() < warm_up_ends:
-        round_s = sum(clock.seconds(one_of_each))
-    rounds = number_of_rounds(round_s) if rounds is None else rounds
+    rounds = number_of_rounds(warm_up([programs[name][0] for name in names], clock)) if rounds is None else rounds
     samples: dict[str, list[float]] = {name: [] for name in names}
     for first in range(0, rounds, ROUNDS_IN_FLIGHT):
         played = []
@@ -286,6 +282,14 @@ def interleave(programs: Mapping[str, Sequence[Program]], clock: Clock, rounds: 
         for (name, program), elapsed_s in zip(played, clock.seconds([p for _, p in played]), strict=True):
             samples[name].append(elapsed_s / program.calls)
     return samples
+
+
+def warm_up(programs: Sequence[Program], clock: Clock) -> float:
+    """Seconds of the last round."""
+    ends, round_s = time.monotonic() + WARM_UP_S, sum(clock.seconds(programs))
+    while time.monotonic() < ends:
+        round_s = sum(clock.seconds(programs))
+    return round_s
 
 
 def number_of_rounds(round_s: float) -> int:

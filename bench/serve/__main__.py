@@ -133,7 +133,7 @@ def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, An
     }  # fmt: skip
 
 
-def beside_llama_cpp(folder: Path, rounds: int) -> dict[str, Any]:
+def beside_llama_cpp(folder: Path, rounds: int, new_tokens: int = 128) -> dict[str, Any]:
     """Both servers, of one GGUF file after another, by turns."""
     threads, dtype = torch.get_num_threads(), str(DTYPE).removeprefix("torch.")
     parts: dict[str, Any] = {"threads": threads, "dtype": dtype}
@@ -148,18 +148,19 @@ def beside_llama_cpp(folder: Path, rounds: int) -> dict[str, Any]:
                 running_llama_cpp(file, sequences=8, threads=threads) as llama_cpp,
             ):
                 servers = {"potstill_http": exact, "potstill_http_rounded": rounded, "llama_cpp": llama_cpp}
-                speeds = {batch: ask_by_turns(file_type, servers, folder, batch, rounds) for batch in (1, 8)}
-            found = {f"batch_{batch}": speed for batch, speed in speeds.items()}
+                found = {}
+                for batch in (1, 8):
+                    print(f"{file_type}, {batch} at a time", flush=True)
+                    found[f"batch_{batch}"] = ask_by_turns(servers, folder, batch, rounds, new_tokens)
             parts[file_type] = {"file_bytes": file.stat().st_size, **found}
     return parts
 
 
 def ask_by_turns(
-    file_type: str, servers: dict[str, tuple[str, int]], folder: Path, batch: int, rounds: int
+    servers: dict[str, tuple[str, int]], folder: Path, batch: int, rounds: int, new_tokens: int
 ) -> dict[str, Any]:
     """Each server gets the same requests, `batch` at a time, and none twice."""
-    print(f"{file_type}, {batch} at a time", flush=True)
-    new_tokens, prompts = 128, prompts_of(folder, [64] * batch * (rounds + 1))
+    prompts = prompts_of(folder, [64] * batch * (rounds + 1))
     left = {name: iter(prompts) for name in servers}
 
     def run(name: str) -> None:

@@ -95,8 +95,14 @@ def _open(path: Path) -> "GGUFReader":
         from gguf import GGUFReader
     except ImportError:
         raise GGUFError("Reading GGUF files needs the package gguf: pip install gguf.") from None
+
+    class Reader(GGUFReader):
+        """Looks at the mapped file as at any array: views of a `memmap` take several times as long to make."""
+
+        data = property(lambda self: self.mapped, lambda self, file: setattr(self, "mapped", np.asarray(file)))
+
     try:
-        return GGUFReader(path)
+        return Reader(path)
     except FileNotFoundError:
         raise GGUFError(f"{path} does not exist.") from None
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as reason:
