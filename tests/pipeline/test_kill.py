@@ -3,6 +3,9 @@
 import random
 import re
 import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -18,52 +21,58 @@ SETTINGS = ("distill.checkpoint_every_s=0", "distill.evaluate_every_tokens=512")
 """A checkpoint at every step, so that many kills fall into the writing of one."""
 
 
-@pytest.mark.slow
-def test_a_killed_stage_goes_on_to_the_same_weights(
-    finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    generator = random.Random(0)
-    home = tmp_path_factory.mktemp("kill")
+@dataclass(frozen=True)
+class Whole:
+    """The run that nobody killed, and how long it took; `forks` runs others."""
+
+    forks: ForkServer
+    reference: TinyRun
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def whole(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    home = tmp_path_factory.mktemp("whole")
     with ForkServer() as forks:
         reference = finished_run.copy(home / "reference", "00-teacher")
         forks.run(reference.arguments(*SETTINGS, drop=ONLY))  # in the warm process itself
-        reference = finished_run.copy(home / "timed", "00-teacher")
-        whole = forks.run(reference.arguments(*SETTINGS, drop=ONLY))
-        assert whole["status"] == 0
-        kills, phases = 0, set()
-        for attempt in range(12 * KILLS // LIVES):  # a run may be faster than the one that was timed
-            if kills >= KILLS:
+        timed = finished_run.copy(home / "timed", "00-teacher")
+        ended = forks.run(timed.arguments(*SETTINGS, drop=ONLY))
+        assert ended["status"] == 0
+        yield Whole(forks, timed, ended["seconds"])
+
+
+@pytest.mark.slow
+def test_a_killed_stage_goes_on_to_the_same_weights(finished_run: TinyRun, whole: Whole, tmp_path: Path) -> None:
+    generator = random.Random(0)
+    kills, phases = 0, set()
+    for attempt in range(12 * KILLS // LIVES):  # a run may be faster than the one that was timed
+        if kills >= KILLS:
+            break
+        victim = finished_run.copy(tmp_path / str(attempt), "00-teacher")
+        arguments = victim.arguments(*SETTINGS, drop=ONLY)
+        for _ in range(LIVES):
+            ended = whole.forks.run(arguments, generator.uniform(0.02, 1) * whole.seconds)
+            if ended["status"] == 0:
                 break
-            victim = finished_run.copy(home / str(attempt), "00-teacher")
-            for _ in range(LIVES):
-                ended = forks.run(victim.arguments(*SETTINGS, drop=ONLY), generator.uniform(0.02, 1) * whole["seconds"])
-                if ended["status"] == 0:
-                    break
-                assert ended["status"] == -9
-                kills += 1
-                phases.add(phase_of(victim))
-            assert forks.run(victim.arguments(*SETTINGS, drop=ONLY))["status"] == 0
-            assert_equal_runs(victim, reference)
+            assert ended["status"] == -9
+            kills += 1
+            phases.add(phase_of(victim))
+        assert whole.forks.run(arguments)["status"] == 0
+        assert_equal_runs(victim, whole.reference)
     assert kills >= KILLS
     assert len(phases) >= 4, f"kills fell only into {phases}"
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_run_and_the_same_command_goes_on(
-    finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    home = tmp_path_factory.mktemp("term")
-    with ForkServer() as forks:
-        reference = finished_run.copy(home / "reference", "00-teacher")
-        forks.run(reference.arguments(*SETTINGS, drop=ONLY))
-        timed = finished_run.copy(home / "timed", "00-teacher")
-        whole = forks.run(timed.arguments(*SETTINGS, drop=ONLY))
-        victim = finished_run.copy(home / "victim", "00-teacher")
-        for part in (0.2, 0.5, 0.6, 0.7):
-            ended = forks.run(victim.arguments(*SETTINGS, drop=ONLY), part * whole["seconds"], signal.SIGTERM)
-            assert ended["status"] in (0, 130)
-        assert forks.run(victim.arguments(*SETTINGS, drop=ONLY))["status"] == 0
-        assert_equal_runs(victim, reference)
+def test_sigterm_ends_a_run_and_the_same_command_goes_on(finished_run: TinyRun, whole: Whole, tmp_path: Path) -> None:
+    victim = finished_run.copy(tmp_path / "victim", "00-teacher")
+    arguments = victim.arguments(*SETTINGS, drop=ONLY)
+    for part in (0.2, 0.5, 0.6, 0.7):
+        ended = whole.forks.run(arguments, part * whole.seconds, signal.SIGTERM)
+        assert ended["status"] in (0, 130)
+    assert whole.forks.run(arguments)["status"] == 0
+    assert_equal_runs(victim, whole.reference)
 
 
 def phase_of(tiny: TinyRun) -> str:

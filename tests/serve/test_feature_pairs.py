@@ -4,6 +4,7 @@ What breaks engines in practice is a rare pair: speculation and penalties, prefi
 """
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -80,12 +81,18 @@ def expected() -> dict[tuple[str, int], RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("num_pages", [300, 11])
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("overlapped", [True, False])
-@pytest.mark.parametrize(
-    ("draft", "num_drafts"), [(None, None), ("twin", 3), ("twin", None), ("sharing", 3), ("ngram", 2)]
-)
+DRAFTS = [(None, None), ("twin", 3), ("twin", None), ("sharing", 3), ("ngram", 2)]
+SWITCHES = list(product([True, False], [True, False], [300, 11]))
+"""Steps overlap, prefixes are cached, pages."""
+
+
+def with_switches() -> list[tuple[str | None, int | None, bool, bool, int]]:
+    """Each draft with every pair of the switches' positions; all three vary over two drafts that follow each other."""
+    halves = [[one for one in SWITCHES if (one[0] + one[1] + (one[2] == 300)) % 2 == half] for half in (0, 1)]
+    return [(*draft, *switches) for number, draft in enumerate(DRAFTS) for switches in halves[number % 2]]
+
+
+@pytest.mark.parametrize(("draft", "num_drafts", "overlapped", "caching", "num_pages"), with_switches())
 def test_requests_do_not_notice_each_other(
     model: Transformer,
     expected: dict[tuple[str, int], RequestOutput],
