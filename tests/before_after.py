@@ -1,9 +1,9 @@
 """Did a rebuild change anything? Runs the same work in two checkouts and compares what must be equal.
 
-    python -m tests.before_after OLD NEW FOLDER
+    python -m tests.before_after OLD NEW FOLDER [RECIPE]
 
 OLD and NEW are checkouts, FOLDER takes what is made and is used again. Both run on this interpreter, one after the
-other:
+other; with a recipe nothing else:
 
 - every recipe of configs/ of OLD, resolved: the same text;
 - a chain of all techniques (gqa, mod, distill, qlora, pretrain, evaluate) from a tiny teacher: the same weights,
@@ -12,7 +12,8 @@ other:
 - 64 mixed requests (greedy, seeded, penalties, biases, stops, choices, log-probabilities) to the models of OLD's run:
   the teacher alone, with a draft, with n-grams, a routed model in NF4 with and without its adapter: the same tokens.
 
-Nothing is timed here.
+With RECIPE, one that both understand: its runs have the same weights, losses, qualities and gates. Nothing is
+timed here.
 """
 
 import json
@@ -133,28 +134,38 @@ def compare_recipes(old: Path, new: Path) -> bool:
     return same
 
 
-def make_chain(checkout: Path, folder: Path) -> None:
-    """The chain's run in `folder`/runs/chain, unless it is finished there."""
-    if (folder / "runs" / "chain" / STAGES[-1] / "result.json").exists():
-        return
+def make_chain(checkout: Path, folder: Path) -> Path:
+    """The chain's run, made unless it is finished there."""
+    run = folder / "runs" / "chain"
+    if (run / STAGES[-1] / "result.json").exists():
+        return run
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "chain.yaml").write_text(CHAIN)
     if not (folder / "teacher").exists():
         in_checkout(checkout, "tests.pipeline.tiny_run", str(folder / "teacher"))
     in_checkout(checkout, "pipeline", "run", "chain.yaml", cwd=folder)
+    return run
 
 
-def compare_chains(old: Path, new: Path) -> bool:
+def make_run(checkout: Path, folder: Path, recipe: Path) -> Path:
+    """The run of a recipe; a finished one is skipped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    in_checkout(checkout, "pipeline", "run", str(recipe), cwd=folder)
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def compare_runs(old: Path, new: Path) -> bool:
     same = True
-    for stage in STAGES:
-        folders = [side / "runs" / "chain" / stage for side in (old, new)]
-        before, after = (dict(leaves(json.loads((folder / "result.json").read_text()))) for folder in folders)
+    for result in sorted(old.glob("[0-9]*/result.json")):
+        stage = result.parent.name
+        before, after = (dict(leaves(json.loads((run / stage / "result.json").read_text()))) for run in (old, new))
         different = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
         numbers = sum(isinstance(value, float) for value in before.values())
         same &= say(f"figures of {stage}", not different, ", ".join(different[:5]) or f"{numbers} numbers")
-        for weights in sorted(folders[0].glob("model/**/*.safetensors")):
-            name = weights.relative_to(folders[0])
-            same &= say(f"weights {stage}/{name}", weights.read_bytes() == (folders[1] / name).read_bytes())
+        for weights in sorted(result.parent.glob("model/**/*.safetensors")):
+            name = weights.relative_to(old)
+            same &= say(f"weights {name}", weights.read_bytes() == (new / name).read_bytes())
     return same
 
 
@@ -182,11 +193,13 @@ def main() -> int:
     if sys.argv[1] == "--streams":
         print(json.dumps(streams(Path(sys.argv[2]))))
         return 0
-    old, new, folder = (Path(word).resolve() for word in sys.argv[1:])
+    old, new, folder, *recipe = (Path(word).resolve() for word in sys.argv[1:])
+    if recipe:
+        before, after = (make_run(side, folder / name, *recipe) for name, side in (("old", old), ("new", new)))
+        return 0 if compare_runs(before, after) else 1
     same = compare_recipes(old, new)
-    for name, side in (("old", old), ("new", new)):
-        make_chain(side, folder / name)
-    same &= compare_chains(folder / "old", folder / "new")
+    before, after = (make_chain(side, folder / name) for name, side in (("old", old), ("new", new)))
+    same &= compare_runs(before, after)
     same &= compare_skipping(folder / "old", new, folder / "skip")
     same &= compare_streams(old, new, folder / "old" / "runs" / "chain")
     return 0 if same else 1
