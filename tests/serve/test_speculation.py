@@ -70,13 +70,21 @@ def test_greedy_output_does_not_change(
     assert engine.stats().num_draft_tokens > 0
 
 
+MANY = random_prompts(16, seed=4, high=14)
+
+
+@pytest.fixture(scope="module")
+def expected_of_many(model: Transformer) -> list[list[int]]:
+    return generate(make_engine(model), MANY, greedy(60))
+
+
 @pytest.mark.parametrize("draft", ["equal", "twin", "ngram"])
-def test_greedy_output_does_not_change_under_memory_pressure(model: Transformer, draft: str) -> None:
-    prompts = random_prompts(16, seed=4, high=14)
-    expected = generate(make_engine(model), prompts, greedy(60))
+def test_greedy_output_does_not_change_under_memory_pressure(
+    model: Transformer, expected_of_many: list[list[int]], draft: str
+) -> None:
     options: dict[str, Any] = {"num_speculative_tokens": 3, "num_pages": 10, "max_model_len": None}
     engine = make_engine(model, drafts(model)[draft], max_num_batched_tokens=24, **options)
-    assert generate(engine, prompts, greedy(60)) == expected
+    assert generate(engine, MANY, greedy(60)) == expected_of_many
     assert engine.stats().num_preemptions >= 5
 
 
