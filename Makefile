@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Nothing is compiled while installing; what is imported is, once, even where the environment says that it should not be.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := kernels model compress train serve pipeline bench tests
 # Two test processes with one thread each beat one process with two threads, and neither fights the other for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
