@@ -90,8 +90,11 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
     timed = [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
     if verifier is None:
         return timed
-    *others, pair = timed  # a draft may read the verifier's cache instead of keeping its own
-    return [*others, replace(pair, kv_bytes_per_token=engines[-1].engine.kv_bytes_per_token)]
+    *others, pair = timed
+    alone, *_, together = (engine.engine.kv_bytes_per_token for engine in engines)
+    if together == alone:  # the draft reads the verifier's cache
+        pair = replace(pair, kv_bytes_per_token=others[0].kv_bytes_per_token)
+    return [*others, pair]
 
 
 def _open_harness(config: Evaluate) -> Callable[[StageContext, str], list[HarnessScore]]:
