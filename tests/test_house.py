@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -219,6 +220,12 @@ def test_the_wheel_works_in_a_foreign_folder(tmp_path: Path) -> None:
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
     subprocess.run(build, check=True)
     wheel = next(tmp_path.glob("potstill-*.whl"))
+    data = {
+        name for name in tracked if name.endswith((".c", ".h", ".json")) and not name.startswith(("tests", "bench"))
+    }
+    assert data - set(zipfile.ZipFile(wheel).namelist()) == set(), (
+        "the C forms and prompts are missing where it is installed"
+    )
     target = tmp_path / "installed"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
     foreign = tmp_path / "elsewhere"

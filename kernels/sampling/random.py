@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.triton_support import runs_triton
+from kernels.sampling import _draws_cpu as in_c
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -174,6 +175,8 @@ def check_stream(stream: Stream, num_rows: int) -> Stream:
 
 def _words(stream: Stream, count: int, purpose: int) -> Tensor:
     """[N, count] int64. Products of two words wrap around in int64, but their bits are right."""
+    if in_c.draws():
+        return in_c.draw_words(stream, count, purpose)
     seeds, choices, positions = (x.long()[:, None] for x in stream)
     shape = len(seeds), -(-count // 4)
     starts = torch.arange(shape[1], device=seeds.device), positions, choices, torch.full_like(seeds, int(purpose))

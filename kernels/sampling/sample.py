@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.common.rows import blocks_of_rows
 from kernels.common.triton_support import check_rows, runs_triton
+from kernels.sampling import _draws_cpu as in_c
 from kernels.sampling import _race
 from kernels.sampling.random import Purpose, Stream, check_stream, exponential, load_key, philox_words, to_exponential
 
@@ -316,9 +317,18 @@ def sample_tokens(logits: Tensor, filters: Filters, stream: Stream, *, purpose: 
     best = scores.gather(1, tokens[:, None])[:, 0]
     for rows in blocks_of_rows(filters.temperature > 0, logits.shape[1]):
         probabilities = adjusted_probabilities(scores[rows], **{name: x[rows] for name, x in filters._asdict().items()})
-        draws = exponential(Stream(*(x[rows] for x in stream)), logits.shape[1], purpose)
-        tokens[rows] = sample(probabilities, draws)
+        tokens[rows] = race(probabilities, Stream(*(x[rows] for x in stream)), purpose)
     return torch.where(best.isfinite(), tokens, -1)
+
+
+def race(probabilities: Tensor, stream: Stream, purpose: int) -> Tensor:
+    """Draw one token a row, [N] int64, from probabilities [N, V] fp32, by the stream's own draws.
+
+    A row without a number above 0 gets any token.
+    """
+    if not runs_triton(probabilities) and in_c.draws():
+        return in_c.race(probabilities, stream, purpose)
+    return sample(probabilities, exponential(stream, probabilities.shape[1], purpose))
 
 
 def sample(probabilities: Tensor, exponential: Tensor) -> Tensor:

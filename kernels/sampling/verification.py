@@ -33,12 +33,12 @@ from kernels.sampling.random import (
     Stream,
     check_stream,
     draw_uniform,
-    exponential,
     load_key,
     philox_words,
     to_exponential,
     uniform,
 )
+from kernels.sampling.sample import race
 
 _ACCEPT, _RESIDUAL = tl.constexpr(int(Purpose.ACCEPT)), tl.constexpr(int(Purpose.RESIDUAL))
 
@@ -224,9 +224,7 @@ def verify(
     _check(target_p, draft_p, tokens, parents, (counts, lengths))
     stream = check_stream(stream, len(tokens))
     if not runs_triton(target_p):
-        u = uniform(stream, tokens.shape[1], Purpose.ACCEPT)
-        noise = exponential(stream, target_p.shape[2], Purpose.RESIDUAL)
-        return verify_with(target_p, draft_p, tokens, counts, lengths, parents=parents, noise=(u, noise))
+        return _verify_in_torch(target_p, draft_p, tokens, counts, lengths, stream, parents)
     (batch, n), vocabulary, device = tokens.shape, target_p.shape[2], target_p.device
     output = VerifyOutput(
         *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
@@ -290,18 +288,18 @@ def _check(
         raise ValueError(f"counts and lengths must have one number a sequence, {batch}")
 
 
-def verify_with(
+def _verify_in_torch(
     target_p: Tensor,
     draft_p: Tensor | None,
     tokens: Tensor,
     counts: Tensor,
     lengths: Tensor,
-    *,
+    stream: Stream,
     parents: Tensor | None,
-    noise: tuple[Tensor, Tensor],
 ) -> VerifyOutput:
-    """`verify` with given draws, u [B, n] and exponential [B, V]: all sequences at once, node after node."""
-    (batch, n), u = tokens.shape, noise[0]
+    """`verify` of all sequences at once, node after node."""
+    batch, n = tokens.shape
+    u = uniform(stream, n, Purpose.ACCEPT)
     draft_p = draft_p if n else None
     rows = torch.arange(batch, device=tokens.device)
     node = torch.zeros_like(rows)
@@ -320,7 +318,7 @@ def verify_with(
         depth += accepted
         p = torch.where(accepted[:, None], target_p[:, number], p)
         left.enter(accepted, target_p[:, number], None if draft_p is None else draft_p[:, min(number, n - 1)])
-    next_tokens = _race_for_next(p, left.weights(), noise[1])
+    next_tokens = _draw_next(p, left.weights(), stream)
     committed[rows, depth] = next_tokens
     return VerifyOutput(depth.int(), next_tokens, committed, path, (lengths + depth + 1).int())
 
@@ -368,7 +366,7 @@ class _Left:
         self.shift, self.mass = self.shift.masked_fill(accepted, 0), self.mass.masked_fill(accepted, 1)
 
 
-def _race_for_next(p: Tensor, left: Tensor, noise: Tensor) -> Tensor:
-    otherwise = torch.where(p > 0, -noise / p, -torch.inf)
-    best = torch.where(left > 0, left / noise, otherwise).max(dim=1)
-    return torch.where(best.values > -torch.inf, best.indices, -1)
+def _draw_next(p: Tensor, left: Tensor, stream: Stream) -> Tensor:
+    """From what is left, from p where rounding left nothing; −1 where p has no number above 0 either."""
+    weights = torch.where((left > 0).any(dim=1, keepdim=True), left, p)
+    return torch.where((weights > 0).any(dim=1), race(weights, stream, Purpose.RESIDUAL), -1)

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from kernels.common.rows import rows_per_block
 from kernels.sampling.logit_adjustments import adjust_scores
-from kernels.sampling.random import Purpose, exponential
-from kernels.sampling.sample import adjusted_probabilities, sample, sample_tokens
+from kernels.sampling.random import Purpose
+from kernels.sampling.sample import adjusted_probabilities, race, sample_tokens
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs
 from kernels.sampling.verification import match_drafts, verify
 from serve.engine.batch_state import BatchState, Download, upload
@@ -198,7 +198,7 @@ class Sampler:
         """A draft's token for each row, `[N]` int64, and the distributions `[N, V]` that they are drawn from."""
         probabilities = self.probabilities(logits, rows)
         stream = self.state.stream(rows.batch_rows, rows.positions)
-        return sample(probabilities, exponential(stream, logits.shape[1], Purpose.DRAFT)), probabilities
+        return race(probabilities, stream, Purpose.DRAFT), probabilities
 
     def probabilities(self, logits: Tensor, rows: Rows) -> Tensor:
         """`[N, V]` fp32: each row's distribution after bias, penalties, mask, temperature, top-k, top-p and min-p."""

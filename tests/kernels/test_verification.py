@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.sampling import verification
 from kernels.sampling.random import Purpose, Stream, exponential, uniform
 from kernels.sampling.sample import sample
-from kernels.sampling.verification import VerifyOutput, match_drafts, verify, verify_reference, verify_with
+from kernels.sampling.verification import VerifyOutput, match_drafts, verify, verify_reference
 from tests.kernels.test_sampling import check_frequencies
 
 NODES, VOCABULARY = 5, 11
@@ -54,12 +54,9 @@ class Cases:
         self.draft_p = draft_p if has_draft else None
         self.counts = torch.randint(0, NODES + 1, (batch,), generator=generator, dtype=torch.int32)
         self.lengths = torch.arange(batch, dtype=torch.int32)
-        self.u = torch.rand(batch, NODES, generator=generator)
-        self.u[torch.rand(batch, NODES, generator=generator) < 0.2] = 0
-        self.exponential = torch.empty(batch, vocabulary).exponential_(generator=generator).clamp_min(1e-6)
 
     def check(self, output: VerifyOutput) -> None:
-        """Against the reference, sequence by sequence."""
+        """Against the reference with what `draw_from` drew, sequence by sequence."""
         for row in range(len(self.tokens)):
             count = int(self.counts[row])
             parents = list(range(count)) if self.parents is None else self.parents[row, :count].tolist()
@@ -103,11 +100,8 @@ class Cases:
 def test_ten_thousand_cases(has_draft: bool, is_tree: bool) -> None:
     """Four times 2,500."""
     cases = Cases(2500, seed=2 * has_draft + is_tree, has_draft=has_draft, is_tree=is_tree)
-    noise = cases.u, cases.exponential
-    parents = cases.parents
-    output = verify_with(
-        cases.target_p, cases.draft_p, cases.tokens, cases.counts, cases.lengths, parents=parents, noise=noise
-    )
+    cases.draw_from(stream(2500, first_seed=50))
+    output = cases.verify(torch.device("cpu"), stream(2500, first_seed=50))
     cases.check(output)
     assert len(set(output.num_accepted.tolist())) >= 4
 
@@ -122,12 +116,6 @@ def test_the_kernel(device: torch.device, vocabulary: int, has_draft: bool, is_t
         patch.setattr("kernels.sampling.random.runs_triton", lambda x: False)
         cases.draw_from(stream(batch))
     cases.check(cases.verify(device, stream(batch, device)))
-
-
-def test_the_cpu_form_draws_from_the_stream() -> None:
-    cases = Cases(200, seed=4, has_draft=True, is_tree=False)
-    cases.draw_from(stream(200, first_seed=50))
-    cases.check(cases.verify(torch.device("cpu"), stream(200, first_seed=50)))
 
 
 ZERO_SEED = 36_563_342
@@ -150,11 +138,14 @@ def test_an_impossible_token_is_rejected_even_if_u_is_zero(device: torch.device,
 
 def test_nothing_left_falls_back_to_the_target() -> None:
     """Rounding can reject a token although p ≤ q nowhere leaves anything of p − q."""
-    p = torch.tensor([[[0.5, 0.5 - 2**-12], [1.0, 0.0]]])
-    one = torch.ones(1, dtype=torch.int32)
-    noise = torch.tensor([[1 - 2**-20]]), torch.tensor([[3.0, 1.0]])
-    q, token = torch.tensor([[[0.5, 0.5]]]), torch.tensor([[1]])
-    assert verify_with(p, q, token, one, one, parents=None, noise=noise).tokens.tolist() == [[1, -1]]
+    p = torch.tensor([[[0.5, 0.5 - 2**-12], [1.0, 0.0]]]).expand(20_000, -1, -1)
+    q, token = torch.full((20_000, 1, 2), 0.5), torch.ones(20_000, 1, dtype=torch.int64)
+    one, own = torch.ones(20_000, dtype=torch.int32), stream(20_000)
+    output = verify(p, q, token, counts=one, lengths=one, stream=own)
+    rejected = uniform(own, 1, Purpose.ACCEPT)[:, 0] >= 1 - 2**-11
+    assert torch.equal(output.num_accepted == 0, rejected)
+    expected = sample(p[:, 0], exponential(own, 2, Purpose.RESIDUAL))[rejected]
+    assert torch.equal(output.next_tokens[rejected], expected) and set(expected.tolist()) == {0, 1}
 
 
 def test_what_is_beyond_the_counts_does_not_matter(device: torch.device) -> None:

@@ -1,0 +1,101 @@
+/* Philox's words and the race for a token, on any processor: see random.py and sample.py.
+
+   A row's token depends on that row and its stream alone.
+*/
+
+#include <stdint.h>
+#include <string.h>
+
+#include "../common/inline.h"
+
+enum { ROUNDS = 10, COUNTERS = 32, BLOCK = 4 * COUNTERS };
+
+/* Whose draws: one number a row each. */
+typedef struct {
+    const int64_t *seeds, *choices, *positions;
+    int64_t purpose;
+} Stream;
+
+/* The words of indices first, first + 1, ...; first is a multiple of 4. */
+static void draw_block(uint32_t *words, const Stream *stream, int64_t row, int64_t first) {
+    uint32_t c0[COUNTERS], c1[COUNTERS], c2[COUNTERS], c3[COUNTERS];
+    uint32_t k0 = (uint32_t)stream->seeds[row], k1 = (uint32_t)((uint64_t)stream->seeds[row] >> 32);
+    for (int i = 0; i < COUNTERS; i++) {
+        c0[i] = (uint32_t)(first / 4 + i);
+        c1[i] = (uint32_t)stream->positions[row];
+        c2[i] = (uint32_t)stream->choices[row];
+        c3[i] = (uint32_t)stream->purpose;
+    }
+    for (int round = 0; round < ROUNDS; round++) {
+        for (int i = 0; i < COUNTERS; i++) {
+            uint64_t one = UINT64_C(0xD2511F53) * c0[i], two = UINT64_C(0xCD9E8D57) * c2[i];
+            c0[i] = (uint32_t)(two >> 32) ^ c1[i] ^ k0;
+            c1[i] = (uint32_t)two;
+            c2[i] = (uint32_t)(one >> 32) ^ c3[i] ^ k1;
+            c3[i] = (uint32_t)one;
+        }
+        k0 += 0x9E3779B9;
+        k1 += 0xBB67AE85;
+    }
+    for (int i = 0; i < COUNTERS; i++)
+        words[4 * i] = c0[i], words[4 * i + 1] = c1[i], words[4 * i + 2] = c2[i], words[4 * i + 3] = c3[i];
+}
+
+/* out [rows, count] */
+void draw_words(const Stream *stream, int64_t rows, int64_t count, int64_t *out) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t first = 0; first < count; first += BLOCK) {
+            uint32_t words[BLOCK];
+            draw_block(words, stream, row, first);
+            for (int64_t i = 0; i < smaller(BLOCK, count - first); i++) out[row * count + first + i] = words[i];
+        }
+}
+
+/* The natural logarithm of a normal number, to 6e-7 of it up to 15/16: an odd series in (m - 1) / (m + 1), where x is
+   m * 2^e and m in [sqrt(1/2), sqrt(2)). */
+INLINE float logarithm(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof x);
+    int32_t e = (bits - 0x3F3504F3) >> 23;
+    bits -= e * (1 << 23);
+    float m;
+    memcpy(&m, &bits, sizeof m);
+    float s = (m - 1) / (m + 1), t = s * s;
+    return (float)e * 0x1.62e43p-1f + s * (2 + t * (2 / 3.f + t * (2 / 5.f + t * (2 / 7.f + t * (2 / 9.f)))));
+}
+
+INLINE float exponential(uint32_t word) {
+    float u = (float)word * 0x1p-32f + 0x1p-33f;
+    if (word < 1u << 28) return u * (1 + u * (1 / 2.f + u * (1 / 3.f + u * (1 / 4.f + u * (1 / 5.f + u * (1 / 6.f))))));
+    return -logarithm((float)~word * 0x1p-32f + 0x1p-33f);
+}
+
+/* The first index of the largest p / e, 0 where no p is positive. */
+static int64_t race_of_row(const float *p, int64_t count, const Stream *stream, int64_t row) {
+    float best = 0;
+    int64_t winner = 0;
+    for (int64_t first = 0; first < count; first += BLOCK, p += BLOCK) {
+        int64_t size = smaller(BLOCK, count - first);
+        int runs = 0;
+        for (int64_t i = 0; i < size; i++) runs |= p[i] > 0;
+        if (!runs) continue;
+        uint32_t words[BLOCK];
+        draw_block(words, stream, row, first);
+        /* e is larger than the word / 2^32, so few come near the best, and only those need a logarithm. */
+        float bound = best * (0x1p-31f * (1 - 0x1p-20f));
+        int is_near = 0;
+        for (int64_t i = 0; i < size; i++) is_near |= p[i] > bound * (float)(int32_t)(words[i] >> 1);
+        if (!is_near) continue;
+        for (int64_t i = 0; i < size; i++) {
+            float value = p[i] / exponential(words[i]);
+            if (value > best) best = value, winner = first + i;
+        }
+    }
+    return winner;
+}
+
+/* p [rows, count], tokens [rows] */
+void race(const float *p, const Stream *stream, int64_t rows, int64_t count, int64_t *tokens, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
+    for (int64_t row = 0; row < rows; row++) tokens[row] = race_of_row(p + row * count, count, stream, row);
+}

@@ -1,0 +1,64 @@
+"""Random words and the race for a token on the CPU, by `_draws.c` where that compiles.
+
+Legend: N rows, V numbers a row.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
+
+
+class _Stream(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("seeds", "choices", "positions")),
+        ("purpose", ctypes.c_int64),
+    )
+
+
+def draws() -> bool:
+    """Whether the functions below run on this machine."""
+    return _library() is not None
+
+
+def draw_words(stream: tuple[Tensor, Tensor, Tensor], count: int, purpose: int) -> Tensor:
+    """The words 0 … count − 1 of each row, [N, count] int64, of (seeds, choices, positions), [N] each."""
+    stream = _rows(stream)
+    out = torch.empty(len(stream[0]), count, dtype=torch.int64)
+    call(_library().draw_words, _at(stream, purpose), *out.shape, out.data_ptr())
+    return out
+
+
+def race(probabilities: Tensor, stream: tuple[Tensor, Tensor, Tensor], purpose: int) -> Tensor:
+    """The first argmax(p / e) of each row, [N] int64, of probabilities [N, V] fp32 and the stream's draws e."""
+    probabilities, stream = probabilities.contiguous(), _rows(stream)
+    tokens = torch.empty(len(probabilities), dtype=torch.int64)
+    arguments = *probabilities.shape, tokens.data_ptr(), torch.get_num_threads()
+    call(_library().race, probabilities.data_ptr(), _at(stream, purpose), *arguments)
+    return tokens
+
+
+def _rows(stream: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    seeds, choices, positions = stream
+    return seeds.long().contiguous(), choices.long().contiguous(), positions.long().contiguous()
+
+
+def _at(stream: tuple[Tensor, Tensor, Tensor], purpose: int) -> _Stream:
+    return _Stream(*(x.data_ptr() for x in stream), int(purpose))
+
+
+@cache
+def _library() -> Any:
+    library = compiled(Path(__file__).with_name("_draws.c"), needs=frozenset())
+    if library is not None:
+        number, pointer, stream = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(_Stream)
+        library.draw_words.argtypes = (stream, number, number, pointer)
+        library.race.argtypes = (pointer, stream, number, number, pointer, ctypes.c_int)
+        library.draw_words.restype = library.race.restype = None
+    return library
