@@ -101,26 +101,31 @@ class Load:
 
 
 def served(load: Load, length: int | None) -> float:
-    """Tokens a second over 400 simulated steps; `length` None is adaptive."""
+    """Tokens a second over 400 simulated steps; `length` None is adaptive, and only then the controller is told."""
+    learns = length is None
     read: dict[Sequence, int] = {}
     adaptive, random_ = adaptive_length(read), random.Random(1)
     sequences = [load.next_sequence(number) for number in range(load.num_decoding)]
     num_tokens, seconds = 0, 0.0
     for _ in range(400):
-        adaptive.begin_step(sequences)
+        if learns:
+            adaptive.begin_step(sequences)
         lengths = [adaptive(sequence) if length is None else length for sequence in sequences]
         for number in range(max(lengths)):
             drafting = [s for s, own in zip(sequences, lengths, strict=True) if own > number]
             rows = len(drafting) if number else sum(map(adaptive.draft.num_missing, drafting))
-            adaptive.draft_costs.record(rows, load.draft_pass_s(rows))
+            if learns:
+                adaptive.draft_costs.record(rows, load.draft_pass_s(rows))
             seconds += load.draft_pass_s(rows)
         rows = load.num_decoding + sum(lengths)
-        adaptive.target_costs.record(rows, 1 + load.row_s * rows)
+        if learns:
+            adaptive.target_costs.record(rows, 1 + load.row_s * rows)
         seconds += 1 + load.row_s * rows
         for sequence, own in zip(sequences, lengths, strict=True):
             accepted = next((n for n in range(own) if random_.random() > load.acceptance), own)
             if own:
-                adaptive.observe(sequence, own, accepted)
+                if learns:
+                    adaptive.observe(sequence, own, accepted)
                 read[sequence] = sequence.num_tokens + min(accepted, own - 1)
             sequence.tokens += [3] * (accepted + 1)
             num_tokens += accepted + 1
