@@ -1,9 +1,10 @@
-/* Philox's words and the race for a token, on any processor: see random.py and sample.py.
+/* Philox's words, the race for a token and the threshold of top-p, on any processor: see random.py and sample.py.
 
    A row's token depends on that row and its stream alone.
 */
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "../common/inline.h"
@@ -98,4 +99,69 @@ static int64_t race_of_row(const float *p, int64_t count, const Stream *stream, 
 void race(const float *p, const Stream *stream, int64_t rows, int64_t count, int64_t *tokens, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
     for (int64_t row = 0; row < rows; row++) tokens[row] = race_of_row(p + row * count, count, stream, row);
+}
+
+typedef struct {
+    float score, weight;
+} Candidate;
+
+INLINE void swap(Candidate *one, Candidate *other) {
+    Candidate kept = *one;
+    *one = *other;
+    *other = kept;
+}
+
+/* The least score that is kept: of all larger ones together the weights are below the limit. Changes the order. */
+static float least_of(Candidate *candidates, int64_t count, double limit) {
+    int64_t low = 0, high = count;
+    double before = 0; /* the weights above candidates[low .. high) */
+    for (;;) {
+        /* Larger ones go to [low, larger), smaller ones to [smaller, high); pivots and NaNs stay between them. */
+        float pivot = candidates[low + (high - low) / 2].score;
+        int64_t larger = low, smaller = high;
+        double above = before, equal = 0;
+        for (int64_t i = low; i < smaller;) {
+            if (candidates[i].score > pivot) {
+                above += candidates[i].weight;
+                swap(&candidates[larger++], &candidates[i++]);
+            } else if (candidates[i].score < pivot) {
+                swap(&candidates[--smaller], &candidates[i]);
+            } else {
+                equal += candidates[i++].weight;
+            }
+        }
+        if (above >= limit && larger > low) {
+            high = larger;
+        } else if (above + equal >= limit || smaller == high) {
+            return pivot;
+        } else {
+            before = above + equal;
+            low = smaller;
+        }
+    }
+}
+
+/* The least kept score of each row of scores [rows, count], whose weights [rows, count] sum to 1. Returns 1 where memory
+   is missing. */
+int least_kept(
+    const float *scores, const float *weights, const float *limits, int64_t rows, int64_t count, float *out, int threads
+) {
+    int is_short = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(| : is_short) if (threads > 1 && rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        Candidate *candidates = malloc(count * sizeof *candidates);
+        if (candidates == NULL) {
+            is_short = 1;
+            continue;
+        }
+        const float *score = scores + row * count, *weight = weights + row * count;
+        /* All that weigh less than this make no more than 1 - limit together, so the limit is reached before them. */
+        float least = (1 - limits[row]) / count / 2;
+        int64_t kept = 0;
+        for (int64_t i = 0; i < count; i++)
+            if (!(weight[i] < least)) candidates[kept++] = (Candidate){score[i], weight[i]};
+        out[row] = least_of(candidates, kept, limits[row]);
+        free(candidates);
+    }
+    return is_short;
 }

@@ -1,4 +1,4 @@
-"""Random words and the race for a token on the CPU, by `_draws.c` where that compiles.
+"""Random words, the race for a token and the threshold of top-p on the CPU, by `_draws.c` where that compiles.
 
 Legend: N rows, V numbers a row.
 """
@@ -44,6 +44,18 @@ def race(probabilities: Tensor, stream: tuple[Tensor, Tensor, Tensor], purpose: 
     return tokens
 
 
+def least_kept(scores: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
+    """The least score of each row, [N, 1], above which scores of less weight than the limit are.
+
+    Scores and weights [N, V] fp32, the weights of a row sum to 1; limits [N] below 1.
+    """
+    scores, weights, limits = scores.contiguous(), weights.contiguous(), limits.float().contiguous()
+    out = torch.empty(len(scores), 1, dtype=torch.float32)
+    pointers = scores.data_ptr(), weights.data_ptr(), limits.data_ptr()
+    call(_library().least_kept, *pointers, *scores.shape, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
 def _rows(stream: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     seeds, choices, positions = stream
     return seeds.long().contiguous(), choices.long().contiguous(), positions.long().contiguous()
@@ -60,5 +72,7 @@ def _library() -> Any:
         number, pointer, stream = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(_Stream)
         library.draw_words.argtypes = (stream, number, number, pointer)
         library.race.argtypes = (pointer, stream, number, number, pointer, ctypes.c_int)
+        library.least_kept.argtypes = (pointer, pointer, pointer, number, number, pointer, ctypes.c_int)
+        library.least_kept.restype = ctypes.c_int
         library.draw_words.restype = library.race.restype = None
     return library

@@ -289,6 +289,8 @@ def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     probabilities = torch.softmax(scores, dim=-1)
+    if not scores.is_cuda and in_c.draws():
+        return scores.masked_fill_(scores < in_c.least_kept(scores, probabilities, top_p), -math.inf)
     num_candidates, vocabulary = _FIRST_CANDIDATES, scores.shape[-1]
     while True:
         num_candidates = min(num_candidates, vocabulary)
