@@ -1,7 +1,7 @@
 """Compile Triton kernels for a GPU that is not there: types, layouts and shared memory, which the interpreter ignores.
 
 `python -m tests.native_compile 90 around losses` calls public wrappers on CPU tensors of a model's shapes. Each launch
-is compiled for an H100 (`80`: for an A100) as it would be on one, and not run: each down to PTX, the first of each kernel
+is compiled for an H100 (`80`: an A100) as it would be on one, and not run: down to PTX, and the first of each kernel
 down to machine code, which takes a third of the time and finds nothing more in the others. Prints a line of JSON a
 kernel. It needs a process of its own: where Triton interprets, it cannot compile.
 """

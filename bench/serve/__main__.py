@@ -133,11 +133,13 @@ def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, An
     }  # fmt: skip
 
 
-def beside_llama_cpp(folder: Path, rounds: int, new_tokens: int = 128) -> dict[str, Any]:
+def beside_llama_cpp(
+    folder: Path, rounds: int, new_tokens: int = 128, file_types: tuple[str, ...] = LLAMA_CPP_TYPES
+) -> dict[str, Any]:
     """Both servers, of one GGUF file after another, by turns."""
     threads, dtype = torch.get_num_threads(), str(DTYPE).removeprefix("torch.")
     parts: dict[str, Any] = {"threads": threads, "dtype": dtype}
-    for file_type in LLAMA_CPP_TYPES:
+    for file_type in file_types:
         with tempfile.TemporaryDirectory() as scratch:
             file, unpacked = Path(scratch, "model.gguf"), Path(scratch, "model")
             export_gguf(folder, file, type=file_type)
