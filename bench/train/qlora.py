@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -64,6 +63,8 @@ def potstill(case: Case) -> Side:
 
 
 def peft(case: Case) -> Side:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
     stage = stage_of(case)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,

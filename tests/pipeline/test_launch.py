@@ -1,4 +1,7 @@
-"""The same recipe started plainly, by `accelerate launch`, and as two processes by torchrun: the same losses."""
+"""The same recipe started plainly, by `accelerate launch`, and as two processes by torchrun: the same losses.
+
+The barriers of a run and its training share one Accelerator; a second one of another precision would be refused.
+"""
 
 import json
 import os
@@ -16,7 +19,8 @@ NO_SPEED = "evaluate.speed.batch_sizes=[]"
 
 
 def launch(tiny: TinyRun, *command: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    """By a launcher that asks for bf16, of which the recipe knows nothing."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
     arguments = [*command, "-m", "pipeline", *tiny.arguments(NO_SPEED)]
     done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,37 +51,9 @@ def test_two_processes_give_the_losses_of_one(finished_run: TinyRun, tmp_path: P
     assert logged(tiny) == two, "a second time nothing runs"
 
 
-def test_a_launcher_that_asks_for_bf16_leaves_precision_to_the_recipe(tmp_path: Path) -> None:
-    """The barriers of a run and its training share one Accelerator; a second one would be refused."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    arguments = [*command, "-m", "tests.pipeline.test_launch", str(tmp_path)]
-    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
-
-
-def train_as_one_of_two(folder: Path) -> None:
-    """What a stage does in each process: it waits for the others, then trains."""
-    from pipeline.processes import Processes
-    from tests.train.toy import toy_trainer
-
-    processes = Processes()
-    processes.wait()
-    trainer = toy_trainer(folder, tokens=128)
-    assert trainer.world == processes.count == 2 and trainer.accelerator.mixed_precision == "no"
-    assert trainer.train().steps == 1
-    (folder / f"rank-{trainer.rank}").touch()
-    processes.close()
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
 def test_launch_files_hold_what_accelerate_knows(path: Path) -> None:
     from accelerate.commands.config.config_args import ClusterConfig
 
     config = ClusterConfig.from_yaml_file(str(path))
     assert config.mixed_precision == "no", "the recipe's precision decides"
-
-
-if __name__ == "__main__":
-    train_as_one_of_two(Path(sys.argv[1]))

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from model.files.artifact import open_artifact
@@ -76,6 +75,8 @@ def test_the_table_counts_bytes_as_they_are_stored(finished: tuple[Path, Result]
 
 
 def test_peft_reads_the_adapter_on_a_dense_base(finished: tuple[Path, Result], tmp_path: Path) -> None:
+    from peft import PeftModel
+
     home, _ = finished
     folder = home / "run" / "01-qlora" / "model"
     ours = load_model(home / "run" / "00-teacher" / "model", dtype=torch.float32)
