@@ -125,8 +125,10 @@ class Trainer:
         self.frozen = frozen_digest(model)
         model.to(self.accelerator.device)
         model.activation_checkpointing = config.activation_checkpointing
-        self.module = self.accelerator.prepare_model(_ObjectiveOfModel(model, objective))
-        self.accelerator.free_memory()  # it outlives the trainer, and must not keep the model
+        self.module: nn.Module = _ObjectiveOfModel(model, objective)
+        if self.world > 1:  # one process has nothing to wrap
+            self.module = self.accelerator.prepare_model(self.module)
+            self.accelerator.free_memory()  # it outlives the trainer, and must not keep the model
         self.dtype = training_dtype(config.precision, on_gpu=self.accelerator.device.type == "cuda")
         self.optimizer = make_optimizer(model, config)
         self.counters = _Counters()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,7 +22,7 @@ NO_SPEED = "evaluate.speed.batch_sizes=[]"
 def launch(tiny: TinyRun, *command: str) -> None:
     """By a launcher that asks for bf16, of which the recipe knows nothing."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    arguments = [*command, "-m", "pipeline", *tiny.arguments(NO_SPEED)]
+    arguments = [*command, *tiny.arguments(NO_SPEED)]
     done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -34,7 +35,8 @@ def logged(tiny: TinyRun) -> list[dict[str, float]]:
 @pytest.mark.slow
 def test_accelerate_launch_changes_nothing(finished_run: TinyRun, tmp_path: Path) -> None:
     tiny = TinyRun(finished_run.home, RunFolder(tmp_path / "run"))
-    launch(tiny, str(LAUNCHERS / "accelerate"), "launch", "--config_file", "configs/accelerate/cpu.yaml")
+    command = ["launch", "--config_file", "configs/accelerate/cpu.yaml", "-m", "pipeline"]
+    launch(tiny, str(LAUNCHERS / "accelerate"), *command)
     assert logged(tiny) == logged(finished_run)
     assert tiny.weights() == finished_run.weights()
 
@@ -42,13 +44,31 @@ def test_accelerate_launch_changes_nothing(finished_run: TinyRun, tmp_path: Path
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(finished_run: TinyRun, tmp_path: Path) -> None:
     tiny = TinyRun(finished_run.home, RunFolder(tmp_path / "run"))
-    launch(tiny, str(LAUNCHERS / "torchrun"), "--standalone", "--nproc_per_node", "2")
+    command = ["--standalone", "--nproc_per_node", "2", "-m", "tests.pipeline.test_launch"]
+    launch(tiny, str(LAUNCHERS / "torchrun"), *command)
     one, two = logged(finished_run), logged(tiny)
     assert len(one) == len(two) > 8
     for expected, found in zip(one, two, strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
-    launch(tiny, str(LAUNCHERS / "torchrun"), "--standalone", "--nproc_per_node", "2")
-    assert logged(tiny) == two, "a second time nothing runs"
+    assert {path.name for path in tiny.folder.path.glob("rank-*")} == {"rank-0", "rank-1"}
+
+
+def run_twice() -> None:
+    """The command `potstill` in one of two processes; a second time nothing runs."""
+    from pipeline.cli import main
+    from pipeline.processes import Processes
+    from train.accelerator import this_accelerator
+
+    folder = RunFolder(Path(sys.argv[sys.argv.index("--folder") + 1]))
+    log = folder.path / "01-distill" / "metrics.jsonl"
+    with mock.patch.object(Processes, "close"):  # the group lasts for both
+        assert main(sys.argv[1:]) == 0
+    accelerator = this_accelerator()
+    assert accelerator.num_processes == 2 and accelerator.mixed_precision == "no"
+    before = log.read_text(), log.stat().st_mtime_ns
+    assert main(sys.argv[1:]) == 0
+    assert (log.read_text(), log.stat().st_mtime_ns) == before
+    (folder.path / f"rank-{accelerator.process_index}").touch()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
@@ -57,3 +77,7 @@ def test_launch_files_hold_what_accelerate_knows(path: Path) -> None:
 
     config = ClusterConfig.from_yaml_file(str(path))
     assert config.mixed_precision == "no", "the recipe's precision decides"
+
+
+if __name__ == "__main__":
+    run_twice()
