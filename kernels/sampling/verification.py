@@ -224,7 +224,7 @@ def verify(
     _check(target_p, draft_p, tokens, parents, (counts, lengths))
     stream = check_stream(stream, len(tokens))
     if not runs_triton(target_p):
-        return _verify_in_torch(target_p, draft_p, tokens, counts, lengths, stream, parents)
+        return verify_in_torch(target_p, draft_p, tokens, counts, lengths, stream, parents)
     (batch, n), vocabulary, device = tokens.shape, target_p.shape[2], target_p.device
     output = VerifyOutput(
         *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (
@@ -288,7 +288,7 @@ def _check(
         raise ValueError(f"counts and lengths must have one number a sequence, {batch}")
 
 
-def _verify_in_torch(
+def verify_in_torch(
     target_p: Tensor,
     draft_p: Tensor | None,
     tokens: Tensor,

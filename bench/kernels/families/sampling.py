@@ -21,7 +21,7 @@ from kernels.sampling.ngram import MAX_NGRAM, find_ngrams_reference
 from kernels.sampling.random import Purpose, Stream, exponential, uniform
 from kernels.sampling.sample import Filters, adjusted_probabilities_reference, sample
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs_reference
-from kernels.sampling.verification import verify_reference, verify_with
+from kernels.sampling.verification import verify_in_torch, verify_reference
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 50, 0.9, 0.05
 PROMPT, OUTPUT, BIASES = 1000, 300, 4
@@ -277,8 +277,7 @@ def torch_tree(
     target_p: Tensor, draft_p: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor, parents: Tensor, stream: Stream
 ) -> Outputs:
     """What ours is on a CPU, node after node for all sequences, with the same draws; it reads results on the host."""
-    noise = uniform(stream, tokens.shape[1], Purpose.ACCEPT), exponential(stream, target_p.shape[2], Purpose.RESIDUAL)
-    return tuple(verify_with(target_p, draft_p, tokens, counts, lengths, parents=parents, noise=noise))
+    return tuple(verify_in_torch(target_p, draft_p, tokens, counts, lengths, stream, parents))
 
 
 def torch_ngrams(inputs: Inputs) -> Call:
