@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.common.triton_support import interpreted
+from kernels.sampling import _draws_cpu as in_c
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +26,12 @@ def device() -> Iterator[torch.device]:
         return
     with interpreted():
         yield torch.device("cpu")
+
+
+@pytest.fixture(params=["C", "torch"])
+def sampling_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What draws and filters on the CPU: `_draws.c`, and torch where that does not compile."""
+    if request.param == "torch":
+        monkeypatch.setattr(in_c, "draws", lambda: False)
+    elif not in_c.draws():
+        pytest.skip("no C compiler")

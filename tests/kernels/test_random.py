@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from scipy import stats
 
-from kernels.sampling import _draws_cpu as in_c
 from kernels.sampling import random
 from kernels.sampling.random import (
     Purpose,
@@ -79,16 +78,7 @@ def test_words_in_a_kernel(device: torch.device, seed: int) -> None:
     assert torch.equal(theirs.cpu(), expected)
 
 
-@pytest.fixture(params=["C", "torch"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What draws on the CPU: `_draws.c`, and torch where that does not compile."""
-    if request.param == "torch":
-        monkeypatch.setattr(in_c, "draws", lambda: False)
-    elif not in_c.draws():
-        pytest.skip("no C compiler")
-
-
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 @pytest.mark.parametrize("purpose", Purpose)
 @pytest.mark.parametrize("count", [1, 4, 39, 300])
 def test_words_of_every_row(purpose: Purpose, count: int) -> None:
@@ -113,7 +103,7 @@ def test_draws_are_those_of_the_cpu(device: torch.device, count: int) -> None:
     )
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 @pytest.mark.parametrize("count", [1, 127, 128, 3001])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])  # all equal, as of a model, nearly one-hot
 def test_races_by_them(count: int, spread: float) -> None:
@@ -129,14 +119,14 @@ def test_races_by_them(count: int, spread: float) -> None:
     torch.testing.assert_close(won, values.amax(dim=1), rtol=2e-6, atol=0)
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 def test_a_race_of_nobody_and_of_no_numbers_ends_with_a_token() -> None:
     p = torch.stack((torch.zeros(9), torch.full((9,), torch.nan), torch.eye(9)[5]))
     tokens = race(p, Stream(*(x[:3] for x in stream())), Purpose.DRAFT).tolist()
     assert all(0 <= token < 9 for token in tokens) and tokens[2] == 5
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 def test_draws_of_the_cpu() -> None:
     words = words_reference(stream(), 300, Purpose.TARGET)
     expected = -torch.log1p(-(words.double() + 0.5) / 2**32)

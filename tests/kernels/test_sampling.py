@@ -7,7 +7,6 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kernels.sampling import _draws_cpu as in_c
 from kernels.sampling.random import Stream
 from kernels.sampling.sample import (
     Filters,
@@ -35,16 +34,7 @@ def random_parameters(rows: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(params=["C", "torch"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What filters on the CPU: `_draws.c`, and torch where that does not compile."""
-    if request.param == "torch":
-        monkeypatch.setattr(in_c, "draws", lambda: False)
-    elif not in_c.draws():
-        pytest.skip("no C compiler")
-
-
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])  # nearly uniform to nearly one-hot
 @pytest.mark.parametrize("vocabulary", [1, 5, 3000])
 def test_equals_the_reference(spread: float, vocabulary: int) -> None:
@@ -56,7 +46,7 @@ def test_equals_the_reference(spread: float, vocabulary: int) -> None:
     assert torch.equal(actual > 0, expected > 0)
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.3}, {"top_k": 7}, {"top_p": 0.6}, {"top_p": 0.001}, {"min_p": 0.2},
@@ -85,14 +75,14 @@ def test_greedy_is_one_hot_at_the_first_maximum() -> None:
     assert torch.equal(actual, torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]))
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
     for settings in ({"top_k": 2}, {"top_p": 0.6}):
         assert (adjusted_probabilities(logits, **parameters(1, **settings)) > 0).tolist() == [[True, True, True, False]]
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("sampling_form")
 def test_forbidden_tokens_stay_impossible() -> None:
     logits = torch.randn(4, 10)
     logits[:, 3:] = -math.inf
