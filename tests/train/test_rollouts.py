@@ -7,8 +7,8 @@ import torch
 
 from model.transformer import Transformer
 from pipeline.stages.shared.rollouts import EngineRollouts
-from tests.serve.toys import greedy_oracle, toy_tokenizer
-from tests.tiny import tiny_model
+from tests.serve.toys import toy_tokenizer
+from tests.tiny import full_logits, tiny_model
 from tests.train.toy import SEQUENCE_LENGTH, batch_of, random_sequences, toy_documents, toy_trainer, weights_hash
 from train.config import Loss, OnPolicy
 from train.objectives import Distillation
@@ -76,12 +76,15 @@ def test_no_more_is_written_than_fits_the_batch_and_seeds_follow_from_the_genera
 
 
 def test_the_engine_writes_with_the_weights_of_the_moment() -> None:
+    """In the dtype that the machine multiplies fast: in bf16 the best of near equals may be another."""
     rollouts = EngineRollouts(toy_tokenizer(), OnPolicy(1.0, 4, 6, temperature=0.0), sequence_length=32)
     for seed in (1, 2, 3):
         model, prompts = tiny_model(seed=seed), [sequence[:4] for sequence in SEQUENCES]
         written = rollouts.write(model, prompts, [0, 0, 0])
         for prompt, answer in zip(prompts, written, strict=True):
-            assert answer == greedy_oracle(model, prompt, 6)[: len(answer)]
+            scores = full_logits(model, prompt + answer)[len(prompt) - 1 : -1]
+            lost = scores.amax(1) - scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert answer and lost.max() < 0.02 * scores.std()
 
 
 class StopsAtStep(Tracker):
