@@ -1,7 +1,8 @@
 """`quantized_linear` on the CPU.
 
-Few rows go through `_skinny_cpu`, or, where that cannot be compiled, in bf16 through torch's packed products. Else a
-block of outputs at a time becomes a matrix of the dtype of x: there is never more than a block of the weight in it.
+With AMX rows in bf16 go through `_tiles_cpu`. Few rows go through `_skinny_cpu`, or, where that cannot be compiled, in
+bf16 through torch's packed products. Else a block of outputs at a time becomes a matrix of the dtype of x: there is
+never more than a block of the weight in it.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from kernels.linear._skinny_cpu import (
     skinny_product,
     slices,
 )
+from kernels.linear._tiles_cpu import has_tiles, tiled_product
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -82,17 +84,21 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
+    if weight.skinny is not None and has_tiles(x):
+        return _with_bias(tiled_product(x, weight.skinny), bias)
     if weight.skinny is not None and multiplies(x.dtype) and x.shape[0] <= MOST_SKINNY_ROWS:
-        product = skinny_product(x, weight.skinny)
-        return product if bias is None else product.add_(bias)
+        return _with_bias(skinny_product(x, weight.skinny), bias)
     if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:
         parts = [_packed_product(x[rows].contiguous(), weight) for rows in slices(len(x), _PACKED_ROWS_AT_ONCE)]
-        out = torch.cat(parts) if parts else x.new_empty(0, weight.shape[0])
-        return out if bias is None else out.add_(bias)
+        return _with_bias(torch.cat(parts) if parts else x.new_empty(0, weight.shape[0]), bias)
     bias = None if bias is None else bias.to(x.dtype)
     return linear_in_blocks(
         x, weight.shape[0], bias, lambda rows: _expanded(weight, x.dtype, rows), _block_elements(weight)
     )
+
+
+def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product.add_(bias)
 
 
 def _packed_product(x: Tensor, weight: CpuWeight) -> Tensor:

@@ -173,10 +173,10 @@ INLINE void multiply_format(int format, const Weight *w, const char *x, float *y
 }
 
 /* The largest magnitude; NaN beside a NaN, which a maximum would forget. */
-INLINE float largest(const float *x, int64_t count) {
+INLINE float largest(int dtype, const void *x, int64_t count) {
     __m256 most = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f), broken = _mm256_setzero_ps();
     for (int64_t i = 0; i < count; i += LANES) {
-        __m256 lanes = _mm256_loadu_ps(x + i);
+        __m256 lanes = load(dtype, at(dtype, x, i));
         broken = _mm256_or_ps(broken, _mm256_cmp_ps(lanes, lanes, _CMP_UNORD_Q));
         most = _mm256_max_ps(most, _mm256_andnot_ps(sign, lanes));
     }
@@ -187,14 +187,22 @@ INLINE float largest(const float *x, int64_t count) {
     return found;
 }
 
-/* q of a block and its sum, as `round_activations` of kernels/linear/rounded.py has them. */
+/* s of neighbours, and below q, as `round_activations` of kernels/linear/rounded.py has them. */
+INLINE float scale_of(int dtype, const void *x, int64_t count) {
+    float scale = largest(dtype, x, count) / 127.5f;
+    return scale < 1e-30f ? 1e-30f : scale; /* NaN stays */
+}
+
+INLINE __m256i round_lanes(__m256 x, float scale) {
+    __m256 scaled = _mm256_div_ps(x, _mm256_set1_ps(scale));
+    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(scaled, _mm256_set1_ps(-128)), _mm256_set1_ps(127)));
+}
+
+/* q of a block, and its sum. */
 INLINE int32_t round_block(const float *x, float scale, int32_t *q) {
     int32_t sum = 0;
-    for (int i = 0; i < BLOCK; i += LANES) {
-        __m256 scaled = _mm256_div_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(scale));
-        scaled = _mm256_min_ps(_mm256_max_ps(scaled, _mm256_set1_ps(-128)), _mm256_set1_ps(127));
-        _mm256_storeu_si256((__m256i *)(q + i), _mm256_cvtps_epi32(scaled));
-    }
+    for (int i = 0; i < BLOCK; i += LANES)
+        _mm256_storeu_si256((__m256i *)(q + i), round_lanes(_mm256_loadu_ps(x + i), scale));
     for (int i = 0; i < BLOCK; i++) sum += q[i];
     return sum;
 }
@@ -219,10 +227,7 @@ INLINE void store_bytes(Bytes *block, const int32_t *q, float scale) {
 INLINE void round_row(const float *x, int64_t k, int64_t group, int nibbles, char *out) {
     float scale = 0;
     for (int64_t b = 0; b < k; b += BLOCK) {
-        if (b % group == 0) {
-            scale = largest(x + b, group) / 127.5f;
-            scale = scale < 1e-30f ? 1e-30f : scale; /* NaN stays */
-        }
+        if (b % group == 0) scale = scale_of(FP32, x + b, group);
         int32_t q[BLOCK], sum = round_block(x + b, scale, q);
         if (nibbles)
             store_nibbles((Nibbles *)out + b / SPAN, b % SPAN / BLOCK, q, sum, scale);
@@ -260,4 +265,18 @@ int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x
     }
     free(block);
     return 0;
+}
+
+/* s * q of rows of bf16, in bf16, of which `group` neighbours share a scale. */
+void rounded_rows(const uint16_t *x, int64_t stride, int64_t k, int64_t group, uint16_t *out, int64_t rows, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows > BLOCK_ROWS)
+    for (int64_t t = 0; t < rows; t++)
+        for (int64_t start = 0; start < k; start += group) {
+            const uint16_t *from = x + t * stride + start;
+            float scale = scale_of(BF16, from, group);
+            for (int64_t i = 0; i < group; i += LANES) {
+                __m256 q = _mm256_cvtepi32_ps(round_lanes(load(BF16, from + i), scale));
+                store(BF16, out + t * k + start + i, rounded(BF16, _mm256_mul_ps(q, _mm256_set1_ps(scale))));
+            }
+        }
 }

@@ -36,6 +36,15 @@ def rounded_product(x: Tensor, weight: SkinnyWeight, group: int) -> Tensor:
     return out
 
 
+def rounded_rows(x: Tensor, group: int) -> Tensor:
+    """The numbers that such rows stand for, in bf16 as x is."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty(x.shape)
+    place = x.data_ptr(), x.stride(0), x.shape[1], group
+    call(_library().rounded_rows, *place, out.data_ptr(), x.shape[0], torch.get_num_threads())
+    return out
+
+
 @cache
 def _library() -> Any:
     library = compiled(Path(__file__).with_name("_rounded.c"), needs=NEEDS | {"f16c"})
@@ -44,4 +53,7 @@ def _library() -> Any:
         product = library.rounded_product
         product.argtypes = (ctypes.POINTER(WeightAddress), pointer, number, number, pointer, number, ctypes.c_int)
         product.restype = ctypes.c_int
+        rows = library.rounded_rows
+        rows.argtypes = (pointer, number, number, number, pointer, number, ctypes.c_int)
+        rows.restype = None
     return library

@@ -3,6 +3,8 @@
     bf16 rows    `_skinny.c`        AVX-512 BF16 and VBMI     quantized weights
     fp32 rows    `_skinny_wide.c`   AVX2, FMA and F16C        quantized weights, or numbers in bf16
 
+(With AMX `_tiles_cpu` multiplies all but single rows in bf16.)
+
 The weight is read as it is stored, so preparing it copies nothing, and W is `dequantize` in the dtype of x to the bit.
 
 Legend: T tokens, K input features, N output features.

@@ -6,9 +6,10 @@ for each group of a token's neighbours, as llama.cpp does on CPUs.
     y[t, n] = Σ_k s[t, k] · q[t, k] · W[n, k] + b[n]
 
 q is computed in fp32. On CPUs with AVX2 the codes of integer weights are multiplied as integers (`_rounded.c`): exactly
-within 32 neighbours, in fp32 between. Elsewhere `quantized_linear` multiplies, at its speed: with q, whose values are
-numbers of bf16, fp16 and fp32, and s after the sum, where a token has one scale; else with s · q. The gradient of x
-passes the rounding as if it were none (straight-through).
+within 32 neighbours, in fp32 between. Several rows in bf16, where there is AMX, are multiplied as s · q in bf16
+(`_tiles_cpu`). Elsewhere `quantized_linear` multiplies, at its speed: with q, whose values are numbers of bf16, fp16
+and fp32, and s after the sum, where a token has one scale; else with s · q. The gradient of x passes the rounding as if
+it were none (straight-through).
 
 Source: vllm-project/compressed-tensors, dynamic per-token and group quantization; narrow:
 https://arxiv.org/abs/2402.17764.
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu
-from kernels.linear._rounded_cpu import rounded_product, takes
+from kernels.linear._rounded_cpu import rounded_product, rounded_rows, takes
+from kernels.linear._tiles_cpu import has_tiles, tiled_product
 from kernels.linear.lora import wants_gradients
 from kernels.linear.quantized import PreparedQuantizedWeight, quantized_linear
 
@@ -75,6 +77,8 @@ def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:
 
 
 def _integer_product(x: Tensor, weight: CpuWeight, group: int) -> Tensor:
+    if has_tiles(x):
+        return tiled_product(rounded_rows(x, group), weight.skinny)  # type: ignore[arg-type]
     product: Tensor = rounded_product(x, weight.skinny, group)  # type: ignore[arg-type]
     return product.to(x.dtype)
 

@@ -1,0 +1,48 @@
+"""Products of rows in bf16 with a quantized weight by AMX, the matrix registers of some CPUs (`_tiles.c`)."""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.common.compiled import compiled
+from kernels.common.cpu_graph import call
+from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
+
+_NEEDS = frozenset({"amx_bf16", "avx512_bf16", "avx512vbmi"})
+_FEWEST_ROWS = 2
+"""Measured with `python -m bench.kernels.decode`: a single row costs less without these registers."""
+log = logging.getLogger(__name__)
+
+
+def has_tiles(x: Tensor) -> bool:
+    """Whether rows x [T, K] are best multiplied here."""
+    return x.dtype == torch.bfloat16 and x.shape[0] >= _FEWEST_ROWS and _library() is not None
+
+
+def tiled_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
+    """x Wᵀ, [T, N], of x [T, K], both bf16."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, multiply = x.shape[0], _library().tiled_product
+    out = x.new_empty(rows, weight.at.n)
+    call(multiply, weight.at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
+    return out
+
+
+@cache
+def _library() -> Any:
+    library = compiled(Path(__file__).with_name("_tiles.c"), needs=_NEEDS)
+    if library is None:
+        return None
+    if library.permit_tiles():
+        log.info("products by AMX run without it: the system does not permit its registers")
+        return None
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.tiled_product.argtypes = (ctypes.POINTER(WeightAddress), pointer, number, pointer, number, ctypes.c_int)
+    library.tiled_product.restype = ctypes.c_int
+    return library
