@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import kernels.attention._decode_cpu as attention
 import kernels.linear._rounded_cpu as integers
 import kernels.linear._skinny_cpu as products
+import kernels.linear._tiles_cpu as tiles
 from bench.common import DTYPE, teacher_folder, write_result
 from model.files.checkpoint import load_model
 from model.formats.gguf.reader import import_gguf_blocks
@@ -87,6 +88,7 @@ def clock(seconds: dict[str, float]) -> None:
     """Has the seconds that pass in the C forms added up, by name, in passes that are captured from here on too."""
     for library, name in (
         (products._library(DTYPE), "skinny_product"),
+        (tiles._library(), "tiled_product"),
         (integers._library(), "rounded_product"),
         (attention._library(DTYPE), "attend_decode"),
     ):
