@@ -65,7 +65,7 @@ def compare(type: str, asked: list[list[int]], scratch: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=200, help="positions that are compared")
+    parser.add_argument("--prompts", type=int, default=40, help="positions that are compared")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     options = parser.parse_args()
     check_installed()
@@ -76,7 +76,8 @@ def main() -> None:
             for name, far in found[type].items():
                 equal = far["equal_first_choices"]
                 print(f"  {type} against {name}: KL {far['kl']:.2e}, {equal:.1%} equal first choices", flush=True)
-    write_result("gguf-agreement-cpu", "python -m bench.quantize.agreement", {"positions": len(asked), "types": found})
+    command = f"python -m bench.quantize.agreement --prompts {len(asked)} --types {' '.join(options.types)}"
+    write_result("gguf-agreement-cpu", command, {"positions": len(asked), "types": found})
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def opened(path: Path, *, at_once: int = 512) -> Iterator[LlamaCpp]:
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel, params.port, params.warmup, params.verbosity = 512, 1, 0, False, 0
-    params.n_batch = params.n_ubatch = at_once
+    params.n_ubatch = at_once
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
