@@ -110,27 +110,18 @@ INLINE void multiply(const uint16_t *outputs, const uint16_t *x, int64_t k, uint
     int is_wide = rows > SIDE;
     _tile_zero(SUMS_11);
     _tile_zero(SUMS_21);
-    if (is_wide) {
-        _tile_zero(SUMS_12);
-        _tile_zero(SUMS_22);
-        for (int64_t at = 0; at < SIDE * k; at += TILE) {
-            _tile_loadd(OUTPUTS_1, outputs + at, 64);
-            _tile_loadd(ROWS_1, x + at, 64);
-            _tile_dpbf16ps(SUMS_11, OUTPUTS_1, ROWS_1);
-            _tile_loadd(ROWS_2, second_rows + at, 64);
-            _tile_dpbf16ps(SUMS_12, OUTPUTS_1, ROWS_2);
-            _tile_loadd(OUTPUTS_2, second_outputs + at, 64);
-            _tile_dpbf16ps(SUMS_21, OUTPUTS_2, ROWS_1);
-            _tile_dpbf16ps(SUMS_22, OUTPUTS_2, ROWS_2);
-        }
-    } else {
-        for (int64_t at = 0; at < SIDE * k; at += TILE) {
-            _tile_loadd(ROWS_1, x + at, 64);
-            _tile_loadd(OUTPUTS_1, outputs + at, 64);
-            _tile_dpbf16ps(SUMS_11, OUTPUTS_1, ROWS_1);
-            _tile_loadd(OUTPUTS_2, second_outputs + at, 64);
-            _tile_dpbf16ps(SUMS_21, OUTPUTS_2, ROWS_1);
-        }
+    _tile_zero(SUMS_12);
+    _tile_zero(SUMS_22);
+    for (int64_t at = 0; at < SIDE * k; at += TILE) {
+        _tile_loadd(OUTPUTS_1, outputs + at, 64);
+        _tile_loadd(ROWS_1, x + at, 64);
+        _tile_dpbf16ps(SUMS_11, OUTPUTS_1, ROWS_1);
+        _tile_loadd(OUTPUTS_2, second_outputs + at, 64);
+        _tile_dpbf16ps(SUMS_21, OUTPUTS_2, ROWS_1);
+        if (!is_wide) continue;
+        _tile_loadd(ROWS_2, second_rows + at, 64);
+        _tile_dpbf16ps(SUMS_12, OUTPUTS_1, ROWS_2);
+        _tile_dpbf16ps(SUMS_22, OUTPUTS_2, ROWS_2);
     }
     _tile_stored(SUMS_11, sums[0], 64);
     _tile_stored(SUMS_21, sums[1], 64);
