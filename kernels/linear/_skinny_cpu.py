@@ -110,9 +110,14 @@ def prepare_skinny_numbers(weight: Tensor) -> SkinnyWeight[Tensor] | None:
 
 def skinny_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
     """x Wᵀ, [T, N], of x [T, K] in a dtype that `multiplies`."""
+    return product_in_c(_library(x.dtype).skinny_product, x, weight)
+
+
+def product_in_c(multiply: Any, x: Tensor, weight: SkinnyWeight) -> Tensor:
+    """x Wᵀ, [T, N], of x [T, K], by a function of a C source."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows, multiply = x.shape[0], _library(x.dtype).skinny_product  # len(x) costs a microsecond
+    rows = x.shape[0]  # len(x) costs a microsecond
     out = x.new_empty(rows, weight.at.n)
     call(multiply, weight.at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
     return out

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
-from kernels.common.cpu_graph import call
-from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
+from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress, product_in_c
 
 _NEEDS = frozenset({"amx_bf16", "avx512_bf16", "avx512vbmi"})
 _FEWEST_ROWS = 2
@@ -26,12 +25,7 @@ def has_tiles(x: Tensor) -> bool:
 
 def tiled_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
     """x Wᵀ, [T, N], of x [T, K], both bf16."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows, multiply = x.shape[0], _library().tiled_product
-    out = x.new_empty(rows, weight.at.n)
-    call(multiply, weight.at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
-    return out
+    return product_in_c(_library().tiled_product, x, weight)
 
 
 @cache
