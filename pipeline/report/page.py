@@ -51,7 +51,7 @@ def render(recipe: Recipe, results: Sequence[Result[Any]], curves: Curves) -> st
     sections = [
         *run_sections(recipe, results),
         models_section(rows),
-        _before_and_after(rows),
+        _before_and_after(results),
         *sections_of(results, curves),
         *(_training(stage, logged) for stage, logged in curves.items()),
         _speed(rows),
@@ -159,22 +159,18 @@ def _header(recipe: Recipe, results: Sequence[Result[Any]]) -> str:
 
 def _tiles(rows: Sequence[ModelReport]) -> str:
     """The four numbers that say whether the run was worth it."""
-    by_label = {row.label: row for row in rows}
     pair = next((row for row in rows if row.exact), None)
     students = [row for row in rows if row.quality and row.quality.kl and not row.exact and row.speed]
     teacher = next((row for row in rows if row.quality and not row.quality.kl and not row.exact), None)
     if not students or teacher is None:
         return ""
     student = students[-1]
-    before = by_label.get(f"{student.label}, before")
-    tiles = [(f"{teacher.weight_bytes / student.weight_bytes:.2f}×", f"smaller than {teacher.label}")]
+    tiles = [(f"{teacher.weight_bytes / student.weight_bytes:.2f}×", f"smaller than {teacher.label}: {student.label}")]
     if student.quality and student.quality.kl:
-        was = f", {before.quality.kl.value:.2f} before" if before and before.quality and before.quality.kl else ""
-        tiles.append((f"{student.quality.kl.value:.2f}", f"KL to {teacher.label}, nats a token{was}"))
+        tiles.append((f"{student.quality.kl.value:.2f}", f"KL to {teacher.label}, nats a token: {student.label}"))
     if student.quality and student.quality.acceptance:
-        tiles.append(
-            (f"{student.quality.acceptance.value:.2f}", f"1 − TV: drafted tokens {teacher.label} would accept")
-        )
+        accepted = f"1 − TV, drafted tokens {teacher.label} would accept: {student.label}"
+        tiles.append((f"{student.quality.acceptance.value:.2f}", accepted))
     for row in (student, pair):
         if row and row.speed and teacher.speed:
             gain = row.speed[0].tokens_per_s / teacher.speed[0].tokens_per_s
@@ -183,24 +179,30 @@ def _tiles(rows: Sequence[ModelReport]) -> str:
     return f'<section class="tiles">{cells}</section>'
 
 
-def _before_and_after(rows: Sequence[ModelReport]) -> Section:
-    """Bars for each student that was measured before and after training."""
+def _before_and_after(results: Sequence[Result[Any]]) -> Section:
+    """Bars for each student that was trained, measured before and after it against the same reference."""
     charts = []
-    by_label = {row.label: row for row in rows}
-    for before in rows:
-        label = before.label.removesuffix(", before")
-        after = by_label.get(label)
-        if label == before.label or after is None or not before.quality or not after.quality:
-            continue
-        for name, title in (("kl", "KL to the teacher"), ("acceptance", "1 − TV"), ("agreement", "Top-1 agreement")):
-            pair = [getattr(row.quality, name) for row in (before, after)]
-            if all(pair):
-                bars = zip((before, after), pair, (2, 1), strict=True)
-                charts.append(
-                    Bars(title, [Bar(row.label, one.value, _with_margin(one), color) for row, one, color in bars])
-                )
+    for result in results:
+        by_label = {row.label: row for row in result.models}
+        reference = next((row.label for row in result.models if not row.same_shape_as), "the teacher")
+        for before in result.models if result.cost.trained_tokens else ():
+            after = by_label.get(before.same_shape_as or "")
+            if after is not None:
+                charts += _bars_of(before, after, reference)
     note = "Held-out text; ± is the 95 % confidence interval, from the spread between batches."
     return Section("Before and after training", note, charts=charts)
+
+
+def _bars_of(before: ModelReport, after: ModelReport, reference: str) -> list[Bars]:
+    charts = []
+    for name, title in (("kl", f"KL to {reference}"), ("acceptance", "1 − TV"), ("agreement", "Top-1 agreement")):
+        pair = [getattr(row.quality, name, None) for row in (before, after)]
+        if all(pair):
+            bars = zip((before, after), pair, (2, 1), strict=True)
+            charts.append(
+                Bars(title, [Bar(row.label, one.value, _with_margin(one), color) for row, one, color in bars])
+            )
+    return charts
 
 
 def _training(stage: str, logged: Sequence[Mapping[str, float]]) -> Section:

@@ -34,13 +34,13 @@ th, td { padding: 9px 8px; text-align: right; border-top: 1px solid var(--rule);
 thead th { border-top: 0; color: var(--soft); font-weight: 500; font-size: 13px; white-space: normal;
   vertical-align: bottom; line-height: 1.3; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-tbody th { font-weight: 600; }
+tbody th { font-weight: 600; white-space: normal; min-width: 18ch; }
 td.text, th.text { text-align: left; white-space: normal; }
 .note { color: var(--soft); font-size: 13px; margin: 8px 2px 0; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(390px, 100%), 1fr)); gap: 16px; }
 .charts.bars { grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); align-items: start; }
-.card + .charts, .note + .charts, .charts + .card { margin-top: 16px; }
+.card + .charts, .note + .charts, .charts + .card, .card + .card { margin-top: 16px; }
 figure { margin: 0; padding: 14px 16px 10px; }
 figcaption { font-weight: 600; font-size: 14px; display: flex; justify-content: space-between; gap: 12px; }
 .legend { font-weight: 400; color: var(--soft); font-size: 13px; }

@@ -22,11 +22,13 @@ class Column:
 def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
     """One row for each model that some stage measured; a later stage's numbers replace an earlier one's.
 
-    A model that is kept in two states, before and after training, is timed once.
+    A model that is kept in two states, before and after training, is timed once; one that nothing trained has one state.
     """
     rows: dict[str, ModelReport] = {}
     for result in results:
         for report in result.models:
+            if report.same_shape_as and not result.cost.trained_tokens:
+                continue
             known = rows.get(report.label)
             if known is not None:
                 speed = report.speed or known.speed

@@ -210,14 +210,35 @@ def test_a_later_measurement_without_a_reference_keeps_the_distance_to_it() -> N
     assert row.quality == replace(quality(0.5), perplexity=3.0)
 
 
-def test_a_model_before_training_is_as_fast_as_after_it() -> None:
-    rows = collect_rows(
-        [
-            make_result(models=(ModelReport("a, before", 1, 2, 3, same_shape_as="a"), ModelReport("a", 1, 2, 3))),
-            make_result(models=(ModelReport("a", 1, 2, 3, speed=(SpeedPoint(1, 10.0),)),)),
-        ]
+def states(before: Quality, after: Quality) -> tuple[ModelReport, ...]:
+    return (
+        ModelReport("parent", 1, 2, 3, quality(None)),
+        ModelReport("a, before", 1, 2, 3, before, same_shape_as="a"),
+        ModelReport("a", 1, 2, 3, after),
     )
-    assert [row.speed for row in rows] == [(SpeedPoint(1, 10.0),)] * 2
+
+
+def test_a_model_before_training_is_as_fast_as_after_it() -> None:
+    fast = (SpeedPoint(1, 10.0),)
+    trained = make_result(models=states(quality(0.5), quality(0.25))[1:], cost=Cost(1.0, 1, trained_tokens=8))
+    rows = collect_rows([trained, make_result(models=(ModelReport("a", 1, 2, 3, speed=fast),))])
+    assert [row.speed for row in rows] == [fast] * 2
+
+
+def test_a_model_that_nothing_trained_has_one_state() -> None:
+    rows = collect_rows([make_result(models=states(quality(0.5), quality(0.5)))])
+    assert [row.label for row in rows] == ["parent", "a"]
+
+
+def test_training_is_shown_against_one_reference() -> None:
+    """A later stage that measures the trained model against another one is not what its training did."""
+    stage = make_result(models=states(quality(0.5), quality(0.25)), cost=Cost(1.0, 1, trained_tokens=8))
+    later = make_result(models=(ModelReport("a", 1, 2, 3, quality(0.875)),))
+    page = render(parse_recipe("name: x\nmodels: {m: {from: y}}\n"), [stage, later], {})
+    shown = page[page.index("Before and after training") :].split("</h2>")[1]
+    assert "KL to parent" in shown and "0.500" in shown and "0.250" in shown and "0.875" not in shown
+    untrained = render(parse_recipe("name: x\nmodels: {m: {from: y}}\n"), [replace(stage, cost=Cost(1.0, 1))], {})
+    assert "Before and after training" not in untrained
 
 
 def test_pieces_spell_the_text_and_nothing_after_it() -> None:
