@@ -10,44 +10,52 @@
 */
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "../common/lanes.h"
 #include "decode.h"
 
+/* STEP inputs from k on of TOKENS rows of x, times those of OUTPUTS rows of W, which are an even or an odd step. */
+INLINE void multiply_step(int format, const uint8_t *const *codes, int64_t bytes, int64_t k, const __m512i *key,
+                          const int is_odd, const uint16_t *x, __m512 sums[8][4], const int TOKENS, const int OUTPUTS) {
+    __m512i weights[4];
+    UNROLLED(int i = 0; i < OUTPUTS; i++) {
+        const uint8_t *here = codes[i] + bytes_of(format, k);
+        /* The same place of the next tile: the processor's own prefetch ends with a page, a row or two. */
+        _mm_prefetch(here + OUTPUTS * bytes, _MM_HINT_T0);
+        weights[i] = decode(format, here, key[i], is_odd);
+    }
+    UNROLLED(int t = 0; t < TOKENS; t++) {
+        __m512bh inputs = (__m512bh)_mm512_loadu_si512(x + k * TOKENS + t * STEP);
+        UNROLLED(int i = 0; i < OUTPUTS; i++)
+            sums[t][i] = _mm512_dpbf16_ps(sums[t][i], inputs, (__m512bh)weights[i]);
+    }
+}
+
 /* OUTPUTS columns of y from n on, of TOKENS rows of x, [K / 32, TOKENS, 32]; the first `rows` of them are stored. */
 INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows, const int TOKENS,
                  const int OUTPUTS) {
-    int64_t size = group_of(format, w), groups = (w->k + size - 1) / size, bytes = bytes_of(format, w->k);
+    int64_t size = group_of(format, w), together = groups_of_key(format, w), bytes = bytes_of(format, w->k), k = 0;
     int64_t output[4];
     const uint8_t *codes[4];
+    Constants constants[4];
     __m512 sums[8][4];
     UNROLLED(int i = 0; i < OUTPUTS; i++) {
         output[i] = smaller(n + i, w->n - 1); /* beyond the end the last one again */
         codes[i] = w->codes + output[i] * bytes;
         UNROLLED(int t = 0; t < TOKENS; t++) sums[t][i] = _mm512_setzero_ps();
     }
-    int64_t k = 0;
-    for (int64_t group = 0; group < groups; group++) {
-        __m512i key[4];
-        UNROLLED(int i = 0; i < OUTPUTS; i++) {
-            int64_t index = output[i] * groups + group;
-            _mm_prefetch(place_of(w, w->scales, index + OUTPUTS * groups), _MM_HINT_T0);
-            key[i] = group_key(format, group_values(format, w, index));
-        }
-        for (int64_t end = smaller(k + size, w->k); k < end; k += STEP) {
-            __m512i weights[4];
-            UNROLLED(int i = 0; i < OUTPUTS; i++) {
-                const uint8_t *here = codes[i] + bytes_of(format, k);
-                /* The same place of the next tile: the processor's own prefetch ends with a page, a row or two. */
-                _mm_prefetch(here + OUTPUTS * bytes, _MM_HINT_T0);
-                weights[i] = decode(format, here, key[i]);
+    for (int64_t first = 0; k < w->k; first += BLOCK) {
+        UNROLLED(int i = 0; i < OUTPUTS; i++) read_constants(format, w, output[i], first, OUTPUTS, &constants[i]);
+        for (int64_t group = 0; group < BLOCK && k < w->k; group += together) {
+            __m512i key[4];
+            UNROLLED(int i = 0; i < OUTPUTS; i++)
+                key[i] = group_key(format, &constants[i], group, group + together - 1);
+            int64_t end = smaller((first + group + together) * size, w->k);
+            for (; k < end; k += 2 * STEP) {
+                multiply_step(format, codes, bytes, k, key, 0, x, sums, TOKENS, OUTPUTS);
+                if (k + STEP < end) multiply_step(format, codes, bytes, k + STEP, key, 1, x, sums, TOKENS, OUTPUTS);
             }
-            UNROLLED(int t = 0; t < TOKENS; t++) {
-                __m512bh inputs = (__m512bh)_mm512_loadu_si512(x + k * TOKENS + t * STEP);
-                UNROLLED(int i = 0; i < OUTPUTS; i++)
-                    sums[t][i] = _mm512_dpbf16_ps(sums[t][i], inputs, (__m512bh)weights[i]);
-            }
+            k = end;
         }
     }
     UNROLLED(int t = 0; t < TOKENS; t++) {
@@ -75,15 +83,14 @@ INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, u
 INLINE int64_t tokens_of(int64_t rows) { return rows == 1 ? 1 : rows <= 4 ? 4 : 8; }
 
 /* x [rows, K] as [⌈rows / tokens⌉, K / 32, tokens, 32]: the same 32 elements of a tile's rows become neighbours, since
-   rows 8 KiB apart would fight for lines of the cache. What is beyond the last row is zero. */
-INLINE void pack_tiles(const uint16_t *x, int64_t x_stride, uint16_t *out, int64_t rows, int64_t k, int64_t tokens) {
+   rows 8 KiB apart would fight for lines of the cache. They are in mixed order; what is beyond the last row is zero. */
+INLINE void pack_tiles(int format, const uint16_t *x, int64_t x_stride, uint16_t *out, int64_t rows, int64_t k,
+                       int64_t tokens) {
     for (int64_t t = 0; t < (rows + tokens - 1) / tokens * tokens; t++)
         for (int64_t c = 0; c < k; c += STEP) {
+            __m512i numbers = t < rows ? _mm512_loadu_si512(x + t * x_stride + c) : _mm512_setzero_si512();
             uint16_t *to = out + t / tokens * tokens * k + c * tokens + t % tokens * STEP;
-            if (t < rows)
-                memcpy(to, x + t * x_stride + c, STEP * sizeof *to);
-            else
-                memset(to, 0, STEP * sizeof *to);
+            _mm512_storeu_si512(to, mixed(format, numbers));
         }
 }
 
@@ -92,7 +99,7 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
     int64_t tokens = tokens_of(rows);
     uint16_t *x = malloc((rows + tokens - 1) / tokens * tokens * w->k * sizeof *x);
     if (rows && !x) return 1;
-    pack_tiles(inputs, stride, x, rows, w->k, tokens);
+    pack_tiles(w->format, inputs, stride, x, rows, w->k, tokens);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += outputs_of(tokens))
         for (int64_t t = 0; t < rows; t += tokens) {
@@ -117,12 +124,12 @@ void expand_rows(const Weight *w, int64_t start, int64_t stop, uint16_t *out, in
     for (int64_t n = start; n < stop; n++) {
         uint16_t *row = out + (n - start) * w->k;
         switch (format_of(w)) {
-        case NF4: decode_row(NF4, w, n, 1, row, STEP); break;
-        case INT4: decode_row(INT4, w, n, 1, row, STEP); break;
-        case INT8: decode_row(INT8, w, n, 1, row, STEP); break;
-        case FP8: decode_row(FP8, w, n, 1, row, STEP); break;
-        case INT4_FROM_MINIMA: decode_row(INT4_FROM_MINIMA, w, n, 1, row, STEP); break;
-        case INT8_SIXTEENS: decode_row(INT8_SIXTEENS, w, n, 1, row, STEP); break;
+        case NF4: decode_row(NF4, w, n, 0, w->k, 1, row, STEP, 0); break;
+        case INT4: decode_row(INT4, w, n, 0, w->k, 1, row, STEP, 0); break;
+        case INT8: decode_row(INT8, w, n, 0, w->k, 1, row, STEP, 0); break;
+        case FP8: decode_row(FP8, w, n, 0, w->k, 1, row, STEP, 0); break;
+        case INT4_FROM_MINIMA: decode_row(INT4_FROM_MINIMA, w, n, 0, w->k, 1, row, STEP, 0); break;
+        case INT8_SIXTEENS: decode_row(INT8_SIXTEENS, w, n, 0, w->k, 1, row, STEP, 0); break;
         }
     }
 }

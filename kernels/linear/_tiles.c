@@ -4,7 +4,8 @@
    bits whatever rows are beside it and however many threads there are.
 
    A tile of W is 16 outputs by 32 inputs, as `decode_row` writes them; one of x is 16 pairs of inputs by 16 rows; their
-   product adds to 16 outputs by 16 rows of fp32. Outputs are decoded once for as many rows of x as the cache holds.
+   product adds to 16 outputs by 16 rows of fp32. A CHUNK of inputs of outputs is decoded once for as many rows of x as
+   the cache holds, and multiplied before the next is decoded.
 
    Legend: T rows of x, N outputs, K inputs (a multiple of STEP).
 */
@@ -18,6 +19,7 @@
 #include "decode.h"
 
 enum { SIDE = 16, TILE = SIDE * STEP, OUTPUTS = 2 * SIDE, ROWS = 2 * SIDE };
+enum { CHUNK = 256 }; /* inputs decoded at once: they stay in the first-level cache */
 enum { CACHE = 1 << 20 }; /* bytes of x that stay in the second-level cache while all of W passes by */
 /* Registers: sums of the first and second outputs by the first and second rows, outputs, rows. */
 #define SUMS_11 0
@@ -48,8 +50,6 @@ int permit_tiles(void) {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0;
 }
 
-INLINE __mmask16 first_lanes(int64_t count) { return count >= SIDE ? 0xffff : (1 << count) - 1; }
-
 /* 16 x 16 numbers of 32 bits. */
 INLINE void transpose(__m512i r[SIDE]) {
     __m512i t[SIDE];
@@ -75,12 +75,12 @@ INLINE void transpose(__m512i r[SIDE]) {
     memcpy(r, t, sizeof t);
 }
 
-/* 16 rows of x as tiles [K / STEP, 16 pairs, 16 rows, 2]; what is beyond `rows` is zero. */
-INLINE void pack_rows(const uint16_t *x, int64_t stride, int64_t rows, int64_t k, uint16_t *out) {
+/* 16 rows of x as tiles [K / STEP, 16 pairs in mixed order, 16 rows, 2]; what is beyond `rows` is zero. */
+INLINE void pack_rows(int format, const uint16_t *x, int64_t stride, int64_t rows, int64_t k, uint16_t *out) {
     for (int64_t c = 0; c < k; c += STEP, out += TILE) {
         __m512i pairs[SIDE];
         SIXTEEN_TIMES(t)
-            pairs[t] = t < rows ? _mm512_loadu_si512(x + t * stride + c) : _mm512_setzero_si512();
+            pairs[t] = t < rows ? mixed(format, _mm512_loadu_si512(x + t * stride + c)) : _mm512_setzero_si512();
         transpose(pairs);
         SIXTEEN_TIMES(i) _mm512_store_si512(out + i * STEP, pairs[i]);
     }
@@ -96,23 +96,25 @@ INLINE void store_sums(const float *sums, uint16_t *y, int64_t stride, int64_t r
                                  (__m256i)_mm512_cvtneps_pbh(_mm512_castsi512_ps(lanes[t])));
 }
 
-/* OUTPUTS outputs from n on, decoded into [2, K / STEP, 16, STEP]. */
-INLINE void decode_outputs(int format, const Weight *w, int64_t n, uint16_t *out) {
-    for (int64_t i = 0; i < OUTPUTS; i++) /* beyond the end the last one again */
-        decode_row(format, w, smaller(n + i, w->n - 1), OUTPUTS, out + i / SIDE * SIDE * w->k + i % SIDE * STEP, TILE);
+/* Inputs k to `end` of OUTPUTS outputs from n on, decoded into [2, CHUNK / STEP, 16, STEP]. */
+INLINE void decode_chunk(int format, const Weight *w, int64_t n, int64_t k, int64_t end, uint16_t *out) {
+    for (int64_t i = 0; i < OUTPUTS; i++) { /* beyond the end the last one again */
+        uint16_t *row = out + i / SIDE * SIDE * CHUNK + i % SIDE * STEP;
+        decode_row(format, w, smaller(n + i, w->n - 1), k, end, OUTPUTS, row, TILE, 1);
+    }
 }
 
-/* They times ROWS rows, of which `x` are tiles. */
-INLINE void multiply(const uint16_t *outputs, const uint16_t *x, int64_t k, uint16_t *y, int64_t stride, int64_t rows,
-                     int64_t columns) {
-    const uint16_t *second_outputs = outputs + SIDE * k, *second_rows = x + SIDE * k;
-    _Alignas(64) float sums[4][SIDE * SIDE];
-    int is_wide = rows > SIDE;
-    _tile_zero(SUMS_11);
-    _tile_zero(SUMS_21);
-    _tile_zero(SUMS_12);
-    _tile_zero(SUMS_22);
-    for (int64_t at = 0; at < SIDE * k; at += TILE) {
+/* Adds to `sums` a chunk of `inputs` of them times that of ROWS rows, or of SIDE: `x` are tiles, the second rows'
+   further on by SIDE * K. */
+INLINE void multiply(const uint16_t *outputs, const uint16_t *x, int64_t k, int64_t inputs, float *sums, int is_wide) {
+    const uint16_t *second_outputs = outputs + SIDE * CHUNK, *second_rows = x + SIDE * k;
+    _tile_loadd(SUMS_11, sums, 64);
+    _tile_loadd(SUMS_21, sums + SIDE * SIDE, 64);
+    if (is_wide) {
+        _tile_loadd(SUMS_12, sums + 2 * SIDE * SIDE, 64);
+        _tile_loadd(SUMS_22, sums + 3 * SIDE * SIDE, 64);
+    }
+    for (int64_t at = 0; at < SIDE * inputs; at += TILE) {
         _tile_loadd(OUTPUTS_1, outputs + at, 64);
         _tile_loadd(ROWS_1, x + at, 64);
         _tile_dpbf16ps(SUMS_11, OUTPUTS_1, ROWS_1);
@@ -123,54 +125,76 @@ INLINE void multiply(const uint16_t *outputs, const uint16_t *x, int64_t k, uint
         _tile_dpbf16ps(SUMS_12, OUTPUTS_1, ROWS_2);
         _tile_dpbf16ps(SUMS_22, OUTPUTS_2, ROWS_2);
     }
-    _tile_stored(SUMS_11, sums[0], 64);
-    _tile_stored(SUMS_21, sums[1], 64);
-    store_sums(sums[0], y, stride, rows, columns);
-    if (columns > SIDE) store_sums(sums[1], y + SIDE, stride, rows, columns - SIDE);
+    _tile_stored(SUMS_11, sums, 64);
+    _tile_stored(SUMS_21, sums + SIDE * SIDE, 64);
     if (!is_wide) return;
-    _tile_stored(SUMS_12, sums[2], 64);
-    _tile_stored(SUMS_22, sums[3], 64);
-    y += SIDE * stride;
-    store_sums(sums[2], y, stride, rows - SIDE, columns);
-    if (columns > SIDE) store_sums(sums[3], y + SIDE, stride, rows - SIDE, columns - SIDE);
+    _tile_stored(SUMS_12, sums + 2 * SIDE * SIDE, 64);
+    _tile_stored(SUMS_22, sums + 3 * SIDE * SIDE, 64);
 }
 
-/* `rows` rows of x, put into `packed` as tiles, times all of W, put into `decoded` by each thread. */
-INLINE void multiply_block(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *packed, uint16_t *decoded,
-                           uint16_t *y, int64_t rows, int threads) {
+/* Sums of ROWS rows and OUTPUTS outputs as the first `columns` columns of y. */
+INLINE void store_block(const float *sums, uint16_t *y, int64_t stride, int64_t rows, int64_t columns) {
+    for (int64_t half = 0; half < 2 && half * SIDE < rows; half++, sums += 2 * SIDE * SIDE, y += SIDE * stride) {
+        store_sums(sums, y, stride, rows - half * SIDE, columns);
+        if (columns > SIDE) store_sums(sums + SIDE * SIDE, y + SIDE, stride, rows - half * SIDE, columns - SIDE);
+    }
+}
+
+/* `rows` and as many as make the last ROWS full. */
+INLINE int64_t whole_blocks(int64_t rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
+
+/* What a thread needs for `rows` rows: a decoded chunk and their sums. */
+enum { CHUNK_BYTES = 2 * OUTPUTS * CHUNK, ROW_BYTES = 4 * OUTPUTS };
+INLINE int64_t scratch_bytes(int64_t rows) { return CHUNK_BYTES + ROW_BYTES * rows; }
+
+/* OUTPUTS columns of y from n on, of the rows whose tiles are `packed`. */
+INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed, char *scratch, uint16_t *y,
+                             int64_t rows) {
+    uint16_t *outputs = (uint16_t *)scratch;
+    float *sums = (float *)(scratch + CHUNK_BYTES);
+    memset(sums, 0, ROW_BYTES * whole_blocks(rows));
+    for (int64_t k = 0; k < w->k; k += CHUNK) {
+        int64_t end = smaller(k + CHUNK, w->k);
+        switch (format_of(w)) {
+        case NF4: decode_chunk(NF4, w, n, k, end, outputs); break;
+        case INT4: decode_chunk(INT4, w, n, k, end, outputs); break;
+        case INT8: decode_chunk(INT8, w, n, k, end, outputs); break;
+        case FP8: decode_chunk(FP8, w, n, k, end, outputs); break;
+        case INT4_FROM_MINIMA: decode_chunk(INT4_FROM_MINIMA, w, n, k, end, outputs); break;
+        case INT8_SIXTEENS: decode_chunk(INT8_SIXTEENS, w, n, k, end, outputs); break;
+        }
+        for (int64_t t = 0; t < rows; t += ROWS)
+            multiply(outputs, packed + t * w->k + SIDE * k, w->k, end - k, sums + t * OUTPUTS, rows - t > SIDE);
+    }
+    for (int64_t t = 0; t < rows; t += ROWS)
+        store_block(sums + t * OUTPUTS, y + t * w->n + n, w->n, rows - t, w->n - n);
+}
+
+/* `rows` rows of x, put into `packed` as tiles, times all of W. */
+INLINE void multiply_rows(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *packed, char *scratch,
+                          uint16_t *y, int64_t rows, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        uint16_t *outputs = decoded + omp_get_thread_num() * OUTPUTS * w->k;
+        char *own = scratch + omp_get_thread_num() * scratch_bytes(whole_blocks(rows));
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < rows; t += SIDE)
-            pack_rows(x + t * stride, stride, rows - t, w->k, packed + t * w->k);
+            pack_rows(w->format, x + t * stride, stride, rows - t, w->k, packed + t * w->k);
         _tile_loadconfig(&FULL_TILES);
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < w->n; n += OUTPUTS) {
-            switch (format_of(w)) {
-            case NF4: decode_outputs(NF4, w, n, outputs); break;
-            case INT4: decode_outputs(INT4, w, n, outputs); break;
-            case INT8: decode_outputs(INT8, w, n, outputs); break;
-            case FP8: decode_outputs(FP8, w, n, outputs); break;
-            case INT4_FROM_MINIMA: decode_outputs(INT4_FROM_MINIMA, w, n, outputs); break;
-            case INT8_SIXTEENS: decode_outputs(INT8_SIXTEENS, w, n, outputs); break;
-            }
-            for (int64_t t = 0; t < rows; t += ROWS)
-                multiply(outputs, packed + t * w->k, w->k, y + t * w->n + n, w->n, rows - t, w->n - n);
-        }
+        for (int64_t n = 0; n < w->n; n += OUTPUTS) multiply_outputs(w, n, packed, own, y, rows);
         _tile_release();
     }
 }
 
 /* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
 int tiled_product(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *y, int64_t rows, int threads) {
-    int64_t fitting = larger(1, CACHE / (ROWS * w->k * (int64_t)sizeof *x)), needed = (rows + ROWS - 1) / ROWS;
-    int64_t at_once = smaller(fitting, needed) * ROWS;
-    uint16_t *packed = aligned_alloc(64, (at_once + (int64_t)threads * OUTPUTS) * w->k * sizeof *packed);
-    if (!packed) return 1;
+    int64_t fitting = larger(ROWS, CACHE / (w->k * (int64_t)sizeof *x) / ROWS * ROWS);
+    int64_t at_once = smaller(fitting, whole_blocks(rows)), packed_bytes = at_once * w->k * (int64_t)sizeof *x;
+    char *memory = aligned_alloc(64, packed_bytes + threads * scratch_bytes(at_once));
+    if (!memory) return 1;
     for (int64_t t = 0; t < rows; t += at_once)
-        multiply_block(w, x + t * stride, stride, packed, packed + at_once * w->k, y + t * w->n,
-                       smaller(at_once, rows - t), threads);
-    free(packed);
+        multiply_rows(w, x + t * stride, stride, (uint16_t *)memory, memory + packed_bytes, y + t * w->n,
+                      smaller(at_once, rows - t), threads);
+    free(memory);
     return 0;
 }
