@@ -19,7 +19,7 @@
 #include "decode.h"
 
 enum { SIDE = 16, TILE = SIDE * STEP, OUTPUTS = 2 * SIDE, ROWS = 2 * SIDE };
-enum { CHUNK = 256 }; /* inputs decoded at once: they stay in the first-level cache */
+enum { CHUNK = 256 }; /* inputs decoded at once for a few rows of x: they stay in the first-level cache */
 enum { CACHE = 1 << 20 }; /* bytes of x that stay in the second-level cache while all of W passes by */
 /* Registers: sums of the first and second outputs by the first and second rows, outputs, rows. */
 #define SUMS_11 0
@@ -86,96 +86,95 @@ INLINE void pack_rows(int format, const uint16_t *x, int64_t stride, int64_t row
     }
 }
 
-/* A tile of sums as the first `columns` columns of y. */
+/* Sums of SIDE rows and OUTPUTS outputs as the first `columns` columns of y. */
 INLINE void store_sums(const float *sums, uint16_t *y, int64_t stride, int64_t rows, int64_t columns) {
-    __m512i lanes[SIDE];
-    SIXTEEN_TIMES(i) lanes[i] = _mm512_load_si512(sums + i * SIDE);
-    transpose(lanes);
-    for (int64_t t = 0; t < smaller(rows, SIDE); t++)
-        _mm256_mask_storeu_epi16(y + t * stride, first_lanes(columns),
-                                 (__m256i)_mm512_cvtneps_pbh(_mm512_castsi512_ps(lanes[t])));
+    __m512i low[SIDE], high[SIDE];
+    SIXTEEN_TIMES(i) low[i] = _mm512_load_si512(sums + i * SIDE);
+    SIXTEEN_TIMES(i) high[i] = _mm512_load_si512(sums + (SIDE + i) * SIDE);
+    transpose(low);
+    transpose(high);
+    __mmask32 shown = columns >= OUTPUTS ? 0xffffffff : (1u << columns) - 1;
+    for (int64_t t = 0; t < smaller(rows, SIDE); t++) {
+        __m512bh row = _mm512_cvtne2ps_pbh(_mm512_castsi512_ps(high[t]), _mm512_castsi512_ps(low[t]));
+        _mm512_mask_storeu_epi16(y + t * stride, shown, (__m512i)row);
+    }
 }
 
-/* Inputs k to `end` of OUTPUTS outputs from n on, decoded into [2, CHUNK / STEP, 16, STEP]. */
-INLINE void decode_chunk(int format, const Weight *w, int64_t n, int64_t k, int64_t end, uint16_t *out) {
+/* Inputs k to `end` of OUTPUTS outputs from n on, decoded into [2, chunk / STEP, 16, STEP]. */
+INLINE void decode_chunk(int format, const Weight *w, int64_t n, int64_t k, int64_t end, int64_t chunk, uint16_t *out) {
     for (int64_t i = 0; i < OUTPUTS; i++) { /* beyond the end the last one again */
-        uint16_t *row = out + i / SIDE * SIDE * CHUNK + i % SIDE * STEP;
+        uint16_t *row = out + i / SIDE * SIDE * chunk + i % SIDE * STEP;
         decode_row(format, w, smaller(n + i, w->n - 1), k, end, OUTPUTS, row, TILE, 1);
     }
 }
 
-/* Adds to `sums` a chunk of `inputs` of them times that of ROWS rows, or of SIDE: `x` are tiles, the second rows'
-   further on by SIDE * K. */
-INLINE void multiply(const uint16_t *outputs, const uint16_t *x, int64_t k, int64_t inputs, float *sums, int is_wide) {
-    const uint16_t *second_outputs = outputs + SIDE * CHUNK, *second_rows = x + SIDE * k;
-    _tile_loadd(SUMS_11, sums, 64);
-    _tile_loadd(SUMS_21, sums + SIDE * SIDE, 64);
-    if (is_wide) {
-        _tile_loadd(SUMS_12, sums + 2 * SIDE * SIDE, 64);
-        _tile_loadd(SUMS_22, sums + 3 * SIDE * SIDE, 64);
-    }
+INLINE void clear_sums(void) {
+    _tile_zero(SUMS_11);
+    _tile_zero(SUMS_21);
+    _tile_zero(SUMS_12);
+    _tile_zero(SUMS_22);
+}
+
+/* Adds to the sums `inputs` inputs of OUTPUTS outputs and of ROWS rows, or of SIDE: each second half of both comes so many
+   numbers after the first. */
+INLINE void multiply(const uint16_t *outputs, int64_t second_outputs, const uint16_t *x, int64_t second_rows,
+                     int64_t inputs, int is_wide) {
     for (int64_t at = 0; at < SIDE * inputs; at += TILE) {
         _tile_loadd(OUTPUTS_1, outputs + at, 64);
         _tile_loadd(ROWS_1, x + at, 64);
         _tile_dpbf16ps(SUMS_11, OUTPUTS_1, ROWS_1);
-        _tile_loadd(OUTPUTS_2, second_outputs + at, 64);
+        _tile_loadd(OUTPUTS_2, outputs + second_outputs + at, 64);
         _tile_dpbf16ps(SUMS_21, OUTPUTS_2, ROWS_1);
         if (!is_wide) continue;
-        _tile_loadd(ROWS_2, second_rows + at, 64);
+        _tile_loadd(ROWS_2, x + second_rows + at, 64);
         _tile_dpbf16ps(SUMS_12, OUTPUTS_1, ROWS_2);
         _tile_dpbf16ps(SUMS_22, OUTPUTS_2, ROWS_2);
     }
+}
+
+/* The sums as the first `columns` columns of the first `rows` rows of y. */
+INLINE void take_sums(uint16_t *y, int64_t stride, int64_t rows, int64_t columns) {
+    _Alignas(64) float sums[2 * SIDE * SIDE];
     _tile_stored(SUMS_11, sums, 64);
     _tile_stored(SUMS_21, sums + SIDE * SIDE, 64);
-    if (!is_wide) return;
-    _tile_stored(SUMS_12, sums + 2 * SIDE * SIDE, 64);
-    _tile_stored(SUMS_22, sums + 3 * SIDE * SIDE, 64);
+    store_sums(sums, y, stride, rows, columns);
+    if (rows <= SIDE) return;
+    _tile_stored(SUMS_12, sums, 64);
+    _tile_stored(SUMS_22, sums + SIDE * SIDE, 64);
+    store_sums(sums, y + SIDE * stride, stride, rows - SIDE, columns);
 }
 
-/* Sums of ROWS rows and OUTPUTS outputs as the first `columns` columns of y. */
-INLINE void store_block(const float *sums, uint16_t *y, int64_t stride, int64_t rows, int64_t columns) {
-    for (int64_t half = 0; half < 2 && half * SIDE < rows; half++, sums += 2 * SIDE * SIDE, y += SIDE * stride) {
-        store_sums(sums, y, stride, rows - half * SIDE, columns);
-        if (columns > SIDE) store_sums(sums + SIDE * SIDE, y + SIDE, stride, rows - half * SIDE, columns - SIDE);
-    }
-}
-
-/* `rows` and as many as make the last ROWS full. */
-INLINE int64_t whole_blocks(int64_t rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
-
-/* What a thread needs for `rows` rows: a decoded chunk and their sums. */
-enum { CHUNK_BYTES = 2 * OUTPUTS * CHUNK, ROW_BYTES = 4 * OUTPUTS };
-INLINE int64_t scratch_bytes(int64_t rows) { return CHUNK_BYTES + ROW_BYTES * rows; }
+/* Inputs decoded at once for so many rows of x: one ROWS keeps its sums from chunk to chunk, several take turns. */
+INLINE int64_t chunk_of(const Weight *w, int64_t rows) { return rows > ROWS ? w->k : smaller(CHUNK, w->k); }
 
 /* OUTPUTS columns of y from n on, of the rows whose tiles are `packed`. */
-INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed, char *scratch, uint16_t *y,
+INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed, uint16_t *decoded, uint16_t *y,
                              int64_t rows) {
-    uint16_t *outputs = (uint16_t *)scratch;
-    float *sums = (float *)(scratch + CHUNK_BYTES);
-    memset(sums, 0, ROW_BYTES * whole_blocks(rows));
-    for (int64_t k = 0; k < w->k; k += CHUNK) {
-        int64_t end = smaller(k + CHUNK, w->k);
+    int64_t chunk = chunk_of(w, rows);
+    for (int64_t k = 0; k < w->k; k += chunk) {
+        int64_t end = smaller(k + chunk, w->k);
         switch (format_of(w)) {
-        case NF4: decode_chunk(NF4, w, n, k, end, outputs); break;
-        case INT4: decode_chunk(INT4, w, n, k, end, outputs); break;
-        case INT8: decode_chunk(INT8, w, n, k, end, outputs); break;
-        case FP8: decode_chunk(FP8, w, n, k, end, outputs); break;
-        case INT4_FROM_MINIMA: decode_chunk(INT4_FROM_MINIMA, w, n, k, end, outputs); break;
-        case INT8_SIXTEENS: decode_chunk(INT8_SIXTEENS, w, n, k, end, outputs); break;
+        case NF4: decode_chunk(NF4, w, n, k, end, chunk, decoded); break;
+        case INT4: decode_chunk(INT4, w, n, k, end, chunk, decoded); break;
+        case INT8: decode_chunk(INT8, w, n, k, end, chunk, decoded); break;
+        case FP8: decode_chunk(FP8, w, n, k, end, chunk, decoded); break;
+        case INT4_FROM_MINIMA: decode_chunk(INT4_FROM_MINIMA, w, n, k, end, chunk, decoded); break;
+        case INT8_SIXTEENS: decode_chunk(INT8_SIXTEENS, w, n, k, end, chunk, decoded); break;
         }
-        for (int64_t t = 0; t < rows; t += ROWS)
-            multiply(outputs, packed + t * w->k + SIDE * k, w->k, end - k, sums + t * OUTPUTS, rows - t > SIDE);
+        for (int64_t t = 0; t < rows; t += ROWS) {
+            if (k == 0) clear_sums();
+            multiply(decoded, SIDE * chunk, packed + t * w->k + SIDE * k, SIDE * w->k, end - k, rows - t > SIDE);
+            if (end == w->k) take_sums(y + t * w->n + n, w->n, rows - t, w->n - n);
+        }
     }
-    for (int64_t t = 0; t < rows; t += ROWS)
-        store_block(sums + t * OUTPUTS, y + t * w->n + n, w->n, rows - t, w->n - n);
 }
 
-/* `rows` rows of x, put into `packed` as tiles, times all of W. */
-INLINE void multiply_rows(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *packed, char *scratch,
+/* `rows` rows of x, put into `packed` as tiles, times all of W, of which each thread decodes a chunk into `decoded`. */
+INLINE void multiply_rows(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *packed, uint16_t *decoded,
                           uint16_t *y, int64_t rows, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        char *own = scratch + omp_get_thread_num() * scratch_bytes(whole_blocks(rows));
+        uint16_t *own = decoded + omp_get_thread_num() * OUTPUTS * chunk_of(w, rows);
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < rows; t += SIDE)
             pack_rows(w->format, x + t * stride, stride, rows - t, w->k, packed + t * w->k);
@@ -186,15 +185,25 @@ INLINE void multiply_rows(const Weight *w, const uint16_t *x, int64_t stride, ui
     }
 }
 
+/* Memory of the calling thread, which it keeps: given back, it would come with new pages each time. Null if there is none. */
+INLINE uint16_t *reserve(int64_t bytes) {
+    static _Thread_local uint16_t *memory;
+    static _Thread_local int64_t size;
+    if (bytes <= size) return memory;
+    free(memory);
+    memory = aligned_alloc(64, bytes);
+    size = memory ? bytes : 0;
+    return memory;
+}
+
 /* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
 int tiled_product(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *y, int64_t rows, int threads) {
-    int64_t fitting = larger(ROWS, CACHE / (w->k * (int64_t)sizeof *x) / ROWS * ROWS);
-    int64_t at_once = smaller(fitting, whole_blocks(rows)), packed_bytes = at_once * w->k * (int64_t)sizeof *x;
-    char *memory = aligned_alloc(64, packed_bytes + threads * scratch_bytes(at_once));
-    if (!memory) return 1;
+    int64_t fitting = larger(1, CACHE / (ROWS * w->k * (int64_t)sizeof *x)), needed = (rows + ROWS - 1) / ROWS;
+    int64_t at_once = smaller(fitting, needed) * ROWS;
+    uint16_t *packed = reserve((at_once + (int64_t)threads * OUTPUTS) * w->k * sizeof *packed);
+    if (!packed) return 1;
     for (int64_t t = 0; t < rows; t += at_once)
-        multiply_rows(w, x + t * stride, stride, (uint16_t *)memory, memory + packed_bytes, y + t * w->n,
+        multiply_rows(w, x + t * stride, stride, packed, packed + at_once * w->k, y + t * w->n,
                       smaller(at_once, rows - t), threads);
-    free(memory);
     return 0;
 }
