@@ -22,7 +22,7 @@ class Column:
 def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
     """One row for each model that some stage measured; a later stage's numbers replace an earlier one's.
 
-    A model that is kept in two states, before and after training, is timed once; one that nothing trained has one state.
+    A model that is kept in two states, before and after training, is timed once. One that nothing trained has one.
     """
     rows: dict[str, ModelReport] = {}
     for result in results:
