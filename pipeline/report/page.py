@@ -196,12 +196,11 @@ def _before_and_after(results: Sequence[Result[Any]]) -> Section:
 def _bars_of(before: ModelReport, after: ModelReport, reference: str) -> list[Bars]:
     charts = []
     for name, title in (("kl", f"KL to {reference}"), ("acceptance", "1 − TV"), ("agreement", "Top-1 agreement")):
-        pair = [getattr(row.quality, name, None) for row in (before, after)]
-        if all(pair):
-            bars = zip((before, after), pair, (2, 1), strict=True)
-            charts.append(
-                Bars(title, [Bar(row.label, one.value, _with_margin(one), color) for row, one, color in bars])
-            )
+        states = ((before, 2), (after, 1))
+        found = [(row.label, getattr(row.quality, name, None), color) for row, color in states]
+        bars = [Bar(label, one.value, _with_margin(one), color) for label, one, color in found if one]
+        if len(bars) == len(states):
+            charts.append(Bars(title, bars))
     return charts
 
 
