@@ -68,6 +68,17 @@ def describe(check: Check) -> str:
     return f"{check.name} {verdict}: {check.value:.4g} (worst case {check.worst:.4g}), wanted {sign} {check.bound:g}"
 
 
+def describe_loss(before: Quality, after: Quality) -> str | None:
+    """What training made worse on held-out text: the distance to the reference in all measures, or else the likelihood."""
+    if before.kl and after.kl and before.acceptance and after.acceptance:
+        is_worse = after.kl.value > before.kl.value and after.acceptance.value < before.acceptance.value
+        name, was, now = "KL", before.kl, after.kl
+    else:
+        is_worse = after.nll.value > before.nll.value
+        name, was, now = "loss", before.nll, after.nll
+    return f"held-out {name} {was.value:.3f} became {now.value:.3f} nats a token" if is_worse else None
+
+
 def describe_parity(parity: Parity) -> str:
     """One line: how far trainer and server are apart."""
     distance = f"{parity.max_difference:.1e} nats (tolerance {parity.tolerance:.0e})"

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pipeline.measure.gates import describe, describe_parity
+from pipeline.measure.gates import describe, describe_loss, describe_parity
 from pipeline.recipe import recipe_to_yaml
 from pipeline.report.charts import Bar, Bars, Lines, Series
 from pipeline.report.front import compare_sections, run_sections
@@ -181,16 +181,19 @@ def _tiles(rows: Sequence[ModelReport]) -> str:
 
 def _before_and_after(results: Sequence[Result[Any]]) -> Section:
     """Bars for each student that was trained, measured before and after it against the same reference."""
-    charts = []
+    charts, worse = [], []
     for result in results:
         by_label = {row.label: row for row in result.models}
         reference = next((row.label for row in result.models if not row.same_shape_as), "the teacher")
         for before in result.models if result.cost.trained_tokens else ():
             after = by_label.get(before.same_shape_as or "")
-            if after is not None:
-                charts += _bars_of(before, after, reference)
+            if after is None or not before.quality or not after.quality:
+                continue
+            charts += _bars_of(before, after, reference)
+            if lost := describe_loss(before.quality, after.quality):
+                worse.append(f" Training made {after.label} worse: {lost}.")
     note = "Held-out text; ± is the 95 % confidence interval, from the spread between batches."
-    return Section("Before and after training", note, charts=charts)
+    return Section("Before and after training", note + "".join(worse), charts=charts)
 
 
 def _bars_of(before: ModelReport, after: ModelReport, reference: str) -> list[Bars]:

@@ -51,6 +51,15 @@ def test_differently_padded_embeddings_are_no_obstacle(tmp_path: Path, teacher_r
     assert load_config(published).vocab_size == student_rows
 
 
+def test_training_that_makes_a_student_worse_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The student is the teacher itself; with such a learning rate it leaves it."""
+    write_teacher(tmp_path / "teacher")
+    write_teacher(tmp_path / "small")
+    distill(tmp_path, learning_rate=0.1)
+    said = r"training made student worse: held-out KL 0\.0\d\d became [\d.]+ nats a token; a lower learning_rate than 0\.1 "
+    assert re.search(said, caplog.text)
+
+
 def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:
     write_teacher(tmp_path / "teacher")
     write_teacher(tmp_path / "small", tokens=270)

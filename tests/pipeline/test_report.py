@@ -182,8 +182,8 @@ def test_numbers_for_people() -> None:
 
 
 def quality(kl: float | None) -> Quality:
-    found = None if kl is None else Estimate(kl, 0.1)
-    return Quality(9, Estimate(2.0, None), 7.389, Estimate(0.9, None), found, found, found)
+    found, accepted = (None, None) if kl is None else (Estimate(kl, 0.1), Estimate(1 - kl, 0.1))
+    return Quality(9, Estimate(2.0, None), 7.389, Estimate(0.9, None), found, found, accepted)
 
 
 def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
@@ -234,11 +234,15 @@ def test_training_is_shown_against_one_reference() -> None:
     """A later stage that measures the trained model against another one is not what its training did."""
     stage = make_result(models=states(quality(0.5), quality(0.25)), cost=Cost(1.0, 1, trained_tokens=8))
     later = make_result(models=(ModelReport("a", 1, 2, 3, quality(0.875)),))
-    page = render(parse_recipe("name: x\nmodels: {m: {from: y}}\n"), [stage, later], {})
+    recipe = parse_recipe("name: x\nmodels: {m: {from: y}}\n")
+    page = render(recipe, [stage, later], {})
     shown = page[page.index("Before and after training") :].split("</h2>")[1]
     assert "KL to parent" in shown and "0.500" in shown and "0.250" in shown and "0.875" not in shown
-    untrained = render(parse_recipe("name: x\nmodels: {m: {from: y}}\n"), [replace(stage, cost=Cost(1.0, 1))], {})
-    assert "Before and after training" not in untrained
+    assert "worse" not in shown
+    worse = replace(stage, models=states(quality(0.25), quality(0.5)))
+    assert "made a worse: held-out KL 0.250 became 0.500" in render(recipe, [worse], {})
+    untrained = replace(stage, cost=Cost(1.0, 1))
+    assert "Before and after training" not in render(recipe, [untrained], {})
 
 
 def test_pieces_spell_the_text_and_nothing_after_it() -> None:

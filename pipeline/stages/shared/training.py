@@ -31,7 +31,7 @@ from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted, StageFailed, UserError
-from pipeline.measure.gates import check_gate, describe
+from pipeline.measure.gates import check_gate, describe, describe_loss
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model, load_published
 from pipeline.measure.speed import prompts_from
@@ -234,8 +234,13 @@ class TrainingStage(Generic[C]):
             label = f"{config.out}, before"
             before = [*before, replace(after, label=label, quality=untrained, same_shape_as=config.out)]
         reports = [*before, after]
+        known = before[-1].quality if before else None
+        worse = describe_loss(known, quality) if known and training.steps else None
+        if worse:
+            rate = f"a lower learning_rate than {config.learning_rate:g} or more tokens may help"
+            log.warning("training made %s worse: %s; %s", config.out, worse, rate)
         parity = check_parity(candidate, self.held_out.batches, published.device)
-        checks = (*check_gate(config.gate, quality, before[-1].quality if before else None), *more_checks)
+        checks = (*check_gate(config.gate, quality, known), *more_checks)
         for check in checks:
             log.info("%s", describe(check))
         output = None
