@@ -23,7 +23,7 @@ from serve.engine.runner import Runner
 
 MAX_DRAFT_TOKENS = 8
 """The longest draft that is tried; beyond it the gain is small at any acceptance rate worth drafting for."""
-MIN_GAIN = 1.03
+MIN_GAIN = 1.06
 """Drafting must promise this much over not drafting: the estimates are noisy, and a wrong yes costs more."""
 INITIAL_ACCEPTANCE = 0.7
 INITIAL_WEIGHT = 5.0
@@ -37,10 +37,12 @@ PROBE_TOKENS = 2
 """Length of a draft that is made to learn: its first pass may have to catch up, the second shows the usual cost."""
 PROBE_SEQUENCES = 2
 """Sequences that probe in one step; those of which the draft has the least to read."""
-PROBE_SHARE = 0.04
+PROBE_SHARE = 0.025
 """The most of all time that probes may take, were all their tokens in vain."""
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
 """Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
+PLAIN_INTERVAL, LONGEST_PLAIN_INTERVAL = 32, 512
+"""Steps with drafts until one without, which shows what it costs by now: the interval doubles each time."""
 SAMPLES = 9
 
 
@@ -170,6 +172,8 @@ class AdaptiveLength:
         self._interval = PROBE_INTERVAL
         self._probing: set[Sequence] = set()
         """Those that probe in this step."""
+        self._num_drafting, self._plain_interval = 0, PLAIN_INTERVAL
+        """Steps in a row that the draft's passes were worth, and after how many one does without."""
         self._at_hand: dict[Sequence, int] = {}
         """How many tokens are taken of what the draft has at hand, by sequence, in this step."""
 
@@ -194,12 +198,23 @@ class AdaptiveLength:
             without, with_drafts = (self._target_seconds(num_decoding + num_drafting * k) for k in (0, self._length))
             self._row_price = (with_drafts / without - 1) * num_decoding / (num_drafting * self._length)
             self._interval, self._can_pay = PROBE_INTERVAL, True
+        self._skip_one_of_many()
         self._num_steps += 1
         self._probing = self._choose_probes(decoding) if self._num_steps >= self._interval else set()
         if self._probing:
             self._num_steps = 0
             self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
             self._can_pay = self._choose(decoding, [1.0] * num_decoding)[0] > 0
+
+    def _skip_one_of_many(self) -> None:
+        """Does without the draft's passes at times, or what a plain step costs would be known from long ago only."""
+        if not self._length:
+            self._num_drafting, self._plain_interval = 0, PLAIN_INTERVAL
+            return
+        self._num_drafting += 1
+        if self._num_drafting > self._plain_interval:
+            self._length, self._num_drafting = 0, 0
+            self._plain_interval = min(2 * self._plain_interval, LONGEST_PLAIN_INTERVAL)
 
     def _choose_probes(self, decoding: list[Sequence]) -> set[Sequence]:
         """Sequences that get no draft tokens by what is known, if to learn more is affordable now."""
