@@ -322,12 +322,20 @@ class _Arithmetic:
         return HALF * sum(layer.weight.numel() for layer in self._layers())
 
     def _kept(self) -> int:
-        """By all layers and the final norm."""
+        """By all layers and the final norm, and what the loss compares besides."""
         size, layers = self.config.hidden_size, self.config.num_layers
-        final = self.tokens * size * (self.stream + self.item)
+        final = self.tokens * size * (self.stream + self.item) + self._compared()
         if self._recomputes:
             return final + layers * self.tokens * size * (self.stream + self.item)
         return final + layers * self._layer()
+
+    def _compared(self) -> int:
+        """Residual streams of both models, where a distillation has them compared."""
+        teacher, loss = self.setup.teacher, getattr(self.training, "loss", None)
+        if teacher is None or loss is None or not loss.hidden_weight:
+            return 0
+        ours = self.config.num_layers * self.config.hidden_size * self.stream
+        return self.tokens * (ours + teacher.num_layers * teacher.hidden_size * self.teacher_item)
 
     def _layer(self) -> int:
         """Kept by one layer where nothing is recomputed."""

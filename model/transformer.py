@@ -74,6 +74,7 @@ class Transformer(nn.Module):
         routing: Routing | None = None,
         *,
         adapters: Tensor | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Runs the layers.
 
@@ -81,6 +82,7 @@ class Transformer(nn.Module):
         have a router; None is the rule by which the model is served, the thresholds of its configuration.
         adapters: `[T]` int32, the number of each token's adapter among those given to `fuse`, −1 for none; None: nobody
         has one. Without any given, the adapter that the model carries, if it does, is everybody's.
+        states: takes the residual stream behind each layer, `[T, D]`.
         Returns the hidden states after the final norm, `[T, D]`.
         """
         if adapters is not None and not self.num_choices:
@@ -98,6 +100,8 @@ class Transformer(nn.Module):
                 delta, residual = layer(
                     delta, residual, rotary=rotary, attention=attention, routing=routing, slots=adapters
                 )
+            if states is not None:
+                states.append(residual + delta)
         return self.model.norm.add(delta, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

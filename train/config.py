@@ -97,11 +97,14 @@ class Loss:
     """Weight of the mixture in `jsd` and in the skewed divergences."""
     hard_weight: float = setting(0.0, range=FRACTION)
     """Weight of the text's own next token beside the teacher's distribution."""
+    hidden_weight: float = setting(0.0, range=(0.0, 1e3), later=True)
+    """Weight of the distance between the residual streams behind the student's layers and those of the teacher, beside
+    the divergence: for students that have lost many layers."""
 
     @property
     def is_linear(self) -> bool:
         """Whether it is linear in the teacher's distribution, as what stored ones can teach must be."""
-        return self.kind == "forward_kl" and self.temperature == 1
+        return self.kind == "forward_kl" and self.temperature == 1 and not self.hidden_weight
 
     def __post_init__(self) -> None:
         check(self)

@@ -7,6 +7,7 @@ so the logits of a whole batch never exist.
 Legend: T tokens, D hidden size, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
@@ -46,10 +47,14 @@ class Objective(Protocol):
 
 
 def hidden_states(
-    model: Transformer, batch: Batch, routing: Routing | None = None, attention: AttentionOf = PackedAttention
+    model: Transformer,
+    batch: Batch,
+    routing: Routing | None = None,
+    attention: AttentionOf = PackedAttention,
+    states: list[Tensor] | None = None,
 ) -> Tensor:
-    """Final hidden states `[T, D]` of a packed batch."""
-    return model(batch.tokens, batch.positions, attention(model.config, batch.cu_seqlens), routing)
+    """Final hidden states `[T, D]` of a packed batch; `states` takes those behind each layer."""
+    return model(batch.tokens, batch.positions, attention(model.config, batch.cu_seqlens), routing, states=states)
 
 
 class LanguageModelling:
@@ -69,8 +74,12 @@ class Distillation:
     a student worth training) and never gets a gradient. It must lie on the student's device.
     """
 
-    def __init__(self, teacher: Transformer, loss: Loss | None = None) -> None:
-        self.teacher, self.loss = teacher.requires_grad_(False).eval(), loss or Loss()
+    def __init__(self, teacher: Transformer, loss: Loss | None = None, matching: Sequence[int] | None = None) -> None:
+        """`matching`: of each of the student's layers the teacher's behind which the stream is as it shall be there.
+
+        By default they are spread evenly.
+        """
+        self.teacher, self.loss, self.matching = teacher.requires_grad_(False).eval(), loss or Loss(), matching
         if self.loss.kind == "cross_entropy":
             raise ValueError("cross_entropy is no divergence from a teacher; train with LanguageModelling")
         self.kind: DivergenceKind = self.loss.kind
@@ -78,10 +87,12 @@ class Distillation:
     def __call__(
         self, model: Transformer, batch: Batch, progress: float = 1.0, routing: Routing | None = None
     ) -> ObjectiveOutput:
+        learnt: list[Tensor] | None = [] if self.loss.hidden_weight else None
+        taught: list[Tensor] | None = [] if self.loss.hidden_weight else None
         sums = linear_distillation(
-            hidden_states(model, batch, routing),
+            hidden_states(model, batch, routing, states=learnt),
             model.head_weight,
-            teacher_states(self.teacher, batch),
+            teacher_states(self.teacher, batch, taught),
             self.teacher.head_weight,
             batch.labels,
             kind=self.kind,
@@ -95,7 +106,34 @@ class Distillation:
             "total_variation": sums.total_variation,
             "agreement": sums.agreement,
         }
-        return ObjectiveOutput(sums.loss, batch.num_labels, metrics)
+        if learnt is None or taught is None:
+            return ObjectiveOutput(sums.loss, batch.num_labels, metrics)
+        matching = self.matching or evenly(len(learnt), len(taught))
+        distance = hidden_distance(learnt, [taught[layer] for layer in matching], batch.labels)
+        loss = sums.loss + self.loss.hidden_weight * distance
+        return ObjectiveOutput(loss, batch.num_labels, metrics | {"hidden_distance": distance.detach()})
+
+
+def evenly(layers: int, of: int) -> tuple[int, ...]:
+    """The last layer of each part, where so many layers are cut into parts of about equal size."""
+    return tuple((number + 1) * of // layers - 1 for number in range(layers))
+
+
+def hidden_distance(learnt: Sequence[Tensor], taught: Sequence[Tensor], labels: Tensor) -> Tensor:
+    """How far streams `[T, D]` are from others, summed over the labelled positions: the mean over layers of 2 - 2 cos.
+
+    That is the squared distance, a channel, of what the next layer's norm makes of both: their sizes, which differ by
+    orders of magnitude between tokens and layers, do not count.
+    """
+
+    def of_layer(learnt: Tensor, taught: Tensor) -> Tensor:
+        return (2 - 2 * F.cosine_similarity(learnt.float(), taught.float(), dim=-1)).where(labelled, 0.0).sum()
+
+    labelled = labels != IGNORE_LABEL
+    parts = [
+        cast("Tensor", checkpoint(of_layer, *pair, use_reentrant=False)) for pair in zip(learnt, taught, strict=True)
+    ]
+    return torch.stack(parts).mean()
 
 
 class StoredDistillation:
@@ -159,16 +197,21 @@ def _rest_sum(hidden: Tensor, weight: Tensor, targets: Targets) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def objective_of(loss: Loss, teacher: Transformer) -> LanguageModelling | Distillation:
+def objective_of(
+    loss: Loss, teacher: Transformer, matching: Sequence[int] | None = None
+) -> LanguageModelling | Distillation:
     """The objective that `loss` names: the text alone, or a teacher's distribution at each of its positions."""
-    return LanguageModelling() if loss.kind == "cross_entropy" else Distillation(teacher, loss)
+    return LanguageModelling() if loss.kind == "cross_entropy" else Distillation(teacher, loss, matching)
 
 
 @torch.no_grad()
-def teacher_states(teacher: Transformer, batch: Batch) -> Tensor:
-    """Final hidden states `[T, D]` of a frozen model, in its own dtype whatever the precision around it."""
+def teacher_states(teacher: Transformer, batch: Batch, states: list[Tensor] | None = None) -> Tensor:
+    """Final hidden states `[T, D]` of a frozen model, in its own dtype whatever the precision around it.
+
+    `states` takes those behind each layer.
+    """
     with torch.autocast(batch.tokens.device.type, enabled=False):
-        return hidden_states(teacher, batch)
+        return hidden_states(teacher, batch, states=states)
 
 
 @dataclass(frozen=True)

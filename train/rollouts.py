@@ -10,6 +10,7 @@ a run that was resumed writes what one that was not would have written.
 Legend: T tokens.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -37,8 +38,15 @@ class OnPolicyDistillation(Distillation):
     A batch that the student writes counts as many labels as the one in whose place it stands.
     """
 
-    def __init__(self, teacher: Transformer, loss: Loss, config: OnPolicy, rollouts: Rollouts) -> None:
-        super().__init__(teacher, loss)
+    def __init__(
+        self,
+        teacher: Transformer,
+        loss: Loss,
+        config: OnPolicy,
+        rollouts: Rollouts,
+        matching: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(teacher, loss, matching)
         self.config, self.rollouts = config, rollouts
 
     def __call__(

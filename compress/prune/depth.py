@@ -70,6 +70,11 @@ def keep_layers(importance: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(sorted(ranked[:count]))
 
 
+def matching_layers(keep: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Of each layer kept the one of the whole model behind which the stream is as the next layer kept is used to."""
+    return (*(layer - 1 for layer in keep[1:]), num_layers - 1)
+
+
 def prune_depth(model: Transformer, keep: Sequence[int]) -> Transformer:
     """A new model of the layers `keep` (ascending indices), with copies of their weights and of all others."""
     keep = tuple(keep)

@@ -69,7 +69,7 @@ def describe(check: Check) -> str:
 
 
 def describe_loss(before: Quality, after: Quality) -> str | None:
-    """What training made worse on held-out text: the distance to the reference in all measures, or else the likelihood."""
+    """What training made worse on held-out text: the distance to the reference by all measures, or else the loss."""
     if before.kl and after.kl and before.acceptance and after.acceptance:
         is_worse = after.kl.value > before.kl.value and after.acceptance.value < before.acceptance.value
         name, was, now = "KL", before.kl, after.kl

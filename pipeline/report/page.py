@@ -29,6 +29,7 @@ CURVES = (
     ("acceptance", "1 − TV (acceptance)", "fraction"),
     ("agreement", "Top-1 agreement", "fraction"),
     ("cross_entropy", "Cross-entropy on the text", "nats a token"),
+    ("hidden_distance", "Distance of hidden states", "2 − 2 cos, mean of layers"),
     ("learning_rate", "Learning rate", "learning rate"),
     ("gradient_norm", "Gradient norm", "before clipping"),
 )

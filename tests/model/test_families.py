@@ -8,6 +8,8 @@ import torch
 
 from model.files.checkpoint import load_config, load_model, save_model
 from tests.tiny import full_logits
+from tests.train.toy import batch_of
+from train.objectives import hidden_states
 
 SIZES = {
     "vocab_size": 96,
@@ -100,6 +102,19 @@ def test_logits_equal_transformers_in_both_directions(name: str, sharded: bool, 
     assert again.dtype == torch.float32
     torch.testing.assert_close(their_logits(again), expected, atol=1e-4, rtol=0)
     assert load_config(tmp_path / "ours") == ours.config
+
+
+def test_streams_behind_the_layers_are_those_of_transformers(tmp_path: Path) -> None:
+    theirs = their_model("llama")
+    theirs.save_pretrained(tmp_path)
+    ours, states = load_model(tmp_path), list[torch.Tensor]()
+    with torch.no_grad():
+        expected = theirs(TOKENS[None], output_hidden_states=True).hidden_states
+        hidden_states(ours, batch_of([TOKENS.tolist()]), states=states)
+    assert len(states) == ours.config.num_layers
+    for mine, other in zip(states[:-1], expected[1:-1], strict=True):  # theirs end with the normed last one
+        torch.testing.assert_close(mine, other[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours.model.norm.add(states[-1], None)[0], expected[-1][0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "smollm3-windows"])

@@ -56,8 +56,37 @@ def test_training_that_makes_a_student_worse_says_so(tmp_path: Path, caplog: pyt
     write_teacher(tmp_path / "teacher")
     write_teacher(tmp_path / "small")
     distill(tmp_path, learning_rate=0.1)
-    said = r"training made student worse: held-out KL 0\.0\d\d became [\d.]+ nats a token; a lower learning_rate than 0\.1 "
+    said = (
+        r"training made student worse: held-out KL 0\.0\d\d became [\d.]+ nats a token; a lower learning_rate than 0\.1"
+    )
     assert re.search(said, caplog.text)
+
+
+def test_a_deep_cut_learns_hidden_states_too(tmp_path: Path) -> None:
+    student = {"from": "teacher", "layers": 2}
+    write_teacher(tmp_path / "teacher", layers=4)
+    write_teacher(tmp_path / "small")
+    distill(tmp_path, student=student, loss={"hidden_weight": 1.0}, tokens="4k")
+    [logged] = (tmp_path / "run").glob("*-distill/metrics.jsonl")
+    distances = [row["hidden_distance"] for row in map(json.loads, logged.read_text().splitlines())]
+    assert distances[-1] < 0.9 * distances[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"student": {"from": "teacher", "hidden": 16}, "loss": {"hidden_weight": 1}},
+            r"the student has 16 channels and the teacher 32",
+        ),
+        ({"loss": {"kind": "cross_entropy", "hidden_weight": 1.0}}, r"loss.hidden_weight is 1, but cross_entropy runs"),
+    ],
+)
+def test_hidden_states_that_cannot_be_compared_are_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    write_teacher(tmp_path / "teacher")
+    write_teacher(tmp_path / "small")
+    with pytest.raises(UserError, match=said):
+        distill(tmp_path, **settings)
 
 
 def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:

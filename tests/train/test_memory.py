@@ -1,6 +1,6 @@
 """The plan of memory against what real steps on the CPU take: every way to train, within a tenth."""
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from model.transformer import Transformer
 from tests.memory import peak_bytes
 from tests.tiny import tiny_config
 from tests.train.toy import documents
-from train.config import TrainingConfig
+from train.config import Loss, TrainingConfig
 from train.loop import Trainer
 from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
 from train.optimizer import named_moments
@@ -52,6 +52,13 @@ def training(tokens: int = TOKENS, *, micro_batches: int = 1, **changes: Any) ->
     """Two steps."""
     step = tokens * micro_batches
     return TrainingConfig(tokens=2 * step, batch_tokens=step, micro_batch_tokens=tokens, **changes)
+
+
+@dataclass(frozen=True)
+class HiddenTraining(TrainingConfig):
+    """With a loss that compares hidden states too."""
+
+    loss: Loss = field(default_factory=lambda: Loss(hidden_weight=1.0))
 
 
 def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
@@ -84,9 +91,9 @@ def loaded_bytes(model: Transformer | None) -> int:
 
 def trainer_of(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     model, teacher = built(setup)
-    return trainer_for(
-        setup, model, LanguageModelling() if teacher is None else Distillation(teacher), folder, monkeypatch
-    )
+    loss = getattr(setup.training, "loss", None)
+    objective = LanguageModelling() if teacher is None else Distillation(teacher, loss)
+    return trainer_for(setup, model, objective, folder, monkeypatch)
 
 
 def trainer_for(
@@ -134,6 +141,7 @@ SETUPS = {
     "recomputed": Setup(TINY, training(activation_checkpointing=True)),
     "8 bit": Setup(TINY, training(optimizer="adamw_8bit")),
     "distill": Setup(TINY, training(), teacher=TINY),
+    "hidden states too": Setup(TINY, HiddenTraining(**asdict(training())), teacher=TINY),
     "two micro-batches": Setup(TINY, training(micro_batches=2), teacher=TINY),
     "recomputed adapter": Setup(
         TINY, training(activation_checkpointing=True), adapter=ADAPTERS["plain"], quantization="nf4"

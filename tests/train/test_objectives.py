@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.prune.depth import matching_layers
 from kernels.losses.linear_distillation import DivergenceKind
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
 from tests.train.toy import batch_of, random_sequences
 from train.config import Loss, LossName
 from train.evaluate import compare, compute_teacher_states, mean_nll
-from train.objectives import Distillation, LanguageModelling, objective_of
+from train.objectives import Distillation, LanguageModelling, evenly, hidden_states, objective_of
 from train.packing import Batch
 
 SEQUENCES = random_sequences(9, 23, 4)
@@ -74,6 +75,44 @@ def test_distillation_equals_the_dense_formulas(kind: Any, temperature: float, h
         },
         rel=1e-4,
     )
+
+
+def streams_of(model: Transformer) -> list[Tensor]:
+    """Behind each layer, in fp64, of every position that has a label."""
+    labelled, states = batch_of(SEQUENCES).labels >= 0, list[Tensor]()
+    hidden_states(model, batch_of(SEQUENCES), states=states)
+    return [state[labelled].double() for state in states]
+
+
+@pytest.mark.parametrize("matching", [None, (0, 3)])
+def test_the_distance_of_hidden_states_is_that_of_what_norms_make_of_them(matching: tuple[int, int] | None) -> None:
+    student, teacher = tiny_model(seed=1), tiny_model(seed=2, num_layers=4)
+    alone = Distillation(teacher)(student, batch_of(SEQUENCES))
+    output = Distillation(teacher, Loss(hidden_weight=3.0), matching)(student, batch_of(SEQUENCES))
+    taught = streams_of(teacher)
+    pairs = zip(streams_of(student), [taught[layer] for layer in matching or (1, 3)], strict=True)
+    normed = [[state / state.square().mean(-1, keepdim=True).sqrt() for state in pair] for pair in pairs]
+    expected = torch.stack([(mine - other).square().mean(-1).sum() for mine, other in normed]).mean()
+    torch.testing.assert_close(output.metrics["hidden_distance"].double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(output.loss_sum.double(), alone.loss_sum.double() + 3 * expected, rtol=1e-5, atol=0)
+
+
+def test_it_pulls_every_layer_and_vanishes_at_the_teacher() -> None:
+    student, teacher = tiny_model(seed=1), tiny_model(seed=2)
+    (Distillation(teacher, Loss(hidden_weight=1.0))(student, batch_of(SEQUENCES)).loss_sum).backward()
+    with_states = [layer.mlp.down_proj.weight.grad for layer in student.model.layers]
+    student.zero_grad()
+    Distillation(teacher)(student, batch_of(SEQUENCES)).loss_sum.backward()
+    without = [layer.mlp.down_proj.weight.grad for layer in student.model.layers]
+    assert not any(map(torch.equal, with_states, without))
+    same = Distillation(tiny_model(seed=1), Loss(hidden_weight=1.0))(student, batch_of(SEQUENCES))
+    assert abs(same.metrics["hidden_distance"].item()) < 1e-4
+
+
+def test_layers_that_stay_are_matched_by_what_the_next_one_reads() -> None:
+    assert matching_layers((0, 1, 4, 7), 9) == (0, 3, 6, 8)
+    assert matching_layers(range(5), 5) == evenly(5, 5) == (0, 1, 2, 3, 4)
+    assert evenly(2, 6) == (2, 5) and evenly(3, 4) == (0, 1, 3)
 
 
 def test_the_teacher_gets_no_gradient_and_the_student_does() -> None:

@@ -20,7 +20,7 @@ from pipeline.measure.quality import load_published
 from pipeline.results import Quality, Result
 from pipeline.stages.distill.config import Distill
 from pipeline.stages.distill.report import DistillDetails, DraftVocabulary
-from pipeline.stages.distill.student import Cut, choose, cut_out, measure_importance, shape_of_student
+from pipeline.stages.distill.student import Cut, choose, cut_out, follow, measure_importance, shape_of_student
 from pipeline.stages.distill.vocabulary import count_labels, most_common_tokens
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.rollouts import EngineRollouts
@@ -40,7 +40,7 @@ class DistillStage(RecoveryStage[Distill]):
             return super().objective()
         tokenizer = Tokenizer.load(self.context.model(self.config.student.origin))
         rollouts = EngineRollouts(tokenizer, policy, sequence_length=self.sequence_length)
-        return OnPolicyDistillation(self.teacher, self.config.loss, policy, rollouts)
+        return OnPolicyDistillation(self.teacher, self.config.loss, policy, rollouts, self.matching)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     cuts = [cut_out(shape, whole, importance) for shape in config.student.shapes]
     for cut in cuts:
         _check_on_policy(stage, cut.config)
+        _check_hidden_loss(stage, cut)
     cut, candidates = choose(stage, cuts)
+    follow(stage, cut)
     start = context.start(Start, partial(_measure_start, stage, cut))
     student = cut.of(load_model(context.model(origin)))
     if vocabulary is not None:
@@ -132,6 +134,17 @@ def _check_on_policy(stage: DistillStage, student: ModelConfig) -> None:
         raise UserError(
             f"The student has {student.max_position_embeddings:,} positions, too few for a sequence_length of "
             f"{stage.sequence_length:,} and on_policy.max_tokens of {policy.max_tokens:,} behind it."
+        )
+
+
+def _check_hidden_loss(stage: DistillStage, cut: Cut) -> None:
+    if not stage.config.loss.hidden_weight or not stage.config.teacher:
+        return
+    learnt, taught = cut.config.hidden_size, stage.teacher.config.hidden_size
+    if learnt != taught:
+        raise UserError(
+            f"distill: the student has {learnt:,} channels and the teacher {taught:,}, so nothing says which of their "
+            "hidden states correspond; set loss.hidden_weight to 0."
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
+from compress.prune.depth import block_influence, keep_layers, matching_layers, perplexity_increase, prune_depth
 from compress.prune.width import KeptWidth, WidthImportance, keep_width, prune_width, width_importance
 from model.config import ConfigError, ModelConfig
 from model.files.checkpoint import load_model
@@ -155,8 +155,15 @@ def _try(stage: Stage, cut: Cut) -> tuple[Quality, Quality]:
         return stage.held_out.quality(cut.of(load_published(context.model(origin))), stage.reference)
 
     before = context.measured(folder / "before.json", Quality, measure)
+    follow(stage, cut)
     make = partial(_trainable, stage, cut)
     return before, stage.trained_briefly(folder, make, student.candidate_tokens)
+
+
+def follow(stage: Stage, cut: Cut) -> None:
+    """Tells the stage which of the teacher's layers the student's are to be like, if it is cut from the teacher."""
+    if stage.config.teacher == stage.config.student.origin:
+        stage.matching = matching_layers(cut.layers, stage.teacher.config.num_layers)
 
 
 def _trainable(stage: Stage, cut: Cut) -> Transformer:

@@ -99,6 +99,11 @@ def mistakes(config: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
         least = f"it must be at least the sequence_length of its data, which is {length:,}"
         yield "micro_batch_tokens", f"is {micro_batch:,}; {least}"
     loss = config.loss if isinstance(config, Recovery) else Loss()
+    if loss.hidden_weight and loss.kind == "cross_entropy":
+        yield (
+            "loss.hidden_weight",
+            f"is {loss.hidden_weight:g}, but cross_entropy runs no teacher whose states to learn",
+        )
     if source.distributions and not loss.is_linear and loss.kind != "cross_entropy":
         yield "loss", f"is more than the stored distributions of {config.data} can teach: forward_kl at temperature 1"
 

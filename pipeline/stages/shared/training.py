@@ -275,6 +275,8 @@ class RecoveryStage(TrainingStage[R]):
     """
 
     teacher: Transformer
+    matching: Sequence[int] | None = None
+    """Of each of the student's layers the teacher's that it is to be like; by default evenly spread ones."""
 
     def __init__(self, context: StageContext, teacher: str | None, *, tokens_of: str | None = None) -> None:
         """`tokens_of`: the model whose tokens are read where there is no teacher."""
@@ -287,7 +289,7 @@ class RecoveryStage(TrainingStage[R]):
         """Towards what the teacher has stored with the data, or else by its passes."""
         stored = self.data.train.distributions
         if stored is None or self.config.loss.kind == "cross_entropy":
-            return objective_of(self.config.loss, self.teacher)
+            return objective_of(self.config.loss, self.teacher, self.matching)
         if self.teacher_name and stored.teacher != self.context.inputs[self.teacher_name].digest:
             name = f"{self.context.stage.kind}: the data {self.config.data}"
             raise UserError(f"{name} holds distributions of another model than {self.teacher_name}.")
