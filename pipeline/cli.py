@@ -218,6 +218,8 @@ def _serve(options: argparse.Namespace) -> int:
         options.verify = served.verify
     if served.name is not None and not hasattr(options, "served_model_name"):
         options.served_model_name = [served.name]
+    if not hasattr(options, "kv_cache_dtype"):
+        options.kv_cache_dtype = served.kv_cache_dtype
     server_options = options_from_arguments(options)
     from serve.http.server import run_server
 

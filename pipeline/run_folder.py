@@ -143,6 +143,8 @@ class Served:
     verify: str | None
     name: str | None
     """The run's name, or the file's; None for a model folder, which names itself."""
+    kv_cache_dtype: str = "auto"
+    """As the run's recipe wants it."""
 
 
 def resolve_served(given: str, verify: str | None = None) -> Served:
@@ -163,7 +165,8 @@ def resolve_served(given: str, verify: str | None = None) -> Served:
         verify = _model_folder(verify)
     elif verify is not None and not _is_model(Path(verify)):
         verify = str(folder.artifact(recipe, verify))
-    return Served(str(folder.artifact(recipe, recipe.serve.model)), verify, recipe.name)
+    model = str(folder.artifact(recipe, recipe.serve.model))
+    return Served(model, verify, recipe.name, recipe.serve.kv_cache_dtype)
 
 
 def _is_model(folder: Path) -> bool:

@@ -29,6 +29,8 @@ class Serve:
     model: str = setting(refers="model")
     verify: str | None = setting(None, refers="model")
     """Serve this model's distribution instead, with `model` as its draft. `--verify` says the same."""
+    kv_cache_dtype: str = setting("auto", choices=("auto", "int8", "fp8"))
+    """In what keys and values are cached; `quantize` measures it as `kv_cache`. `--kv-cache-dtype` says the same."""
     price_per_hour: float | None = setting(None, range=POSITIVE)
     """What an hour of the machine costs, in any currency: reports then say what a million tokens cost."""
 

@@ -12,10 +12,12 @@ import train.objectives
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.transformer import Transformer
+from pipeline.cli import main
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
 from pipeline.results import FILE_NAME
 from pipeline.run_folder import RunFolder, resolve_served
 from pipeline.stages.base import read_result
+from serve.http.options import ServerOptions
 from tests.pipeline.tiny_run import TinyRun, rerun, write_text
 from train.objectives import Distillation, ObjectiveOutput
 from train.packing import Batch
@@ -353,6 +355,20 @@ def test_mistakes_found_while_running_are_sentences(copied_run: TinyRun, overrid
     with pytest.raises(ValueError) as caught:
         copied_run.run(override)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_recipe_says_in_what_its_model_caches(copied_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied_run.run("serve.kv_cache_dtype=int8")
+    told: list[ServerOptions] = []
+
+    def run_server(options: ServerOptions) -> int:
+        told.append(options)
+        return 0
+
+    monkeypatch.setattr("serve.http.server.run_server", run_server)
+    for flags in ([], ["--kv-cache-dtype", "fp8"]):
+        assert main(["serve", str(copied_run.folder.path), *flags]) == 0
+    assert [options.engine.kv_cache_dtype for options in told] == ["int8", "fp8"]
 
 
 def test_names_in_a_run_become_folders(finished_run: TinyRun) -> None:
