@@ -61,6 +61,9 @@ class Adapter(LoraConfig):
 class Recovery(Training):
     """What stages share that train a smaller model towards a larger one."""
 
+    learning_rate: float = redeclared(Training, "learning_rate", 1e-4)
+    """The schedule's peak. Weights that were trained lose what they know at the 1e-3 of a model from nothing; one that
+    has lost most of its layers learns faster at that."""
     loss: Loss = field(default_factory=Loss)
 
 
