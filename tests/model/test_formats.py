@@ -29,7 +29,7 @@ AMBIGUOUS = ("gptq", "awq", "ggml")
 FILES = {"ggml": {"model/formats/gguf/reader.py", "model/formats/gguf/writer.py"}}
 """What makes weights of a format from files of another kind, or such files of the weights."""
 PAGES = {"model/kv_format.py", "serve/config.py", "serve/http/options.py", "pipeline/stages/quantize/config.py"}
-PAGES |= {"model/files/cache_scales.py", "model/transformer.py", "serve/engine/loading.py"}
+PAGES |= {"model/files/cache_scales.py", "model/transformer.py", "serve/engine/loading.py", "pipeline/schema.py"}
 """Where the same names mean formats of keys and values."""
 ROOT = Path(__file__).resolve().parents[2]
 

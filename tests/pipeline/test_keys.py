@@ -17,9 +17,9 @@ data: {text: {source: python-stdlib, sequence_length: 64}}
 stages:
   - pretrain: {tokenizer: base, data: text, tokens: 2k, out: fresh,
       architecture: {hidden_size: 8, intermediate_size: 16, layers: 2, query_heads: 2, kv_heads: 2}}
-  - gqa: {model: base, kv_heads: 1, data: text, tokens: 2k, out: narrow, gate: {max_kl: 1.0}}
-  - mod: {model: narrow, data: text, tokens: 2k, out: routed}
-  - distill: {teacher: base, student: {from: base, layers: 2}, data: text, tokens: 2k}
+  - gqa: {model: base, kv_heads: 1, data: text, tokens: 2k, learning_rate: 1e-3, out: narrow, gate: {max_kl: 1.0}}
+  - mod: {model: narrow, data: text, tokens: 2k, learning_rate: 1e-3, out: routed}
+  - distill: {teacher: base, student: {from: base, layers: 2}, data: text, tokens: 2k, learning_rate: 1e-3}
   - qlora: {model: base, data: text, tokens: 2k}
   - evaluate: {model: student, against: base, data: text}
   - conversation: {model: student, prompts: [Hello]}

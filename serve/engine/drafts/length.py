@@ -37,7 +37,7 @@ PROBE_TOKENS = 2
 """Length of a draft that is made to learn: its first pass may have to catch up, the second shows the usual cost."""
 PROBE_SEQUENCES = 2
 """Sequences that probe in one step; those of which the draft has the least to read."""
-PROBE_SHARE = 0.025
+PROBE_SHARE = 0.02
 """The most of all time that probes may take, were all their tokens in vain."""
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
 """Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
