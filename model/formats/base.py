@@ -124,6 +124,11 @@ class WeightFormat(ServingForm[W]):
 
     # Products
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether products round what they multiply with weights."""
+        return False
+
     def rounded(self, num_inputs: int) -> Self:
         """The same, but products round rows of so many activations to 8 bits. ValueError where there are none such."""
         raise ValueError(f"{self.title} has no products with activations in 8 bits.")
@@ -209,6 +214,10 @@ class KernelFormat(WeightFormat[W]):
 
     rounding: Rounding | None = None
     """How activations are rounded before they are multiplied; None: not at all."""
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.rounding is not None
 
     def prepare(self, weight: W) -> Any:
         return prepare_quantized_weight(weight)

@@ -94,6 +94,10 @@ class Ternary(GridFormat[TernaryWeight]):
 
     # Products
 
+    @property
+    def rounds_activations(self) -> bool:
+        return True
+
     def product(
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None
     ) -> Tensor:

@@ -81,6 +81,7 @@ def describe_loss(before: Quality, after: Quality) -> str | None:
 
 def describe_parity(parity: Parity) -> str:
     """One line: how far trainer and server are apart."""
-    distance = f"{parity.max_difference:.1e} nats (tolerance {parity.tolerance:.0e})"
+    mean = "" if parity.mean_difference is None else " in the mean"
+    distance = f"{parity.difference:.1e} nats{mean} (tolerance {parity.tolerance:.0e})"
     both = f"agree to {distance} and" if parity.passed else f"differ by {distance} and agree"
     return f"trainer and server {both} in {parity.same_top * 100:.1f} % of first choices, over {parity.tokens:,} tokens"

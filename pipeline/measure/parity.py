@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.attention import PackedAttention
 from model.files.checkpoint import load_model
+from model.quantized import quantized_layers
 from model.transformer import Transformer
 from pipeline.results import Parity
 from serve.llm import LLM
@@ -20,6 +21,10 @@ PARITY_SEQUENCES, PARITY_TOKENS = 4, 96
 PARITY_TOLERANCE = 1e-3
 """Nats, in fp32. Different matmul shapes and summation orders give about 1e-5; a wrong mask, position or page gives
 whole nats; a GPU's fp32 lies between."""
+ROUNDED_TOLERANCE = 5e-2
+"""The same in the mean, where products round activations: what differs in its last bit is rounded to another step here
+and there, and every layer has more of those than the one before. SmolLM2 beside itself on one token fewer: 0.2 nats at
+one position in a hundred, 0.01 in the mean."""
 
 
 def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | str) -> Parity:
@@ -31,6 +36,7 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     prompts = _prompts(batches)
     model = load_model(folder, dtype=torch.float32, device=device)
     trained = [_log_probabilities(model, prompt) for prompt in prompts]
+    is_rounded = any(layer.format.rounds_activations for layer in quantized_layers(model).values())
     del model
     engine = LLM(str(folder), dtype="float32", device=str(device), max_model_len=2 * PARITY_TOKENS, num_pages=64)
     served = engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1))
@@ -45,8 +51,9 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     return Parity(
         tokens=len(differences),
         max_difference=max(differences, default=math.inf),
-        tolerance=PARITY_TOLERANCE,
+        tolerance=ROUNDED_TOLERANCE if is_rounded else PARITY_TOLERANCE,
         same_top=sum(same) / max(len(same), 1),
+        mean_difference=sum(differences) / len(differences) if is_rounded and differences else None,
     )
 
 

@@ -3,17 +3,22 @@
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from compress.quantize.round_to_nearest import quantize_folder
+from model.files.checkpoint import save_model
+from model.formats.compressed_tensors import Int8
 from model.transformer import Transformer
 from pipeline.measure.gates import check_gate, describe, estimate
-from pipeline.measure.parity import check_parity
+from pipeline.measure.parity import PARITY_TOLERANCE, check_parity
 from pipeline.measure.quality import HeldOut
 from pipeline.results import Estimate, Quality
 from pipeline.stages.shared.config import Gate
 from tests.pipeline.tiny_run import TinyRun
+from tests.serve.toys import toy_tokenizer
 from tests.tiny import tiny_model
 from train.packing import Batch
 
@@ -132,6 +137,30 @@ def test_quality_is_the_same_in_any_batches() -> None:
         values = [getattr(quality, field.name) for quality in qualities]
         numbers = [value.value if isinstance(value, Estimate) else value for value in values]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-5), field.name
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-6, True), (1.5, False)], ids=["last bits", "other weights"])
+def test_parity_of_rounded_activations_is_held_in_the_mean(
+    factor: float, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What differs in its last bit is rounded to another step here and there, which is no fault of the server's."""
+    import pipeline.measure.parity
+
+    save_model(tiny_model(), tmp_path / "dense")
+    quantize_folder(tmp_path / "dense", tmp_path / "model", Int8.with_options(activations=True))
+    toy_tokenizer().save(tmp_path / "model")
+    honest = pipeline.measure.parity.load_model
+
+    def altered(*arguments: object, **options: object) -> Transformer:
+        model = honest(*arguments, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            model.model.layers[0].input_layernorm.weight.mul_(factor)
+        return model
+
+    monkeypatch.setattr(pipeline.measure.parity, "load_model", altered)
+    parity = check_parity(tmp_path / "model", batches(), "cpu")
+    assert parity.mean_difference is not None and parity.passed == passes
+    assert parity.max_difference > PARITY_TOLERANCE, "nothing was rounded to another step"
 
 
 def test_parity_notices_a_server_with_other_weights(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def _suite(context: StageContext, names: list[str]) -> tuple[Score, ...]:
 def _worst(found: list[Parity]) -> Parity:
     """One result for several models."""
     return replace(
-        max(found, key=lambda one: one.max_difference),
+        max(found, key=lambda one: one.difference / one.tolerance),
         tokens=sum(one.tokens for one in found),
         same_top=min(one.same_top for one in found),
     )
