@@ -37,7 +37,10 @@ PROBE_TOKENS = 2
 """Length of a draft that is made to learn: its first pass may have to catch up, the second shows the usual cost."""
 PROBE_SEQUENCES = 2
 """Sequences that probe in one step; those of which the draft has the least to read."""
-PROBE_SHARE = 0.02
+FIRST_PROBES = 6
+"""Drafts that are verified before lengths are chosen: one may be bad luck, and later ones cost more, since the draft
+must read what it has missed."""
+PROBE_SHARE = 0.01
 """The most of all time that probes may take, were all their tokens in vain."""
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
 """Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
@@ -74,6 +77,8 @@ class PassCosts:
         self._samples: dict[int, deque[float]] = {}
         self._rows: list[int] = []
         self._seconds: list[float] = []
+        self._slope = 0.0
+        """Seconds of a row, from the fewest rows measured to the most."""
 
     def record(self, num_rows: int, seconds: float) -> None:
         rows = _bucket(num_rows)
@@ -82,18 +87,24 @@ class PassCosts:
         self._seconds = [sorted(samples)[(len(samples) - 1) // 3] for _, samples in sorted(self._samples.items())]
         for at in range(len(self._seconds) - 2, -1, -1):
             self._seconds[at] = min(self._seconds[at], self._seconds[at + 1])
+        if len(self._rows) > 1:
+            self._slope = (self._seconds[-1] - self._seconds[0]) / (self._rows[-1] - self._rows[0])
+
+    def has_measured(self, num_rows: int) -> bool:
+        """Whether passes of so many rows have been recorded."""
+        return _bucket(num_rows) in self._samples
 
     def estimate(self, num_rows: int) -> float | None:
         """Seconds of a pass of `num_rows` rows; None before anything was measured.
 
-        Outside of what was measured it hopes for the best, so that it gets tried and measured: more rows cost no more,
-        fewer rows cost in proportion less.
+        More rows than were measured go on as those did from the fewest to the most; of one number only, more rows cost
+        no more, so that they are tried and measured. Fewer cost in proportion less.
         """
         if not self._rows:
             return None
         at = bisect.bisect_left(self._rows, num_rows)
         if at == len(self._rows):
-            return self._seconds[-1]
+            return self._seconds[-1] + self._slope * (num_rows - self._rows[-1])
         if at == 0:
             return self._seconds[0] * num_rows / self._rows[0]
         weight = (num_rows - self._rows[at - 1]) / (self._rows[at] - self._rows[at - 1])
@@ -169,6 +180,8 @@ class AdaptiveLength:
         """Whether drafting pays, or would have paid at the last probe, had every draft token been accepted."""
         self._num_steps = 0
         """Steps since the last probe."""
+        self._num_observed = 0
+        """Verifications, up to FIRST_PROBES."""
         self._interval = PROBE_INTERVAL
         self._probing: set[Sequence] = set()
         """Those that probe in this step."""
@@ -179,11 +192,13 @@ class AdaptiveLength:
 
     def begin_step(self, decoding: list[Sequence]) -> None:
         """Choose the length for a step in which these sequences decode."""
-        self._at_hand = {}
-        if self.target_costs.estimate(len(decoding)) is None:  # nothing was measured yet
-            self._probing = set(decoding[:PROBE_SEQUENCES]) if self.draft.runs_passes else set()
+        self._at_hand, self._probing = {}, set()
+        if not self.target_costs.has_measured(len(decoding)):  # what drafts are to be compared with
+            self._length = 0
             return
-        if self.draft.runs_passes:
+        if self.draft.runs_passes and self._num_observed < FIRST_PROBES:
+            self._probing = set(decoding[:PROBE_SEQUENCES])
+        elif self.draft.runs_passes:
             self._plan_passes(decoding)
         for sequence in decoding:
             if sequence not in self._probing and (taken := self._choose_at_hand(sequence, len(decoding))):
@@ -200,9 +215,8 @@ class AdaptiveLength:
             self._interval, self._can_pay = PROBE_INTERVAL, True
         self._skip_one_of_many()
         self._num_steps += 1
-        self._probing = self._choose_probes(decoding) if self._num_steps >= self._interval else set()
-        if self._probing:
-            self._num_steps = 0
+        if self._num_steps >= self._interval and (probing := self._choose_probes(decoding)):
+            self._probing, self._num_steps = probing, 0
             self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
             self._can_pay = self._choose(decoding, [1.0] * num_decoding)[0] > 0
 
@@ -325,6 +339,7 @@ class AdaptiveLength:
         """Learn from one verification of what passes of the draft have given."""
         if self.takes_at_hand(sequence):
             return
+        self._num_observed += self._num_observed < FIRST_PROBES
         rejected = int(num_accepted < num_drafted)
         sequence.recent_accepted = SEQUENCE_MEMORY * sequence.recent_accepted + num_accepted
         sequence.recent_rejected = SEQUENCE_MEMORY * sequence.recent_rejected + rejected
