@@ -199,7 +199,8 @@ INLINE uint16_t *reserve(int64_t bytes) {
 /* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
 int tiled_product(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *y, int64_t rows, int threads) {
     int64_t fitting = larger(1, CACHE / (ROWS * w->k * (int64_t)sizeof *x)), needed = (rows + ROWS - 1) / ROWS;
-    int64_t at_once = smaller(fitting, needed) * ROWS;
+    int64_t parts = larger(1, (needed + fitting - 1) / fitting); /* alike: for each all of W is decoded */
+    int64_t at_once = (needed + parts - 1) / parts * ROWS;
     uint16_t *packed = reserve((at_once + (int64_t)threads * OUTPUTS) * w->k * sizeof *packed);
     if (!packed) return 1;
     for (int64_t t = 0; t < rows; t += at_once)
