@@ -17,7 +17,7 @@ from pipeline.report.charts import Bar, Bars, Lines, Series
 from pipeline.report.front import compare_sections, run_sections
 from pipeline.report.section import Cell, Curves, Section, Table
 from pipeline.report.style import CSS
-from pipeline.report.table import collect_rows, count, duration, models_section, size, speed
+from pipeline.report.table import collect_rows, count, duration, models_section, reference_of, size, speed
 from pipeline.results import Answer, ModelReport, Result, write_atomically
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
@@ -185,12 +185,11 @@ def _before_and_after(results: Sequence[Result[Any]]) -> Section:
     charts, worse = [], []
     for result in results:
         by_label = {row.label: row for row in result.models}
-        reference = next((row.label for row in result.models if not row.same_shape_as), "the teacher")
         for before in result.models if result.cost.trained_tokens else ():
             after = by_label.get(before.same_shape_as or "")
             if after is None or not before.quality or not after.quality:
                 continue
-            charts += _bars_of(before, after, reference)
+            charts += _bars_of(before, after, reference_of(result))
             if lost := describe_loss(before.quality, after.quality):
                 worse.append(f" Training made {after.label} worse: {lost}.")
     note = "Held-out text; ± is the 95 % confidence interval, from the spread between batches."

@@ -22,9 +22,11 @@ class Column:
 def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
     """One row for each model that some stage measured; a later stage's numbers replace an earlier one's.
 
-    A model that is kept in two states, before and after training, is timed once. One that nothing trained has one.
+    A model that is kept in two states, before and after training, is timed once, and without a distance before where
+    that was to another reference than the one after. One that nothing trained has one state.
     """
     rows: dict[str, ModelReport] = {}
+    references: dict[str, str] = {}
     for result in results:
         for report in result.models:
             if report.same_shape_as and not result.cost.trained_tokens:
@@ -34,10 +36,21 @@ def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
                 speed = report.speed or known.speed
                 report = replace(report, quality=_latest(known.quality, report.quality), speed=speed)
             rows[report.label] = report
+            if report.quality and report.quality.kl:
+                references[report.label] = reference_of(result)
     for label, row in rows.items():
-        if not row.speed and row.same_shape_as in rows:
-            rows[label] = replace(row, speed=rows[row.same_shape_as].speed)
+        if row.same_shape_as not in rows:
+            continue
+        quality = row.quality
+        if quality and references.get(label) != references.get(row.same_shape_as):
+            quality = replace(quality, kl=None, agreement=None, acceptance=None)
+        rows[label] = replace(row, quality=quality, speed=row.speed or rows[row.same_shape_as].speed)
     return list(rows.values())
+
+
+def reference_of(result: Result[Any]) -> str:
+    """The label of what a stage's models were held against: the first that it measured."""
+    return next((row.label for row in result.models if not row.same_shape_as), "the teacher")
 
 
 def _latest(known: Quality | None, found: Quality | None) -> Quality | None:

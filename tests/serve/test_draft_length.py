@@ -108,15 +108,15 @@ class Load:
         return a_sequence(1, num_prompt=self.num_prompt, max_tokens=self.max_tokens, id=id)
 
 
-def served(load: Load, length: int | None, num_steps: int = 500) -> float:
-    """Tokens a second over so many simulated steps; `length` None is adaptive, and only then the controller is told."""
+def served(load: Load, length: int | None) -> float:
+    """Tokens a second over 500 simulated steps; `length` None is adaptive, and only then the controller is told."""
     learns = length is None
     read: dict[Sequence, int] = {}
     adaptive, random_ = adaptive_length(read), random.Random(1)
     sequences = [load.next_sequence(number) for number in range(load.num_decoding)]
     num_tokens, seconds = 0, 0.0
     num_passes: Counter[int] = Counter()
-    for step in range(num_steps):
+    for step in range(500):
         if learns:
             adaptive.begin_step(sequences)
         lengths = [adaptive(sequence) if length is None else length for sequence in sequences]
