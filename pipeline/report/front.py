@@ -38,30 +38,30 @@ class Candidate:
 
 
 def candidates_of(recipe: Recipe, results: Sequence[Result[Any]]) -> dict[DataSource, list[Candidate]]:
-    """Every model of a run in its final state, by the data that it was measured on; the first one comes first."""
+    """Every model of a run in its final state, by the text that it was measured on; the first one comes first."""
     data_of = {stage.name: kind_of(stage.kind).data(stage.config) for stage in recipe.plan()}
-    by_data: dict[str, list[Result[Any]]] = {}
+    by_text: dict[DataSource, list[Result[Any]]] = {}
     for result in results:
         if (data := data_of.get(result.stage)) is not None:
-            by_data.setdefault(data, []).append(result)
+            text = replace(recipe.data_set(data), distributions=None)  # which change nothing of what is held out
+            by_text.setdefault(text, []).append(result)
     speeds = {row.label: row.speed for row in collect_rows(results)}
     price = recipe.serve.price_per_hour if recipe.serve else None
     found = {}
-    for data, measured in by_data.items():
+    for text, measured in by_text.items():
         rows = [replace(row, speed=speeds[row.label]) for row in collect_rows(measured)]
-        found[recipe.data_set(data)] = list(_candidates(rows, price))
+        found[text] = list(_candidates(rows, price))
     return found
 
 
 def _candidates(rows: Sequence[ModelReport], price: float | None) -> Iterable[Candidate]:
-    reference = next((row for row in rows if row.quality and not row.quality.kl), None)
     for row in rows:
-        quality = reference.quality if row.exact and reference else row.quality
-        if quality is None or row.label.endswith(", before"):
+        if row.quality is None or row.label.endswith(", before"):
             continue
         speeds = {point.batch_size: point.tokens_per_s for point in row.speed}
         cost = price / 3600 / speeds[max(speeds)] * 1e6 if price and speeds else None
-        yield Candidate(row.label, row.weight_bytes, quality.perplexity, 1 / speeds[1] if 1 in speeds else None, cost)
+        seconds = 1 / speeds[1] if 1 in speeds else None
+        yield Candidate(row.label, row.weight_bytes, row.quality.perplexity, seconds, cost)
 
 
 @dataclass(frozen=True)

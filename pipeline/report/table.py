@@ -31,13 +31,13 @@ def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
         for report in result.models:
             if report.same_shape_as and not result.cost.trained_tokens:
                 continue
+            if report.quality and report.quality.kl:
+                references[report.label] = reference_of(result)
             known = rows.get(report.label)
             if known is not None:
                 speed = report.speed or known.speed
                 report = replace(report, quality=_latest(known.quality, report.quality), speed=speed)
             rows[report.label] = report
-            if report.quality and report.quality.kl:
-                references[report.label] = reference_of(result)
     for label, row in rows.items():
         if row.same_shape_as not in rows:
             continue

@@ -12,7 +12,8 @@ from pipeline.recipe import parse_recipe, recipe_to_yaml
 from pipeline.report.charts import Point
 from pipeline.report.front import Candidate, candidates_of, compare_sections, front_of, front_section
 from pipeline.report.table import collect_rows
-from tests.pipeline.test_report import structure_of
+from pipeline.results import ModelReport
+from tests.pipeline.test_report import make_result, quality, structure_of
 from tests.pipeline.tiny_run import TinyRun
 
 TEACHER = Candidate("teacher", 1000, 10.0, 0.02, 4.0)
@@ -59,6 +60,29 @@ def test_models_of_a_run_and_what_they_cost(finished_run: TinyRun) -> None:
     assert pair.perplexity == teacher.perplexity and pair.weight_bytes > teacher.weight_bytes
     fastest = {row.label: max(row.speed, key=lambda one: one.batch_size) for row in collect_rows(results) if row.speed}
     assert teacher.cost == pytest.approx(3.6 / 3600 * 1e6 / fastest["teacher"].tokens_per_s)
+
+
+def test_text_with_stored_distributions_is_the_same_text() -> None:
+    """And a pair is as good as its verifier, whichever model is measured first."""
+    recipe = parse_recipe(
+        """
+        name: x
+        models: {m: {from: y}}
+        data: {text: {source: z}}
+        stages:
+          - sft: {model: m, data: text, tokens: 1k, out: tuned}
+          - precompute: {model: m, data: text, out: told}
+          - distill: {teacher: m, student: {from: m}, data: told, tokens: 1k, out: student}
+        """
+    )
+    pair = ModelReport("student verified by m", 1, 2, 3, replace(quality(None), perplexity=1.5), exact=True)
+    results = [
+        make_result(stage="01-sft", models=(ModelReport("m", 1, 2, 3, quality(None)),)),
+        make_result(stage="03-distill", models=(ModelReport("student", 1, 2, 3, quality(0.5)), pair)),
+    ]
+    [candidates] = candidates_of(recipe, results).values()
+    assert [one.name for one in candidates] == ["m", "student", "student verified by m"]
+    assert candidates[-1].perplexity == 1.5
 
 
 def test_one_teacher_in_two_runs_is_one_model(finished_run: TinyRun) -> None:

@@ -229,7 +229,10 @@ def test_a_model_before_training_is_as_fast_as_after_it() -> None:
 def test_states_before_and_after_are_held_against_one_reference(against: str, before: str) -> None:
     trained = make_result(models=states(quality(0.5), quality(0.25)), cost=Cost(1.0, 1, trained_tokens=8))
     again = (ModelReport(against, 1, 2, 3, quality(None)), ModelReport("a", 1, 2, 3, quality(0.875)))
-    rows = {row.label: row for row in collect_rows([trained, make_result(models=again)])}
+    alone = (ModelReport("a", 1, 2, 3, quality(None)),)
+    rows = {
+        row.label: row for row in collect_rows([trained, *(make_result(models=models) for models in (again, alone))])
+    }
     (kl,) = (column for column in columns(list(rows.values())) if column.heading == "KL")
     assert [kl.cell(rows[label]) for label in ("a, before", "a")] == [before, "0.875"]
 
