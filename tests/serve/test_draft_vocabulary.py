@@ -93,8 +93,9 @@ def test_a_folder_that_names_its_draft_vocabulary_drafts_with_it(num_drafts: int
     engine = LLM(folders["model"], draft=folders["draft"], num_speculative_tokens=num_drafts, **options)
     answers = [answer.choices[0] for answer in engine.generate(PROMPTS, greedy(24))]
     assert [answer.token_ids for answer in answers] == generate(make_engine(target), PROMPTS, greedy(24))
-    drafted = sum(answer.num_drafted for answer in answers)
-    assert (0 if num_drafts else -1) < sum(answer.num_accepted for answer in answers) < drafted
+    accepted, drafted = (sum(getattr(one, name) for one in answers) for name in ("num_accepted", "num_drafted"))
+    assert accepted < drafted
+    assert accepted > 0 or num_drafts is None  # the few tries of one that learns may all be wrong
     alone = LLM(folders["draft"], **options).generate(PROMPTS, greedy(24))
     assert [answer.choices[0].token_ids for answer in alone] == generate(make_engine(draft), PROMPTS, greedy(24))
 

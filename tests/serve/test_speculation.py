@@ -108,8 +108,9 @@ def test_seeded_output_does_not_change(model: Transformer, draft: str, num_draft
     engine = make_engine(model, drafts(model)[draft], num_speculative_tokens=num_drafts)
     assert generate(engine, PROMPTS, params) == plain
     stats = engine.stats()
-    if draft == "twin" and num_drafts is not None:
-        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    if draft == "twin":
+        assert stats.num_accepted_tokens < stats.num_draft_tokens
+        assert stats.num_accepted_tokens > 0 or num_drafts is None  # the few tries of one that learns may all be wrong
     if draft == "equal":  # the shared random draws make both models agree
         assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens  # some lie behind the end of a sequence
 

@@ -181,7 +181,7 @@ class AdaptiveLength:
         self._num_steps = 0
         """Steps since the last probe."""
         self._num_observed = 0
-        """Verifications, up to FIRST_PROBES."""
+        """Verifications so far of what passes of the draft have given."""
         self._interval = PROBE_INTERVAL
         self._probing: set[Sequence] = set()
         """Those that probe in this step."""
@@ -339,7 +339,7 @@ class AdaptiveLength:
         """Learn from one verification of what passes of the draft have given."""
         if self.takes_at_hand(sequence):
             return
-        self._num_observed += self._num_observed < FIRST_PROBES
+        self._num_observed += 1
         rejected = int(num_accepted < num_drafted)
         sequence.recent_accepted = SEQUENCE_MEMORY * sequence.recent_accepted + num_accepted
         sequence.recent_rejected = SEQUENCE_MEMORY * sequence.recent_rejected + rejected
