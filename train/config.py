@@ -54,6 +54,9 @@ class TrainingConfig:
     """
     activation_checkpointing: bool = setting(False, weights=False)
     """Recompute each layer in the backward pass: less memory, a third more work."""
+    deterministic: bool = setting(False, weights=False, later=True)
+    """On a GPU: the same bits in every run, as far as torch has such algorithms; attention's backward pass then takes
+    seven products instead of five. On a CPU runs repeat their bits either way."""
     evaluate_every_tokens: int | None = setting(None, weights=False, count=True, range=COUNTS)
     """Measure the held-out loss this often; nothing measures only before and after."""
     checkpoint_every_s: float = setting(300.0, result=False, range=(0.0, 1e9))

@@ -9,8 +9,8 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,18 @@ class _Counters:
     metrics: dict[str, float | None] = field(default_factory=dict)
 
 
+@contextmanager
+def _deterministic(asked: bool) -> Iterator[None]:
+    """While training, kernels repeat their bits if asked to; what torch was told before stays valid, and comes back."""
+    before = torch.get_deterministic_debug_mode()
+    if asked and not before:
+        torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 class _ObjectiveOfModel(nn.Module):
     """Model and objective as one module, so that everything differentiable happens inside the wrapped `forward`."""
 
@@ -144,7 +156,7 @@ class Trainer:
             log.info("This CPU has no bf16 instructions: products are in fp32.")
         self._resume()
         interrupted = False
-        with StopSignals() as signals, self._display() as display:
+        with StopSignals() as signals, self._display() as display, _deterministic(self.config.deterministic):
             while not (interrupted or self._finished()):
                 if self.counters.evaluation_due:
                     interrupted = self._run_evaluation(signals)

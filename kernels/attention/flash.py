@@ -317,7 +317,7 @@ def flash_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Attend within each document; differentiable in q, k and v.
 
@@ -326,9 +326,10 @@ def flash_attention(
     itself included; `scale` defaults to 1/sqrt(d). Returns [T, Hq, d] in the dtype of q, under autocast in its dtype;
     rows past the last document are 0.
 
-    On a GPU: fp32, bf16 or fp16 with d ≤ 256, nothing waits for the device. The same input gives the same bits, forward
-    and backward; `deterministic=False` allows the backward pass to add up dQ in any order, which saves two of its seven
-    products. Raises ValueError for a window without causal and for inputs that do not fit together.
+    On a GPU: fp32, bf16 or fp16 with d ≤ 256, nothing waits for the device. The same input gives the same bits forward.
+    Backward, it does so if `deterministic`, by default as `torch.use_deterministic_algorithms` says: dQ is then a sum
+    of its own, for which two of five products are computed a second time; otherwise blocks add to it in any order.
+    Raises ValueError for a window without causal and for inputs that do not fit together.
     """
     if window is not None and not causal:
         raise ValueError("a window counts the keys up to the query itself: it needs causal=True")
@@ -340,6 +341,7 @@ def flash_attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if not runs_triton(q):
         rows = list(documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]))
         return attend_documents(q, k, v, rows, causal=causal, window=window, scale=scale)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.attention._flash_tiles as flash_tiles
-from kernels.attention._flash_tiles import Tile, Tiles
+from kernels.attention import flash
+from kernels.attention._flash_tiles import Inputs, Settings, Tile, Tiles
 from kernels.attention.flash import flash_attention, flash_attention_reference
 from kernels.common.ragged_tiles import most_tiles, plan_tiles
 from kernels.common.triton_support import interpreted
@@ -320,13 +321,35 @@ def test_triton_adds_up_query_gradients_in_any_order(device: torch.device, small
     for dtype in (torch.float32, torch.bfloat16):
         check_triton(device, ([20, 1, 17], [23, 9, 4]), dtype, heads=(4, 2), d=24, deterministic=False)
         check_triton(device, ([20, 17], [3, 30]), dtype, causal=False, deterministic=False)
+        check_triton(device, ([40, 17], None), dtype, heads=(2, 1), window=18, deterministic=False)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("torch_repeats", [True, False])
+def test_triton_repeats_bits_where_the_call_or_torch_asks_for_it(
+    device: torch.device, small_tiles: None, monkeypatch: pytest.MonkeyPatch, asked: bool | None, torch_repeats: bool
+) -> None:
+    """Where blocks add to dQ, it is a sum in fp32 that begins at zero."""
+    computed = []
+
+    def grad_keys(inputs: Inputs, settings: Settings, grad_q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        computed.append(grad_q.dtype == torch.bfloat16)
+        return of_keys(inputs, settings, grad_q, *others)
+
+    of_keys = flash._grad_keys
+    monkeypatch.setattr(flash, "_grad_keys", grad_keys)
+    torch.use_deterministic_algorithms(torch_repeats, warn_only=True)
+    inputs = tuple(x.detach().to(device).requires_grad_() for x in random_inputs([20], None, torch.bfloat16))
+    flash_attention(*inputs, cumulative([20]).to(device), deterministic=asked).sum().backward()
+    assert computed == [torch_repeats if asked is None else asked]
 
 
 def test_triton_backward_repeats_its_bits(device: torch.device, small_tiles: None) -> None:
     inputs = random_inputs([20, 18], None, torch.bfloat16, heads=(2, 1))
     inputs = tuple(x.detach().to(device).requires_grad_() for x in inputs)
     seqlens = cumulative([20, 18]).to(device)
-    first, second = (torch.autograd.grad(flash_attention(*inputs, seqlens).sum(), inputs) for _ in range(2))
+    results = [flash_attention(*inputs, seqlens, deterministic=True).sum() for _ in range(2)]
+    first, second = (torch.autograd.grad(result, inputs) for result in results)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
@@ -402,14 +425,17 @@ def test_triton_autocast_attends_in_its_dtype(device: torch.device, small_tiles:
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=2),
     window=st.none() | st.integers(1, 45),
     group=st.integers(1, 3),
+    deterministic=st.booleans(),
 )
-def test_triton_any_lengths(lengths: list[tuple[int, int]], window: int | None, group: int) -> None:
+def test_triton_any_lengths(
+    lengths: list[tuple[int, int]], window: int | None, group: int, deterministic: bool
+) -> None:
     torch.manual_seed(0)  # a case has the same numbers whenever it is tried
     if torch.cuda.is_available():
-        check_triton(torch.device("cuda"), *any_case(lengths, group), window=window)
+        check_triton(torch.device("cuda"), *any_case(lengths, group), window=window, deterministic=deterministic)
         return
     with interpreted():
-        check_triton(torch.device("cpu"), *any_case(lengths, group), window=window)
+        check_triton(torch.device("cpu"), *any_case(lengths, group), window=window, deterministic=deterministic)
 
 
 def any_case(lengths: list[tuple[int, int]], group: int) -> tuple:

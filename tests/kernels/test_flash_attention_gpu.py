@@ -143,7 +143,7 @@ def test_backward_repeats_its_bits() -> None:
     inputs = tuple(x.requires_grad_() for x in random_inputs((lengths, None), torch.bfloat16, (16, 4), 128))
     grad = torch.randn_like(inputs[0])
     seqlens = cumulative(lengths)
-    runs = [torch.autograd.grad(flash_attention(*inputs, seqlens), inputs, grad) for _ in range(4)]
+    runs = [torch.autograd.grad(flash_attention(*inputs, seqlens, deterministic=True), inputs, grad) for _ in range(4)]
     for run in runs[1:]:
         assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
 

@@ -63,6 +63,7 @@ def test_training_that_the_first_version_began_goes_on() -> None:
     [
         ("distill.evaluate_every_tokens=1k", True, True),
         ("distill.activation_checkpointing=true", True, True),
+        ("distill.deterministic=true", True, True),
         ("distill.optimizer=paged_adamw", True, True),
         ("distill.gate.max_kl=2.0", True, True),
         ("distill.held_out_tokens=4k", True, False),

@@ -324,3 +324,16 @@ def test_metrics_are_strict_json_lines_of_means(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert 4 < lines[0]["loss"] < 9  # about ln 512 and the spread of random logits: a mean, not a sum
     assert lines[-1]["tokens"] == result.tokens <= STEPS * 128
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_repeat_their_bits_while_a_training_that_asks_for_it_lasts(tmp_path: Path, deterministic: bool) -> None:
+    seen = set()
+
+    def look(output: ObjectiveOutput) -> ObjectiveOutput:
+        seen.add(torch.are_deterministic_algorithms_enabled())
+        return output
+
+    toy_trainer(tmp_path, objective=Calls({0: look, 3: look}), deterministic=deterministic).train()
+    assert seen == {deterministic}
+    assert not torch.are_deterministic_algorithms_enabled()
