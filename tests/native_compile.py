@@ -151,6 +151,15 @@ def flash(dtype: torch.dtype) -> None:
             backward(flash_attention(q, k, v, cu_seqlens, **options))
 
 
+def hopper(dtype: torch.dtype) -> None:
+    """What the forward of packed attention in Gluon takes."""
+    cu_seqlens = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
+    for d in (64, 128):
+        q, k, v = (rows(TOKENS, heads, d, dtype=dtype) for heads in (8, 2, 2))
+        for causal in (True, False):
+            flash_attention(q, k, v, cu_seqlens, causal=causal)
+
+
 def paged(dtype: torch.dtype) -> None:
     """Attention over pages: decoding, a few rows and a prompt, in 16 and 8 bits; every case at one head dim."""
     tables = torch.arange(PAGES, dtype=torch.int32).view(2, PAGES // 2)
@@ -260,6 +269,7 @@ GROUPS = {
     "losses": losses,
     "around": around,
     "flash": flash,
+    "hopper": hopper,
     "paged": paged,
     "quantized": quantized,
     "lora": lora,

@@ -15,7 +15,10 @@ KERNELS = {
         "rms_norm._forward_kernel", "rms_norm._backward_kernel", "swiglu._forward_kernel", "swiglu._backward_kernel",
         "rotary._rotary_kernel", "rotary_write._rotate_and_write_kernel", "write_pages._write_kernel",
     },
-    "flash": {"flash._forward_kernel"},
+    "flash": {
+        "flash._forward_kernel", "flash._grad_queries_kernel", "flash._grad_keys_kernel",
+        "_flash_hopper._forward_kernel",
+    },
     "lora": {
         "lora._shrink_kernel", "lora._expand_kernel", "quantized._row_kernel", "quantized._rows_kernel",
         "quantized._add_splits_kernel",
