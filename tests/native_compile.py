@@ -36,8 +36,8 @@ from kernels.losses.linear_distillation import DivergenceKind, linear_distillati
 from kernels.rms_norm import rms_norm
 from kernels.sampling.logit_adjustments import RequestState, adjust_scores
 from kernels.sampling.ngram import find_ngrams
-from kernels.sampling.random import Stream, exponential, uniform
-from kernels.sampling.sample import Filters, adjusted_probabilities, sample_tokens
+from kernels.sampling.random import Purpose, Stream, exponential, uniform
+from kernels.sampling.sample import Filters, adjusted_probabilities, race, sample_tokens
 from kernels.sampling.token_logprobs import token_logprobs
 from kernels.sampling.verification import verify
 from kernels.swiglu import swiglu
@@ -208,7 +208,7 @@ def sampling(dtype: torch.dtype) -> None:
     for drafted in (None, lists[0]):
         scores = adjust_scores(logits, state, slots=zeros, positions=zeros, drafted=drafted)
     for x in (logits, scores, logits[:, :-1]):
-        adjusted_probabilities(x, **filters._asdict())
+        race(adjusted_probabilities(x, **filters._asdict()), stream, Purpose.DRAFT)
         token_logprobs(x, sample_tokens(x, filters, stream), 5)
     p, tokens = torch.zeros(batch, n + 1, vocabulary), torch.zeros(batch, n, dtype=torch.int64)
     for draft_p in (None, p):

@@ -1,7 +1,10 @@
-"""How a race over a row of the vocabulary is run by several programs, shared by sampling and verification.
+"""How a row of the vocabulary is shared by several programs, and how they run a race over it.
 
 Each program keeps the best value of its part in a block of lanes (`advance`), then all lay down their best and the one
 that arrives last picks the winner (`finish`). Which one that is does not matter: of equal values the lowest index wins.
+
+The number of programs follows the batch, so kernels take it at run time: it makes no variant of a kernel. LANES, room
+for the results of a row, follows from the vocabulary alone.
 """
 
 import torch
@@ -37,25 +40,39 @@ def _winner(b_best, b_index):
 
 
 @triton.jit
-def finish(p_values, p_indices, p_arrived, row, split, b_best, b_index, SPLITS: tl.constexpr, LANES: tl.constexpr):
-    """Returns (whether this program arrived last, the winner of the row then, −1 if there is none).
+def arrives_last(p_arrived, row, count):
+    """Whether this program is the last of the `count` of a row; what they stored before, it then reads by ".cg".
 
-    p_values and p_indices are [N, SPLITS]; p_arrived [N] starts as 0; LANES is a power of two ≥ SPLITS.
+    p_arrived [N] holds zeros, before and after.
     """
-    best, index = _winner(b_best, b_index)
-    tl.store(p_values + row * SPLITS + split, best)
-    tl.store(p_indices + row * SPLITS + split, index)
     # All threads of this program are through before it counts itself in, and none reads before it has counted.
     tl.debug_barrier()
-    is_last = tl.atomic_add(p_arrived + row, 1, sem="acq_rel") == SPLITS - 1
+    is_last = tl.atomic_add(p_arrived + row, 1, sem="acq_rel") == count - 1
     tl.debug_barrier()
+    if is_last:
+        tl.store(p_arrived + row, 0)
+    return is_last
+
+
+@triton.jit
+def finish(p_values, p_indices, p_arrived, row, b_best, b_index, LANES: tl.constexpr):
+    """Returns (whether this program arrived last, the winner of the row then, −1 if there is none).
+
+    The grid is (N, splits); p_values and p_indices are [N, splits]; p_arrived [N] holds zeros; LANES is a power of two
+    ≥ splits.
+    """
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    best, index = _winner(b_best, b_index)
+    tl.store(p_values + row * splits + split, best)
+    tl.store(p_indices + row * splits + split, index)
+    is_last = arrives_last(p_arrived, row, splits)
     index = tl.full([], _NOBODY, tl.int32)
     if is_last:
         o_split = tl.arange(0, LANES)
-        m_split = o_split < SPLITS
+        m_split = o_split < splits
         # From the cache that all processors share: this one's own may hold what was there before.
-        b_values = tl.load(p_values + row * SPLITS + o_split, m_split, other=float("-inf"), cache_modifier=".cg")
-        b_indices = tl.load(p_indices + row * SPLITS + o_split, m_split, other=_NOBODY, cache_modifier=".cg")
+        b_values = tl.load(p_values + row * splits + o_split, m_split, other=float("-inf"), cache_modifier=".cg")
+        b_indices = tl.load(p_indices + row * splits + o_split, m_split, other=_NOBODY, cache_modifier=".cg")
         _, index = _winner(b_values, b_indices)
     return is_last, tl.where(index == _NOBODY, -1, index).to(tl.int64)
 
@@ -64,10 +81,19 @@ def block_size(vocabulary: int) -> int:
     return max(16, min(BLOCK, triton.next_power_of_2(vocabulary)))
 
 
+def num_blocks(vocabulary: int) -> int:
+    return triton.cdiv(vocabulary, block_size(vocabulary))
+
+
+def num_lanes(vocabulary: int) -> int:
+    """Return a power of two that no number of programs of a row exceeds."""
+    return triton.next_power_of_2(num_blocks(vocabulary))
+
+
 def num_splits(num_rows: int, vocabulary: int, device: torch.device) -> int:
     """Return how many programs share a row: enough to keep every processor busy, each with a block or more."""
     wanted = triton.cdiv(4 * num_processors(device), num_rows)
-    return max(1, min(wanted, triton.cdiv(vocabulary, block_size(vocabulary))))
+    return max(1, min(wanted, num_blocks(vocabulary)))
 
 
 def partial_results(num_rows: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor]:

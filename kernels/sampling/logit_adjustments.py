@@ -26,6 +26,7 @@ IN_PROMPT = 1 << 30
 ALWAYS = 2**31 - 1
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _BLOCK = 1024
+_LANES = 32
 
 
 class RequestState(NamedTuple):
@@ -78,33 +79,38 @@ def _penalized(b_x, b_count, b_drafted, repetition, frequency, presence):
 
 @triton.jit
 def _overwrite(
-    p_targets, p_logits, p_counts, p_out, p_bias_tokens, p_bias_values, p_bias_until, p_drafted,
-    position, first, last, repetition, frequency, presence,
-    TARGETS: tl.constexpr, BIASES: tl.constexpr, DRAFTED: tl.constexpr, LANES: tl.constexpr,
+    p_targets, num_targets, p_logits, p_counts, p_out, p_bias_tokens, p_bias_values, p_bias_until, num_biases,
+    p_drafted, num_drafted, position, first, last, repetition, frequency, presence, LANES: tl.constexpr,
 ):  # fmt: skip
     """Store the scores of those tokens of a list that lie in [first, last), from their biases and drafted tokens."""
-    o_target = tl.arange(0, LANES)
-    b_token = tl.load(p_targets + o_target, mask=o_target < TARGETS, other=-1).to(tl.int32)
-    m_token = (b_token >= first) & (b_token < last)
-    if tl.sum(m_token.to(tl.int32), axis=0) > 0:
-        b_bias, b_drafted = tl.zeros([LANES], dtype=tl.float32), tl.zeros([LANES], dtype=tl.int32)
-        for entry in range(BIASES):
-            value = tl.where(position < tl.load(p_bias_until + entry), tl.load(p_bias_values + entry), 0.0)
-            b_bias += tl.where(b_token == tl.load(p_bias_tokens + entry), value, 0.0)
-        for entry in range(DRAFTED):
-            b_drafted += (b_token == tl.load(p_drafted + entry)).to(tl.int32)
-        b_x = tl.load(p_logits + b_token, mask=m_token, other=0.0).to(tl.float32) + b_bias
-        b_count = tl.load(p_counts + b_token, mask=m_token, other=0)
-        b_x = _penalized(b_x, b_count, b_drafted, repetition, frequency, presence)
-        tl.store(p_out + b_token, b_x, mask=m_token)
+    for target in range(0, num_targets, LANES):
+        o_target = target + tl.arange(0, LANES)
+        b_token = tl.load(p_targets + o_target, mask=o_target < num_targets, other=-1).to(tl.int32)
+        m_token = (b_token >= first) & (b_token < last)
+        if tl.sum(m_token.to(tl.int32), axis=0) > 0:
+            b_bias, b_drafted = tl.zeros([LANES], dtype=tl.float32), tl.zeros([LANES], dtype=tl.int32)
+            for entry in range(num_biases):
+                value = tl.where(position < tl.load(p_bias_until + entry), tl.load(p_bias_values + entry), 0.0)
+                b_bias += tl.where(b_token == tl.load(p_bias_tokens + entry), value, 0.0)
+            for entry in range(num_drafted):
+                b_drafted += (b_token == tl.load(p_drafted + entry)).to(tl.int32)
+            b_x = tl.load(p_logits + b_token, mask=m_token, other=0.0).to(tl.float32) + b_bias
+            b_count = tl.load(p_counts + b_token, mask=m_token, other=0)
+            b_x = _penalized(b_x, b_count, b_drafted, repetition, frequency, presence)
+            tl.store(p_out + b_token, b_x, mask=m_token)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_biases", "num_drafted"],
+    do_not_specialize_on_alignment=[
+        "p_slots", "p_positions", "p_drafted", "p_repetition", "p_frequency", "p_presence",
+        "p_bias_tokens", "p_bias_values", "p_bias_until",
+    ],
+)  # fmt: skip
 def _adjust_kernel(
     p_logits, p_out, p_slots, p_positions, p_drafted, p_counts, p_repetition, p_frequency, p_presence,
-    p_bias_tokens, p_bias_values, p_bias_until, row_stride, vocabulary,
-    BIASES: tl.constexpr, DRAFTED: tl.constexpr, BIAS_LANES: tl.constexpr, DRAFT_LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    p_bias_tokens, p_bias_values, p_bias_until, row_stride, vocabulary, num_biases, num_drafted,
+    LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block): all scores by their counts, then once more those with a bias or a drafted token."""
     row = tl.program_id(0).to(tl.int64)
@@ -124,23 +130,19 @@ def _adjust_kernel(
         tl.store(p_out + columns, b_x, mask=mask)
         # What follows overwrites scores that other threads of this program have just stored.
         tl.debug_barrier()
-        p_bias_tokens += slot * BIASES
-        p_bias_values += slot * BIASES
-        p_bias_until += slot * BIASES
-        if BIASES > 0:
-            _overwrite(
-                p_bias_tokens, p_logits, p_counts, p_out, p_bias_tokens, p_bias_values, p_bias_until,
-                p_drafted + row * DRAFTED, position, first, tl.minimum(first + BLOCK, vocabulary),
-                repetition, frequency, presence,
-                TARGETS=BIASES, BIASES=BIASES, DRAFTED=DRAFTED, LANES=BIAS_LANES,
-            )  # fmt: skip
-        if DRAFTED > 0:
-            _overwrite(
-                p_drafted + row * DRAFTED, p_logits, p_counts, p_out, p_bias_tokens, p_bias_values, p_bias_until,
-                p_drafted + row * DRAFTED, position, first, tl.minimum(first + BLOCK, vocabulary),
-                repetition, frequency, presence,
-                TARGETS=DRAFTED, BIASES=BIASES, DRAFTED=DRAFTED, LANES=DRAFT_LANES,
-            )  # fmt: skip
+        p_bias_tokens += slot * num_biases
+        p_bias_values += slot * num_biases
+        p_bias_until += slot * num_biases
+        p_drafted += row * num_drafted
+        last = tl.minimum(first + BLOCK, vocabulary)
+        _overwrite(
+            p_bias_tokens, num_biases, p_logits, p_counts, p_out, p_bias_tokens, p_bias_values, p_bias_until,
+            num_biases, p_drafted, num_drafted, position, first, last, repetition, frequency, presence, LANES,
+        )  # fmt: skip
+        _overwrite(
+            p_drafted, num_drafted, p_logits, p_counts, p_out, p_bias_tokens, p_bias_values, p_bias_until,
+            num_biases, p_drafted, num_drafted, position, first, last, repetition, frequency, presence, LANES,
+        )  # fmt: skip
     else:
         tl.store(p_out + columns, b_x, mask=mask)
 
@@ -163,13 +165,11 @@ def adjust_scores(
         return _adjust(logits, state, slots, positions, drafted)
     check_rows(logits=logits)
     out = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
-    biases, num_drafted = state.bias_tokens.shape[1], 0 if drafted is None else drafted.shape[1]
     if rows:
         _adjust_kernel[(rows, triton.cdiv(vocabulary, _BLOCK))](
             logits, out, slots.contiguous(), positions.contiguous(),
             slots if drafted is None else drafted.contiguous(), *state, logits.stride(0), vocabulary,
-            BIASES=biases, DRAFTED=num_drafted, BIAS_LANES=triton.next_power_of_2(max(biases, 1)),
-            DRAFT_LANES=triton.next_power_of_2(max(num_drafted, 1)), BLOCK=_BLOCK,
+            state.bias_tokens.shape[1], 0 if drafted is None else drafted.shape[1], LANES=_LANES, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 

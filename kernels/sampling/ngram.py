@@ -17,6 +17,7 @@ from kernels.common.triton_support import runs_triton
 MAX_NGRAM = 3
 SEARCHED_TOKENS = 8192
 _BLOCK = 1024
+_LANES = 32
 
 
 def find_ngrams_reference(
@@ -39,10 +40,10 @@ def _matches(p_row, columns, length, lowest, age, mask):
     return m_column & (tl.load(p_row + columns - age, mask=m_column, other=0) == last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["p_rows", "p_lengths", "p_drafts", "p_counts"])
 def _ngram_kernel(
-    p_tokens, p_rows, p_lengths, p_drafts, p_counts, row_stride,
-    MAX_NGRAM: tl.constexpr, SEARCHED: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    p_tokens, p_rows, p_lengths, p_drafts, p_counts, row_stride, k,
+    MAX_NGRAM: tl.constexpr, SEARCHED: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence. The best occurrence has the largest (tokens that match, position of the last of them)."""
     row = tl.program_id(0).to(tl.int64)
@@ -61,10 +62,11 @@ def _ngram_kernel(
         b_best = tl.maximum(b_best, tl.where(b_size > 0, (b_size << 32) + columns, -1))
     best = tl.max(b_best, axis=0)
     start = (best & 0xFFFFFFFF).to(tl.int32) + 1
-    count = tl.where(best >= 0, tl.minimum(length - start, K), 0)
-    o_draft = tl.arange(0, LANES)
-    b_draft = tl.load(p_row + start + o_draft, mask=o_draft < count, other=-1)
-    tl.store(p_drafts + row * K + o_draft, b_draft.to(tl.int64), mask=o_draft < K)
+    count = tl.where(best >= 0, tl.minimum(length - start, k), 0)
+    for first in range(0, k, LANES):
+        o_draft = first + tl.arange(0, LANES)
+        b_draft = tl.load(p_row + start + o_draft, mask=o_draft < count, other=-1)
+        tl.store(p_drafts + row * k + o_draft, b_draft.to(tl.int64), mask=o_draft < k)
     tl.store(p_counts + row, count)
 
 
@@ -93,8 +95,8 @@ def find_ngrams(
         if len(rows):
             tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
             _ngram_kernel[(len(rows),)](
-                tokens, rows.contiguous(), lengths.contiguous(), drafts, counts, tokens.stride(0), MAX_NGRAM=max_ngram,
-                SEARCHED=searched, K=k, LANES=triton.next_power_of_2(k), BLOCK=_BLOCK, num_warps=4,
+                tokens, rows.contiguous(), lengths.contiguous(), drafts, counts, tokens.stride(0), k,
+                MAX_NGRAM=max_ngram, SEARCHED=searched, LANES=_LANES, BLOCK=_BLOCK, num_warps=4,
             )  # fmt: skip
         return drafts, counts
     sizes = []

@@ -118,7 +118,7 @@ def load_key(p_seeds, p_choices, p_positions, row):
     return tl.load(p_seeds + row), tl.load(p_choices + row), tl.load(p_positions + row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["p_seeds", "p_choices", "p_positions"])
 def _fill_kernel(
     p_out, p_seeds, p_choices, p_positions, count, PURPOSE: tl.constexpr, EXPONENTIAL: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -49,10 +49,13 @@ def _load(p_row, columns, vocabulary):
     return tl.load(p_row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_top"],
+    do_not_specialize_on_alignment=["p_tokens", "p_chosen", "p_ranks", "p_top_tokens", "p_top"],
+)
 def _logprobs_kernel(
-    p_logits, p_tokens, p_chosen, p_ranks, p_top_tokens, p_top, row_stride, vocabulary,
-    NUM_TOP: tl.constexpr, BLOCK: tl.constexpr,
+    p_logits, p_tokens, p_chosen, p_ranks, p_top_tokens, p_top, row_stride, vocabulary, num_top,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -73,7 +76,7 @@ def _logprobs_kernel(
     tl.store(p_chosen + row, score - log_sum)
     tl.store(p_ranks + row, tl.sum(b_above, axis=0) + 1)
     last_score, last_index = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
-    for rank in range(NUM_TOP):
+    for rank in range(num_top):
         b_best = tl.full([BLOCK], float("-inf"), tl.float32)
         b_index = tl.full([BLOCK], _NOBODY, tl.int32)
         for first in range(0, vocabulary, BLOCK):
@@ -85,8 +88,8 @@ def _logprobs_kernel(
             b_best, b_index = tl.where(m_better, b_x, b_best), tl.where(m_better, columns, b_index)
         last_score = tl.max(b_best, axis=0)
         last_index = tl.min(tl.where(b_best == last_score, b_index, _NOBODY), axis=0)
-        tl.store(p_top_tokens + row * NUM_TOP + rank, last_index.to(tl.int64))
-        tl.store(p_top + row * NUM_TOP + rank, last_score - log_sum)
+        tl.store(p_top_tokens + row * num_top + rank, last_index.to(tl.int64))
+        tl.store(p_top + row * num_top + rank, last_score - log_sum)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
@@ -112,7 +115,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
         block = min(_BLOCK, triton.next_power_of_2(vocabulary))
         _logprobs_kernel[(rows,)](
             logits, tokens.contiguous(), result.chosen, result.ranks, result.top_tokens, result.top,
-            logits.stride(0), vocabulary, NUM_TOP=num_top, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+            logits.stride(0), vocabulary, num_top, BLOCK=block, num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip
     return result
 

@@ -42,6 +42,12 @@ from kernels.sampling.sample import race
 
 _ACCEPT, _RESIDUAL = tl.constexpr(int(Purpose.ACCEPT)), tl.constexpr(int(Purpose.RESIDUAL))
 
+_NODE_LANES = 32
+# Small tensors, read or written a number at a time: how they lie in memory makes no variant of a kernel.
+_ASKED = ("p_tokens", "p_parents", "p_counts", "p_seeds", "p_choices", "p_positions")
+_WALKED = ("p_lengths", "p_accepted", "p_out", "p_path", "p_new_lengths", "p_node", "p_shift", "p_arrived")
+_DRAWN = ("p_accepted", "p_node", "p_shift", "p_values", "p_indices", "p_arrived", "p_out", "p_next")
+
 
 class VerifyOutput(NamedTuple):
     """What a round commits, one row a sequence."""
@@ -84,11 +90,11 @@ def verify_reference(
 
 
 @triton.jit
-def _parent(p_parents, row, node, NODES: tl.constexpr):
+def _parent(p_parents, row, node, nodes):
     """The parent of a node; p_parents is None for chains."""
     parent = node - 1
     if p_parents is not None:
-        parent = tl.load(p_parents + row * NODES + node - 1).to(tl.int32)
+        parent = tl.load(p_parents + row * nodes + node - 1).to(tl.int32)
     return parent
 
 
@@ -105,36 +111,37 @@ def _residual_mass(p_target, p_draft, shift, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _remaining(p_tokens, p_parents, row, node, last, token, p, NODES: tl.constexpr):
+def _remaining(p_tokens, p_parents, row, node, last, token, p, nodes):
     """p(token), 0 if one of the children of the node before `last` is this token."""
     for other in range(node + 1, last):
-        if _parent(p_parents, row, other, NODES) == node:
-            p = tl.where(tl.load(p_tokens + row * NODES + other - 1) == token, 0.0, p)
+        if _parent(p_parents, row, other, nodes) == node:
+            p = tl.where(tl.load(p_tokens + row * nodes + other - 1) == token, 0.0, p)
     return p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=[*_ASKED, *_WALKED])
 def _walk_kernel(
     p_target, p_draft, p_tokens, p_parents, p_counts, p_seeds, p_choices, p_positions, p_lengths,
     p_accepted, p_out, p_path, p_new_lengths, p_node, p_shift, p_arrived,
     target_row, target_node, draft_row, draft_node, vocabulary,
-    NODES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    nodes, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence: from the root down while a child is accepted. Keeps the last node and its c."""
     row = tl.program_id(0).to(tl.int64)
     seed, choice, position = load_key(p_seeds, p_choices, p_positions, row)
-    o_node = tl.arange(0, LANES)
-    p_out += row * (NODES + 1)
-    p_path += row * (NODES + 1)
-    tl.store(p_out + o_node, tl.full([LANES], -1, tl.int64), mask=o_node <= NODES)
-    tl.store(p_path + o_node, tl.full([LANES], -1, tl.int32), mask=o_node <= NODES)
+    p_out += row * (nodes + 1)
+    p_path += row * (nodes + 1)
+    for first in range(0, nodes + 1, LANES):
+        o_node = first + tl.arange(0, LANES)
+        tl.store(p_out + o_node, tl.full([LANES], -1, tl.int64), mask=o_node <= nodes)
+        tl.store(p_path + o_node, tl.full([LANES], -1, tl.int32), mask=o_node <= nodes)
     tl.debug_barrier()
     at, depth = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     shift, mass = tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32)
-    count = tl.minimum(tl.load(p_counts + row).to(tl.int32), NODES)
+    count = tl.minimum(tl.load(p_counts + row).to(tl.int32), nodes)
     for node in range(1, count + 1):
-        if _parent(p_parents, row, node, NODES) == at:
-            token = tl.load(p_tokens + row * NODES + node - 1).to(tl.int64)
+        if _parent(p_parents, row, node, nodes) == at:
+            token = tl.load(p_tokens + row * nodes + node - 1).to(tl.int64)
             m_token = (token >= 0) & (token < vocabulary)
             p_row = p_target + row * target_row + at.to(tl.int64) * target_node
             p = tl.load(p_row + token, mask=m_token, other=0.0)
@@ -147,7 +154,7 @@ def _walk_kernel(
                 is_accepted = u * q * mass < tl.maximum(p - shift * q, 0.0)
                 next_shift, next_mass = shift + mass, mass
             else:
-                p = _remaining(p_tokens, p_parents, row, at, node, token, p, NODES)
+                p = _remaining(p_tokens, p_parents, row, at, node, token, p, nodes)
                 is_accepted = u * mass < p
                 next_shift, next_mass = shift + 1.0, tl.maximum(mass - p, 0.0)
             if is_accepted:
@@ -162,21 +169,21 @@ def _walk_kernel(
     tl.store(p_new_lengths + row, tl.load(p_lengths + row).to(tl.int32) + depth + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=[*_ASKED, *_DRAWN])
 def _next_token_kernel(
     p_target, p_draft, p_tokens, p_parents, p_counts, p_seeds, p_choices, p_positions,
     p_accepted, p_node, p_shift, p_values, p_indices, p_arrived, p_out, p_next,
     target_row, target_node, draft_row, draft_node, vocabulary,
-    NODES: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    nodes, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, split): every SPLITS-th block of the race for the token after the accepted ones."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (sequence, split): every so many blocks of the race for the token after the accepted ones."""
+    row, splits = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     seed, choice, position = load_key(p_seeds, p_choices, p_positions, row)
     at, shift = tl.load(p_node + row), tl.load(p_shift + row)
-    count = tl.minimum(tl.load(p_counts + row).to(tl.int32), NODES)
+    count = tl.minimum(tl.load(p_counts + row).to(tl.int32), nodes)
     p_row = p_target + row * target_row + at.to(tl.int64) * target_node
     b_best, b_index = _race.start(BLOCK)
-    for first in range(split * BLOCK, vocabulary, SPLITS * BLOCK):
+    for first in range(tl.program_id(1) * BLOCK, vocabulary, splits * BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < vocabulary
         b_p = tl.load(p_row + columns, mask=mask, other=0.0)
@@ -187,20 +194,18 @@ def _next_token_kernel(
                 b_left = tl.maximum(b_p - shift * tl.load(p_q + columns, mask=mask, other=0.0), 0.0)
             else:
                 for node in range(at + 1, count + 1):
-                    if _parent(p_parents, row, node, NODES) == at:
-                        token = tl.load(p_tokens + row * NODES + node - 1)
+                    if _parent(p_parents, row, node, nodes) == at:
+                        token = tl.load(p_tokens + row * nodes + node - 1)
                         b_left = tl.where(columns == token, 0.0, b_left)
         b_e = to_exponential(philox_words(seed, choice, position, first, _RESIDUAL, BLOCK))
         # What p₀ itself would give counts only where nothing is left of p: below all else, in the same order.
         b_else = tl.where(b_p > 0, -b_e / tl.where(b_p > 0, b_p, 1.0), float("-inf"))
         b_value = tl.where(b_left > 0, b_left / b_e, b_else)
         b_best, b_index = _race.advance(b_best, b_index, b_value, columns)
-    is_last, token = _race.finish(
-        p_values, p_indices, p_arrived, row, split, b_best, b_index, SPLITS=SPLITS, LANES=LANES
-    )
+    is_last, token = _race.finish(p_values, p_indices, p_arrived, row, b_best, b_index, LANES)
     if is_last:
         tl.store(p_next + row, token)
-        tl.store(p_out + row * (NODES + 1) + tl.load(p_accepted + row), token)
+        tl.store(p_out + row * (nodes + 1) + tl.load(p_accepted + row), token)
 
 
 def verify(
@@ -245,12 +250,12 @@ def verify(
     _walk_kernel[(batch,)](
         *asked, lengths.contiguous(), output.num_accepted, output.tokens, output.path, output.lengths,
         nodes, shifts, arrived, *strides, vocabulary,
-        NODES=n, LANES=triton.next_power_of_2(n + 1), BLOCK=block, num_warps=_race.WARPS,
+        n, LANES=_NODE_LANES, BLOCK=block, num_warps=_race.WARPS,
     )  # fmt: skip
     _next_token_kernel[(batch, splits)](
         *asked, output.num_accepted, nodes, shifts, *_race.partial_results(batch, splits, device), arrived,
         output.tokens, output.next_tokens, *strides, vocabulary,
-        NODES=n, SPLITS=splits, LANES=triton.next_power_of_2(splits), BLOCK=block, num_warps=_race.WARPS,
+        n, LANES=_race.num_lanes(vocabulary), BLOCK=block, num_warps=_race.WARPS,
     )  # fmt: skip
     return output
 

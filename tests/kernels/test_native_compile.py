@@ -34,7 +34,8 @@ KERNELS = {
         "quantized._grad_input_kernel", "quantized._expand_kernel",
     },
     "sampling": {
-        "random._fill_kernel", "sample._threshold_kernel", "sample._probabilities_kernel", "sample._race_kernel",
+        "random._fill_kernel", "_thresholds._extremes_kernel", "_thresholds._narrow_kernel", "sample._kept_mass_kernel",
+        "sample._probabilities_kernel", "sample._race_kernel", "sample._draw_kernel",
         "logit_adjustments._adjust_kernel", "token_logprobs._logprobs_kernel", "verification._walk_kernel",
         "verification._next_token_kernel", "ngram._ngram_kernel", "token_routing._select_kernel",
         "token_routing._gather_kernel", "token_routing._add_kernel", "token_routing._add_backward_kernel",

@@ -52,6 +52,28 @@ def test_equals_the_reference_without_triton(alphabet: int) -> None:
         assert trimmed(*find_ngrams(tokens, lengths, 4, **options)) == expected(tokens, lengths, 4, **options)
 
 
+@pytest.mark.parametrize("runs_on", ["Triton", "torch"])
+def test_rows_of_a_text_are_read_where_they_are(runs_on: str, request: pytest.FixtureRequest) -> None:
+    """Also those of a text of which a copy would have no room: 64 GiB as seen, 4 KiB in memory."""
+    device = request.getfixturevalue("device") if runs_on == "Triton" else "cpu"
+    tokens, lengths = texts(8, 3, 40)
+    rows = torch.tensor([5, 0, 7])
+    wide = torch.zeros(1, 2**10, dtype=torch.int32, device=device).expand(2**24, -1)
+    drafts, counts = find_ngrams(
+        wide, torch.tensor([9, 1], device=device), 2, rows=torch.tensor([2**23, 3], device=device)
+    )
+    assert trimmed(drafts, counts) == [[0], []]
+    drafts, counts = find_ngrams(tokens.to(device), lengths[rows].to(device), 4, rows=rows.to(device))
+    assert trimmed(drafts, counts) == expected(tokens[rows], lengths[rows], 4)
+
+
+@pytest.mark.parametrize("k", [31, 32, 33, 70])
+def test_long_drafts(device: torch.device, k: int) -> None:
+    tokens = torch.arange(50).repeat(2)[None]
+    drafts, counts = find_ngrams(tokens.to(device), torch.tensor([53], device=device), k)
+    assert trimmed(drafts, counts) == expected(tokens, torch.tensor([53]), k)
+
+
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="k ≥ 1"):
         find_ngrams(torch.zeros(2, 3), torch.zeros(2), 0)

@@ -1,17 +1,20 @@
 """Sampling without a sort: the thresholds are those of a sort, the draws those of the CPU, the frequencies right."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.sampling import _thresholds
 from kernels.sampling.random import Purpose, Stream
 from kernels.sampling.sample import (
     Filters,
     adjusted_probabilities,
     adjusted_probabilities_reference,
+    race,
     sample_tokens,
 )
 from tests.kernels.test_sampling import check_frequencies, random_parameters
@@ -119,6 +122,67 @@ def sample_tokens_on_cpu(logits: Tensor, settings: Filters, own: Stream, purpose
         for module in ("kernels.sampling.sample", "kernels.sampling.random"):
             patch.setattr(f"{module}.runs_triton", lambda x: False)
         return sample_tokens(logits, settings, own, purpose=purpose)
+
+
+def test_draft_tokens_are_those_of_the_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From distributions, and without random numbers in memory."""
+    probabilities, own = torch.softmax(3 * torch.randn(9, WIDE), dim=1), stream(9)
+    probabilities[1, 5:] = 0
+    probabilities[2] = torch.nan
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("kernels.sampling.sample", "kernels.sampling.random"):
+            patch.setattr(f"{module}.runs_triton", lambda x: False)
+        expected = race(probabilities, own, Purpose.DRAFT)
+    monkeypatch.setattr("kernels.sampling.sample.exponential", None)
+    moved = Stream(*on(device, own))
+    actual = race(probabilities.to(device), moved, Purpose.DRAFT)
+    assert actual[2] == -1
+    keep = torch.arange(9) != 2
+    assert actual.cpu()[keep].tolist() == expected[keep].tolist()
+    wide = torch.cat((probabilities, probabilities), dim=1).to(device)
+    assert torch.equal(race(wide[:, :WIDE], moved, Purpose.DRAFT), actual)
+    assert race(wide[:0], stream(0, device), Purpose.DRAFT).shape == (0,)
+
+
+def test_thresholds_have_the_same_bits_in_any_company(device: torch.device) -> None:
+    logits, settings = 2 * torch.randn(7, WIDE), random_parameters(7)
+    some = [Filters(**settings), Filters(*(x[4:5] for x in settings.values()))]
+    together, alone = (
+        adjusted_probabilities(x.to(device), **Filters(*on(device, given))._asdict())
+        for x, given in zip((logits, logits[4:5]), some, strict=True)
+    )
+    assert torch.equal(together[4:5], alone)
+
+
+class Launches:
+    """Notes what a kernel is launched with, and launches it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self.arguments.append(arguments)
+            self.kernel[grid](*arguments, **options)
+
+        return launch
+
+
+def test_rows_leave_passes_that_they_do_not_need(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is summed for them; how much is launched does not depend on them."""
+    logits = torch.randn(4, WIDE, device=device)
+    limits = {"temperature": [1.0, 0, 1, 0], "top_k": [0, 3, WIDE, 0], "top_p": [1.0, 0.5, 1, 1]}
+    settings = {name: torch.tensor(values, device=device) for name, values in limits.items()}
+    launches = Launches(_thresholds._narrow_kernel)
+    monkeypatch.setattr(_thresholds, "_narrow_kernel", launches)
+    _thresholds.find_thresholds(logits, **settings)
+    assert launches.arguments[-1][8].shape == (4, 3, 16)
+    assert launches.arguments[-1][8].isnan().all()  # as memory is that nobody wrote
+    settings["top_p"][2] = 0.9
+    _thresholds.find_thresholds(logits, **settings)
+    assert len(launches.arguments) == 2 * 16
+    assert launches.arguments[-1][8].isnan().flatten(1).all(dim=1).tolist() == [True, True, False, True]
 
 
 def test_a_token_does_not_depend_on_the_batch(device: torch.device) -> None:
