@@ -2,10 +2,10 @@
 
     logprob(t) = x_t − log Σ exp(x),   rank(t) = 1 + number of scores above x_t
 
-A pass for the maximum, one for the sum and the rank, and one for each of the most probable tokens: the best of those
-that come after the one before, equal scores in the order of their indices.
+A row is read once, a block by each program, which lays down the block's maximum, sum and rank and its K best tokens in
+order, equal scores by their indices. The program that arrives last adds up and merges the lists.
 
-Legend: N rows, V vocabulary, K most probable tokens.
+Legend: N rows, V vocabulary, P blocks of a row, K most probable tokens.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kernels.common.rows import rows_per_block
 from kernels.common.triton_support import check_rows, runs_triton
+from kernels.sampling import _race
 
-_BLOCK = 4096
 _NOBODY = tl.constexpr(2**31 - 1)
 
 
@@ -45,51 +45,80 @@ def token_logprobs_reference(logits: Tensor, tokens: Tensor, num_top: int) -> Lo
 
 
 @triton.jit
-def _load(p_row, columns, vocabulary):
-    return tl.load(p_row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+def _best(b_x, b_index):
+    """The best score and its index, of equal ones the lowest; those without a token have the index _NOBODY."""
+    best = tl.max(tl.where(b_index < _NOBODY, b_x, float("-inf")), axis=0)
+    return best, tl.min(tl.where(b_x == best, b_index, _NOBODY), axis=0)
+
+
+@triton.jit
+def _list_best(b_x, b_index, p_best, p_indices, num_top):
+    """Store the `num_top` best of a block, in order."""
+    for rank in range(num_top):
+        best, index = _best(b_x, b_index)
+        tl.store(p_best + rank, best)
+        tl.store(p_indices + rank, index)
+        b_index = tl.where(b_index == index, _NOBODY, b_index)
+
+
+@triton.jit
+def _merge_lists(p_best, p_indices, p_top, p_top_tokens, parts, num_top, log_sum, LANES: tl.constexpr):
+    """Store the `num_top` best of all blocks' lists, in order: the best of their heads, each in turn."""
+    o_part = tl.arange(0, LANES)
+    b_taken = tl.zeros([LANES], dtype=tl.int32)
+    for rank in range(num_top):
+        o_head = o_part * num_top + b_taken
+        m_head = (o_part < parts) & (b_taken < num_top)
+        b_x = tl.load(p_best + o_head, mask=m_head, other=float("-inf"), cache_modifier=".cg")
+        b_index = tl.load(p_indices + o_head, mask=m_head, other=_NOBODY, cache_modifier=".cg")
+        best, index = _best(b_x, b_index)
+        tl.store(p_top + rank, best - log_sum)
+        tl.store(p_top_tokens + rank, index.to(tl.int64))
+        b_taken += (b_index == index).to(tl.int32)
 
 
 @triton.jit(
     do_not_specialize=["num_top"],
-    do_not_specialize_on_alignment=["p_tokens", "p_chosen", "p_ranks", "p_top_tokens", "p_top"],
-)
+    do_not_specialize_on_alignment=[
+        "p_tokens", "p_largest", "p_sums", "p_above", "p_best", "p_indices", "p_arrived",
+        "p_chosen", "p_ranks", "p_top_tokens", "p_top",
+    ],
+)  # fmt: skip
 def _logprobs_kernel(
-    p_logits, p_tokens, p_chosen, p_ranks, p_top_tokens, p_top, row_stride, vocabulary, num_top,
-    BLOCK: tl.constexpr,
+    p_logits, p_tokens, p_largest, p_sums, p_above, p_best, p_indices, p_arrived,
+    p_chosen, p_ranks, p_top_tokens, p_top, row_stride, vocabulary, num_top, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
-    row = tl.program_id(0).to(tl.int64)
-    p_row = p_logits + row * row_stride
+    """Program (row, block)."""
+    row, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    part = row * parts + tl.program_id(1)
     token = tl.load(p_tokens + row).to(tl.int64)
     is_token = (token >= 0) & (token < vocabulary)
-    score = tl.load(p_row + token, mask=is_token, other=float("nan")).to(tl.float32)
-    b_best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for first in range(0, vocabulary, BLOCK):
-        b_best = tl.maximum(b_best, _load(p_row, first + tl.arange(0, BLOCK), vocabulary))
-    best = tl.max(b_best, axis=0)
-    b_sum, b_above = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.int32)
-    for first in range(0, vocabulary, BLOCK):
-        b_x = _load(p_row, first + tl.arange(0, BLOCK), vocabulary)
-        b_sum += tl.exp(b_x - best)
-        b_above += (b_x > score).to(tl.int32)
-    log_sum = best + tl.log(tl.sum(b_sum, axis=0))
-    tl.store(p_chosen + row, score - log_sum)
-    tl.store(p_ranks + row, tl.sum(b_above, axis=0) + 1)
-    last_score, last_index = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
-    for rank in range(num_top):
-        b_best = tl.full([BLOCK], float("-inf"), tl.float32)
-        b_index = tl.full([BLOCK], _NOBODY, tl.int32)
-        for first in range(0, vocabulary, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            b_x = _load(p_row, columns, vocabulary)
-            m_after = (b_x < last_score) | ((b_x == last_score) & (columns > last_index))
-            m_after &= columns < vocabulary
-            m_better = m_after & ((b_x > b_best) | (b_index == _NOBODY))
-            b_best, b_index = tl.where(m_better, b_x, b_best), tl.where(m_better, columns, b_index)
-        last_score = tl.max(b_best, axis=0)
-        last_index = tl.min(tl.where(b_best == last_score, b_index, _NOBODY), axis=0)
-        tl.store(p_top_tokens + row * num_top + rank, last_index.to(tl.int64))
-        tl.store(p_top + row * num_top + rank, last_score - log_sum)
+    score = tl.load(p_logits + row * row_stride + token, mask=is_token, other=float("nan")).to(tl.float32)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < vocabulary
+    b_x = tl.load(p_logits + row * row_stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
+    largest = tl.max(b_x, axis=0)
+    tl.store(p_largest + part, largest)
+    # A block of forbidden tokens has the sum 0.
+    tl.store(p_sums + part, tl.sum(tl.exp(b_x - tl.where(largest > float("-inf"), largest, 0.0)), axis=0))
+    tl.store(p_above + part, tl.sum((b_x > score).to(tl.int32), axis=0))
+    _list_best(b_x, tl.where(mask, columns, _NOBODY), p_best + part * num_top, p_indices + part * num_top, num_top)
+    if _race.arrives_last(p_arrived, row, parts):
+        o_part = tl.arange(0, LANES)
+        m_part = o_part < parts
+        o_part += row * parts
+        b_largest = tl.load(p_largest + o_part, m_part, other=float("-inf"), cache_modifier=".cg")
+        b_sum = tl.load(p_sums + o_part, m_part, other=0.0, cache_modifier=".cg")
+        b_above = tl.load(p_above + o_part, m_part, other=0, cache_modifier=".cg")
+        best = tl.max(b_largest, axis=0)
+        log_sum = best + tl.log(tl.sum(b_sum * tl.exp(b_largest - best), axis=0))
+        tl.store(p_chosen + row, score - log_sum)
+        tl.store(p_ranks + row, tl.sum(b_above, axis=0) + 1)
+        p_best += row * parts * num_top
+        p_indices += row * parts * num_top
+        p_top += row * num_top
+        p_top_tokens += row * num_top
+        _merge_lists(p_best, p_indices, p_top, p_top_tokens, parts, num_top, log_sum, LANES)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
@@ -112,10 +141,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
         chosen, torch.empty_like(chosen, dtype=torch.int32), torch.empty_like(top, dtype=torch.int64), top
     )
     if rows:
-        block = min(_BLOCK, triton.next_power_of_2(vocabulary))
-        _logprobs_kernel[(rows,)](
-            logits, tokens.contiguous(), result.chosen, result.ranks, result.top_tokens, result.top,
-            logits.stride(0), vocabulary, num_top, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        grid = rows, _race.num_blocks(vocabulary)
+        largest, sums = torch.empty(2, *grid, dtype=torch.float32, device=device)
+        lists = _race.partial_results(rows, grid[1] * num_top, device)
+        _logprobs_kernel[grid](
+            logits, tokens.contiguous(), largest, sums, torch.empty_like(sums, dtype=torch.int32), *lists,
+            torch.zeros_like(result.ranks), result.chosen, result.ranks, result.top_tokens, result.top,
+            logits.stride(0), vocabulary, num_top,
+            LANES=_race.num_lanes(vocabulary), BLOCK=_race.block_size(vocabulary), num_warps=_race.WARPS,
         )  # fmt: skip
     return result
 

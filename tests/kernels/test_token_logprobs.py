@@ -41,6 +41,18 @@ def test_all_tokens_of_a_small_vocabulary(device: torch.device) -> None:
     check(token_logprobs(logits.to(device), tokens.to(device), 5), token_logprobs_reference(logits, tokens, 5))
 
 
+def test_more_tokens_than_a_block_has(device: torch.device) -> None:
+    """A block of forbidden tokens, and the last one, of two, run out before the others."""
+    logits = torch.randn(2, 4098).round(decimals=1)
+    logits[0, :2048] = -math.inf
+    tokens = torch.tensor([4097, 3])
+    check(token_logprobs(logits.to(device), tokens.to(device), 40), token_logprobs_reference(logits, tokens, 40))
+    logits[:, :4090] = -math.inf
+    actual = token_logprobs(logits.to(device), tokens.to(device), 12)
+    check(actual, token_logprobs_reference(logits, tokens, 12))
+    assert actual.top_tokens[:, 8:].tolist() == [[0, 1, 2, 3]] * 2
+
+
 def test_a_row_without_a_token(device: torch.device) -> None:
     assert token_logprobs(torch.zeros(1, 4, device=device), torch.tensor([-1], device=device), 1).chosen.isnan().all()
 
