@@ -1,9 +1,10 @@
 """Compile Triton kernels for a GPU that is not there: types, layouts and shared memory, which the interpreter ignores.
 
-`python -m tests.native_compile 90 around losses` calls public wrappers on CPU tensors of a model's shapes. Each launch
-is compiled for an H100 (`80`: an A100) as it would be on one, and not run: down to PTX, and the first of each kernel
-down to machine code, which takes a third of the time and finds nothing more in the others. Prints a line of JSON a
-kernel. It needs a process of its own: where Triton interprets, it cannot compile.
+`python -m tests.native_compile 90 around losses` calls public wrappers on CPU tensors of a model's shapes, in bf16;
+`flash:float32` in another dtype. Each launch is compiled for an H100 (`80`: an A100, `89`: a 4090) as it would be on
+one, and not run: down to PTX, and the first of each kernel down to machine code, which takes a third of the time and
+finds nothing more in the others. Prints a line of JSON a kernel. It needs a process of its own: where Triton
+interprets, it cannot compile.
 """
 
 import json
@@ -47,7 +48,7 @@ TOKENS, PAGES, PAGE = 48, 8, 16
 # (query heads, key/value heads, head dim) of a Llama 8B, a SmolLM2 135M, and a head dim that is no power of two.
 HEADS = ((32, 8, 128), (9, 3, 64), (8, 8, 80))
 
-MOST_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
+MOST_SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
 """What one program may use, by compute capability, times ten."""
 
 
@@ -144,7 +145,7 @@ def flash(dtype: torch.dtype) -> None:
     """Packed attention in training: every width of tiles, every option at one of them."""
     cu_seqlens = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
     usual: list[dict[str, Any]] = [{}]
-    others = {64: [{"causal": False}], 128: [*usual, {"window": 16, "deterministic": False}]}
+    others = {64: [{"causal": False}], 128: [*usual, {"window": 16, "deterministic": True}]}
     for q_heads, kv_heads, d in (*HEADS, (4, 1, 256)):
         q, k, v = (rows(TOKENS, heads, d, dtype=dtype) for heads in (q_heads, kv_heads, kv_heads))
         for options in others.get(d, usual):
@@ -278,6 +279,7 @@ GROUPS = {
 if __name__ == "__main__":
     compiled = compile_instead_of_launching(int(sys.argv[1]))
     for group in sys.argv[2:]:
-        GROUPS[group](torch.bfloat16)
+        name, _, dtype = group.partition(":")
+        GROUPS[name](getattr(torch, dtype or "bfloat16"))
     for name, kernel in compiled.items():
         print(json.dumps({"name": name, "shared_bytes": kernel.metadata.shared}))

@@ -242,6 +242,7 @@ def _forward_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()  # copies, too, shall see the barriers as they are now
     mbarrier.arrive(turn.index(0), count=1)
     num_tiles = key_tiles(query, s_q, s_k, CAUSAL, 2 * ROWS, KEYS)
     rings = q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty

@@ -1,8 +1,8 @@
 """How the kernels of flash attention cut their work, on which processor, and what their launches share.
 
 Larger tiles read keys and values less often; the sums of a tile (O, or dK and dV) must stay in registers for that. The
-tables hold the largest tiles whose inner loops spill few registers or none when Triton 3.6 compiles them, and that fit
-the shared memory: 227 KiB on Hopper, 99 KiB on the smallest processors since Ampere.
+tables hold the largest tiles that fit the shared memory (227 KiB on Hopper, 163 KiB on an A100, 99 KiB on the smallest
+processors since Ampere) and whose inner loops spend at most 6 % of their instructions on spilled registers.
 """
 
 from typing import Any, NamedTuple
@@ -43,10 +43,15 @@ _LARGE_TILES = {
     128: Tiles(Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(32, 128, 8, 3)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
+_MIDDLE_TILES = {
+    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
+    256: Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), adds_grad_q=False),
+}
 _SMALL_TILES = {
-    64: Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), adds_grad_q=False),
-    128: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), adds_grad_q=False),
-    256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), adds_grad_q=False),
+    64: Tiles(Tile(128, 64, 4, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+    128: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 3)),
+    256: Tiles(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 2), adds_grad_q=False),
 }
 _FP32_TILES = {
     64: Tiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
@@ -56,11 +61,14 @@ _FP32_TILES = {
 
 
 def choose_tiles(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Return the tiles for 16-bit floats on Hopper and its successors, on older processors, or for fp32."""
+    """Return the tiles for fp32, or for 16-bit floats in the shared memory of a Hopper, an A100 or a smaller GPU."""
     width = max(64, padded_width(head_dim))
     if dtype == torch.float32:
         return _FP32_TILES[width]
-    return _LARGE_TILES[width] if shared_memory_bytes(device) >= 227 * 1024 else _SMALL_TILES[width]
+    shared_bytes = shared_memory_bytes(device)
+    if shared_bytes >= 227 * 1024:
+        return _LARGE_TILES[width]
+    return _MIDDLE_TILES[width] if shared_bytes >= 163 * 1024 else _SMALL_TILES[width]
 
 
 class Settings(NamedTuple):

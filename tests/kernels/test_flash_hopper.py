@@ -1,9 +1,6 @@
 """The forward for Hopper, run in NumPy: right for any batch, whatever order barriers, copies and products happen in."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +18,7 @@ from kernels.common.ragged_tiles import plan_tiles
 from kernels.common.triton_support import interpreted
 from tests.compare import check_close
 from tests.kernels.gluon_model import Deadlock, Descriptor, Overwritten, Pointer, Program, run
+from tests.machine_code import assemble, ptx_of
 
 ROWS, KEYS, D = 4, 4, 8
 """Of a consumer's queries, of a tile of keys, of a head: as small as they can be."""
@@ -128,29 +125,20 @@ def test_what_it_supports() -> None:
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """PTX of the kernel at both head dims, causal and not."""
-    cache = tmp_path_factory.mktemp("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-m", "tests.native_compile", "90", "hopper"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    programs = [file.read_text() for file in cache.glob("*/_forward_kernel.ptx")]
+    compiled = ptx_of(90, "hopper", tmp_path_factory.mktemp("triton"))
+    programs = [ptx for name, ptx in compiled.items() if name.startswith("_forward_kernel")]
     assert len(programs) == 4
     return programs
 
 
 @pytest.mark.slow
 def test_registers_go_to_the_consumers_and_none_is_spilled(programs: list[str], tmp_path: Path) -> None:
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     for program in programs:
-        assert set(re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", program)) >= {
-            ("inc", "240"),
-            ("dec", "24"),
-        }
-        (tmp_path / "kernel.ptx").write_text(program)
-        command = [ptxas, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr
-        assert "C7510" not in done.stderr and "C7515" not in done.stderr, "ptxas makes products wait for each other"
+        changes = re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", program)
+        assert set(changes) >= {("dec", "240"), ("inc", "240"), ("dec", "24")}  # both consumers, and the producer
+        said = assemble(program, 90, tmp_path)
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said
+        assert "C7510" not in said and "C7515" not in said, "ptxas makes products wait for each other"
 
 
 @pytest.mark.slow
@@ -159,8 +147,8 @@ def test_the_softmax_runs_beside_a_product(programs: list[str]) -> None:
     step = re.compile(r"wgmma\.mma_async|wgmma\.wait_group\S*\s+\d|ex2\.approx|cp\.async\.bulk\.tensor")
     for program in programs:
         assert "cp.async.bulk.tensor" in program
-        steps = ["".join(found.split("sync.aligned")) for found in step.findall(program)]
-        names = "".join({"wgmma.m": "P", "ex2.app": "E", "cp.asyn": "C"}.get(x[:7], x[-1]) for x in steps)
+        kinds = {"wgmma.m": "P", "ex2.app": "E", "cp.asyn": "C"}
+        names = "".join(kinds.get(found[:7], found[-1]) for found in step.findall(program))
         between = re.findall(r"P+1(E+)0", names)
         assert len(between) == 4, names  # two consumers, each with tiles that all queries see and others
         assert all(len(exponentials) > 64 for exponentials in between)

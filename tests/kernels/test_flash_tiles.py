@@ -1,0 +1,37 @@
+"""Tiles of flash attention by GPU: they fit its shared memory, and the loops that take the time keep to registers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.attention import _flash_tiles as cut
+from tests.machine_code import assemble, inner_loops, ptx_of
+
+MOST_SPILLS = 0.06
+"""Of a step's instructions: reads and writes of registers that did not fit. Most steps have none."""
+
+
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+def test_the_next_larger_memory_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch, d: int) -> None:
+    found = []
+    for kib in (99, 163, 227):
+        monkeypatch.setattr(cut, "shared_memory_bytes", lambda device, kib=kib: kib * 1024)
+        found.append(cut.choose_tiles(d, torch.bfloat16, torch.device("cpu")))
+        monkeypatch.setattr(cut, "shared_memory_bytes", lambda device, kib=kib: (kib + 60) * 1024)
+        assert cut.choose_tiles(d, torch.bfloat16, torch.device("cpu")) == found[-1]
+    assert len(set(found)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "group"), [(80, "flash"), (89, "flash"), (89, "flash:float32")])
+def test_inner_loops_spill_next_to_nothing(capability: int, group: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name, ptx in ptx_of(capability, group, cache).items():
+        if "plan" in name:
+            continue
+        assemble(ptx, capability, tmp_path)
+        for loop in inner_loops(tmp_path):
+            if any("MMA" in line for line in loop) or "float32" in group:
+                spills = sum(line.startswith(("STL", "LDL")) for line in loop)
+                assert spills <= MOST_SPILLS * len(loop), f"{name}: {spills} of {len(loop)}"
