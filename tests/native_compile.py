@@ -153,12 +153,12 @@ def flash(dtype: torch.dtype) -> None:
 
 
 def hopper(dtype: torch.dtype) -> None:
-    """What the forward of packed attention in Gluon takes."""
+    """What packed attention in Gluon takes, forward and backward."""
     cu_seqlens = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
     for d in (64, 128):
         q, k, v = (rows(TOKENS, heads, d, dtype=dtype) for heads in (8, 2, 2))
         for causal in (True, False):
-            flash_attention(q, k, v, cu_seqlens, causal=causal)
+            backward(flash_attention(q, k, v, cu_seqlens, causal=causal))
 
 
 def paged(dtype: torch.dtype) -> None:

@@ -139,7 +139,7 @@ def _turns(
 
 
 @gluon.jit
-def _zero_past(v_tile, num_rows, D: gl.constexpr, KEYS: gl.constexpr):
+def zero_past(v_tile, num_rows, D: gl.constexpr, KEYS: gl.constexpr):
     """Zero the rows of a tile from num_rows on. Both consumers write the same bytes: it matters not who is first."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     b_v = v_tile.load(layout)
@@ -184,7 +184,7 @@ def _consume(
     last, parity = stage_of(num_tiles - 1, STAGES)
     mbarrier.wait(v_full.index(last), parity)
     if num_tiles * KEYS > s_k:
-        _zero_past(v_smem.index(last), s_k - (num_tiles - 1) * KEYS, D, KEYS)
+        zero_past(v_smem.index(last), s_k - (num_tiles - 1) * KEYS, D, KEYS)
     b_out = warpgroup_mma(b_p, v_smem.index(last), b_out, is_async=True)
     m_blind = b_sum == 0.0
     b_sum = gl.where(m_blind, 1.0, b_sum)
@@ -201,7 +201,7 @@ def _consume(
 
 
 @gluon.jit
-def _work_item(item, p_tiles, num_tiles, section, num_heads):
+def work_item(item, p_tiles, num_tiles, section, num_heads):
     """As `kernels.common.ragged_tiles.work_item`; an item past the last one has no queries and no keys."""
     first_head = item // (num_tiles * section) * section
     heads_here = min(section, num_heads - first_head)
@@ -222,7 +222,7 @@ def _forward_kernel(
     num_items = gl.load(p_count)
     if gl.program_id(0) >= num_items * num_heads:
         return
-    head, document, query = _work_item(gl.program_id(0), p_tiles, num_items, section, num_heads)
+    head, document, query = work_item(gl.program_id(0), p_tiles, num_items, section, num_heads)
     start_q, s_q, start_k, s_k = document
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, D], q_desc.layout)
@@ -272,17 +272,17 @@ def supports(inputs: Inputs, settings: Settings) -> bool:
         q.dtype != torch.float32
         and q.shape[2] in (64, 128)
         and settings.window is None
-        and all(map(_is_copyable, inputs[:3]))
+        and all(map(is_copyable, inputs[:3]))
     )
 
 
-def _is_copyable(x: Tensor) -> bool:
+def is_copyable(x: Tensor) -> bool:
     """Return whether the heads of a row lie next to each other, and rows start at multiples of 16 bytes."""
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return x.shape[0] > 0 and aligned and (x.shape[1] == 1 or x.stride(1) == x.shape[2]) and x.stride(2) == 1
 
 
-def _descriptor(x: Tensor, rows: int) -> Any:
+def descriptor(x: Tensor, rows: int) -> Any:
     """All heads of x [*, heads, d] as one matrix, copied in blocks of so many rows and one head."""
     block = [rows, x.shape[2]]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
@@ -297,7 +297,7 @@ def attend(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
     plan = cut.plan_queries(inputs, TILE)
     group = q.shape[1] // k.shape[1]
     _forward_kernel[(plan[0].shape[0] * q.shape[1],)](
-        *(_descriptor(q, TILE.queries // CONSUMERS), _descriptor(k, TILE.keys), _descriptor(v, TILE.keys)),
+        *(descriptor(q, TILE.queries // CONSUMERS), descriptor(k, TILE.keys), descriptor(v, TILE.keys)),
         *(out, lse, *plan),
         num_queries=q.shape[0],
         num_heads=q.shape[1],

@@ -5,13 +5,26 @@ tables hold the largest tiles that fit the shared memory (227 KiB on Hopper, 163
 processors since Ampere) and whose inner loops spend at most 6 % of their instructions on spilled registers.
 """
 
+import importlib
+import logging
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.common.ragged_tiles import padded_width, plan_tiles
-from kernels.common.triton_support import is_interpreted, l2_bytes, lend_scratch, num_processors, shared_memory_bytes
+from kernels.common.triton_support import (
+    compute_capability,
+    is_interpreted,
+    l2_bytes,
+    lend_scratch,
+    num_processors,
+    shared_memory_bytes,
+)
+
+log = logging.getLogger(__name__)
 
 
 class Tile(NamedTuple):
@@ -144,3 +157,20 @@ def takes_descriptors(tile: Tile, *tensors: Tensor) -> bool:
         return False
     lend_scratch(tensors[0].device)
     return all(offset * x.element_size() % 16 == 0 for x in tensors for offset in (x.storage_offset(), *x.stride()[:2]))
+
+
+def for_hopper(x: Tensor, name: str) -> ModuleType | None:
+    """Return the kernels of this file in Gluon, where they run; torch.compile knows plain Triton alone."""
+    if torch.compiler.is_compiling() or is_interpreted(x) or compute_capability(x.device)[0] != 9:
+        return None
+    return _gluon(name)
+
+
+@cache
+def _gluon(name: str) -> ModuleType | None:
+    """Import when first needed: Gluon is an experiment of Triton's, whose names may change."""
+    try:
+        return importlib.import_module(f"kernels.attention.{name}")
+    except ImportError as error:
+        log.info("This Triton lacks some of Gluon that %s uses; portable kernels take its place: %s", name, error)
+        return None

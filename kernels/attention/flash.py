@@ -18,11 +18,7 @@ G query heads per key/value head, d head dim (WIDTH: the next power of two); wit
 s_k keys. Document B stands for the rows past the last document: its queries see nothing, nothing sees its keys.
 """
 
-import importlib
-import logging
 import math
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -47,9 +43,7 @@ from kernels.common.ragged_tiles import (
     tile_source,
     work_item,
 )
-from kernels.common.triton_support import check_rows, compute_capability, is_interpreted, runs_triton
-
-log = logging.getLogger(__name__)
+from kernels.common.triton_support import check_rows, runs_triton
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # These change from batch to batch; no kernel is compiled anew because one of them is 1 or a multiple of 16.
@@ -397,22 +391,11 @@ class _FlashAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-@cache
-def _gluon_forward() -> ModuleType | None:
-    """The forward for Hopper; Gluon is an experiment of Triton's, whose names may change."""
-    try:
-        return importlib.import_module("kernels.attention._flash_hopper")
-    except ImportError as error:
-        log.info("This Triton compiles no Gluon as it is written here; attention takes the portable kernel: %s", error)
-        return None
-
-
 def _attend(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return O [T, Hq, d] and L [Hq, T]."""
-    if not (torch.compiler.is_compiling() or is_interpreted(inputs.q)) and compute_capability(inputs.q.device)[0] == 9:
-        hopper = _gluon_forward()
-        if hopper is not None and hopper.supports(inputs, settings):
-            return hopper.attend(inputs, settings)
+    hopper = cut.for_hopper(inputs.q, "_flash_hopper")
+    if hopper is not None and hopper.supports(inputs, settings):
+        return hopper.attend(inputs, settings)
     return _attend_anywhere(inputs, settings)
 
 
@@ -466,6 +449,9 @@ def _grad_keys(
 ) -> tuple[Tensor, Tensor]:
     """Return dK and dV [S, Hkv, d]; if the order of additions is free, add dQ to grad_q."""
     q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
+    hopper = cut.for_hopper(q, "_flash_hopper_backward")
+    if hopper is not None and hopper.supports(inputs, settings, grad_out):
+        return hopper.grad_keys(inputs, settings, grad_q, lse, grad_out, delta)
     tiles = cut.choose_tiles(q.shape[2], q.dtype, q.device)
     tile = tiles.grad_keys
     grad_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)

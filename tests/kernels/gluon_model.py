@@ -77,6 +77,7 @@ class Buffer:
 
     values: np.ndarray
     readers: list["Product"] = field(default_factory=list)
+    dtype = np.float64
     barrier: Barrier | None = None
 
     def write(self, values: np.ndarray) -> None:
@@ -118,11 +119,16 @@ class Product:
     def compute(self) -> None:
         if self.value is not None:
             return
-        left = self.left.values if isinstance(self.left, Buffer) else self.left
-        right = self.right.buffer.values.T if isinstance(self.right, Transposed) else self.right.values
+        left, right = operand_values(self.left), operand_values(self.right)
         self.value = block(left @ right if self.total is None else left @ right + self.total)
         for buffer in self.buffers():
             buffer.readers.remove(self)
+
+
+def operand_values(operand: Any) -> np.ndarray:
+    if isinstance(operand, Transposed):
+        return operand.buffer.values.T
+    return operand.values if isinstance(operand, Buffer) else operand
 
 
 @dataclass
@@ -273,6 +279,7 @@ class Program:
         language = SimpleNamespace(
             allocate_shared_memory=self.allocate, warp_specialize=self.specialize,
             program_id=lambda axis: block(self.number), static_range=range, load=load, store=store,
+            atomic_add=atomic_add, NVMMASharedLayout=SimpleNamespace(get_default_for=no_layout),
             arange=lambda first, end, layout: block(np.arange(first, end)),
             zeros=lambda shape, dtype, layout: block(np.zeros(shape)), zeros_like=lambda x: block(np.zeros(x.shape)),
             full=lambda shape, value, dtype, layout: block(np.full(shape, value)),
@@ -297,8 +304,17 @@ def no_layout(*_: Any) -> None:
     return None
 
 
-def load(pointer: Pointer) -> Block:
-    return block(pointer.memory.reshape(-1)[pointer.offset])
+def load(pointer: Pointer, mask: np.ndarray | None = None, other: float = 0.0) -> Block:
+    memory = pointer.memory.reshape(-1)
+    if mask is None:
+        return block(memory[pointer.offset])
+    found = np.full(mask.shape, other)
+    found[mask] = memory[np.asarray(pointer.offset)[mask]]
+    return block(found)
+
+
+def atomic_add(pointer: Pointer, values: np.ndarray, mask: np.ndarray, sem: str) -> None:
+    np.add.at(pointer.memory.reshape(-1), np.asarray(pointer.offset)[mask], np.asarray(values)[mask])
 
 
 def store(pointer: Pointer, values: np.ndarray, mask: np.ndarray) -> None:

@@ -1,6 +1,7 @@
-"""The forward for Hopper, run in NumPy: right for any batch, whatever order barriers, copies and products happen in."""
+"""Attention for Hopper, run in NumPy: right for any batch, whatever order barriers, copies and products happen in."""
 
 import re
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import _flash_hopper as hopper
+from kernels.attention import _flash_hopper_backward as backward
+from kernels.attention._flash_cpu import documents, visible_keys
 from kernels.attention._flash_tiles import Inputs, Settings
 from kernels.attention.flash import flash_attention_reference
 from kernels.common.ragged_tiles import plan_tiles
 from kernels.common.triton_support import interpreted
-from tests.compare import check_close
+from tests.compare import check_all_close, check_close
 from tests.kernels.gluon_model import Deadlock, Descriptor, Overwritten, Pointer, Program, run
 from tests.machine_code import assemble, ptx_of
 
@@ -83,11 +86,71 @@ def test_the_logarithms_are_those_that_the_backward_pass_expects() -> None:
     check_close(lse[0], scores.logsumexp(1) / np.log(2), dtype=torch.float64)
 
 
+def gradients(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], causal: bool, seed: int, **options: Any
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """dQ, dK and dV of all programs, and those of autograd; behind the last document there are rows of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*lengths, strict=True)]
+    ends = [int(side[-1]) for side in sides]
+    q, k, v, grad = (
+        torch.randn(ends[side] + 3, heads[side], D, dtype=torch.float64, generator=generator) for side in (0, 1, 1, 0)
+    )
+    for x, side in ((q, 0), (k, 1), (v, 1), (grad, 0)):
+        x[ends[side] :] = torch.nan
+    leaves = [x[: ends[side]].clone().requires_grad_() for x, side in ((q, 0), (k, 1), (v, 1))]
+    out = flash_attention_reference(*leaves, *sides, causal=causal, scale=0.3)
+    expected = torch.autograd.grad(out, leaves, grad[: ends[0]], materialize_grads=True)
+    delta, lse = torch.full((2, heads[0], len(q)), torch.nan, dtype=torch.float64)
+    delta[:, : ends[0]] = (out * grad[: ends[0]]).sum(-1).T.detach()
+    lse[:, : ends[0]] = logarithms(leaves[0].detach(), leaves[1].detach(), sides, causal)
+    delta[:, ends[0] :], lse[:, ends[0] :] = 0, torch.inf
+    found = torch.zeros_like(q), torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
+    with interpreted():
+        plan = plan_tiles(*reversed(sides), num_rows=len(k), rows_per_tile=2 * ROWS, last_first=False)
+    queries = 4
+    shapes = (k, ROWS), (v, ROWS), (q, queries), (grad, queries)
+    descriptors = [Descriptor(x.flatten(1).numpy(), [rows, D]) for x, rows in shapes]
+    memory = [Pointer(x.numpy()) for x in (lse, delta, *found, *plan)]
+    numbers = len(q), heads[1], heads[0] // heads[1], heads[1], 0.3
+    chance = Random(seed)
+    with np.errstate(all="ignore"):
+        for number in range(len(plan[0]) * heads[1]):
+            run(backward._backward_kernel, number, chance, *descriptors, *memory, *numbers, causal, D, 2, **options)
+    assert all((x[ends[side] :] == 0).all() for x, side in zip(found, (0, 1, 1), strict=True))
+    return tuple(x[: ends[side]] for x, side in zip(found, (0, 1, 1), strict=True)), expected
+
+
+def logarithms(q: torch.Tensor, k: torch.Tensor, sides: list[torch.Tensor], causal: bool) -> torch.Tensor:
+    """L [Hq, T], base 2; infinite for queries without keys."""
+    parts = [torch.zeros(q.shape[1], 0, dtype=torch.float64)]
+    for queries, keys in documents(*sides, len(q), len(k)):
+        keys_of_heads = k[keys].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores = 0.3 * torch.einsum("qhd,khd->hqk", q[queries], keys_of_heads)
+        visible = visible_keys(scores.shape[1], scores.shape[2], causal, None, q.device)
+        sums = scores.masked_fill(~visible, -torch.inf).logsumexp(2) / np.log(2)
+        parts.append(sums.where(visible.any(1), torch.inf))
+    return torch.cat(parts, 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    causal=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_gradients_of_any_batch_in_any_order(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], causal: bool, seed: int
+) -> None:
+    check_all_close(*gradients(lengths, heads, causal, seed), dtype=torch.float64)
+
+
 BREAKS = {
     "turns of one phase only": {"turn_parity": lambda tile: 0},
     "stages that count no rounds": {"stage_of": lambda tile, STAGES: (tile % STAGES, 0)},
     "a round too late": {"stage_of": lambda tile, STAGES: (tile % STAGES, (tile // STAGES + 1) & 1)},
-    "values of the next document": {"_zero_past": lambda *_: None},
+    "values of the next document": {"zero_past": lambda *_: None},
     "a tile too few": {"key_tiles": lambda query, s_q, s_k, CAUSAL, QUERIES, KEYS: max(s_k // KEYS, 1)},
     "no mask on the diagonal": {"full_tiles": lambda row, s_q, s_k, num_tiles, CAUSAL, KEYS: num_tiles},
 }
@@ -123,17 +186,18 @@ def test_what_it_supports() -> None:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """PTX of the kernel at both head dims, causal and not."""
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """PTX: forward at both head dims, causal and not; backward at one."""
     compiled = ptx_of(90, "hopper", tmp_path_factory.mktemp("triton"))
-    programs = [ptx for name, ptx in compiled.items() if name.startswith("_forward_kernel")]
-    assert len(programs) == 4
+    names = "_forward_kernel", "_backward_kernel"
+    programs = {name: [ptx for of, ptx in compiled.items() if of.startswith(name)] for name in names}
+    assert [len(programs[name]) for name in names] == [4, 2]
     return programs
 
 
 @pytest.mark.slow
-def test_registers_go_to_the_consumers_and_none_is_spilled(programs: list[str], tmp_path: Path) -> None:
-    for program in programs:
+def test_registers_go_to_the_consumers_and_none_is_spilled(programs: dict[str, list[str]], tmp_path: Path) -> None:
+    for program in chain(*programs.values()):
         changes = re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", program)
         assert set(changes) >= {("dec", "240"), ("inc", "240"), ("dec", "24")}  # both consumers, and the producer
         said = assemble(program, 90, tmp_path)
@@ -142,10 +206,10 @@ def test_registers_go_to_the_consumers_and_none_is_spilled(programs: list[str], 
 
 
 @pytest.mark.slow
-def test_the_softmax_runs_beside_a_product(programs: list[str]) -> None:
+def test_the_softmax_runs_beside_a_product(programs: dict[str, list[str]]) -> None:
     """In each loop over tiles: products issued, a wait for all but the last, exponentials, the wait for that one."""
     step = re.compile(r"wgmma\.mma_async|wgmma\.wait_group\S*\s+\d|ex2\.approx|cp\.async\.bulk\.tensor")
-    for program in programs:
+    for program in programs["_forward_kernel"]:
         assert "cp.async.bulk.tensor" in program
         kinds = {"wgmma.m": "P", "ex2.app": "E", "cp.asyn": "C"}
         names = "".join(kinds.get(found[:7], found[-1]) for found in step.findall(program))

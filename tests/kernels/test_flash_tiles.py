@@ -23,6 +23,18 @@ def test_the_next_larger_memory_has_tiles_of_its_own(monkeypatch: pytest.MonkeyP
     assert len(set(found)) == 3
 
 
+def test_a_triton_without_gluon_keeps_the_portable_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cut, "is_interpreted", lambda x: False)
+    assert cut.for_hopper(torch.empty(0), "_flash_hopper") is not None
+    with caplog.at_level("INFO"):
+        assert [cut.for_hopper(torch.empty(0), "_of_another_triton") for _ in range(2)] == [None, None]
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(cut, "compute_capability", lambda device: (10, 0))
+    assert cut.for_hopper(torch.empty(0), "_flash_hopper") is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "group"), [(80, "flash"), (89, "flash"), (89, "flash:float32")])
 def test_inner_loops_spill_next_to_nothing(capability: int, group: str, tmp_path: Path) -> None:

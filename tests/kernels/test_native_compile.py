@@ -16,7 +16,7 @@ KERNELS = {
         "rotary._rotary_kernel", "rotary_write._rotate_and_write_kernel", "write_pages._write_kernel",
     },
     "flash": {"flash._forward_kernel", "flash._grad_queries_kernel", "flash._grad_keys_kernel"},
-    "hopper": {"_flash_hopper._forward_kernel"},
+    "hopper": {"_flash_hopper._forward_kernel", "_flash_hopper_backward._backward_kernel"},
     "lora": {
         "lora._shrink_kernel", "lora._expand_kernel", "quantized._row_kernel", "quantized._rows_kernel",
         "quantized._add_splits_kernel",
