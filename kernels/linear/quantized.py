@@ -11,7 +11,7 @@ On CUDA, by the number of rows:
 - more: the weight becomes a matrix of x's dtype in a buffer that is free again after the product, by cuBLAS.
 Where outputs are too few to fill the GPU, K is split; a second kernel adds the parts in order: the same bits each run.
 Whichever kernel ends the sums also adds the bias and adapters and applies the gate of `quantized_swiglu`, in fp32.
-The backward pass expands tiles as it goes, at any number of rows.
+The backward pass expands tiles as it goes up to `_MOST_TILED_GRADIENTS` rows; more multiply as the forward pass does.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -54,6 +54,8 @@ PreparedQuantizedWeight = TiledWeight | CpuWeight
 # Above this many rows expanding the weight first costs less than expanding its tiles for every 64 rows again:
 # 2 · T · N · K operations then take longer than moving 4.5 bytes per weight (`python -m bench.kernels.decode --tune`).
 _MOST_FUSED_ROWS = 128
+# Of gradients: above as many, tiles that each decode the weight and read dy again cost more than writing it once.
+_MOST_TILED_GRADIENTS = 256
 _MOST_SPLITS = 16
 
 
@@ -400,6 +402,8 @@ def _blocks(columns: int, outputs: int, *, gated: bool) -> int:
 
 def _grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
     (rows, n), k = grad.shape, weight.shape[1]
+    if rows > _MOST_TILED_GRADIENTS:
+        return grad @ expand(weight, grad.dtype)
     out = torch.empty(rows, k, dtype=grad.dtype, device=grad.device)
     if rows:
         tiles = _smallest(_BACKWARD_TILES, rows)

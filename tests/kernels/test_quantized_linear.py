@@ -130,6 +130,21 @@ def test_kernel_with_any_number_of_rows(device: torch.device, tokens: int) -> No
         check(rows(device, tokens, 192), weight, rows(device, 72).requires_grad_())
 
 
+@ALL
+def test_gradients_of_many_rows_expand_the_weight_once(
+    device: torch.device, quantize: Quantize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same gradients on both sides of the crossover; beyond it no kernel decodes tiles for every 128 rows again."""
+    weight = weight_of(device, quantize, 40, 128)
+    for dtype in (torch.float32, torch.float16):
+        check(rows(device, 256, 128, dtype=dtype), weight, rows(device, 40, dtype=dtype).requires_grad_())
+    monkeypatch.setattr(module, "_grad_input_kernel", None)
+    for dtype in (torch.float32, torch.float16):
+        check(rows(device, 257, 128, dtype=dtype), weight, rows(device, 40, dtype=dtype).requires_grad_())
+    with pytest.raises(TypeError):
+        check(rows(device, 256, 128), weight)
+
+
 @pytest.mark.parametrize("group", [16, 48, 4, 200])
 def test_kernel_with_groups_of_other_sizes(device: torch.device, group: int) -> None:
     for symmetric in (True, False):
