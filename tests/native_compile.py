@@ -227,13 +227,21 @@ def sampling(dtype: torch.dtype) -> None:
 
 
 def quantized(dtype: torch.dtype) -> None:
-    """Every format at every class of rows, and with K that 64 does not divide; forward and backward."""
+    """Every format at every class of rows, and with K that 64 or 32 do not divide; forward and backward."""
     bias = torch.zeros(256, dtype=dtype)
-    for k, rows_each in ((1024, (1, 16, 32, 64, 128, 256)), (1030, (1, 64))):
+    for k, rows_each in ((1024, (16, 32, 64, 128, 256)), (1030, (1, 64)), (1040, (1,))):
         for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
             weight = prepare_quantized_weight(quantize(torch.zeros(256, k)))
             for tokens in rows_each:
                 backward(quantized_linear(rows(tokens, k, dtype=dtype), weight, bias))
+
+
+def products(dtype: torch.dtype) -> None:
+    """What decoding a token calls most: one row, and the weight written out for many rows; every format."""
+    for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
+        weight = prepare_quantized_weight(quantize(torch.zeros(256, 1024)))
+        for tokens in (1, 256):
+            quantized_linear(rows(tokens, 1024, dtype=dtype, differentiable=False), weight)
 
 
 def optimizer(dtype: torch.dtype) -> None:
@@ -273,6 +281,7 @@ GROUPS = {
     "hopper": hopper,
     "paged": paged,
     "quantized": quantized,
+    "products": products,
     "lora": lora,
 }
 

@@ -3,26 +3,10 @@
 Legend: T tokens, N output features; a gated result has N / 2 columns.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kernels.linear.lora import adapters_of_rows, lora_tile
-
-
-class Epilogue(NamedTuple):
-    """What becomes of the sums before they are stored."""
-
-    tensors: tuple[Tensor | None, ...]
-    """bias, then what `lora_tile` takes: z, b, scales, slots."""
-    adapters: tuple[int, int]
-    """Their number and rank."""
-    constants: dict[str, Any]
-
-
-NO_EPILOGUE = Epilogue((None,) * 5, (0, 0), {"Z_SPLITS": 0, "RANKS": 0, "GATED": False})
 
 
 @triton.jit

@@ -1,11 +1,14 @@
 """Quantized weights as the Triton kernels read them: repacked once, at load.
 
-A tile is TILE neighbours in K of every output; words[tile, r, n] is 32 bits: the codes of output n at
-k = tile·TILE + j·ROWS + r, where j = 0 … PER−1 counts from the lowest bits. So
+A tile is TILE neighbours in K of every output; words[tile, n] are the 32-bit words with the codes of output n. Tensor
+cores want from a thread 2 neighbours in K, and the 2 that lie 8 further, of every 16, while 4 threads share an output.
+So with LANES = 4 (fewer in a tile of 2 words) and M words a thread, code (i, b) of word (lane, m) is that of
 
-- neighbouring threads read neighbouring outputs, 16 bytes each;
-- a block of words [ROWS, N], shifted by j, becomes values [PER, ROWS, N], and merging the first two dimensions gives
-  [TILE, N] with k in order: no element changes its thread before the matrix product;
+    k = tile·TILE + ((m · PER/2 + i) · LANES + lane) · 2 + b        i = 0 … PER/2−1, b = 0, 1
+
+- a thread reads neighbouring words, 16 bytes where there are 4, and they hold what it multiplies: from the copy of the
+  words in shared memory to the matrix product no element changes its thread;
+- where in a word a code lies is the format's choice: so that bit operations yield pairs b = 0, 1 (`_quantized_pairs`);
 - TILE divides the group, so that one row of scales [N] serves a tile, and scales the sum instead of each weight.
 
 Where no tile of 16 or more fits into a group (NF4 with odd K, small groups) every element has its own scale ("fine").
@@ -13,7 +16,9 @@ Where no tile of 16 or more fits into a group (NF4 with odd K, small groups) eve
 Legend: N output features, K input features, G groups of a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
 from math import gcd
 
 import torch
@@ -22,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.linear._quantized_pairs import NF4_ORDER, decoded_pairs, nf4_bytes
 from kernels.linear.quantization import (
     NESTED_BLOCK,
     NF4_BLOCK,
@@ -34,8 +40,9 @@ from kernels.linear.quantization import (
     nf4_table,
 )
 
+MOST_SPLIT_BLOCKS = 1024
 _LONGEST_TILE, _SHORTEST_TILE, _USUAL_TILE = 128, 16, 64
-_NESTED_BLOCK = tl.constexpr(NESTED_BLOCK)
+_NESTED_SHIFT = tl.constexpr(NESTED_BLOCK.bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +52,24 @@ class TiledWeight:
     format: str
     """"nf4", "int4", "int8" or "fp8"."""
     words: Tensor
-    """int32 [tiles, ROWS, N]."""
+    """int32 [tiles, N, TILE / codes of a word]."""
     scales: Tensor
-    """fp32 or fp16 [G, N], [tiles·TILE, N] where fine, [1, N] for a scale a row; u8 [G, N] if doubly quantized."""
+    """fp32 or fp16 [G, N], [tiles, N, TILE] where fine, [1, N] for a scale a row; u8 [G, N] if doubly quantized."""
     shape: tuple[int, int]
     tile: int
     group: int
     """Neighbours in a row that share a scale; 1 where fine, 0 for the whole row."""
+    zero: int = 0
+    """The code of INT4 that means 0, if it is the same everywhere: 8, or 0 where there are minima."""
     zeros: Tensor | None = None
-    """u8, of the shape of the scales: INT4 without minima only."""
+    """u8, of the shape of the scales, if it is not."""
     minima: Tensor | None = None
     """As the scales: what code 0 stands for, of integers in groups."""
     nested_absmax: Tensor | None = None
     offset: Tensor | None = None
     """fp32, both [⌈B/256⌉], if doubly quantized."""
+    arrived: Tensor | None = None
+    """int32 [MOST_SPLIT_BLOCKS], zeros: how many splits of a block of the result are done (`arrives_last`)."""
 
     @property
     def bits(self) -> int:
@@ -67,6 +78,11 @@ class TiledWeight:
 
 def tile_weight(weight: QuantizedWeight) -> TiledWeight:
     """Repack a weight on its own device."""
+    tiled = _tiled(weight)
+    return replace(tiled, arrived=torch.zeros(MOST_SPLIT_BLOCKS, dtype=torch.int32, device=tiled.words.device))
+
+
+def _tiled(weight: QuantizedWeight) -> TiledWeight:
     if isinstance(weight, Fp8Weight):
         return _tiled_rows("fp8", weight.codes, weight.scales[None].contiguous())
     if isinstance(weight, Int8Weight) and weight.has_only_row_scales:
@@ -75,44 +91,36 @@ def tile_weight(weight: QuantizedWeight) -> TiledWeight:
 
 
 def _tiled_rows(format: str, codes: Tensor, scales: Tensor) -> TiledWeight:
-    words = _words(codes.view(torch.uint8), 8, _USUAL_TILE)
+    words = _words(codes.view(torch.uint8), format, _USUAL_TILE)
     return TiledWeight(format, words, scales, (codes.shape[0], codes.shape[1]), _USUAL_TILE, 0)
 
 
 def _tiled_integers(weight: IntegerWeight) -> TiledWeight:
     tile, fine = _tile_of(weight.group)
-    zeros = None
+    of_outputs = partial(_by_group, group=weight.group, tile=tile) if fine else _transposed
+    minima, group = None if weight.minima is None else of_outputs(weight.minima), 1 if fine else weight.group
     if isinstance(weight, Int8Weight):
-        name, words = "int8", _words(weight.codes.view(torch.uint8), 8, tile)
-    else:
-        name, words = "int4", _words(weight.elements(), 4, tile)
-        zeros = torch.full_like(weight.scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
-    length = len(words) * tile
-
-    def of_outputs(values: Tensor) -> Tensor:
-        return _by_group(values, weight.group, length) if fine else values.t().contiguous()
-
-    minima = None if weight.minima is None else of_outputs(weight.minima)
-    zeros = None if zeros is None or minima is not None else of_outputs(zeros)
-    group = 1 if fine else weight.group
-    return TiledWeight(name, words, of_outputs(weight.scales), weight.shape, tile, group, zeros, minima)
+        words = _words(weight.codes.view(torch.uint8), "int8", tile)
+        return TiledWeight("int8", words, of_outputs(weight.scales), weight.shape, tile, group, minima=minima)
+    words = _words(weight.elements(), "int4", tile)
+    zeros = None if weight.zeros is None or minima is not None else of_outputs(weight.zeros)
+    zero = 8 if minima is None and zeros is None else 0
+    return TiledWeight("int4", words, of_outputs(weight.scales), weight.shape, tile, group, zero, zeros, minima)
 
 
 def _tiled_nf4(weight: NF4Weight) -> TiledWeight:
     n, k = weight.shape
     group = gcd(k, NF4_BLOCK)
     tile, fine = _tile_of(group)
-    words = _words(weight.elements(), 4, tile)
+    words = _words(weight.elements(), "nf4", tile)
     if group == NF4_BLOCK and weight.nested_absmax is not None and weight.offset is not None:
         codes = weight.absmax.view(n, -1).t().contiguous()
-        nested = {
-            "nested_absmax": weight.nested_absmax,
-            "offset": weight.offset.expand(len(weight.nested_absmax)).contiguous(),
-        }
-        return TiledWeight("nf4", words, codes, weight.shape, tile, group, **nested)
+        offset = weight.offset.expand(len(weight.nested_absmax)).contiguous()
+        tensors = words, codes, weight.shape, tile, group
+        return TiledWeight("nf4", *tensors, nested_absmax=weight.nested_absmax, offset=offset)
     starts = torch.arange(0, n * k, group, device=words.device)
     scales = weight.block_scales()[starts // NF4_BLOCK].view(n, -1)
-    scales = _by_group(scales, group, len(words) * tile) if fine else scales.t().contiguous()
+    scales = _by_group(scales, group, tile) if fine else scales.t().contiguous()
     return TiledWeight("nf4", words, scales, weight.shape, tile, 1 if fine else group)
 
 
@@ -122,75 +130,143 @@ def _tile_of(group: int) -> tuple[int, bool]:
     return (_USUAL_TILE, True) if tile < _SHORTEST_TILE else (tile, False)
 
 
-def _words(codes: Tensor, bits: int, tile: int) -> Tensor:
+def _words(codes: Tensor, format: str, tile: int) -> Tensor:
     """Pack u8 codes [N, K] as above."""
-    per = 32 // bits
-    parts = F.pad(codes, (0, -codes.shape[1] % tile)).view(len(codes), -1, per, tile // per).permute(2, 1, 3, 0)
-    words = torch.zeros(parts.shape[1:], dtype=torch.int32, device=codes.device)
-    for j, part in enumerate(parts):
-        words |= part.to(torch.int32) << (bits * j)
-    return words
+    bits, shifts = _places(format)
+    lanes = _lanes(tile * bits // 32)
+    padded = F.pad(codes, (0, -codes.shape[1] % tile))
+    parts = padded.view(len(codes), -1, tile * bits // 32 // lanes, 16 // bits, lanes, 2).permute(3, 5, 1, 0, 4, 2)
+    words = torch.zeros(parts.shape[2:], dtype=torch.int32, device=codes.device)
+    ours = torch.tensor(NF4_ORDER, device=codes.device).argsort().to(torch.int32)
+    for i, b in product(range(16 // bits), range(2)):
+        part = parts[i, b].to(torch.int32)
+        words |= (ours[part] if format == "nf4" else part) << shifts[i][b]
+    return words.flatten(2)
 
 
 def tile_codes(weight: TiledWeight) -> Tensor:
     """The codes of a tiled weight, u8 [N, K]: what `tile_weight` was given."""
     n, k = weight.shape
-    mask = (1 << weight.bits) - 1
-    parts = torch.stack([(weight.words >> shift & mask).to(torch.uint8) for shift in range(0, 32, weight.bits)])
-    return parts.permute(3, 1, 0, 2).reshape(n, -1)[:, :k]
+    bits, shifts = _places(weight.format)
+    words = weight.words.unflatten(2, (_lanes(weight.words.shape[2]), -1))
+    codes = torch.tensor(
+        NF4_ORDER if weight.format == "nf4" else range(1 << bits), dtype=torch.uint8, device=words.device
+    )
+    parts = [torch.stack([codes[words >> shift & (1 << bits) - 1] for shift in pair]) for pair in shifts]
+    return torch.stack(parts).permute(3, 2, 5, 0, 4, 1).reshape(n, -1)[:, :k]
 
 
-def _by_group(values: Tensor, group: int, length: int) -> Tensor:
-    """Values [N, G] of groups to [length, N] of elements; zeros behind the last group."""
-    each = values.repeat_interleave(group, 1)[:, :length]
-    return F.pad(each, (0, length - each.shape[1])).t().contiguous()
+def _places(format: str) -> tuple[int, list[list[int]]]:
+    """Bits of a code, and where the lowest of code (i, b) lies in a word."""
+    if format == "nf4":
+        return 4, [[8 * i, 8 * i + 4] for i in range(4)]
+    bits = 4 if format == "int4" else 8
+    return bits, [[bits * i, bits * i + 16] for i in range(16 // bits)]
 
 
-def tables(weight: TiledWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The codebook of the weight in `dtype` (any tensor if it has none), and that of doubly quantized absmax."""
-    table = nf4_table(weight.words.device).to(dtype) if weight.format == "nf4" else weight.scales
-    return table, None if weight.nested_absmax is None else dynamic_table(weight.words.device)
+def _lanes(words: int) -> int:
+    """How many threads share the words of an output."""
+    return min(4, words)
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.t().contiguous()
+
+
+def _by_group(values: Tensor, group: int, tile: int) -> Tensor:
+    """Values [N, G] of groups to [tiles, N, TILE] of elements."""
+    each = values.repeat_interleave(group, 1)
+    return F.pad(each, (0, -each.shape[1] % tile)).view(len(each), -1, tile).transpose(0, 1).contiguous()
+
+
+def tables(weight: TiledWeight, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """The codebook of the weight, and that of doubly quantized absmax.
+
+    The codebook is what `load_table` takes: values in `dtype`, or for None bytes (any tensor if the weight has none).
+    """
+    device = weight.words.device
+    table = _nf4_table(device, dtype) if weight.format == "nf4" else weight.scales
+    return table, None if weight.nested_absmax is None else dynamic_table(device)
+
+
+@cache
+def _nf4_table(device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """What our codes of NF4 stand for; or every second word of `nf4_bytes`, once for each of 4 threads."""
+    if dtype is None:
+        return torch.tensor(nf4_bytes()[::2], dtype=torch.int32, device=device).repeat_interleave(4)
+    return nf4_table(device)[list(NF4_ORDER)].to(dtype)
+
+
+@triton.jit
+def load_table(p_table, FORMAT: tl.constexpr, WORDS: tl.constexpr):
+    """The codebook as `tile_values` takes it, to be loaded once: 16 values, 4 words a lane, or nothing."""
+    if FORMAT != "nf4":
+        return 0
+    elif p_table.dtype.element_ty == tl.int32:
+        # Loaded, and by each thread its own: constants would be moved into registers again for every word.
+        p_own = p_table + tl.arange(0, 4 if WORDS > 4 else WORDS)[None, :, None]
+        return tl.load(p_own), tl.load(p_own + 4), tl.load(p_own + 8), tl.load(p_own + 12)
+    else:
+        return tl.load(p_table + tl.arange(0, 16))
 
 
 @triton.jit
 def tile_values(
-    p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs,
-    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    p_words, table, p_zeros, tile, o_n, m_n, num_outputs,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The codes' values before scaling, [PER, ROWS, N] in DTYPE; k = tile · PER · ROWS + j · ROWS + r."""
-    o_words = (tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * num_outputs + o_n[None, :]
-    b_words = tl.load(p_words + o_words, mask=m_n[None, :], other=0, eviction_policy="evict_first")
-    shifts = tl.arange(0, PER) * (32 // PER)
-    b_codes = (b_words[None, :, :] >> shifts[:, None, None]) & ((1 << (32 // PER)) - 1)
+    """The codes' values before scaling, [N, TILE] in DTYPE. IN_PAIRS: by `decoded_pairs`, which has bf16 alone."""
+    LANES: tl.constexpr = 4 if WORDS > 4 else WORDS
+    HALF: tl.constexpr = 4 if FORMAT == "int4" or FORMAT == "nf4" else 2
+    TILE: tl.constexpr = 2 * HALF * WORDS
+    OUTPUTS: tl.constexpr = o_n.shape[0]
+    p_tile = p_words + tl.cast(tile, tl.int64) * num_outputs * WORDS
+    o_words = o_n[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    b_words = tl.load(p_tile + o_words, mask=m_n[:, None], other=0, eviction_policy="evict_first")
+    b_words = tl.reshape(b_words, [OUTPUTS, LANES, WORDS // LANES])
+    if p_zeros is None:
+        b_zeros = tl.full([OUTPUTS, 1], ZERO, tl.int32)
+    elif GROUP == 1:
+        b_zeros = tl.load(p_zeros + element_offsets(tile, o_n, num_outputs, TILE), mask=m_n[:, None], other=0)
+    else:
+        p_group = p_zeros + tl.cast(tile * TILE // GROUP, tl.int64) * num_outputs
+        b_zeros = tl.load(p_group + o_n, mask=m_n, other=0)[:, None]
+    b_zeros = b_zeros.to(tl.int32)
+    if IN_PAIRS:
+        b_values = decoded_pairs(b_words, b_zeros, table, FORMAT)
+    else:
+        b_values = _values_one_by_one(b_words, table, FORMAT, HALF)
+    b_values = tl.reshape(tl.permute(b_values, (0, 2, 3, 1, 4)), [OUTPUTS, TILE])
+    if FORMAT == "int4" and not IN_PAIRS:
+        b_values -= b_zeros.to(tl.float32)
+    return b_values.to(DTYPE)
+
+
+@triton.jit
+def _values_one_by_one(b_words, table, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """What `decoded_pairs` returns, in any dtype but for INT4 with zeros not yet subtracted."""
+    o_i, o_b = tl.arange(0, HALF)[:, None], tl.arange(0, 2)[None, :]
+    shifts = o_i * 8 + o_b * 4 if FORMAT == "nf4" else o_i * (16 // HALF) + o_b * 16
+    b_codes = (b_words[:, :, :, None, None] >> shifts[None, None, None, :, :]) & ((1 << (16 // HALF)) - 1)
     if FORMAT == "nf4":
-        # The table stays in shared memory, its 16 values in 16 banks: no two look-ups of a warp are in conflict. Loads
-        # from a table in memory would keep Triton from fetching the next words ahead.
-        b_table = tl.load(p_table + tl.arange(0, 16))
-        b_values = tl.reshape(tl.gather(b_table, tl.ravel(b_codes), 0), b_codes.shape)
+        # Its 16 values lie in 16 banks of shared memory: no two look-ups of a warp are in conflict.
+        b_values = tl.reshape(tl.gather(table, tl.ravel(b_codes), 0), b_codes.shape)
     elif FORMAT == "int4":
-        if p_zeros is None:
-            b_zeros = tl.zeros([1, 1, 1], dtype=tl.int32)
-        elif GROUP == 1:
-            o_zeros = element_offsets(tile, o_n, num_outputs, PER, ROWS)
-            b_zeros = tl.load(p_zeros + o_zeros, mask=m_n[None, None, :], other=0)
-        else:
-            o_zeros = tl.cast(tile * (PER * ROWS) // GROUP, tl.int64) * num_outputs + o_n
-            b_zeros = tl.load(p_zeros + o_zeros, mask=m_n, other=0)[None, None, :]
-        b_values = (b_codes - b_zeros.to(tl.int32)).to(tl.float32)
+        b_values = b_codes.to(tl.float32)
     elif FORMAT == "int8":
         b_values = ((b_codes ^ 128) - 128).to(tl.float32)
     else:
         # e4m3 placed into fp16 is the value / 256, below the smallest normal number too.
         b_bits = ((b_codes & 0x80) << 8) | ((b_codes & 0x7F) << 7)
         b_values = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
-    return b_values.to(DTYPE)
+    return b_values
 
 
 @triton.jit
-def element_offsets(tile, o_n, num_outputs, PER: tl.constexpr, ROWS: tl.constexpr):
-    """Where the elements of a tile lie in [K, N], as [PER, ROWS, N]."""
-    o_k = tl.cast(tile, tl.int64) * (PER * ROWS) + tl.arange(0, PER)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    return o_k[:, :, None] * num_outputs + o_n[None, None, :]
+def element_offsets(tile, o_n, num_outputs, TILE: tl.constexpr):
+    """Where the elements of a tile lie in [tiles, N, TILE], as [N, TILE]."""
+    return (tl.cast(tile, tl.int64) * num_outputs + o_n)[:, None] * TILE + tl.arange(0, TILE)[None, :]
 
 
 @triton.jit
@@ -200,9 +276,9 @@ def group_scales(
     """The scales of one group of each output, fp32 [N]."""
     b_scales = tl.load(p_scales + tl.cast(group, tl.int64) * num_outputs + o_n, mask=m_n, other=0)
     if p_nested is not None:
-        block = o_n.to(tl.int64) * num_groups + group
-        b_nested = tl.load(p_nested + block // _NESTED_BLOCK, mask=m_n, other=0.0)
-        b_offset = tl.load(p_offset + block // _NESTED_BLOCK, mask=m_n, other=0.0)
+        block = (o_n * num_groups + group) >> _NESTED_SHIFT  # 31 bits are enough for 2^37 weights
+        b_nested = tl.load(p_nested + block, mask=m_n, other=0.0)
+        b_offset = tl.load(p_offset + block, mask=m_n, other=0.0)
         b_scales = tl.load(p_dynamic + b_scales.to(tl.int32)) * b_nested + b_offset
     return b_scales.to(tl.float32)
 
@@ -214,31 +290,24 @@ def group_minima(p_minima, group, o_n, m_n, num_outputs):
 
 
 @triton.jit
-def scaled_elements(
-    b_values, p_scales, p_minima, tile, o_n, m_n, num_outputs, PER: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Values [PER, ROWS, N] of a tile where every element has its own scale, scaled, fp32."""
-    o_scales = element_offsets(tile, o_n, num_outputs, PER, ROWS)
-    b_values *= tl.load(p_scales + o_scales, mask=m_n[None, None, :], other=0.0).to(tl.float32)
-    if p_minima is not None:
-        b_values += tl.load(p_minima + o_scales, mask=m_n[None, None, :], other=0.0).to(tl.float32)
-    return b_values
-
-
-@triton.jit
 def scaled_tile(
-    p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
-    num_outputs, FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
+    num_outputs, FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile [TILE, N], scaled, fp32."""
-    b_values = tile_values(p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, PER, ROWS, GROUP, tl.float32)
+    """The weights of a tile [N, TILE], scaled, fp32."""
+    b_values = tile_values(
+        p_words, table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO, tl.float32, False
+    )
+    TILE: tl.constexpr = b_values.shape[1]
     if GROUP == 1:
-        b_values = scaled_elements(b_values, p_scales, p_minima, tile, o_n, m_n, num_outputs, PER, ROWS)
-    else:
-        group = tile * (PER * ROWS) // GROUP if GROUP > 1 else 0
-        b_values *= group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)[
-            None, None, :
-        ]
+        o_scales = element_offsets(tile, o_n, num_outputs, TILE)
+        b_values *= tl.load(p_scales + o_scales, mask=m_n[:, None], other=0.0).to(tl.float32)
         if p_minima is not None:
-            b_values += group_minima(p_minima, group, o_n, m_n, num_outputs)[None, None, :]
-    return tl.reshape(b_values, [PER * ROWS, o_n.shape[0]])
+            b_values += tl.load(p_minima + o_scales, mask=m_n[:, None], other=0.0).to(tl.float32)
+    else:
+        group = tile * TILE // GROUP if GROUP > 1 else 0
+        b_scales = group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)
+        b_values *= b_scales[:, None]
+        if p_minima is not None:
+            b_values += group_minima(p_minima, group, o_n, m_n, num_outputs)[:, None]
+    return b_values

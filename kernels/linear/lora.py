@@ -34,6 +34,8 @@ _MOST_PARTS = 16
 
 Slots = Tensor | None
 """The adapter of each row, [T] integers, -1 for none; None: every row has the first."""
+AdapterOperands = tuple[tuple[Tensor | None, ...], tuple[int, int], dict[str, Any]]
+"""What `lora_tile` takes: tensors, numbers of adapters and ranks, constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +240,8 @@ def _forward(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor | None) -
     return out
 
 
-def expand_operands(
-    x: Tensor, weights: LoraWeights | None, slots: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], tuple[int, int], dict[str, Any]]:
-    """Shrink rows x [T, K] and return what `lora_tile` takes: tensors, numbers of adapters and ranks, constants.
+def expand_operands(x: Tensor, weights: LoraWeights | None, slots: Tensor | None) -> AdapterOperands:
+    """Shrink rows x [T, K] and return what `lora_tile` takes.
 
     The tensors are z, b, scales and slots, all None without adapters.
     """

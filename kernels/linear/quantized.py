@@ -6,11 +6,12 @@
 `prepare_quantized_weight` repacks a weight once, at load, into the form that the device reads fastest.
 
 On CUDA, by the number of rows:
-- 1: products and sums in fp32 without tensor cores; reading the weight is all that counts;
-- up to `_MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers and go through the tensor cores;
+- up to `_MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers (of bf16 by bit operations) and go from
+  there through the tensor cores, outputs as rows: y[n, t] = Σ_k W[n, k] · x[t, k]; one row is 1/16 of their work, which
+  still takes less time than reading the weight;
 - more: the weight becomes a matrix of x's dtype in a buffer that is free again after the product, by cuBLAS.
-Where outputs are too few to fill the GPU, K is split; a second kernel adds the parts in order: the same bits each run.
-Whichever kernel ends the sums also adds the bias and adapters and applies the gate of `quantized_swiglu`, in fp32.
+Where outputs are too few to fill the GPU, K is split; the split that ends last adds all, in order: the same bits each
+run. It also adds the bias and adapters and applies the gate of `quantized_swiglu`, in fp32.
 The backward pass expands tiles as it goes up to `_MOST_TILED_GRADIENTS` rows; more multiply as the forward pass does.
 
 Legend: T tokens, K input features, N output features.
@@ -23,15 +24,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.arrival import arrives_last
 from kernels.common.ragged_tiles import as_operand, dot
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
 from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, prepare_for_cpu
-from kernels.linear._quantized_epilogue import NO_EPILOGUE, Epilogue, finish, output_columns
+from kernels.linear._quantized_epilogue import finish, output_columns
 from kernels.linear._quantized_tiles import (
+    MOST_SPLIT_BLOCKS,
     TiledWeight,
     group_minima,
     group_scales,
-    scaled_elements,
+    load_table,
     scaled_tile,
     tables,
     tile_codes,
@@ -39,6 +42,7 @@ from kernels.linear._quantized_tiles import (
     tile_weight,
 )
 from kernels.linear.lora import (
+    AdapterOperands,
     LoraWeights,
     Slots,
     check_adapters,
@@ -57,6 +61,7 @@ _MOST_FUSED_ROWS = 128
 # Of gradients: above as many, tiles that each decode the weight and read dy again cost more than writing it once.
 _MOST_TILED_GRADIENTS = 256
 _MOST_SPLITS = 16
+_WORDS_AT_ONCE = 16
 
 
 class Tiles(NamedTuple):
@@ -68,12 +73,15 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By bits a weight and the largest number of rows. 1 row: no tensor cores. Any GPU; `python -m bench.kernels.decode`.
+# By bits a weight and the largest number of rows. Any GPU; `python -m bench.kernels.decode --tune`.
 _FORWARD_TILES = {
-    4: {1: Tiles(1, 128, 4, 4), 16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 4), 64: Tiles(64, 128, 4, 3)},
-    8: {1: Tiles(1, 128, 4, 4), 16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 3), 64: Tiles(64, 128, 4, 3)},
+    4: {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 4), 64: Tiles(64, 128, 8, 3)},
+    8: {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 3), 64: Tiles(64, 128, 8, 3)},
 }
 _BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3)}
+# fp32 goes through no tensor cores, and takes twice the memory.
+_FP32_FORWARD_TILES = {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)}
+_FP32_BACKWARD_TILES = {16: Tiles(16, 32, 4, 2), 32: Tiles(32, 32, 8, 2)}
 _EXPAND_TILES = Tiles(0, 64, 4, 2)
 _WIDE_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -88,145 +96,120 @@ def quantized_linear_reference(
 
 
 @triton.jit
-def _row_kernel(
-    p_x, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
-    p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
-    num_inputs, num_outputs, num_columns, num_tiles, num_groups, tiles_each, num_adapters, rank,
-    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
-    STAGES: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr, GATED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+def _tile_product(
+    b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
+    tile, o_n, m_n, m_t, end, num_outputs, num_groups,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr, IN_PAIRS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """y of one row x [K]; or, of several splits, this one's sums, fp32 [SPLITS, N]. GROUP 0: one scale a row."""
-    block, split = tl.program_id(0), tl.program_id(1)
-    o_n, m_n = output_columns(block, num_columns, OUTPUTS, GATED)
-    o_in_tile = tl.arange(0, PER)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    b_sum = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
-    for tile in tl.range(split * tiles_each, tl.minimum((split + 1) * tiles_each, num_tiles), num_stages=STAGES):
-        o_k = tile * (PER * ROWS) + o_in_tile
-        b_x = tl.load(p_x + o_k, mask=o_k < num_inputs, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        b_values = tile_values(
-            p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, PER, ROWS, GROUP, tl.float32
-        )
-        if GROUP == 1:
-            b_values = scaled_elements(b_values, p_scales, p_minima, tile, o_n, m_n, num_outputs, PER, ROWS)
-        b_part = tl.sum(b_values * b_x[:, :, None], axis=0)
-        if GROUP > 1:
-            group = tile * (PER * ROWS) // GROUP
-            b_part *= group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)[
-                None, :
-            ]
-            if p_minima is not None:
-                b_part += tl.sum(b_x, axis=0)[:, None] * group_minima(p_minima, group, o_n, m_n, num_outputs)[None, :]
-        b_sum += b_part
-    b_y = tl.sum(b_sum, axis=0)
+    """b_sum [N, T] and the products of one tile of K with rows at p_rows, up to the input `end`."""
+    DTYPE: tl.constexpr = p_rows.dtype.element_ty
+    o_k = tile * TILE + tl.arange(0, TILE)[None, :]
+    mask = m_t[:, None]
+    if not WHOLE:
+        mask &= o_k < end
+        tile = tl.minimum(tile, (end - 1) // TILE)
+    b_x = tl.load(p_rows + o_k, mask=mask, other=0.0, eviction_policy="evict_last")
+    if GROUP == 1:
+        b_w = scaled_tile(
+            p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n,
+            num_groups, num_outputs, FORMAT, WORDS, GROUP, ZERO,
+        )  # fmt: skip
+        return dot(as_operand(b_w, DTYPE, INTERPRETED), tl.trans(b_x), b_sum, INTERPRETED)
+    b_w = tile_values(p_words, table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO, DTYPE, IN_PAIRS)
     if GROUP == 0:
-        b_y *= tl.load(p_scales + o_n, mask=m_n, other=0.0)
-    o_t = tl.arange(0, 1)
-    finish(
-        b_y[None, :], p_bias, p_z, p_b, p_lora_scales, p_slots, p_out + tl.cast(split, tl.int64) * num_columns, block,
-        o_t, o_t < 1, o_n, m_n, 1, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED, INTERPRETED,
-    )  # fmt: skip
+        return dot(b_w, tl.trans(b_x), b_sum, INTERPRETED)
+    group = tile * TILE // GROUP
+    b_scales = group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)
+    b_sum += dot(b_w, tl.trans(b_x), tl.zeros_like(b_sum), INTERPRETED) * b_scales[:, None]
+    if p_minima is not None:
+        b_minima = group_minima(p_minima, group, o_n, m_n, num_outputs)
+        b_sum += b_minima[:, None] * tl.sum(b_x.to(tl.float32), axis=1)[None, :]
+    return b_sum
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _rows_kernel(
+@triton.jit
+def _add_parts(p_parts, b_sum, p_arrived, split, splits):
+    """Store this split's sums; returns whether it came last, and then all parts, added in their order."""
+    o_part = tl.arange(0, b_sum.shape[0])[:, None] * b_sum.shape[1] + tl.arange(0, b_sum.shape[1])[None, :]
+    SIZE: tl.constexpr = b_sum.shape[0] * b_sum.shape[1]
+    tl.store(p_parts + tl.cast(split, tl.int64) * SIZE + o_part, b_sum)
+    is_last = arrives_last(p_arrived, 0, splits)
+    if is_last:
+        b_sum = tl.zeros_like(b_sum)
+        for part in tl.range(0, splits, num_stages=1):
+            b_sum += tl.load(p_parts + tl.cast(part, tl.int64) * SIZE + o_part, cache_modifier=".cg")
+    return is_last, b_sum
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles_each"])
+def _product_kernel(
     p_x, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
-    p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
-    num_rows, num_inputs, num_outputs, num_columns, num_tiles, num_groups, tiles_each, num_adapters, rank, stride_x,
-    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
-    TOKENS: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr, GATED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    p_bias, p_z, p_b, p_lora_scales, p_slots, p_parts, p_arrived, p_out,
+    num_rows, num_inputs, num_outputs, num_columns, num_groups, tiles_each, num_adapters, rank, stride_x,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
+    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    IN_PAIRS: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr, GATED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """y of x [T, K]; or, of several splits, this one's sums, fp32 [SPLITS, T, N]. GROUP 0: one scale a row."""
-    TILE: tl.constexpr = PER * ROWS
-    DTYPE: tl.constexpr = p_x.dtype.element_ty
-    block, split = tl.program_id(0), tl.program_id(2)
+    """y [T, N] of x [T, K]. GROUP 0: one scale a row. WHOLE: no tile reaches beyond its split.
+
+    p_parts: where there are several splits, the sums of each, fp32 [row blocks, blocks, SPLITS, OUTPUTS, TOKENS].
+    """
+    block, row_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_n, m_n = output_columns(block, num_columns, OUTPUTS, GATED)
-    o_t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    # What is not there is read as the last output, and not stored: no mask in the loop.
+    o_read, m_read = tl.minimum(o_n, num_outputs - 1), tl.full([OUTPUTS], True, tl.int1)
+    o_t = row_block * TOKENS + tl.arange(0, TOKENS)
     m_t = o_t < num_rows
     p_rows = p_x + o_t.to(tl.int64)[:, None] * stride_x
-    b_sum = tl.zeros([TOKENS, OUTPUTS], dtype=tl.float32)
-    for tile in tl.range(split * tiles_each, tl.minimum((split + 1) * tiles_each, num_tiles)):
-        o_k = tile * TILE + tl.arange(0, TILE)[None, :]
-        mask = m_t[:, None] & (o_k < num_inputs)
-        b_x = tl.load(p_rows + o_k, mask=mask, other=0.0, eviction_policy="evict_last")
-        if GROUP == 1:
-            b_w = scaled_tile(
-                p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n,
-                num_groups, num_outputs, FORMAT, PER, ROWS, GROUP,
+    b_sum = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
+    table = load_table(p_table, FORMAT, WORDS)
+    end = tl.minimum((split + 1) * tiles_each * TILE, num_inputs)
+    for first in tl.range(split * tiles_each, tl.cdiv(end, TILE), DEPTH, num_stages=STAGES):
+        for tile in tl.static_range(DEPTH):
+            b_sum = _tile_product(
+                b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, first + tile,
+                o_read, m_read, m_t, end, num_outputs, num_groups, FORMAT, WORDS, GROUP, ZERO, TILE, WHOLE, IN_PAIRS,
+                INTERPRETED,
             )  # fmt: skip
-            b_w = as_operand(b_w, DTYPE, INTERPRETED)
-        else:
-            b_values = tile_values(
-                p_words, p_table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, PER, ROWS, GROUP, DTYPE
-            )
-            b_w = tl.reshape(b_values, [TILE, OUTPUTS])
-        if GROUP > 1:
-            b_part = dot(b_x, b_w, tl.zeros([TOKENS, OUTPUTS], dtype=tl.float32), INTERPRETED)
-            group = tile * TILE // GROUP
-            b_scales = group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)
-            b_sum += b_part * b_scales[None, :]
-            if p_minima is not None:
-                b_minima = group_minima(p_minima, group, o_n, m_n, num_outputs)
-                b_sum += tl.sum(b_x.to(tl.float32), axis=1)[:, None] * b_minima[None, :]
-        else:
-            b_sum = dot(b_x, b_w, b_sum, INTERPRETED)
     if GROUP == 0:
-        b_sum *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[None, :]
-    finish(
-        b_sum, p_bias, p_z, p_b, p_lora_scales, p_slots, p_out + tl.cast(split, tl.int64) * num_rows * num_columns,
-        block, o_t, m_t, o_n, m_n, num_rows, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED,
-        INTERPRETED,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_splits_kernel(
-    p_parts, p_bias, p_z, p_b, p_lora_scales, p_slots, p_out,
-    num_rows, num_outputs, num_columns, num_adapters, rank,
-    SPLITS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr,
-    GATED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """y of sums in parts, [SPLITS, T, N], added in their order."""
-    block = tl.program_id(0)
-    o_n, m_n = output_columns(block, num_columns, OUTPUTS, GATED)
-    o_t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    m_t = o_t < num_rows
-    o_parts = o_t.to(tl.int64)[:, None] * num_outputs + o_n[None, :]
-    b_sum = tl.zeros([TOKENS, OUTPUTS], dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        p_part = p_parts + tl.cast(split, tl.int64) * num_rows * num_outputs
-        b_sum += tl.load(p_part + o_parts, mask=m_t[:, None] & m_n[None, :], other=0.0)
-    finish(
-        b_sum, p_bias, p_z, p_b, p_lora_scales, p_slots, p_out, block, o_t, m_t, o_n, m_n,
-        num_rows, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED, INTERPRETED,
-    )  # fmt: skip
+        b_sum *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None]
+    ends = split == 0
+    if p_parts is not None:
+        place = row_block * tl.num_programs(0) + block
+        splits = tl.num_programs(2)
+        p_parts += tl.cast(place * splits, tl.int64) * (OUTPUTS * TOKENS)
+        ends, b_sum = _add_parts(p_parts, b_sum, p_arrived + place, split, splits)
+    if ends:
+        finish(
+            tl.trans(b_sum), p_bias, p_z, p_b, p_lora_scales, p_slots, p_out, block, o_t, m_t, o_n, m_n,
+            num_rows, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _grad_input_kernel(
     p_grad, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, p_out,
     num_rows, num_inputs, num_outputs, num_groups, stride_grad,
-    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
-    TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
+    OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A tile of dx [T, K]: TOKENS rows and the k of one tile of the weight, summed over all outputs."""
-    TILE: tl.constexpr = PER * ROWS
     tile = tl.program_id(0)
     o_t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     m_t = o_t < num_rows
     p_rows = p_grad + o_t.to(tl.int64)[:, None] * stride_grad
     b_sum = tl.zeros([TOKENS, TILE], dtype=tl.float32)
+    table = load_table(p_table, FORMAT, WORDS)
     for start in tl.range(0, num_outputs, OUTPUTS):
         o_n = start + tl.arange(0, OUTPUTS)
         m_n = o_n < num_outputs
         b_grad = tl.load(p_rows + o_n[None, :], mask=m_t[:, None] & m_n[None, :], other=0.0)
         b_w = scaled_tile(
-            p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
-            num_outputs, FORMAT, PER, ROWS, GROUP,
+            p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
+            num_outputs, FORMAT, WORDS, GROUP, ZERO,
         )  # fmt: skip
-        b_w = as_operand(b_w, p_grad.dtype.element_ty, INTERPRETED)
-        b_sum = dot(b_grad, tl.trans(b_w), b_sum, INTERPRETED)
+        b_sum = dot(b_grad, as_operand(b_w, p_grad.dtype.element_ty, INTERPRETED), b_sum, INTERPRETED)
     o_k = tile * TILE + tl.arange(0, TILE)
     o_out = o_t.to(tl.int64)[:, None] * num_inputs + o_k[None, :]
     mask = m_t[:, None] & (o_k < num_inputs)[None, :]
@@ -237,20 +220,21 @@ def _grad_input_kernel(
 def _expand_kernel(
     p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, p_out,
     num_inputs, num_outputs, num_groups,
-    FORMAT: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
+    OUTPUTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A tile of the weight [N, K], expanded."""
     tile = tl.program_id(0)
     o_n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     m_n = o_n < num_outputs
     b_w = scaled_tile(
-        p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
-        num_outputs, FORMAT, PER, ROWS, GROUP,
+        p_words, load_table(p_table, FORMAT, WORDS), p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
+        tile, o_n, m_n, num_groups, num_outputs, FORMAT, WORDS, GROUP, ZERO,
     )  # fmt: skip
-    o_k = tile * (PER * ROWS) + tl.arange(0, PER * ROWS)
+    o_k = tile * TILE + tl.arange(0, TILE)
     mask = m_n[:, None] & (o_k < num_inputs)[None, :]
     o_out = o_n.to(tl.int64)[:, None] * num_inputs + o_k[None, :]
-    tl.store(p_out + o_out, tl.trans(b_w).to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_out + o_out, b_w.to(p_out.dtype.element_ty), mask=mask)
 
 
 def prepare_quantized_weight(weight: QuantizedWeight) -> PreparedQuantizedWeight:
@@ -343,7 +327,7 @@ def fused_product(
     *,
     gated: bool = False,
 ) -> Tensor | None:
-    """`quantized_linear` in one or two kernels; `gated`: silu(gate) · up of its halves [gate, up].
+    """`quantized_linear` in one kernel, two with adapters; `gated`: silu(gate) · up of its halves [gate, up].
 
     None where that is not to be: on the CPU, for many rows, for gradients.
     """
@@ -352,52 +336,35 @@ def fused_product(
     learned = (x, bias) if lora is None else (x, bias, lora.a, lora.b)
     if len(x) > _MOST_FUSED_ROWS or wants_gradients(*learned):
         return None
-    rows, n = len(x), weight.shape[0]
-    columns = n // 2 if gated else n
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    if not rows:
-        return out
-    tiles = _smallest(_FORWARD_TILES[weight.bits], rows)
-    row_blocks = triton.cdiv(rows, tiles.rows)
-    splits, tiles_each = _splits(triton.cdiv(n, tiles.outputs) * row_blocks, len(weight.words), x.device)
-    operands, adapters, constants = expand_operands(x, lora, slots)
-    epilogue = Epilogue((bias, *operands), adapters, constants | {"GATED": gated})
-    if splits == 1:
-        _launch_product(x, weight, epilogue, out, tiles, tiles_each)
-        return out
-    parts = torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
-    _launch_product(x, weight, NO_EPILOGUE, parts, tiles, tiles_each)
-    tokens, outputs = 1 if rows == 1 else 16, 64
-    _add_splits_kernel[(_blocks(columns, outputs, gated=gated), triton.cdiv(rows, tokens))](
-        parts, *epilogue.tensors, out, rows, n, columns, *epilogue.adapters, SPLITS=splits, TOKENS=tokens,
-        OUTPUTS=outputs, **epilogue.constants, INTERPRETED=is_interpreted(x), num_warps=4,
-    )  # fmt: skip
+    n = weight.shape[0]
+    out = torch.empty(len(x), n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    if len(x):
+        _launch_product(x, weight, bias, expand_operands(x, lora, slots), out, gated=gated)
     return out
 
 
 def _launch_product(
-    x: Tensor, weight: TiledWeight, epilogue: Epilogue, out: Tensor, tiles: Tiles, tiles_each: int
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, adapters: AdapterOperands, out: Tensor, *, gated: bool
 ) -> None:
-    """Into `out`, [T, columns] of x's dtype, or [SPLITS, T, N] in fp32: each split sums `tiles_each` tiles of K."""
-    rows, k = x.shape
-    columns = out.shape[-1]
-    blocks = _blocks(columns, tiles.outputs, gated=epilogue.constants["GATED"])
-    splits = triton.cdiv(len(weight.words), tiles_each)
-    # One row needs its sums in fp32 only: its table too.
-    tensors = x, *_tensors(weight, torch.float32 if rows == 1 else x.dtype), *epilogue.tensors, out
-    sizes = k, weight.shape[0], columns, len(weight.words), len(weight.scales)
-    numbers = *sizes, tiles_each, *epilogue.adapters
-    options = _constants(weight, tiles) | epilogue.constants | {"INTERPRETED": is_interpreted(x)}
-    if rows == 1:
-        _row_kernel[(blocks, splits)](*tensors, *numbers, STAGES=options["num_stages"], **options)
-    else:
-        grid = blocks, triton.cdiv(rows, tiles.rows), splits
-        _rows_kernel[grid](*tensors, rows, *numbers, x.stride(0), TOKENS=tiles.rows, **options)
-
-
-def _blocks(columns: int, outputs: int, *, gated: bool) -> int:
-    """How many programs share the columns of a result."""
-    return triton.cdiv(columns, outputs // 2 if gated else outputs)
+    (rows, columns), (n, k) = out.shape, weight.shape
+    tiles = _smallest(_FP32_FORWARD_TILES if x.dtype == torch.float32 else _FORWARD_TILES[weight.bits], rows)
+    grid = triton.cdiv(columns, tiles.outputs // 2 if gated else tiles.outputs), triton.cdiv(rows, tiles.rows)
+    # As many tiles at once as make 16 words an output; where every element brings its scale, one.
+    depth = 1 if weight.group == 1 else max(1, _WORDS_AT_ONCE // weight.words.shape[2])
+    splits, steps = _splits(grid[0] * grid[1], triton.cdiv(len(weight.words), depth), x.device)
+    parts = None
+    if splits > 1:
+        parts = torch.empty(*grid, splits, tiles.outputs, tiles.rows, dtype=torch.float32, device=x.device)
+    # The interpreter knows no PTX, and where every element has its scale it is fp32 that is scaled.
+    in_pairs = x.dtype == torch.bfloat16 and weight.group != 1 and not is_interpreted(x)
+    operands, counts, adapter_constants = adapters
+    constants = _constants(weight, tiles, x) | adapter_constants
+    _product_kernel[(*grid, splits)](
+        x, *_tensors(weight, x.dtype, in_pairs=in_pairs), bias, *operands, parts, weight.arrived, out,
+        rows, k, n, columns, len(weight.scales), steps * depth, *counts, x.stride(0), **constants,
+        TOKENS=tiles.rows, DEPTH=depth, STAGES=constants["num_stages"], WHOLE=k % (depth * weight.tile) == 0,
+        IN_PAIRS=in_pairs, GATED=gated,
+    )  # fmt: skip
 
 
 def _grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
@@ -406,10 +373,10 @@ def _grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
         return grad @ expand(weight, grad.dtype)
     out = torch.empty(rows, k, dtype=grad.dtype, device=grad.device)
     if rows:
-        tiles = _smallest(_BACKWARD_TILES, rows)
+        tiles = _smallest(_FP32_BACKWARD_TILES if grad.dtype == torch.float32 else _BACKWARD_TILES, rows)
         _grad_input_kernel[(len(weight.words), triton.cdiv(rows, tiles.rows))](
             grad, *_tensors(weight, torch.float32), out, rows, k, n, len(weight.scales), grad.stride(0),
-            **_constants(weight, tiles), TOKENS=tiles.rows, INTERPRETED=is_interpreted(grad),
+            **_constants(weight, tiles, grad), TOKENS=tiles.rows,
         )  # fmt: skip
     return out
 
@@ -419,24 +386,26 @@ def expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.words.device)
     _expand_kernel[(len(weight.words), triton.cdiv(n, _EXPAND_TILES.outputs))](
-        *_tensors(weight, torch.float32), out, k, n, len(weight.scales), **_constants(weight, _EXPAND_TILES)
+        *_tensors(weight, torch.float32), out, k, n, len(weight.scales), **_constants(weight, _EXPAND_TILES, out)
     )
     return out
 
 
-def _tensors(weight: TiledWeight, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    table, dynamic = tables(weight, dtype)
+def _tensors(weight: TiledWeight, dtype: torch.dtype, *, in_pairs: bool = False) -> tuple[Tensor | None, ...]:
+    table, dynamic = tables(weight, None if in_pairs else dtype)
     nested = dynamic, weight.nested_absmax, weight.offset
     return weight.words, table, weight.zeros, weight.scales, weight.minima, *nested
 
 
-def _constants(weight: TiledWeight, tiles: Tiles) -> dict[str, Any]:
+def _constants(weight: TiledWeight, tiles: Tiles, x: Tensor) -> dict[str, Any]:
     return {
         "FORMAT": weight.format,
-        "PER": 32 // weight.bits,
-        "ROWS": weight.words.shape[1],
+        "WORDS": weight.words.shape[2],
         "GROUP": weight.group,
+        "ZERO": weight.zero,
+        "TILE": weight.tile,
         "OUTPUTS": tiles.outputs,
+        "INTERPRETED": is_interpreted(x),
         "num_warps": tiles.num_warps,
         # Where every element brings its scale, fewer tiles fit into shared memory.
         "num_stages": min(2, tiles.num_stages) if weight.group == 1 else tiles.num_stages,
@@ -448,8 +417,9 @@ def _smallest(table: dict[int, Tiles], rows: int) -> Tiles:
     return table[next((most for most in table if most >= rows), max(table))]
 
 
-def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts K is split so that `programs` times as many fill the GPU twice, and their tiles."""
-    wanted = min(_MOST_SPLITS, tiles, max(1, 2 * num_processors(device) // programs))
-    tiles_each = triton.cdiv(tiles, wanted)
-    return triton.cdiv(tiles, tiles_each), tiles_each
+def _splits(programs: int, steps: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts K is split so that `programs` times as many fill the GPU twice, and their steps."""
+    most = _MOST_SPLITS if programs <= MOST_SPLIT_BLOCKS else 1
+    wanted = min(most, steps, max(1, 2 * num_processors(device) // programs))
+    steps_each = triton.cdiv(steps, wanted)
+    return triton.cdiv(steps, steps_each), steps_each

@@ -1,6 +1,6 @@
 """Rows of a quantized weight: y[t] = W[token t], dequantized. An embedding and the head tied to it share one weight.
 
-A prepared weight is read as it lies: on the CPU its rows, on CUDA the columns of its tiles. INT4, INT8 and FP8; NF4's
+A prepared weight is read as it lies: on the CPU its rows, on CUDA the rows of its tiles. INT4, INT8 and FP8; NF4's
 blocks run across rows.
 
 Legend: T tokens, V rows of the weight, K columns.
@@ -31,5 +31,5 @@ def quantized_embedding(tokens: Tensor, weight: PreparedQuantizedWeight, dtype: 
         raise ValueError("blocks of NF4 run across rows: it holds no embeddings")
     groups = {name: getattr(weight, name) for name in ("scales", "zeros", "minima")}
     groups = {name: part.index_select(1, tokens) for name, part in groups.items() if part is not None}
-    words = weight.words.index_select(2, tokens)
+    words = weight.words.index_select(1, tokens)
     return expand(replace(weight, words=words, shape=(len(tokens), weight.shape[1]), **groups), dtype)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.arrival import arrives_last
 from kernels.common.triton_support import num_processors
 
 BLOCK = 2048
@@ -37,21 +38,6 @@ def _winner(b_best, b_index):
     best = tl.max(b_best, axis=0)
     m_winner = (b_best == best) & (b_best > float("-inf"))
     return best, tl.min(tl.where(m_winner, b_index, _NOBODY), axis=0)
-
-
-@triton.jit
-def arrives_last(p_arrived, row, count):
-    """Whether this program is the last of the `count` of a row; what they stored before, it then reads by ".cg".
-
-    p_arrived [N] holds zeros, before and after.
-    """
-    # All threads of this program are through before it counts itself in, and none reads before it has counted.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(p_arrived + row, 1, sem="acq_rel") == count - 1
-    tl.debug_barrier()
-    if is_last:
-        tl.store(p_arrived + row, 0)
-    return is_last
 
 
 @triton.jit

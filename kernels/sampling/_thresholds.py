@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.arrival import arrives_last
 from kernels.sampling import _race
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -84,7 +85,7 @@ def _extremes_kernel(
     b_key = load_keys(p_logits + row * row_stride, part * BLOCK + tl.arange(0, BLOCK), vocabulary)
     tl.store(p_largest + row * parts + part, tl.max(b_key, axis=0))
     tl.store(p_smallest + row * parts + part, tl.min(tl.where(b_key > MINUS_INFINITE, b_key, HIGHEST), axis=0))
-    if _race.arrives_last(p_arrived, row, parts):
+    if arrives_last(p_arrived, row, parts):
         o_part = tl.arange(0, LANES)
         m_part = o_part < parts
         b_largest = tl.load(p_largest + row * parts + o_part, m_part, other=LOWEST, cache_modifier=".cg")
@@ -137,7 +138,7 @@ def _narrow_kernel(
             b_weight = tl.where(b_key > LOWEST, tl.exp2((score_of(b_key) - best) * (LOG2_E / temperature)), 0.0)
         b_above = tl.sum(tl.where(b_key[None, :] > b_pivot[:, None], b_weight[None, :], 0.0), axis=1)
         tl.store(p_sums + (row * parts + part) * PIVOTS + tl.arange(0, PIVOTS), b_above)
-        if _race.arrives_last(p_arrived, row, parts):
+        if arrives_last(p_arrived, row, parts):
             b_sum = _add_parts(p_sums, row, parts, LANES, PIVOTS)
             limit = asked
             if BY_MASS:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.common.arrival import arrives_last
 from kernels.common.rows import rows_per_block
 from kernels.common.triton_support import check_rows, runs_triton
 from kernels.sampling import _race
@@ -103,7 +104,7 @@ def _logprobs_kernel(
     tl.store(p_sums + part, tl.sum(tl.exp(b_x - tl.where(largest > float("-inf"), largest, 0.0)), axis=0))
     tl.store(p_above + part, tl.sum((b_x > score).to(tl.int32), axis=0))
     _list_best(b_x, tl.where(mask, columns, _NOBODY), p_best + part * num_top, p_indices + part * num_top, num_top)
-    if _race.arrives_last(p_arrived, row, parts):
+    if arrives_last(p_arrived, row, parts):
         o_part = tl.arange(0, LANES)
         m_part = o_part < parts
         o_part += row * parts

@@ -17,20 +17,14 @@ KERNELS = {
     },
     "flash": {"flash._forward_kernel", "flash._grad_queries_kernel", "flash._grad_keys_kernel"},
     "hopper": {"_flash_hopper._forward_kernel", "_flash_hopper_backward._backward_kernel"},
-    "lora": {
-        "lora._shrink_kernel", "lora._expand_kernel", "quantized._row_kernel", "quantized._rows_kernel",
-        "quantized._add_splits_kernel",
-    },
+    "lora": {"lora._shrink_kernel", "lora._expand_kernel", "quantized._product_kernel"},
     "losses": {
         "linear_cross_entropy._statistics_kernel", "linear_cross_entropy._gradient_kernel",
         "linear_distillation._statistics_kernel", "linear_distillation._divergence_kernel",
     },
     "optimizer": {"adamw_8bit._update_kernel"},
     "paged": {"paged._attend_kernel"},
-    "quantized": {
-        "quantized._row_kernel", "quantized._rows_kernel", "quantized._add_splits_kernel",
-        "quantized._grad_input_kernel", "quantized._expand_kernel",
-    },
+    "quantized": {"quantized._product_kernel", "quantized._grad_input_kernel", "quantized._expand_kernel"},
     "sampling": {
         "random._fill_kernel", "_thresholds._extremes_kernel", "_thresholds._narrow_kernel", "sample._kept_mass_kernel",
         "sample._probabilities_kernel", "sample._race_kernel", "sample._draw_kernel",
@@ -50,7 +44,8 @@ nothing that is checked here depends on them. Triton lays out shared memory befo
 @pytest.mark.parametrize(
     ("groups", "capability"),
     [("around optimizer", 90), ("flash hopper", 90), ("lora", 90), ("losses sampling", 90), ("paged", 90),
-     ("quantized", 90), ("lora flash flash:float32 sampling", 80), ("flash flash:float32 sampling", 89)],
+     ("quantized", 90), ("quantized lora flash flash:float32 sampling", 80),
+     ("quantized quantized:float32", 89), ("flash flash:float32 sampling", 89)],
 )  # fmt: skip
 def test_kernels_compile(groups: str, capability: int, tmp_path: Path) -> None:
     environment = os.environ | QUICKLY | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -167,7 +167,10 @@ def test_kernel_reads_stacked_weights(device: torch.device) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
 def test_kernel_adds_splits_in_order(device: torch.device, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole splits and a shorter last one; the bits of a row do not depend on the rows beside it."""
+    """Whole splits and a shorter last one; the bits of a row do not depend on the rows beside it.
+
+    The last to arrive adds all of them and leaves the counters as they were.
+    """
     monkeypatch.setattr(module, "_MOST_SPLITS", splits)
     monkeypatch.setattr(module, "num_processors", lambda device: 100)
     weight, x = weight_of(device, quantize_nf4, 40, 320), rows(device, 5, 320)
@@ -175,6 +178,7 @@ def test_kernel_adds_splits_in_order(device: torch.device, splits: int, monkeypa
     check(x, weight, rows(device, 40).requires_grad_())
     check(x[:1], weight, rows(device, 40).requires_grad_())
     assert torch.equal(quantized_linear(x, prepared)[:2], quantized_linear(x[:2], prepared))
+    assert prepared.arrived is not None and not prepared.arrived.any()
 
 
 def test_kernel_takes_rows_that_are_not_neighbours(device: torch.device) -> None:
