@@ -31,6 +31,7 @@ from kernels.linear.lora import LoraWeights, lora_add
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from kernels.linear.quantized_swiglu import quantized_swiglu
+from kernels.linear.rounded import Rounding, rounded_linear
 from kernels.losses import _streamed_projection
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
@@ -237,11 +238,14 @@ def quantized(dtype: torch.dtype) -> None:
 
 
 def products(dtype: torch.dtype) -> None:
-    """What decoding a token calls most: one row, and the weight written out for many rows; every format."""
+    """One row, many rows that the weight is written out for, and many that are rounded as it is; every format."""
     for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
         weight = prepare_quantized_weight(quantize(torch.zeros(256, 1024)))
         for tokens in (1, 256):
             quantized_linear(rows(tokens, 1024, dtype=dtype, differentiable=False), weight)
+    for quantize, rounded in ((quantize_int8, torch.int8), (quantize_fp8, torch.float8_e4m3fn)):
+        weight = prepare_quantized_weight(quantize(torch.zeros(256, 1024)))
+        rounded_linear(rows(256, 1024, dtype=dtype, differentiable=False), weight, None, Rounding(rounded))
 
 
 def optimizer(dtype: torch.dtype) -> None:

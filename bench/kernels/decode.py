@@ -182,7 +182,7 @@ def tune() -> None:
             print(f"{bits} bits, {rows} rows: {table[rows]}  {timed[table[rows]]:.1f} us", flush=True)
         for rows in (64, 96, 128, 192, 256, 512):
             x, taken = normal(rows, K).to(DEVICE), []
-            for module._MOST_FUSED_ROWS in (0, 1 << 20):
+            for module.MOST_FUSED_ROWS in (0, 1 << 20):
                 taken.append(_microseconds(copies, x))
             print(f"{bits} bits, {rows} rows: expanded {taken[0]:.1f} us, fused {taken[1]:.1f} us", flush=True)
 

@@ -6,7 +6,7 @@
 `prepare_quantized_weight` repacks a weight once, at load, into the form that the device reads fastest.
 
 On CUDA, by the number of rows:
-- up to `_MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers (of bf16 by bit operations) and go from
+- up to `MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers (of bf16 by bit operations) and go from
   there through the tensor cores, outputs as rows: y[n, t] = Σ_k W[n, k] · x[t, k]; one row is 1/16 of their work, which
   still takes less time than reading the weight;
 - more: the weight becomes a matrix of x's dtype in a buffer that is free again after the product, by cuBLAS.
@@ -57,7 +57,7 @@ PreparedQuantizedWeight = TiledWeight | CpuWeight
 
 # Above this many rows expanding the weight first costs less than expanding its tiles for every 64 rows again:
 # 2 · T · N · K operations then take longer than moving 4.5 bytes per weight (`python -m bench.kernels.decode --tune`).
-_MOST_FUSED_ROWS = 128
+MOST_FUSED_ROWS = 128
 # Of gradients: above as many, tiles that each decode the weight and read dy again cost more than writing it once.
 _MOST_TILED_GRADIENTS = 256
 _MOST_SPLITS = 16
@@ -312,7 +312,7 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             on_cpu = isinstance(ctx.weight, CpuWeight)
-            grad_x = grad_input_on_cpu(grad, ctx.weight) if on_cpu else _grad_input(grad.contiguous(), ctx.weight)
+            grad_x = grad_input_on_cpu(grad, ctx.weight) if on_cpu else grad_input(grad.contiguous(), ctx.weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, None, grad_bias
@@ -334,7 +334,7 @@ def fused_product(
     if isinstance(weight, CpuWeight):
         return None
     learned = (x, bias) if lora is None else (x, bias, lora.a, lora.b)
-    if len(x) > _MOST_FUSED_ROWS or wants_gradients(*learned):
+    if len(x) > MOST_FUSED_ROWS or wants_gradients(*learned):
         return None
     n = weight.shape[0]
     out = torch.empty(len(x), n // 2 if gated else n, dtype=x.dtype, device=x.device)
@@ -367,7 +367,8 @@ def _launch_product(
     )  # fmt: skip
 
 
-def _grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
+def grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
+    """dx [T, K] of dy [T, N], both contiguous."""
     (rows, n), k = grad.shape, weight.shape[1]
     if rows > _MOST_TILED_GRADIENTS:
         return grad @ expand(weight, grad.dtype)

@@ -7,9 +7,10 @@ for each group of a token's neighbours, as llama.cpp does on CPUs.
 
 q is computed in fp32. On CPUs with AVX2 the codes of integer weights are multiplied as integers (`_rounded.c`): exactly
 within 32 neighbours, in fp32 between. Several rows in bf16, where there is AMX, are multiplied as s · q in bf16
-(`_tiles_cpu`). Elsewhere `quantized_linear` multiplies, at its speed: with q, whose values are numbers of bf16, fp16
-and fp32, and s after the sum, where a token has one scale; else with s · q. The gradient of x passes the rounding as if
-it were none (straight-through).
+(`_tiles_cpu`). On CUDA many rows of one scale are multiplied with weights of one scale an output as the codes they are
+(`_rounded_tiles`): INT8 with INT8, exactly, or FP8 with FP8. Elsewhere `quantized_linear` multiplies, at its speed:
+with q, whose values are numbers of bf16, fp16 and fp32, and s after the sum, where a token has one scale; else with
+s · q. The gradient of x passes the rounding as if it were none (straight-through).
 
 Source: vllm-project/compressed-tensors, dynamic per-token and group quantization; narrow:
 https://arxiv.org/abs/2402.17764.
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor
 
 from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu
+from kernels.linear._quantized_tiles import TiledWeight
 from kernels.linear._rounded_cpu import rounded_product, rounded_rows, takes
+from kernels.linear._rounded_tiles import multiplies, product_of_codes
 from kernels.linear._tiles_cpu import has_tiles, tiled_product
 from kernels.linear.lora import wants_gradients
-from kernels.linear.quantized import PreparedQuantizedWeight, quantized_linear
+from kernels.linear.quantized import MOST_FUSED_ROWS, PreparedQuantizedWeight, grad_input, quantized_linear
 
 _RANGES = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
 _TINIEST = 1e-30
@@ -62,6 +65,8 @@ def rounded_linear(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | No
     if isinstance(weight, CpuWeight) and _multiplies_integers(weight, rounding):
         product = _IntegerProduct.apply if wants_gradients(x) else _integer_product
         y = product(x, weight, rounding.group or x.shape[1])
+    elif isinstance(weight, TiledWeight) and _multiplies_codes(x, weight, rounding):
+        y = (_ProductOfCodes.apply if wants_gradients(x) else _product_of_codes)(x, weight, rounding)
     elif rounding.group is None:
         q, scales = round_activations(x, rounding)
         y = (quantized_linear(q, weight).float() * scales).to(x.dtype)
@@ -81,6 +86,28 @@ def _integer_product(x: Tensor, weight: CpuWeight, group: int) -> Tensor:
         return tiled_product(rounded_rows(x, group), weight.skinny)  # type: ignore[arg-type]
     product: Tensor = rounded_product(x, weight.skinny, group)  # type: ignore[arg-type]
     return product.to(x.dtype)
+
+
+def _multiplies_codes(x: Tensor, weight: TiledWeight, rounding: Rounding) -> bool:
+    return len(x) > MOST_FUSED_ROWS and rounding.group is None and multiplies(weight, rounding.dtype)
+
+
+def _product_of_codes(x: Tensor, weight: TiledWeight, rounding: Rounding) -> Tensor:
+    q, scales = round_activations(x.detach(), rounding)
+    return product_of_codes(q, scales.view(-1), weight)
+
+
+class _ProductOfCodes(torch.autograd.Function):
+    """`_product_of_codes` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: TiledWeight, rounding: Rounding) -> Tensor:
+        ctx.weight = weight
+        return _product_of_codes(x, weight, rounding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grad_input(grads[0].contiguous(), ctx.weight), None, None
 
 
 class _IntegerProduct(torch.autograd.Function):

@@ -72,7 +72,7 @@ def test_expanding_first_gives_what_the_fused_kernel_gives(
 ) -> None:
     prepared, x = prepare_quantized_weight(weight_of(quantize, 1024, 1024)), rows(64, 1024)
     fused = quantized_linear(x, prepared)
-    monkeypatch.setattr(module, "_MOST_FUSED_ROWS", 0)
+    monkeypatch.setattr(module, "MOST_FUSED_ROWS", 0)
     check_close(quantized_linear(x, prepared), fused.double())
 
 

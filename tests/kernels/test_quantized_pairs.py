@@ -129,6 +129,18 @@ def test_decoding_keeps_up_with_the_memory_of_an_h100(on_an_h100: dict[str, str]
 
 
 @pytest.mark.slow
+def test_codes_of_eight_bits_go_through_tensor_cores_as_they_are(on_an_h100: dict[str, str], tmp_path: Path) -> None:
+    """And nothing in a step takes longer than its products."""
+    for code, instruction, tile in (("s8.s8", "IGMMA", 128 * 256 * 64), ("e4m3.e4m3", "QGMMA", 128 * 128 * 128)):
+        (ptx,) = (ptx for name, ptx in on_an_h100.items() if "codes" in name and code in ptx)
+        report = assemble(ptx, 90, tmp_path)
+        assert "0 bytes stack frame, 0 bytes spill stores" in report, report
+        step = max(inner_loops(tmp_path), key=len)
+        assert any(line.startswith(instruction) for line in step)
+        assert max(pipe_cycles(step, 8).values()) <= tile / (2 * MULTIPLICATIONS_PER_CYCLE)
+
+
+@pytest.mark.slow
 def test_gradients_of_many_rows_take_little_more_than_their_product(on_an_h100: dict[str, str], tmp_path: Path) -> None:
     """Of 4,096 rows: cycles of a weight written out once, beside those of its products on the tensor cores."""
     product = 4096 / MULTIPLICATIONS_PER_CYCLE

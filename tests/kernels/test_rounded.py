@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.linear._quantized_tiles import tile_weight
 from kernels.linear._rounded_cpu import takes
 from kernels.linear._skinny_cpu import multiplies, prepare_skinny
 from kernels.linear.quantization import (
     Int4Weight,
     Int8Weight,
+    QuantizedWeight,
     integer_weight,
     quantize_fp8,
     quantize_int4,
@@ -20,8 +22,9 @@ from kernels.linear.quantization import (
 )
 from kernels.linear.quantized import prepare_quantized_weight
 from kernels.linear.quantized_embedding import quantized_embedding, quantized_embedding_reference
-from kernels.linear.rounded import Rounding, round_activations, rounded_linear
+from kernels.linear.rounded import Rounding, _multiplies_codes, round_activations, rounded_linear
 from tests.compare import check_close
+from tests.kernels.test_quantized_linear import to
 
 QUANTIZERS = {
     "int4": lambda w: quantize_int4(w, group=32, symmetric=False),
@@ -92,6 +95,50 @@ def test_products_and_gradients(rounding: Rounding, of: torch.dtype) -> None:
     grad = torch.randn_like(y)
     (actual,) = torch.autograd.grad(learned, leaf, grad)
     check_close(actual, grad.double() @ weight.dequantize(torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (41, 200), (130, 70)], ids=str)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_many_rows_multiply_integers_exactly(device: torch.device, shape: tuple[int, int], narrow: bool) -> None:
+    """All scales are 1."""
+    lowest = -127 if narrow else -128
+    codes = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+    weight = prepare_quantized_weight(Int8Weight(codes, torch.ones(shape[0], 1, device=device), shape[1]))
+    x = torch.randint(-127, 128, (131, shape[1]), device=device).float()
+    x[:, 0] = 127 if narrow else -127.5  # s is 1
+    y = rounded_linear(x, weight, None, Rounding(torch.int8, narrow=narrow))
+    assert torch.equal(y.long().cpu(), x.round().clamp(min=lowest).long().cpu() @ codes.long().t().cpu())
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("of", [torch.float32, torch.float16], ids=str)
+def test_many_rows_multiply_codes(device: torch.device, format: str, of: torch.dtype) -> None:
+    """With or without gradients the same bits, by one kernel; the gradient is that of the product without rounding."""
+    rounding = Rounding(torch.int8 if format == "int8" else torch.float8_e4m3fn)
+    weight, bias = QUANTIZERS[format](torch.randn(48, 200)), torch.randn(48).to(of).to(device)
+    prepared = prepare_quantized_weight(to(weight, device))
+    x = (3 * torch.randn(131, 200)).to(of).to(device)
+    y = rounded_linear(x, prepared, bias, rounding)
+    expected = rounded(x, rounding) @ weight.dequantize(torch.float64).to(device).t()
+    check_close(y, expected + bias)
+    leaf = x.clone().requires_grad_()
+    learned = rounded_linear(leaf, prepared, bias, rounding)
+    assert torch.equal(learned.detach(), y)
+    grad = torch.randn_like(y)
+    (actual,) = torch.autograd.grad(learned, leaf, grad)
+    check_close(actual, grad.double() @ weight.dequantize(torch.float64).to(device))
+
+
+def test_codes_are_multiplied_where_both_sides_are_such_codes(device: torch.device) -> None:
+    def takes_codes(weight: QuantizedWeight, rounding: Rounding, rows: int = 129) -> bool:
+        return _multiplies_codes(torch.empty(rows, 64), tile_weight(to(weight, device)), rounding)
+
+    w, eights, floats = torch.randn(8, 64), Rounding(torch.int8), Rounding(torch.float8_e4m3fn)
+    assert takes_codes(quantize_int8(w), eights) and takes_codes(quantize_fp8(w), floats)
+    assert not takes_codes(quantize_int8(w), eights, 128)
+    assert not takes_codes(quantize_int8(w), floats) and not takes_codes(quantize_fp8(w), eights)
+    assert not takes_codes(quantize_int8(w, group=32), eights) and not takes_codes(quantize_int4(w), eights)
+    assert not takes_codes(quantize_int8(w), Rounding(torch.int8, 32))
 
 
 def from_minima(weight: Tensor) -> Int4Weight:
