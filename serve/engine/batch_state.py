@@ -33,8 +33,8 @@ class Download:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         """All of one device."""
-        # To the host and without blocking means into pinned memory.
-        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        # To the host and without blocking means into pinned memory. The next step may overwrite what this one found.
+        self._copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in tensors]
         self._arrival = None
         if any(tensor.is_cuda for tensor in tensors):
             self._arrival = torch.cuda.Event()
@@ -63,6 +63,9 @@ class BatchState:
         self.device = device
         self.vocab_size = vocab_size
         self.max_drafts = max_drafts
+        self.spare_row = num_rows
+        """Nobody's: what a step of a fixed size computes beyond its sequences goes there."""
+        num_rows += 1
         self.feed = torch.zeros(num_rows, 1 + max_drafts, dtype=torch.int64, device=device)
         """[S, 1 + K]: the latest token of each sequence, then the draft tokens of this step."""
         self.text: Tensor | None = None
@@ -71,11 +74,13 @@ class BatchState:
             self.text = torch.zeros(num_rows, num_kept_tokens + max_drafts + 1, dtype=torch.int32, device=device)
         self._settings = torch.zeros(6, num_rows, device=device)
         """Rows: temperature, top-p, min-p; repetition, frequency and presence penalty."""
+        self.draft_counts = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        """[S]: how many of a sequence's draft tokens are meant, where the host does not know."""
         self._keys = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
         """Rows: seed, choice, top-k."""
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._biases = _no_biases(num_rows, 1, device)
-        self._holders = [NOBODY] * num_rows
+        self._holders = [NOBODY] * self.spare_row
         """Ids of the sequences whose state the rows hold."""
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -104,6 +109,11 @@ class BatchState:
     def invalidate(self) -> None:
         """Have every row written again before its next use: after a failure, steps may have left anything in them."""
         self._holders = [NOBODY] * len(self._holders)
+
+    @property
+    def bias_width(self) -> int:
+        """Room for the biases of a sequence; when it grows, they have moved."""
+        return self._biases[0].shape[1]
 
     def filters(self, rows: Tensor) -> Filters:
         """How the sequences in rows `[N]` are sampled."""
@@ -147,16 +157,15 @@ class BatchState:
         entries = [(token, bias, ALWAYS) for token, bias in params.logit_bias.items()]
         entries += [(token, -np.inf, params.min_tokens) for token in ends]
         self._make_room(len(entries))
-        width = self._biases[0].shape[1]
+        width = self.bias_width
         columns = list(zip(*entries, *[(-1, 0.0, 0)] * (width - len(entries)), strict=True))
         for biases, column, dtype in zip(self._biases, columns, (np.int32, np.float32, np.int32), strict=True):
             biases[sequence.batch_row] = self._upload(column, dtype)
 
     def _make_room(self, num_biases: int) -> None:
-        missing = num_biases - self._biases[0].shape[1]
-        if missing > 0:  # to a power of two, so that kernels meet few widths
-            missing = (1 << (num_biases - 1).bit_length()) - self._biases[0].shape[1]
-            empty = _no_biases(len(self._holders), missing, self.device)
+        if num_biases > self.bias_width:  # to a power of two, so that kernels meet few widths
+            missing = (1 << (num_biases - 1).bit_length()) - self.bias_width
+            empty = _no_biases(len(self.feed), missing, self.device)
             self._biases = tuple(torch.cat(pair, dim=1) for pair in zip(self._biases, empty, strict=True))
 
     def _write_counts(self, sequence: Sequence) -> None:

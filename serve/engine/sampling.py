@@ -94,28 +94,46 @@ class PendingSamples:
     numbers: list[int]
     """Of the sequences, in the step."""
     sequences: list[Sequence]
-    tokens: Download
-    """`[g, k + 1]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers. `[g]` int32:
-    how many of them were drafted. `[g]` int32: draft tokens that were meant."""
+    emitted: Download
+    """`[g, k + 3]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers. Then how many
+    of them were drafted, and how many draft tokens were meant."""
     logprobs: Download | None
 
     def read(self) -> dict[int, Sampled]:
         """By number; waits for the device. What failed for one sequence alone is in its error."""
-        tokens, accepted, counts = (part.tolist() for part in self.tokens.wait())
+        (found,) = self.emitted.wait()
+        tokens, (accepted, counts) = found[:, :-2].tolist(), found[:, -2:].T.tolist()
         scores = None if self.logprobs is None else Logprobs(*self.logprobs.wait())
-        found = {}
+        samples = {}
         for at, (number, sequence) in enumerate(zip(self.numbers, self.sequences, strict=True)):
             emitted, num_top = tokens[at][: accepted[at] + 1], sequence.params.logprobs
             if emitted[-1] < 0:
-                found[number] = Sampled(sequence, error=NonFiniteLogitsError("logits are not finite"))
+                samples[number] = Sampled(sequence, error=NonFiniteLogitsError("logits are not finite"))
                 continue
             entries = None
             if scores is not None and num_top is not None:
                 first = at * len(tokens[at])
                 own = Logprobs(*(part[first : first + len(emitted)] for part in scores))
                 entries = logprob_entries(emitted, own, num_top)
-            found[number] = Sampled(sequence, emitted, counts[at], accepted[at], entries)
-        return found
+            samples[number] = Sampled(sequence, emitted, counts[at], accepted[at], entries)
+        return samples
+
+
+def emitted(tokens: Tensor, num_accepted: Tensor, counts: Tensor) -> Tensor:
+    """`PendingSamples.emitted` on the device."""
+    return torch.cat([tokens, num_accepted[:, None], counts[:, None]], dim=1)
+
+
+def pending_samples(numbers: list[int], sequences: list[Sequence], found: Tensor, logits: Tensor) -> PendingSamples:
+    """What sequences `numbers` of a step emit, `found [g, k + 3]`, from `logits [g · (k + 1), V]`."""
+    wanted = [sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None]
+    scores = token_logprobs(logits, found[:, :-2].flatten(), max(wanted)) if wanted else None
+    return PendingSamples(numbers, sequences, Download([found]), None if scores is None else Download(list(scores)))
+
+
+def meant_by(draft: DraftTree) -> int:
+    """How many draft tokens are meant, as `Sampler.meant` reads it: below 0, at most -1 - that many."""
+    return -1 - draft.num_tokens if draft.is_counted else draft.num_tokens
 
 
 class Sampler:
@@ -139,41 +157,52 @@ class Sampler:
         return pending
 
     def _sample_group(self, logits: Tensor, numbers: list[int], asked: list[SequenceRows]) -> PendingSamples:
-        k, state, sequences = asked[0].draft.num_tokens, self.state, [one.sequence for one in asked]
+        k, sequences = asked[0].draft.num_tokens, [one.sequence for one in asked]
         row_numbers = [one.first_row + before for one in asked for before in range(k + 1)]
         logits = select(logits, row_numbers)
         rows = self.rows([sequence for sequence in sequences for _ in range(k + 1)], list(range(k + 1)) * len(asked))
-        counts, batch_rows = self._counts(asked, k), rows.batch_rows[:: k + 1]
+        batch_rows, counts, lengths, counted = self._table(asked)
+        counts = self.meant(counts, batch_rows, k)
         if asked[0].draft.distributions:
-            target_p = self.probabilities(logits, rows).view(len(asked), k + 1, -1)
-            draft_p = torch.stack([q for one in asked for q in one.draft.distributions]).view(len(asked), k, -1)
-            stream = state.stream(batch_rows, rows.positions[:: k + 1])
-            drafted = state.drafts(batch_rows, k)
-            output = verify(target_p, draft_p, drafted, counts=counts, lengths=counts, stream=stream)
-            tokens, num_accepted = output.tokens, output.num_accepted
+            tokens, num_accepted = self._verify(logits, rows, asked, counts)
         else:
-            tokens, num_accepted = self.draw(logits, rows).view(len(asked), k + 1), counts
-            if k:
-                output = match_drafts(tokens, state.drafts(batch_rows, k), counts=counts, lengths=counts)
-                tokens, num_accepted = output.tokens, output.num_accepted
-        self._advance(sequences, tokens)
-        wanted = [sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None]
-        download, logprobs = Download([tokens, num_accepted, counts]), None
-        if wanted:
-            logprobs = Download(list(token_logprobs(logits, tokens.flatten(), max(wanted))))
-        return PendingSamples(numbers, sequences, download, logprobs)
+            tokens, num_accepted = self.match(logits, rows, counts, k)
+        self.state.advance(batch_rows, tokens, lengths=lengths, counted=counted)
+        return pending_samples(numbers, sequences, emitted(tokens, num_accepted, counts), logits)
 
-    def _counts(self, asked: list[SequenceRows], k: int) -> Tensor:
-        if asked[0].draft.count is None:
-            return torch.full((len(asked),), k, dtype=torch.int32, device=self.state.device)
-        return torch.stack([one.draft.count for one in asked if one.draft.count is not None]).clamp_(max=k)
-
-    def _advance(self, sequences: list[Sequence], tokens: Tensor) -> None:
-        table = [(s.batch_row, s.num_drawn, s.batch_row if s.params.has_penalties else -1) for s in sequences]
+    def _table(self, asked: list[SequenceRows]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Of each: batch row, draft tokens meant (see `meant`), length, and the batch row if its tokens are counted."""
+        table = [
+            (s.batch_row, meant_by(one.draft), s.num_drawn, s.batch_row if s.params.has_penalties else -1)
+            for one, s in ((one, one.sequence) for one in asked)
+        ]
         columns = np.array(table).T.copy()
-        batch_rows, lengths, counted = upload(columns, tokens.device)
-        is_counted = bool((columns[2] >= 0).any())
-        self.state.advance(batch_rows, tokens, lengths=lengths, counted=counted if is_counted else None)
+        batch_rows, counts, lengths, counted = upload(columns, self.state.device)
+        return batch_rows, counts, lengths, counted if (columns[3] >= 0).any() else None
+
+    def meant(self, counts: Tensor, batch_rows: Tensor, k: int) -> Tensor:
+        """How many of k draft tokens are meant, int32 `[g]`, from what `meant_by` says."""
+        known = self.state.draft_counts[batch_rows]
+        return torch.where(counts < 0, torch.minimum(known, -1 - counts), counts).clamp(max=k).int()
+
+    def match(self, logits: Tensor, rows: Rows, counts: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The target's own draws, as far as draft tokens are equal to them: `[g, k + 1]` int64, then −1, and `[g]`."""
+        tokens = self.draw(logits, rows).view(-1, k + 1)
+        if not k:
+            return tokens, counts
+        drafted = self.state.drafts(rows.batch_rows[:: k + 1], k)
+        output = match_drafts(tokens, drafted, counts=counts, lengths=counts)
+        return output.tokens, output.num_accepted
+
+    def _verify(self, logits: Tensor, rows: Rows, asked: list[SequenceRows], counts: Tensor) -> tuple[Tensor, Tensor]:
+        """As `match`, by rejection sampling."""
+        k = asked[0].draft.num_tokens
+        batch_rows, positions = rows.batch_rows[:: k + 1], rows.positions[:: k + 1]
+        target_p = self.probabilities(logits, rows).view(len(asked), k + 1, -1)
+        draft_p = torch.stack([q for one in asked for q in one.draft.distributions]).view(len(asked), k, -1)
+        stream, drafted = self.state.stream(batch_rows, positions), self.state.drafts(batch_rows, k)
+        output = verify(target_p, draft_p, drafted, counts=counts, lengths=counts, stream=stream)
+        return output.tokens, output.num_accepted
 
     def rows(self, sequences: list[Sequence], num_before: list[int]) -> Rows:
         """Rows that follow the tokens of `sequences` and as many of their draft tokens."""

@@ -108,7 +108,7 @@ def test_counts_follow_what_is_drawn() -> None:
         sampler.state.advance(torch.tensor([0, 1]), found, lengths=lengths, counted=torch.tensor([0, -1]))
         for sequence_, row in zip((one, plain), tokens, strict=True):
             sequence_.tokens += [token for token in row if token >= 0]
-    assert sampler.state.feed[:, 0].tolist() == [3, 4]
+    assert sampler.state.feed[:2, 0].tolist() == [3, 4]
     scores = torch.randn(V, generator=torch.Generator().manual_seed(0))
     probabilities = sampler.probabilities(scores.expand(2, V), sampler.rows([one, plain], [0, 0]))
     expected = slowly_adjusted(scores.tolist(), own, [2, 3], [5, 5, 8, 8, 3])

@@ -150,7 +150,7 @@ class ModelDraft:
             num_drawn += 1
             guesses = [guess for guess in guesses if num_drawn < guess.length]
             inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
-        return {guess.sequence.id: DraftTree(guess.length, None, guess.distributions) for guess in proposed}
+        return {guess.sequence.id: DraftTree(guess.length, distributions=guess.distributions) for guess in proposed}
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         self._reading.observe(sequence, sequence.num_tokens + min(num_accepted, num_drafted - 1))

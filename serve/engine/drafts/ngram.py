@@ -38,9 +38,8 @@ class NgramDraft:
         if self.reads_counts:
             pairs = zip(wanted, counts.tolist(), strict=True)
             return {sequence.id: DraftTree(min(k, count)) for (sequence, k, _), count in pairs if count > 0}
-        return {
-            sequence.id: DraftTree(k, count) for (sequence, k, _), count in zip(wanted, counts.unbind(), strict=True)
-        }
+        self.state.draft_counts[rows] = counts.int()
+        return {sequence.id: DraftTree(k, is_counted=True) for sequence, k, _ in wanted}
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """The text is all it knows."""

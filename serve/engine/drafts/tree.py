@@ -14,8 +14,8 @@ class DraftTree:
 
     num_tokens: int = 0
     """As many as the target looks at."""
-    count: Tensor | None = None
-    """Int32 without dimensions: how many of them are meant, where the host does not know; None: all."""
+    is_counted: bool = False
+    """Whether only the device knows how many of them are meant, in `BatchState.draft_counts`; else all are."""
     distributions: list[Tensor] = field(default_factory=list)
     """`[V]` fp32 each, what each token was drawn from; empty: verify by matching."""
 
