@@ -79,7 +79,7 @@ class PassRunner:
         self._captured.clear()
 
     def _compute(self, step: Pass) -> Tensor:
-        return _run(self.model, self.pages, step, _plan(self.model, self.pages, step))
+        return run_pass(self.model, self.pages, step)
 
     def _capture(self, shape: tuple[int, bool], step: Pass) -> Tensor:
         try:
@@ -90,6 +90,11 @@ class PassRunner:
             return self._compute(step)
         self._captured[shape] = captured
         return captured.hidden()
+
+
+def run_pass(model: PagedModel, pages: KVPages, step: Pass) -> Tensor:
+    """The hidden states `[T, D]`, operator by operator."""
+    return _run(model, pages, step, _plan(model, pages, step))
 
 
 def _is_small(step: Pass) -> bool:

@@ -86,3 +86,7 @@ class EngineStats:
     """Accepted tokens by their position in the draft, first position first."""
     speculative_tokens: float = 0.0
     """Mean draft length that the latest steps asked for."""
+    num_graphs: int = 0
+    """Kinds of steps that are replayed from a CUDA graph."""
+    num_graph_failures: int = 0
+    """Captures that failed; such steps are launched kernel by kernel."""

@@ -15,13 +15,21 @@ if not torch.cuda.is_available():
     quicken()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--recorded-graphs", action="store_true", help="engines take the path of CUDA graphs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        _skip(items, "gpu", "needs an NVIDIA GPU")
+    if config.getoption("--recorded-graphs"):
+        _skip(items, "eager", "about steps that are launched kernel by kernel")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

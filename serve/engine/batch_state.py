@@ -190,6 +190,11 @@ def feed_reference(batch_row: int, column: int, width: int) -> int:
     return -1 - batch_row * width - column
 
 
+def feed_references(batch_rows: np.ndarray, columns: np.ndarray, width: int) -> np.ndarray:
+    """`feed_reference` of all of them, which are broadcast against each other."""
+    return -1 - batch_rows * width - columns
+
+
 def resolve(tokens: Tensor, feed: Tensor) -> Tensor:
     """`tokens [T]` with every stand-in replaced by its token."""
     known = feed.view(-1)[(-1 - tokens).clamp_min_(0)]

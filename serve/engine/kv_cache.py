@@ -33,7 +33,7 @@ def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 class BlockTable:
     """The pages of one sequence, in order; `ids[:num_pages]` are page ids."""
 
-    __slots__ = ("__weakref__", "digests", "ids", "num_pages", "num_published", "num_returns", "root")
+    __slots__ = ("__weakref__", "digests", "ids", "num_pages", "num_published", "num_returns", "num_uploaded", "root")
 
     def __init__(self, max_pages: int, salt: str = "") -> None:
         """`salt`: sequences share pages only with sequences of the same salt."""
@@ -43,6 +43,8 @@ class BlockTable:
         """Leading pages that have been offered for sharing."""
         self.num_returns = 0
         """How often it has given back all pages: what somebody knew of them then, is no longer true of this table."""
+        self.num_uploaded = 0
+        """Leading pages that are listed where the device reads them, too."""
         self.root = hashlib.sha256(salt.encode()).digest()
         self.digests: list[bytes] = []
         """Digests of the leading full pages, as many as were needed so far."""
@@ -172,6 +174,7 @@ class KVCache:
             source, copy = int(table.ids[number]), self.pool.take()
             self.pool.release(source)
             table.ids[number] = copy
+            table.num_uploaded = min(table.num_uploaded, number)
             copies.append((source, copy))
         for _ in range(num_new):
             self._append(table, self.pool.take())
@@ -224,3 +227,4 @@ class KVCache:
         while table.num_pages > num_pages:
             table.num_pages -= 1
             self.pool.release(int(table.ids[table.num_pages]))
+        table.num_uploaded = min(table.num_uploaded, num_pages)

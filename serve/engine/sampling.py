@@ -95,8 +95,8 @@ class PendingSamples:
     """Of the sequences, in the step."""
     sequences: list[Sequence]
     emitted: Download
-    """`[g, k + 3]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers. Then how many
-    of them were drafted, and how many draft tokens were meant."""
+    """`[g, k + 3]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers. Then how
+    many of them were drafted, and how many draft tokens were meant."""
     logprobs: Download | None
 
     def read(self) -> dict[int, Sampled]:
@@ -209,7 +209,7 @@ class Sampler:
         table, masked = [], []
         for number, (sequence, ahead) in enumerate(zip(sequences, num_before, strict=True)):
             position = sequence.num_drawn - sequence.num_prompt_tokens + ahead
-            adjusted = sequence.batch_row if _adjusts(sequence, position) else -1
+            adjusted = sequence.batch_row if adjusts(sequence, position) else -1
             table.append((sequence.batch_row, ahead, position, adjusted))
             if sequence.mask is not None:
                 masked.append((number, sequence, ahead))
@@ -264,7 +264,8 @@ class Sampler:
         return forbid(scores, numbers, allowed)
 
 
-def _adjusts(sequence: Sequence, position: int) -> bool:
+def adjusts(sequence: Sequence, position: int) -> bool:
+    """Whether anything changes the scores of a sequence's output token of this number."""
     params = sequence.params
     return params.has_penalties or bool(params.logit_bias) or position < params.min_tokens
 

@@ -66,6 +66,10 @@ class Metrics:
         self.num_requests_waiting = self._one(Gauge, "num_requests_waiting", "Choices waiting for a place.")
         self.kv_cache_usage = self._one(Gauge, "kv_cache_usage_perc", "Fraction of KV pages in use; 1 is all.")
         self.speculative_tokens = self._one(Gauge, "spec_decode_draft_length", "Mean draft length asked for lately.")
+        self.num_graphs = self._one(Gauge, "cuda_graphs", "Kinds of steps that are replayed from a CUDA graph.")
+        self.num_graph_failures = self._one(
+            Gauge, "cuda_graph_failures", "Captures that failed; such steps are launched kernel by kernel."
+        )
         self.cache_config = Gauge(
             f"{PREFIX}cache_config_info",
             "Pages of the KV cache and tokens in a page.",
@@ -143,6 +147,8 @@ class Metrics:
         self.num_requests_waiting.set(stats.num_waiting)
         self.kv_cache_usage.set(stats.num_pages_used / stats.num_pages if stats.num_pages else 0.0)
         self.speculative_tokens.set(stats.speculative_tokens)
+        self.num_graphs.set(stats.num_graphs)
+        self.num_graph_failures.set(stats.num_graph_failures)
         for name, counter in self._totals.items():
             counter.inc(getattr(stats, name) - getattr(before, name))
         for position, accepted in enumerate(stats.accepted_per_position[:MAX_DRAFT_POSITIONS]):

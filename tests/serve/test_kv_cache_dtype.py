@@ -157,6 +157,7 @@ def test_a_cached_prefix_changes_nothing(model: Transformer, name: str) -> None:
     assert engine.stats().prefix_cache_hits >= 3 * 48
 
 
+@pytest.mark.eager  # as in test_routed.py
 @pytest.mark.parametrize("draft", [None, "twin"])
 def test_routed_layers(name: str, draft: str | None) -> None:
     routed = routed_model("block")

@@ -15,6 +15,8 @@ from tests.serve.test_feature_pairs import essence, random_requests, scores
 from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts
 from tests.tiny import full_logits, tiny_model
 
+# A CPU's kernels take as many rows as tokens are selected; test_graphs.py has a GPU's form, through the interpreter.
+pytestmark = pytest.mark.eager
 ROUTES = ("attention", "mlp", "block")
 PROMPTS = random_prompts(8, seed=1)
 NUM_TOKENS = 20

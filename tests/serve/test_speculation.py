@@ -294,6 +294,7 @@ def test_the_test_notices_a_draft_that_misreports_its_distribution(monkeypatch: 
     assert p_value(joint_counts("partial", 2, {}, length=3), exact_joint(1.0, 0, 3)) < 1e-6
 
 
+@pytest.mark.eager
 def test_one_request_that_cannot_be_verified_fails_alone(
     model: Transformer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

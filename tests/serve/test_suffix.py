@@ -115,6 +115,7 @@ def cycle(length: int, right: int) -> TableModel:
     return TableModel(table)
 
 
+@pytest.mark.eager
 def test_the_model_and_the_text_share_the_work() -> None:
     """A model that is right half the time drafts until the text repeats itself; from then on the text does."""
     engine = make_engine(cycle(20, 20), "suffix", cycle(20, 10), num_speculative_tokens=4)

@@ -6,8 +6,10 @@ from typing import ClassVar, Literal, Protocol
 
 from model.kv_format import KVFormat, KVPages
 from serve.config import DRAFT_MODEL, DRAFTS
+from serve.engine.decode import Tables
 from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import AtHand, DraftTree, Wanted
+from serve.engine.graphs import Graphs
 from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
 from serve.engine.runner import LanguageModel
@@ -32,6 +34,10 @@ class DraftContext:
     """Most rows of one pass."""
     timer: PassTimer
     """Measures the draft's passes."""
+    tables: Tables
+    """The target's block tables on the device."""
+    graphs: Graphs | None
+    """Where steps are captured, if they are."""
 
 
 class Draft(Protocol):

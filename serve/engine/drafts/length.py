@@ -19,7 +19,6 @@ import torch
 
 from serve.engine.drafts.tree import AtHand
 from serve.engine.requests import Sequence
-from serve.engine.runner import Runner
 
 MAX_DRAFT_TOKENS = 8
 """The longest draft that is tried; beyond it the gain is small at any acceptance rate worth drafting for."""
@@ -111,6 +110,15 @@ class PassCosts:
         return (1 - weight) * self._seconds[at - 1] + weight * self._seconds[at]
 
 
+class Prepares(Protocol):
+    """Whoever launches passes."""
+
+    @property
+    def has_prepared(self) -> bool:
+        """Whether the latest pass also did what later ones like it need not do again."""
+        ...
+
+
 class PassTimer:
     """Measures passes in the device's time and records what they cost as soon as that is known."""
 
@@ -121,7 +129,7 @@ class PassTimer:
         """Passes that the device may not have finished: rows, beginning, end."""
 
     @contextmanager
-    def measure(self, num_rows: int, runner: Runner | None = None) -> Iterator[None]:
+    def measure(self, num_rows: int, runner: Prepares | None = None) -> Iterator[None]:
         """Measure what is launched within this context; a pass that raises is not recorded.
 
         Nor is one in which the runner has prepared for later ones, which cost less.

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from serve.engine.batch_state import feed_reference
+from serve.engine.decode import Batch, UniformSteps
 from serve.engine.drafts.base import DraftContext
 from serve.engine.drafts.tree import DraftTree, Wanted
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
@@ -134,6 +136,11 @@ class ModelDraft:
         self.runner = Runner(context.model, pages, feed=state.feed)
         self.sampler, self.max_tokens, self.timer = context.sampler, context.max_tokens, context.timer
         self.last_token = context.model.config.vocab_size - 1
+        self.has_prepared = False
+        """Whether the latest pass also did what later ones like it need not do again."""
+        self._steps: UniformSteps | None = None
+        if context.graphs is not None and context.model.can_be_captured:
+            self._steps = UniformSteps(self.runner, self.sampler, context.tables, context.graphs)
         self._reading = _TargetsPages() if self.shares_pages else _OwnPages(pool)
 
     def at_hand(self, sequence: Sequence) -> None:
@@ -143,10 +150,10 @@ class ModelDraft:
         inputs, guesses = self._catch_up(wanted)
         proposed, num_drawn = list(guesses), 0
         while inputs:
-            with self.timer.measure(sum(len(own.tokens) for own in inputs), self.runner):
-                hidden = self.runner.hidden(inputs)
+            with self.timer.measure(sum(len(own.tokens) for own in inputs), self):
+                logits = self._compute(inputs, guesses)
                 if guesses:
-                    self._extend(guesses, self._logits(hidden), num_drawn)
+                    self._extend(guesses, self._on_targets_vocabulary(logits), num_drawn)
             num_drawn += 1
             guesses = [guess for guess in guesses if num_drawn < guess.length]
             inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
@@ -196,9 +203,33 @@ class ModelDraft:
         token = feed_reference(sequence.batch_row, num_drawn, self.runner.feed.shape[1])
         return SequenceInput([token], sequence.num_tokens + num_drawn - 1, sequence.table, num_rows=1)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The draft's logits on the target's vocabulary `[R, V]`; either may be padded at its end."""
-        logits, vocab_size = self.runner.logits(hidden), self.sampler.state.vocab_size
+    def _compute(self, inputs: list[SequenceInput], guesses: list[_Guess]) -> Tensor:
+        """Logits behind the last token of each guess, whose input is complete."""
+        if self._steps is not None and (batch := self._uniform(inputs, guesses)) is not None:
+            (logits,) = self._steps.launch(batch, samples=False)
+            self.has_prepared = self._steps.graphs.has_prepared
+            q = batch.tokens.shape[1]
+            return logits[q - 1 :: q]
+        logits = self.runner.logits(self.runner.hidden(inputs))
+        self.has_prepared = self.runner.has_prepared
+        return logits
+
+    def _uniform(self, inputs: list[SequenceInput], guesses: list[_Guess]) -> Batch | None:
+        """The inputs with equally many tokens each, one or two, if the pass can be captured so.
+
+        Where one lacks a token and another two, the first computes once more what it has.
+        """
+        q = max(len(own.tokens) for own in inputs)
+        starts = [own.start + len(own.tokens) - q for own in inputs]
+        if len(inputs) != len(guesses) or q > 2 or min(starts) < 0:
+            return None
+        before = [[min(guess.sequence.tokens[-2], self.last_token)] if q > 1 else [] for guess in guesses]
+        tokens = np.array([[*one, *own.tokens][-q:] for one, own in zip(before, inputs, strict=True)])
+        return Batch([guess.sequence for guess in guesses], tokens, starts, last=[q - 1] * len(guesses))
+
+    def _on_targets_vocabulary(self, logits: Tensor) -> Tensor:
+        """`[R, V]`, for any R; either vocabulary may be padded at its end."""
+        vocab_size = self.sampler.state.vocab_size
         missing = vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :vocab_size]
 

@@ -1,0 +1,157 @@
+"""A stand-in for CUDA graphs on the CPU: what is captured runs again at each replay, and is watched.
+
+As a CUDA graph it freezes what it has seen: a replay raises where operators, their shapes or the numbers among their
+arguments differ from the capture's, or where a tensor is read that lies elsewhere now. Within a capture and a replay
+the host may neither read a tensor nor make one from its own numbers. A capture leaves everything as it was, and garbage
+in its outputs; they stay where they are.
+
+Kernels are exempt from it on the CPU, where their wrappers may look at what is at hand, but not through the
+interpreter, which takes the wrappers of a GPU.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kernels.common.cpu_graph import _looks_at_numbers
+from kernels.common.triton_support import _interpreting
+from serve.engine.graphs import Graphs, Outputs
+
+FROM_HOST = {"tensor", "as_tensor", "from_numpy", "frombuffer", "pin_memory"}
+HOST_READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
+
+
+class CaptureViolation(BaseException):
+    """A CUDA graph would have computed something else, or could not have been captured."""
+
+
+def _in_kernel() -> bool:
+    """Whether this is the work of a kernel: in the form of the CPU all of it, else what the interpreter does."""
+    inside = ("triton.", "tests.interpreter") if _interpreting.get() else ("kernels.",)
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(inside):
+            return True
+        if name == __name__ and frame.f_code.co_name == "_watched":
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _NoHost(TorchFunctionMode):
+    """Nothing goes between host and device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if (name in HOST_READS or name in FROM_HOST) and not _in_kernel():
+            raise CaptureViolation(f"{name} goes through the host")
+        return func(*args, **(kwargs or {}))
+
+
+class _Log(TorchDispatchMode):
+    """What is computed: operators, with shapes and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[Any, ...]] = []
+        self._made: set[int] = set()
+        """Storages that were made within."""
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        """What was written to, and what it held."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._keep(_tensors((args, kwargs)))
+        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
+        result = func(*args, **kwargs)
+        made = set() if func._schema.is_mutable else {_address(tensor) for tensor in _tensors(result)} - given
+        if _in_kernel():
+            self._made |= made
+            return result
+        if _looks_at_numbers(func, args):
+            raise CaptureViolation(f"{func} looks at numbers")
+        described = tree_map_only(Tensor, self._describe, (args, kwargs))
+        self.entries.append((str(func), *map(str, tree_leaves(described))))
+        self._made |= made
+        return result
+
+    def _keep(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._made | self._before.keys():
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self._before[storage.data_ptr()] = whole, whole.clone()
+
+    def undo(self) -> None:
+        """Give everything that was written to what it held before."""
+        for whole, held in self._before.values():
+            whole.copy_(held)
+
+    def _describe(self, tensor: Tensor) -> tuple[Any, ...]:
+        address = _address(tensor)
+        return tuple(tensor.shape), tensor.dtype, "made" if address in self._made else address
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+
+
+def _watched(run: Callable[[], Outputs]) -> tuple[Outputs, _Log]:
+    log = _Log()
+    with _NoHost(), log:
+        outputs = run()
+    return outputs, log
+
+
+class RecordedGraph:
+    """See above; `pool` counts what happens."""
+
+    def __init__(self, pool: dict[str, int]) -> None:
+        self._counts = pool
+
+    def capture(self, run: Callable[[], Outputs]) -> Outputs:
+        self._counts["captures"] = self._counts.get("captures", 0) + 1
+        self._run = run
+        self._outputs, log = _watched(run)
+        log.undo()
+        self._entries = log.entries
+        for output in self._outputs:
+            output.fill_(float("nan") if output.is_floating_point() else -7)
+        return self._outputs
+
+    def replay(self) -> None:
+        self._counts["replays"] = self._counts.get("replays", 0) + 1
+        outputs, log = _watched(self._run)
+        for number, (old, new) in enumerate(zip(self._entries, log.entries, strict=False)):
+            if old != new:
+                raise CaptureViolation(f"call {number} was {old}, and is {new}")
+        if len(self._entries) != len(log.entries):
+            raise CaptureViolation(f"{len(self._entries)} calls were captured, and {len(log.entries)} are made")
+        for kept, fresh in zip(self._outputs, outputs, strict=True):
+            kept.copy_(fresh)
+
+
+def recorded_graphs() -> Graphs:
+    """For an engine on the CPU."""
+    return Graphs(RecordedGraph, {})
+
+
+@contextmanager
+def counted(graphs: Graphs) -> Iterator[dict[str, int]]:
+    """What is captured and replayed within."""
+    before, counts = dict(graphs._pool), {}
+    yield counts
+    counts |= {name: number - before.get(name, 0) for name, number in graphs._pool.items()}

@@ -1,0 +1,134 @@
+"""Steps that are captured and replayed, on a stand-in for CUDA graphs that watches what they do.
+
+`pytest --recorded-graphs tests/serve` runs all tests of the engine so; here is what they cannot show.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.common.triton_support import interpreted
+from serve.engine import engine as engine_module
+from serve.engine.drafts.ngram import NgramDraft
+from serve.engine.engine import Engine
+from serve.engine.graphs import MOST_FAILURES, Graphs
+from serve.sampling_params import SamplingParams
+from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, recorded_graphs
+from tests.serve.test_routed import routed_model
+from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts
+from tests.tiny import tiny_model
+
+PROMPTS = random_prompts(6, seed=1)
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_query_heads": 2, "num_kv_heads": 1}
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "graphs_on", lambda device: recorded_graphs())
+
+
+def mixed_params(max_tokens: int) -> list[SamplingParams]:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 1, "top_p": 0.9, "repetition_penalty": 1.3, "min_tokens": 4},
+        {"temperature": 0.0, "presence_penalty": 1.5, "logit_bias": {7: 3.0, 9: -4.0}},
+        {"seed": 2, "logprobs": 2},
+    ]
+    return [SamplingParams(max_tokens=max_tokens, **kinds[n % len(kinds)]) for n in range(len(PROMPTS))]
+
+
+def test_replayed_steps_say_what_full_passes_say() -> None:
+    model = tiny_model(seed=3)
+    engine = make_engine(model)
+    assert generate(engine, PROMPTS, greedy(20)) == [greedy_oracle(model, prompt, 20) for prompt in PROMPTS]
+    counts = engine.graphs._pool  # type: ignore[union-attr]
+    assert counts["captures"] <= 4 and counts["replays"] > 15  # 8, 4, 2 sequences and one
+
+
+@pytest.mark.parametrize("draft", [None, "equal", "ngram", "routed"])
+def test_the_kernels_of_a_gpu_are_captured(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the interpreter, whose kernels launch as a GPU's do; nothing in their wrappers may change or be read."""
+    model = routed_model("block") if draft == "routed" else tiny_model(seed=3, **SMALL)
+    source = {"equal": model, "ngram": "ngram"}.get(draft or "")
+    params = [SamplingParams(**{**vars(p), "max_tokens": 9, "ignore_eos": True}) for p in mixed_params(9)[:3]]
+    with monkeypatch.context() as eager:
+        eager.setattr(engine_module, "graphs_on", lambda device: None)
+        expected = generate(make_engine(model), [prompt[:5] for prompt in PROMPTS[:3]], params)
+    engine = make_engine(model, source, num_speculative_tokens=2 if source else None, num_pages=64)
+    if isinstance(engine.draft, NgramDraft):
+        engine.draft.reads_counts = False
+    with interpreted():
+        assert generate(engine, [prompt[:5] for prompt in PROMPTS[:3]], params) == expected
+    assert engine.graphs._pool["replays"] > 2 and not engine.graphs.num_failures  # type: ignore[union-attr]
+
+
+def test_no_step_moves_what_the_one_before_has_found() -> None:
+    """Steps are launched before the one before them has been read: what that found is on its way by then."""
+    model = tiny_model(seed=3)
+    engine = make_engine(model)
+    engine.is_overlapped = True
+    assert generate(engine, PROMPTS, greedy(20)) == [greedy_oracle(model, prompt, 20) for prompt in PROMPTS]
+
+
+def test_a_step_that_cannot_be_captured_is_launched_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(RecordedGraph):
+        def capture(self, run: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = tiny_model(seed=3)
+    engine = make_engine(model)
+    engine.graphs._kind = Refusing  # type: ignore[union-attr]
+    assert generate(engine, PROMPTS, greedy(20)) == [greedy_oracle(model, prompt, 20) for prompt in PROMPTS]
+    assert engine.stats().num_graph_failures == MOST_FAILURES and engine.stats().num_graphs == 0
+    assert sum("could not be captured" in record.message for record in caplog.records) == MOST_FAILURES
+
+
+def test_the_stand_in_notices_what_a_graph_would_freeze() -> None:
+    x, decided = torch.arange(4.0), {"factor": 2.0, "rows": 4}
+    for change in ({"factor": 3.0}, {"rows": 3}):
+        graphs, own = Graphs(RecordedGraph, {}), dict(decided)
+        for _ in range(3):
+            graphs.run("key", lambda own=own: (x[: own["rows"]] * own["factor"],))
+        own |= change
+        with pytest.raises(CaptureViolation, match="call"):
+            graphs.run("key", lambda own=own: (x[: own["rows"]] * own["factor"],))
+
+
+@pytest.mark.parametrize("run", [lambda x: x.sum().item(), lambda x: torch.tensor([1.0]), lambda x: x.nonzero()])
+def test_the_stand_in_notices_the_host(run: Any) -> None:
+    graphs = Graphs(RecordedGraph, {})
+    graphs.run("key", lambda: (torch.as_tensor(run(torch.ones(3))),))
+    with pytest.raises(CaptureViolation):
+        graphs.run("key", lambda: (torch.as_tensor(run(torch.ones(3))),))
+
+
+def test_the_stand_in_computes_once_what_is_captured_and_replayed() -> None:
+    counts, graphs = torch.zeros(3), Graphs(RecordedGraph, {})
+    for number in range(1, 5):
+        graphs.run("key", lambda: (counts.add_(1).clone(),))
+        assert counts.tolist() == [number] * 3
+
+
+def test_after_a_failure_tables_are_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device knows of pages may be half written."""
+    model = tiny_model(seed=3)
+    engine, launch, steps = make_engine(model), Engine.launch_pass, []
+
+    def failing(self: Engine, work: Any) -> Any:
+        steps.append(len(work))
+        if len(steps) == 8:
+            self.tables.pages.fill_(0)
+            raise RuntimeError("once")
+        return launch(self, work)
+
+    monkeypatch.setattr(Engine, "launch_pass", failing)
+    assert generate(engine, PROMPTS, greedy(20)) == [greedy_oracle(model, prompt, 20) for prompt in PROMPTS]
+
+
+def test_shared_pages_that_are_copied_are_told() -> None:
+    model = tiny_model(seed=3)
+    expected = generate(make_engine(model), [PROMPTS[0]], SamplingParams(seed=4, max_tokens=20, ignore_eos=True))
+    engine = make_engine(model)
+    engine.add_request("r", PROMPTS[0], SamplingParams(seed=4, max_tokens=20, ignore_eos=True, n=3))
+    assert drain(engine)[("r", 0)].new_token_ids == expected[0]
