@@ -12,34 +12,36 @@ sequence before it has succeeded, so it may be repeated; what it found is commit
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.common.cuda_graph import graphs_on
+from kernels.sampling.token_logprobs import Logprobs, token_logprobs
 from model.kv_format import choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
-from serve.engine.batch_state import BatchState, synchronize
-from serve.engine.decode import Tables, UniformSteps
+from serve.engine.batch_state import BatchState, Download, feed_reference, synchronize, upload
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer
-from serve.engine.drafts.tree import NO_DRAFT, Wanted
-from serve.engine.graphs import graphs_on
+from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
+from serve.engine.graphs import Tables, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
-from serve.engine.launch import Launcher, PendingStep, Work
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
 from serve.engine.requests import Limits, Requests, Sequence
-from serve.engine.runner import Runner
-from serve.engine.sampling import (
-    Sampled,
-    Sampler,
-)
+from serve.engine.runner import Runner, SequenceInput
+from serve.engine.sampling import PendingSamples, Sampled, Sampler, SequenceRows, logprob_entries, select
 from serve.engine.scheduler import Chunk, Schedule, Scheduler
 from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams", "TokenLogprobs"]
+
+PROMPT_ROWS_PER_BLOCK = 64
+"""Rows of logits at a time when a prompt's log-probabilities are wanted: never the whole prompt times vocabulary."""
 
 log = logging.getLogger("potstill.engine")
 
@@ -54,6 +56,55 @@ class Counters:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     speculative_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A scheduled chunk and the draft tokens to verify behind it."""
+
+    chunk: Chunk
+    sequence: Sequence
+    draft: DraftTree = NO_DRAFT
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that the next one can be drawn."""
+        return self.chunk.start + self.chunk.num_tokens == self.sequence.num_drawn
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted from this chunk."""
+        return self.sequence.prompt_logprobs is not None
+
+    def input(self, feed_width: int) -> SequenceInput:
+        sequence, start, num_tokens = self.sequence, self.chunk.start, self.chunk.num_tokens
+        tokens = sequence.tokens[start : start + num_tokens]
+        # What the host does not know yet, its own last token or draft tokens, is in the feed.
+        first = 1 if len(tokens) == num_tokens else 0
+        columns = range(first, 1 + self.draft.num_tokens)
+        tokens += [feed_reference(sequence.batch_row, column, feed_width) for column in columns]
+        num_rows = len(tokens) if self.scores_prompt else self.samples * (1 + self.draft.num_tokens)
+        return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that has been launched, and what the host will know of it."""
+
+    samples: list[PendingSamples] = field(default_factory=list)
+    prompt_scores: list[tuple[Sequence, list[int], Download]] = field(default_factory=list)
+    """Prompt tokens in order, and their log-probabilities on the way."""
+
+    def read(self) -> list[Sampled]:
+        """Wait for the device, and read what it found, in the order of the batch."""
+        found: dict[int, Sampled] = {}
+        for group in self.samples:
+            found |= group.read()
+        for sequence, tokens, download in self.prompt_scores:
+            entries = logprob_entries(tokens, Logprobs(*download.wait()), sequence.params.prompt_logprobs or 0)
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += entries
+        return [found[number] for number in sorted(found)]
 
 
 class Engine:
@@ -104,11 +155,12 @@ class Engine:
         most_tokens = self.max_model_len + self.state.max_drafts
         self.tables = Tables(1 + self.state.spare_row, most_tokens, self.device)
         self.graphs = graphs_on(self.device)
-        steps = None
+        self.uniform_steps: UniformSteps | None = None
+        """Launches steps in which every sequence decodes, where they can be captured."""
         if self.graphs is not None and models.target.can_be_captured:
-            adapters = bool(config.adapters)
-            steps = UniformSteps(self.runner, self.sampler, self.tables, self.graphs, has_adapters=adapters)
-        self.launcher = Launcher(self.runner, self.sampler, steps)
+            self.uniform_steps = UniformSteps(
+                self.runner, self.sampler, self.tables, self.graphs, bool(config.adapters)
+            )
         self.draft: Draft | None = None
         if kind is not None:
             self._add_draft(kind, models)
@@ -267,13 +319,57 @@ class Engine:
                     choice.num_unread += 1
 
     def launch_pass(self, work: list[Work]) -> PendingStep:
-        """One forward pass of the target."""
+        """One forward pass of the target. Raises what the model raises; batch rows are written and up to date after."""
+        self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
+        steps = self.uniform_steps if self._is_uniform(work) else None
         # Prompts would blur what decoding costs.
-        if self.draft is None or any(item.chunk.num_tokens > 1 for item in work):
-            return self.launcher.launch(work)
+        is_timed = self.draft is not None and all(item.chunk.num_tokens == 1 for item in work)
         num_rows = sum(item.chunk.num_tokens + item.draft.num_tokens for item in work)
-        with self._target_timer.measure(num_rows, self.launcher):
-            return self.launcher.launch(work)
+        with self._target_timer.measure(num_rows, steps or self.runner) if is_timed else nullcontext():
+            if steps is None:
+                return self._launch_ragged(work)
+            return PendingStep(steps.decode([(item.sequence, item.draft) for item in work]))
+
+    def _is_uniform(self, work: list[Work]) -> bool:
+        """Whether every sequence decodes; routed layers take no padding behind a shorter draft."""
+        decode = all(
+            item.chunk.num_tokens == 1 and item.samples and not item.sequence.siblings and not item.scores_prompt
+            for item in work
+        )
+        is_routed = bool(self.runner.model.config.routed_attention)
+        return decode and (not is_routed or len({item.draft.num_tokens for item in work}) == 1)
+
+    def _launch_ragged(self, work: list[Work]) -> PendingStep:
+        inputs = [item.input(self.runner.feed.shape[1]) for item in work]
+        hidden = self.runner.hidden(inputs)
+        step, first = PendingStep(), 0
+        asked: list[SequenceRows] = []
+        rows: list[int] = []
+        for item, own in zip(work, inputs, strict=True):
+            if item.samples:
+                asked.append(SequenceRows(item.sequence, len(rows), item.draft))
+                asked += [SequenceRows(sibling, len(rows)) for sibling in item.sequence.siblings]
+                rows += range(first + own.num_rows - 1 - item.draft.num_tokens, first + own.num_rows)
+            if item.scores_prompt:
+                self._score_prompt(step, item, hidden[first : first + own.num_rows])
+            first += own.num_rows
+        if asked:
+            logits = self.runner.logits(hidden if len(rows) == len(hidden) else select(hidden, rows))
+            step.samples.extend(self.sampler.sample(logits, asked))
+        return step
+
+    def _score_prompt(self, step: PendingStep, work: Work, hidden: Tensor) -> None:
+        """`hidden [num_tokens, D]` of the chunk; each row scores the token after it."""
+        sequence, start = work.sequence, work.chunk.start
+        known = len(sequence.prompt_logprobs or ())
+        first = max(known, start + 1)  # a chunk that is computed again after preemption has been scored
+        stop = min(start + work.chunk.num_tokens + 1, sequence.num_prompt_tokens)
+        for at in range(first, stop, PROMPT_ROWS_PER_BLOCK):
+            tokens = sequence.tokens[at : min(at + PROMPT_ROWS_PER_BLOCK, stop)]
+            logits = self.runner.logits(hidden[at - 1 - start : at - 1 - start + len(tokens)])
+            wanted = upload(np.array(tokens), logits.device)
+            logprobs = token_logprobs(logits, wanted, sequence.params.prompt_logprobs or 0)
+            step.prompt_scores.append((sequence, tokens, Download(list(logprobs))))
 
     # Committing what a step found
 

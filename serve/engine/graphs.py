@@ -1,103 +1,299 @@
-"""Captured work: launched once kernel by kernel, then as a whole, for a hundredth of the host's time.
+"""Steps in which every sequence computes equally many tokens: decoding, verification, passes of a draft.
 
-A capture freezes everything but the contents of memory: shapes, addresses, numbers that Python has passed on. So what
-is captured reads its inputs from tensors that stay and decides nothing on the host. On CUDA it is a CUDA graph. A CPU
-has graphs of its own for passes (`kernels.common.cpu_graph`), and nothing is captured here.
+Such a step is the same code for any batch of its size, over tensors that stay: one upload brings what the host decides,
+and everything else, tokens, positions, slots, tables, follows from it on the device. So it can be captured
+(kernels/common/cuda_graph.py) and costs the host the same whatever the model's layers. Batches are filled up to few
+sizes by sequences without keys, whose state is the spare row; a sequence with fewer draft tokens than the others
+computes rows that are written nowhere and looked at by nobody.
+
+B sequences of a captured size, n ≤ B of them real, q tokens of each, P pages of a block table, V vocabulary.
 """
 
-import logging
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-MOST_FAILURES = 3
-"""Captures that may fail before no more are tried: then it is the model, not the moment."""
+from kernels.common.cuda_graph import Graphs, Outputs
+from model.passes import Pass, run_pass
+from serve.config import NO_ADAPTER
+from serve.engine.batch_state import NOBODY, feed_references, resolve, upload
+from serve.engine.drafts.tree import DraftTree
+from serve.engine.kv_cache import PAGE_SIZE, BlockTable
+from serve.engine.requests import Sequence
+from serve.engine.runner import Runner
+from serve.engine.sampling import (
+    PendingSamples,
+    Rows,
+    Sampler,
+    SequenceRows,
+    adjusts,
+    emitted,
+    meant_by,
+    pending_samples,
+)
+
+_STEP = 8
+"""Above this, every multiple of it is a size."""
 BYTES_PER_GRAPH = 32 * 2**20
-"""Set aside for each that is captured before the first request: what vLLM and others report for theirs, and a third."""
-log = logging.getLogger("potstill.engine")
-
-Outputs = tuple[Tensor, ...]
-
-
-class Graph(Protocol):
-    """One capture."""
-
-    def __init__(self, pool: Any) -> None:
-        """`pool`: what graphs that never run at once share for their memory."""
-
-    def capture(self, run: Callable[[], Outputs]) -> Outputs:
-        """Note what `run` launches; nothing is computed. The outputs lie where each replay puts them."""
-        ...
-
-    def replay(self) -> None: ...
+"""Set aside for each that is captured before the first request; other engines report 24 to 28 MiB for theirs."""
+_NUM_STAGING = 3
+"""One for the step that is being written, two for those whose upload may still be under way."""
 
 
-class CudaGraph:
-    """A CUDA graph."""
-
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-
-    def capture(self, run: Callable[[], Outputs]) -> Outputs:
-        # Other threads of the process may call CUDA meanwhile; what they do is no part of this.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            return run()
-
-    def replay(self) -> None:
-        self._graph.replay()
+def captured_size(num_sequences: int) -> int:
+    """The size that so many sequences are filled up to: a power of two, from 8 on a multiple of 8."""
+    if num_sequences >= _STEP:
+        return -(-num_sequences // _STEP) * _STEP
+    return 1 << (num_sequences - 1).bit_length()
 
 
-def graphs_on(device: torch.device) -> "Graphs | None":
-    """Those of a device that can capture; else None."""
-    return Graphs(CudaGraph, torch.cuda.graph_pool_handle()) if device.type == "cuda" else None
+def captured_sizes(most: int) -> list[int]:
+    """All of them that `most` sequences may need, the largest first: the others find room in its memory."""
+    return sorted({captured_size(number) for number in range(1, most + 1)}, reverse=True)
 
 
-class Graphs:
-    """All captures of an engine, by what they were captured for; one runs at a time."""
+class Shape(NamedTuple):
+    """What a step is captured for."""
 
-    def __init__(self, kind: Callable[[Any], Graph], pool: Any = None) -> None:
-        self._kind, self._pool = kind, pool
-        self._captured: dict[Hashable, tuple[Graph, Outputs] | None] = {}
-        """None: has run once."""
-        self.num_failures = 0
-        self.has_prepared = False
-        """Whether the latest run did more than later ones of its kind will do."""
+    size: int
+    """B"""
+    num_tokens: int
+    """q"""
+    samples: bool
+    """Whether tokens are drawn, and draft tokens matched with them; else it ends with the logits."""
+    has_adapters: bool
+    bias_width: int
+    """Room for biases where scores are adjusted; −1 where nobody's are."""
+
+
+class Batch(NamedTuple):
+    """What a step computes."""
+
+    sequences: list[Sequence]
+    tokens: np.ndarray
+    """`[n, q]`, stand-ins included (`feed_reference`)."""
+    starts: list[int]
+    """Positions of the first tokens."""
+    last: list[int]
+    """How many tokens are written behind the first."""
+    counts: list[int] | int = 0
+    """Draft tokens that are meant, by `meant_by`."""
+
+
+class Tables:
+    """Block tables by batch row, on the device: a step brings only the pages that they lack."""
+
+    def __init__(self, num_rows: int, max_tokens: int, device: torch.device) -> None:
+        """`max_tokens`: up to the last that a step may compute for a sequence."""
+        self.pages = torch.zeros(num_rows, max_tokens // PAGE_SIZE + 1, dtype=torch.int32, device=device)
+        """[S, P]"""
+
+    def missing(self, sequences: list[Sequence], room: int) -> np.ndarray:
+        """Rows, columns and ids of pages that the device lacks, `[3, m]`, m ≤ room; more are uploaded here."""
+        entries: list[tuple[int, int, int]] = []
+        for sequence in sequences:
+            if sequence.table.num_uploaded < sequence.table.num_pages:
+                entries += _new_pages(sequence.table, sequence.batch_row)
+        table = np.array(entries, dtype=np.int32).reshape(-1, 3).T
+        if len(entries) <= room:
+            return table
+        self.take(upload(table.copy(), self.pages.device))
+        return table[:, :0]
+
+    def take(self, entries: Tensor) -> None:
+        """Write pages `[3, m]`."""
+        rows, columns = entries[:2].long()
+        self.pages.index_put_((rows, columns), entries[2])
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Of these the device may know anything."""
+        for sequence in sequences:
+            sequence.table.num_uploaded = 0
+
+
+def _new_pages(table: BlockTable, row: int) -> list[tuple[int, int, int]]:
+    first, table.num_uploaded = table.num_uploaded, table.num_pages
+    return [(row, first + n, page) for n, page in enumerate(table.ids[first : table.num_pages].tolist())]
+
+
+class _Inputs:
+    """What the host decides of a step, on the device; all int32, in one piece."""
+
+    def __init__(self, shape: Shape, spare_row: int, device: torch.device) -> None:
+        self._size, self._q = shape.size, shape.num_tokens
+        self.room = shape.size * (1 + (shape.num_tokens + PAGE_SIZE - 2) // PAGE_SIZE)
+        """Pages that the device may lack."""
+        on_gpu = device.type == "cuda"
+        nobody = [spare_row, -shape.num_tokens, -1, NO_ADAPTER, 0, 0, NOBODY]
+        self.empty = np.zeros((len(nobody) + shape.num_tokens) * shape.size + 3 * self.room, dtype=np.int32)
+        columns, _, entries = self.parts(self.empty)
+        columns[:], entries[0] = np.array(nobody, dtype=np.int32)[:, None], spare_row
+        self.values = torch.zeros(len(self.empty), dtype=torch.int32, device=device)
+        self._staging = [torch.zeros_like(self.values, device="cpu", pin_memory=on_gpu) for _ in range(_NUM_STAGING)]
+        self._left = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
+        self._turn = 0
+
+    def parts(self, values: Any) -> tuple[Any, Any, Any]:
+        """Columns `[7, B]`, tokens `[B, q]` and new pages `[3, m]` (row, column, id), in an array or a tensor.
+
+        Columns: batch row; position of the first token (−q: no keys); how many are written behind it; adapter; draft
+        tokens meant; number of the first output token; the batch row again where scores are adjusted, else −1.
+        """
+        pages, tokens = len(values) - 3 * self.room, self._q * self._size
+        columns = values[: pages - tokens].reshape(-1, self._size)
+        return (
+            columns,
+            values[pages - tokens : pages].reshape(self._size, self._q),
+            values[pages:].reshape(3, self.room),
+        )
+
+    def write(self, batch: Batch, new_pages: np.ndarray, adjusted: list[int]) -> None:
+        """Upload a batch; waits for the device where it is as many steps behind as there are places to write."""
+        values, n = self.empty.copy(), len(batch.sequences)
+        columns, tokens, pages = self.parts(values)
+        columns[0, :n] = [sequence.batch_row for sequence in batch.sequences]
+        columns[1, :n] = batch.starts
+        columns[2, :n] = batch.last
+        columns[3, :n] = [sequence.adapter for sequence in batch.sequences]
+        columns[4, :n] = batch.counts
+        columns[5, :n] = columns[1, :n] + 1 - [sequence.num_prompt_tokens for sequence in batch.sequences]
+        columns[6, :n] = adjusted
+        tokens[:n], pages[:, : new_pages.shape[1]] = batch.tokens, new_pages
+        self.upload(values)
+
+    def upload(self, values: np.ndarray) -> None:
+        self._turn = (self._turn + 1) % _NUM_STAGING
+        if self._left:
+            self._left[self._turn].synchronize()
+        staging = self._staging[self._turn].copy_(torch.from_numpy(values))
+        self.values.copy_(staging, non_blocking=True)
+        if self._left:
+            self._left[self._turn].record()
+
+
+class UniformSteps:
+    """Runs one model over batches of equally many tokens each."""
+
+    def __init__(
+        self, runner: Runner, sampler: Sampler, tables: Tables, graphs: Graphs, has_adapters: bool = False
+    ) -> None:
+        """`has_adapters`: whether a sequence's adapter is meant for this model."""
+        self._runner, self._sampler, self._tables, self._graphs = runner, sampler, tables, graphs
+        self._has_adapters = has_adapters
+        self._inputs: dict[Shape, _Inputs] = {}
 
     @property
-    def num_captured(self) -> int:
-        return sum(captured is not None for captured in self._captured.values())
+    def has_prepared(self) -> bool:
+        """Whether the latest step also did what later ones like it need not do again."""
+        return self._graphs.has_prepared
 
-    def run(self, key: Hashable, run: Callable[[], Outputs]) -> Outputs:
-        """What `run` returns, which is captured when it runs for the second time under this key.
+    def decode(self, asked: list[tuple[Sequence, DraftTree]]) -> list[PendingSamples]:
+        """Launch a step of the target: what each sequence emits behind its last token and the draft tokens there."""
+        sequences, drafts = [sequence for sequence, _ in asked], [draft for _, draft in asked]
+        q = 1 + max(draft.num_tokens for draft in drafts)
+        batch = Batch(
+            sequences,
+            self._last_tokens(sequences, q),
+            starts=[sequence.num_drawn - 1 for sequence in sequences],
+            last=[draft.num_tokens for draft in drafts],
+            counts=[meant_by(draft) for draft in drafts],
+        )
+        if any(sequence.mask is not None or draft.distributions for sequence, draft in asked):
+            (logits,) = self.launch(batch, samples=False)
+            return self._sampler.sample(logits, [SequenceRows(s, at * q, draft) for at, (s, draft) in enumerate(asked)])
+        found, logits = self.launch(batch, samples=True)
+        return [pending_samples(list(range(len(asked))), sequences, found, logits)]
 
-        The first time loads kernels and fills what is computed once, which no capture may do.
+    def _last_tokens(self, sequences: list[Sequence], q: int) -> np.ndarray:
+        """The last of each and q − 1 draft tokens, `[n, q]`; what the host does not know is in the feed."""
+        rows = np.array([sequence.batch_row for sequence in sequences])
+        tokens = feed_references(rows[:, None], np.arange(q), self._runner.feed.shape[1])
+        tokens[:, 0] = [
+            tokens[at, 0] if sequence.num_unread else sequence.tokens[-1] for at, sequence in enumerate(sequences)
+        ]
+        return tokens
+
+    def launch(self, batch: Batch, *, samples: bool) -> Outputs:
+        """Launch a step. Returns what `pending_samples` asks for, if tokens are drawn, and the logits `[n · q, V]`.
+
+        They lie where the next step puts its own.
         """
-        self.has_prepared = self._captured.get(key) is None
-        if key not in self._captured:
-            self._captured[key] = None
-            return run()
-        captured = self._captured[key] or self._capture(key, run)
-        if captured is None:
-            return run()
-        graph, outputs = captured
-        graph.replay()
-        return outputs
+        (n, q), state = batch.tokens.shape, self._sampler.state
+        adjusted = [s.batch_row if adjusts(s, s.num_drawn - s.num_prompt_tokens) else NOBODY for s in batch.sequences]
+        has_adapters = self._has_adapters and any(sequence.adapter != NO_ADAPTER for sequence in batch.sequences)
+        bias_width = state.bias_width if samples and max(adjusted) != NOBODY else -1
+        shape = Shape(captured_size(n), q, samples, has_adapters, bias_width)
+        inputs = self._inputs_of(shape)
+        inputs.write(batch, self._tables.missing(batch.sequences, inputs.room), adjusted)
+        *found, logits = self._graphs_run(shape, inputs)
+        return *(part[:n] for part in found), logits[: n * q]
 
-    def forget(self) -> None:
-        """Whoever moves what graphs read calls this."""
-        self._captured.clear()
+    @torch.inference_mode()
+    def prepare(self, size: int) -> None:
+        """Run and capture plain decoding of so many sequences, with nobody in it."""
+        shape = Shape(size, num_tokens=1, samples=True, has_adapters=False, bias_width=-1)
+        inputs = self._inputs_of(shape)
+        for _ in range(2):
+            inputs.upload(inputs.empty)
+            self._graphs_run(shape, inputs)
 
-    def _capture(self, key: Hashable, run: Callable[[], Outputs]) -> tuple[Graph, Outputs] | None:
-        if self.num_failures >= MOST_FAILURES:
-            return None
-        graph = self._kind(self._pool)
-        try:
-            outputs = graph.capture(run)
-        except Exception:
-            self.num_failures += 1
-            log.exception("a step could not be captured (%s); it is launched kernel by kernel", key)
-            return None
-        self._captured[key] = graph, outputs
-        return graph, outputs
+    def _inputs_of(self, shape: Shape) -> _Inputs:
+        if shape not in self._inputs:
+            self._inputs[shape] = _Inputs(shape, self._sampler.state.spare_row, self._runner.device)
+        return self._inputs[shape]
+
+    def _graphs_run(self, shape: Shape, inputs: _Inputs) -> Outputs:
+        return self._graphs.run((id(self), shape), lambda: self._run(shape, inputs))
+
+    def _run(self, shape: Shape, inputs: _Inputs) -> Outputs:
+        """The step: nothing below knows whether it is launched or captured."""
+        columns, tokens, pages = inputs.parts(inputs.values)
+        self._tables.take(pages)
+        logits = self._logits(shape, columns, tokens)
+        if not shape.samples:
+            return (logits,)
+        k, (batch_rows, starts, _, _, counts, positions, adjusted) = shape.num_tokens - 1, columns
+        rows = _rows(batch_rows, positions, adjusted, k, is_adjusted=shape.bias_width >= 0)
+        counts = self._sampler.meant(counts, batch_rows.long(), k)
+        found, num_accepted = self._sampler.match(logits, rows, counts, k)
+        counted = adjusted if shape.bias_width >= 0 else None
+        self._sampler.state.advance(batch_rows.long(), found, lengths=starts.clamp_min(0) + 1, counted=counted)
+        return emitted(found, num_accepted, counts), logits
+
+    def _logits(self, shape: Shape, columns: Tensor, tokens: Tensor) -> Tensor:
+        """Of every token, `[B · q, V]`."""
+        batch_rows, starts, last, adapters = columns[:4]
+        q, device = shape.num_tokens, columns.device
+        behind = torch.arange(q, dtype=torch.int32, device=device)
+        positions = (starts[:, None] + behind).clamp_min(0).long()
+        tables = self._tables.pages.index_select(0, batch_rows)
+        slots = tables.gather(1, positions // PAGE_SIZE).long() * PAGE_SIZE + positions % PAGE_SIZE
+        step = Pass(
+            tokens=resolve(tokens.flatten().long(), self._runner.feed),
+            positions=positions.flatten(),
+            slots=torch.where(behind <= last[:, None], slots, -1).flatten(),
+            block_tables=tables,
+            cu_seqlens=torch.arange(0, shape.size * q + 1, q, dtype=torch.int32, device=device),
+            kv_lengths=starts + q,
+            adapters=adapters[:, None].expand(-1, q).flatten() if shape.has_adapters else None,
+        )
+        return self._runner.logits(run_pass(self._runner.model, self._runner.pages, step))
+
+
+def _rows(batch_rows: Tensor, positions: Tensor, adjusted: Tensor, k: int, *, is_adjusted: bool) -> Rows:
+    """The rows of a step, sequence after sequence, each after k draft tokens at most."""
+    before = torch.arange(k + 1, device=batch_rows.device)
+    each = (part[:, None].long() for part in (batch_rows, positions, adjusted))
+    owners, first, adjusted_rows = (part.expand(-1, k + 1) for part in each)
+    return Rows(
+        batch_rows=owners.flatten(),
+        num_before=before.expand(len(batch_rows), -1).flatten(),
+        positions=(first + before).flatten(),
+        adjusted=adjusted_rows.flatten(),
+        is_adjusted=is_adjusted,
+        most_before=k,
+        masked=[],
+    )

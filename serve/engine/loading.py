@@ -22,6 +22,7 @@ from serve.config import EngineConfig
 from serve.engine.drafts.base import Draft, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS
 from serve.engine.drafts.shared_cache import can_share_cache
+from serve.engine.graphs import BYTES_PER_GRAPH, captured_sizes
 from serve.engine.kv_cache import PAGE_SIZE, pages_for
 from serve.engine.runner import LanguageModel
 
@@ -184,7 +185,8 @@ def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
     rows = config.max_num_seqs * (5 + 2 * most_draft_tokens(config, models))
     tokens = config.max_num_batched_tokens
     temporaries = step_bytes(models.target.config, models.dtype, tokens=tokens, rows=rows)
-    return int(total * config.gpu_memory_utilization) - (total - free) - temporaries
+    graphs = BYTES_PER_GRAPH * len(captured_sizes(config.max_num_seqs))
+    return int(total * config.gpu_memory_utilization) - (total - free) - temporaries - graphs
 
 
 def _available_bytes() -> int:

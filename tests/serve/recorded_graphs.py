@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernels.common.cpu_graph import _looks_at_numbers
+from kernels.common.cuda_graph import Graphs, Outputs
 from kernels.common.triton_support import _interpreting
-from serve.engine.graphs import Graphs, Outputs
 
 FROM_HOST = {"tensor", "as_tensor", "from_numpy", "frombuffer", "pin_memory"}
 HOST_READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.common.cuda_graph import MOST_FAILURES, Graphs
 from kernels.common.triton_support import interpreted
 from serve.engine import engine as engine_module
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
-from serve.engine.graphs import MOST_FAILURES, Graphs
+from serve.engine.graphs import captured_sizes
+from serve.engine.process import warm_up
 from serve.sampling_params import SamplingParams
-from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, recorded_graphs
+from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, counted, recorded_graphs
 from tests.serve.test_routed import routed_model
 from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts
 from tests.tiny import tiny_model
@@ -132,3 +134,20 @@ def test_shared_pages_that_are_copied_are_told() -> None:
     engine = make_engine(model)
     engine.add_request("r", PROMPTS[0], SamplingParams(seed=4, max_tokens=20, ignore_eos=True, n=3))
     assert drain(engine)[("r", 0)].new_token_ids == expected[0]
+
+
+def test_plain_decoding_is_captured_before_the_first_request() -> None:
+    engine = make_engine(tiny_model(seed=3), max_num_seqs=20)
+    warm_up(engine)
+    graphs = engine.graphs
+    assert graphs is not None and captured_sizes(20) == [24, 16, 8, 4, 2, 1]
+    with counted(graphs) as counts:
+        generate(engine, PROMPTS * 3, greedy(20))
+    assert counts["captures"] == 0 and counts["replays"] >= 19
+
+
+def test_nobody_notices_the_warm_up() -> None:
+    model = tiny_model(seed=3)
+    engine = make_engine(model)
+    warm_up(engine)
+    assert generate(engine, PROMPTS, greedy(9)) == [greedy_oracle(model, prompt, 9) for prompt in PROMPTS]

@@ -78,7 +78,7 @@ def test_a_decoding_step_enters_the_files_that_are_drawn(draft: str | None) -> N
         step = entered_by_step(engine)
         assert len(step) <= 9
         entered |= step
-    path = drawn("serve/engine")
+    path = drawn("serve/engine") - {"serve/engine/graphs.py"}  # in the place of runner.py, where graphs are
     drafts = {name for name in path if "/drafts/" in name}
     kinds = {f"serve/engine/drafts/{kind}.py" for kind in ("model", "ngram", "suffix")}
     own = {f"serve/engine/drafts/{draft}.py"}

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import ClassVar, Literal, Protocol
 
+from kernels.common.cuda_graph import Graphs
 from model.kv_format import KVFormat, KVPages
 from serve.config import DRAFT_MODEL, DRAFTS
-from serve.engine.decode import Tables
 from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import AtHand, DraftTree, Wanted
-from serve.engine.graphs import Graphs
+from serve.engine.graphs import Tables
 from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
 from serve.engine.runner import LanguageModel

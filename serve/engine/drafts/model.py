@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from serve.engine.batch_state import feed_reference
-from serve.engine.decode import Batch, UniformSteps
 from serve.engine.drafts.base import DraftContext
 from serve.engine.drafts.tree import DraftTree, Wanted
+from serve.engine.graphs import Batch, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
 from serve.engine.requests import Sequence
 from serve.engine.runner import Runner, SequenceInput
@@ -207,7 +207,7 @@ class ModelDraft:
         """Logits behind the last token of each guess, whose input is complete."""
         if self._steps is not None and (batch := self._uniform(inputs, guesses)) is not None:
             (logits,) = self._steps.launch(batch, samples=False)
-            self.has_prepared = self._steps.graphs.has_prepared
+            self.has_prepared = self._steps.has_prepared
             q = batch.tokens.shape[1]
             return logits[q - 1 :: q]
         logits = self.runner.logits(self.runner.hidden(inputs))
