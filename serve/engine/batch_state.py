@@ -80,6 +80,8 @@ class BatchState:
         """Rows: seed, choice, top-k."""
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._biases = _no_biases(num_rows, 1, device)
+        self.facts = np.zeros((num_rows, 4), dtype=np.int64)
+        """[S, 4], on the host: adapter, prompt tokens, whether all scores are adjusted, min_tokens."""
         self._holders = [NOBODY] * self.spare_row
         """Ids of the sequences whose state the rows hold."""
 
@@ -97,7 +99,9 @@ class BatchState:
         keys = [(sequence.seed, sequence.index, sequence.params.top_k) for sequence in new]
         self._settings.index_copy_(1, rows, self._upload(settings, np.float32).T)
         self._keys.index_copy_(1, rows, self._upload(keys, np.int64).T)
-        for sequence in new:
+        for sequence, p in zip(new, params, strict=True):
+            always = p.has_penalties or bool(p.logit_bias)
+            self.facts[sequence.batch_row] = sequence.adapter, sequence.num_prompt_tokens, always, p.min_tokens
             if sequence.params.adjusts_scores:
                 self._write_biases(sequence)
             if sequence.params.has_penalties:

@@ -12,7 +12,6 @@ sequence before it has succeeded, so it may be repeated; what it found is commit
 
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -320,24 +319,28 @@ class Engine:
 
     def launch_pass(self, work: list[Work]) -> PendingStep:
         """One forward pass of the target. Raises what the model raises; batch rows are written and up to date after."""
-        self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
-        steps = self.uniform_steps if self._is_uniform(work) else None
+        steps = self.uniform_steps if self.uniform_steps is not None and self._is_uniform(work) else None
+        if self.draft is None or any(item.chunk.num_tokens > 1 for item in work):
+            return self._launch_with(steps, work)
         # Prompts would blur what decoding costs.
-        is_timed = self.draft is not None and all(item.chunk.num_tokens == 1 for item in work)
-        num_rows = sum(item.chunk.num_tokens + item.draft.num_tokens for item in work)
-        with self._target_timer.measure(num_rows, steps or self.runner) if is_timed else nullcontext():
-            if steps is None:
-                return self._launch_ragged(work)
-            return PendingStep(steps.decode([(item.sequence, item.draft) for item in work]))
+        num_rows = sum(1 + item.draft.num_tokens for item in work)
+        with self._target_timer.measure(num_rows, steps or self.runner):
+            return self._launch_with(steps, work)
+
+    def _launch_with(self, steps: UniformSteps | None, work: list[Work]) -> PendingStep:
+        if steps is None:
+            self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
+            return self._launch_ragged(work)
+        self.state.add(item.sequence for item in work)
+        return PendingStep(steps.decode([(item.sequence, item.chunk.start, item.draft) for item in work]))
 
     def _is_uniform(self, work: list[Work]) -> bool:
         """Whether every sequence decodes; routed layers take no padding behind a shorter draft."""
-        decode = all(
-            item.chunk.num_tokens == 1 and item.samples and not item.sequence.siblings and not item.scores_prompt
-            for item in work
-        )
+        for item in work:
+            if item.chunk.num_tokens > 1 or item.sequence.siblings or item.scores_prompt or not item.samples:
+                return False
         is_routed = bool(self.runner.model.config.routed_attention)
-        return decode and (not is_routed or len({item.draft.num_tokens for item in work}) == 1)
+        return not is_routed or len({item.draft.num_tokens for item in work}) == 1
 
     def _launch_ragged(self, work: list[Work]) -> PendingStep:
         inputs = [item.input(self.runner.feed.shape[1]) for item in work]

@@ -29,7 +29,6 @@ from serve.engine.sampling import (
     Rows,
     Sampler,
     SequenceRows,
-    adjusts,
     emitted,
     meant_by,
     pending_samples,
@@ -79,7 +78,7 @@ class Batch(NamedTuple):
     """Positions of the first tokens."""
     last: list[int]
     """How many tokens are written behind the first."""
-    counts: list[int] | int = 0
+    counts: list[int]
     """Draft tokens that are meant, by `meant_by`."""
 
 
@@ -95,13 +94,14 @@ class Tables:
         """Rows, columns and ids of pages that the device lacks, `[3, m]`, m ≤ room; more are uploaded here."""
         entries: list[tuple[int, int, int]] = []
         for sequence in sequences:
-            if sequence.table.num_uploaded < sequence.table.num_pages:
-                entries += _new_pages(sequence.table, sequence.batch_row)
-        table = np.array(entries, dtype=np.int32).reshape(-1, 3).T
+            table = sequence.table
+            if table.num_uploaded < table.num_pages:
+                entries += _new_pages(table, sequence.batch_row)
+        columns = np.array(entries, dtype=np.int32).reshape(-1, 3).T
         if len(entries) <= room:
-            return table
-        self.take(upload(table.copy(), self.pages.device))
-        return table[:, :0]
+            return columns
+        self.take(upload(columns.copy(), self.pages.device))
+        return columns[:, :0]
 
     def take(self, entries: Tensor) -> None:
         """Write pages `[3, m]`."""
@@ -150,21 +150,15 @@ class _Inputs:
             values[pages:].reshape(3, self.room),
         )
 
-    def write(self, batch: Batch, new_pages: np.ndarray, adjusted: list[int]) -> None:
-        """Upload a batch; waits for the device where it is as many steps behind as there are places to write."""
+    def write(self, batch: Batch, columns: np.ndarray, new_pages: np.ndarray) -> None:
+        """Upload a batch, `columns [7, n]` as in `parts`."""
         values, n = self.empty.copy(), len(batch.sequences)
-        columns, tokens, pages = self.parts(values)
-        columns[0, :n] = [sequence.batch_row for sequence in batch.sequences]
-        columns[1, :n] = batch.starts
-        columns[2, :n] = batch.last
-        columns[3, :n] = [sequence.adapter for sequence in batch.sequences]
-        columns[4, :n] = batch.counts
-        columns[5, :n] = columns[1, :n] + 1 - [sequence.num_prompt_tokens for sequence in batch.sequences]
-        columns[6, :n] = adjusted
-        tokens[:n], pages[:, : new_pages.shape[1]] = batch.tokens, new_pages
+        all_columns, tokens, pages = self.parts(values)
+        all_columns[:, :n], tokens[:n], pages[:, : new_pages.shape[1]] = columns, batch.tokens, new_pages
         self.upload(values)
 
     def upload(self, values: np.ndarray) -> None:
+        """Waits for the device where it is as many steps behind as there are places to upload from."""
         self._turn = (self._turn + 1) % _NUM_STAGING
         if self._left:
             self._left[self._turn].synchronize()
@@ -190,20 +184,16 @@ class UniformSteps:
         """Whether the latest step also did what later ones like it need not do again."""
         return self._graphs.has_prepared
 
-    def decode(self, asked: list[tuple[Sequence, DraftTree]]) -> list[PendingSamples]:
-        """Launch a step of the target: what each sequence emits behind its last token and the draft tokens there."""
-        sequences, drafts = [sequence for sequence, _ in asked], [draft for _, draft in asked]
+    def decode(self, asked: list[tuple[Sequence, int, DraftTree]]) -> list[PendingSamples]:
+        """Launch a step of the target: what sequences emit behind a last token, at a position, and draft tokens."""
+        sequences, starts, drafts = map(list, zip(*asked, strict=True))
         q = 1 + max(draft.num_tokens for draft in drafts)
-        batch = Batch(
-            sequences,
-            self._last_tokens(sequences, q),
-            starts=[sequence.num_drawn - 1 for sequence in sequences],
-            last=[draft.num_tokens for draft in drafts],
-            counts=[meant_by(draft) for draft in drafts],
-        )
-        if any(sequence.mask is not None or draft.distributions for sequence, draft in asked):
+        counts, last = [meant_by(draft) for draft in drafts], [draft.num_tokens for draft in drafts]
+        batch = Batch(sequences, self._last_tokens(sequences, q), starts, last, counts)
+        if any(sequence.mask is not None or draft.distributions for sequence, _, draft in asked):
             (logits,) = self.launch(batch, samples=False)
-            return self._sampler.sample(logits, [SequenceRows(s, at * q, draft) for at, (s, draft) in enumerate(asked)])
+            rows = [SequenceRows(one, at * q, draft) for at, (one, _, draft) in enumerate(asked)]
+            return self._sampler.sample(logits, rows)
         found, logits = self.launch(batch, samples=True)
         return [pending_samples(list(range(len(asked))), sequences, found, logits)]
 
@@ -211,9 +201,9 @@ class UniformSteps:
         """The last of each and q − 1 draft tokens, `[n, q]`; what the host does not know is in the feed."""
         rows = np.array([sequence.batch_row for sequence in sequences])
         tokens = feed_references(rows[:, None], np.arange(q), self._runner.feed.shape[1])
-        tokens[:, 0] = [
-            tokens[at, 0] if sequence.num_unread else sequence.tokens[-1] for at, sequence in enumerate(sequences)
-        ]
+        for at, sequence in enumerate(sequences):
+            if not sequence.num_unread:
+                tokens[at, 0] = sequence.tokens[-1]
         return tokens
 
     def launch(self, batch: Batch, *, samples: bool) -> Outputs:
@@ -222,12 +212,17 @@ class UniformSteps:
         They lie where the next step puts its own.
         """
         (n, q), state = batch.tokens.shape, self._sampler.state
-        adjusted = [s.batch_row if adjusts(s, s.num_drawn - s.num_prompt_tokens) else NOBODY for s in batch.sequences]
-        has_adapters = self._has_adapters and any(sequence.adapter != NO_ADAPTER for sequence in batch.sequences)
-        bias_width = state.bias_width if samples and max(adjusted) != NOBODY else -1
+        rows, starts = np.array([sequence.batch_row for sequence in batch.sequences]), np.array(batch.starts)
+        adapters, prompts, always, min_tokens = state.facts[rows].T
+        positions = starts + 1 - prompts
+        adjusted = np.where((always != 0) | (positions < min_tokens), rows, NOBODY)
+        has_adapters = self._has_adapters and bool((adapters != NO_ADAPTER).any())
+        bias_width = state.bias_width if samples and adjusted.max() != NOBODY else -1
         shape = Shape(captured_size(n), q, samples, has_adapters, bias_width)
         inputs = self._inputs_of(shape)
-        inputs.write(batch, self._tables.missing(batch.sequences, inputs.room), adjusted)
+        columns = np.empty((7, n), dtype=np.int32)
+        columns[:] = rows, starts, batch.last, adapters, batch.counts, positions, adjusted
+        inputs.write(batch, columns, self._tables.missing(batch.sequences, inputs.room))
         *found, logits = self._graphs_run(shape, inputs)
         return *(part[:n] for part in found), logits[: n * q]
 

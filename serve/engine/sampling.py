@@ -209,7 +209,7 @@ class Sampler:
         table, masked = [], []
         for number, (sequence, ahead) in enumerate(zip(sequences, num_before, strict=True)):
             position = sequence.num_drawn - sequence.num_prompt_tokens + ahead
-            adjusted = sequence.batch_row if adjusts(sequence, position) else -1
+            adjusted = sequence.batch_row if _adjusts(sequence, position) else -1
             table.append((sequence.batch_row, ahead, position, adjusted))
             if sequence.mask is not None:
                 masked.append((number, sequence, ahead))
@@ -264,8 +264,7 @@ class Sampler:
         return forbid(scores, numbers, allowed)
 
 
-def adjusts(sequence: Sequence, position: int) -> bool:
-    """Whether anything changes the scores of a sequence's output token of this number."""
+def _adjusts(sequence: Sequence, position: int) -> bool:
     params = sequence.params
     return params.has_penalties or bool(params.logit_bias) or position < params.min_tokens
 

@@ -225,7 +225,8 @@ class ModelDraft:
             return None
         before = [[min(guess.sequence.tokens[-2], self.last_token)] if q > 1 else [] for guess in guesses]
         tokens = np.array([[*one, *own.tokens][-q:] for one, own in zip(before, inputs, strict=True)])
-        return Batch([guess.sequence for guess in guesses], tokens, starts, last=[q - 1] * len(guesses))
+        sequences, n = [guess.sequence for guess in guesses], len(guesses)
+        return Batch(sequences, tokens, starts, last=[q - 1] * n, counts=[0] * n)
 
     def _on_targets_vocabulary(self, logits: Tensor) -> Tensor:
         """`[R, V]`, for any R; either vocabulary may be padded at its end."""

@@ -1,0 +1,152 @@
+"""What a decoding step costs the host: Python's time, kernel launches and uploads, with nothing computed.
+
+    python -m bench.host_overhead        # writes bench/results/host-overhead.json; half a minute, no GPU needed
+
+An engine over a model of 32 layers decodes 1, 16 and 256 sequences. Kernels are stubs that count themselves, operators
+of torch run on a CPU over tiny tensors, and a replay does nothing: what is left is the time that Python and torch's
+dispatcher take before a GPU hears of a step. On a GPU each launch takes some microseconds more, and so does a replay.
+Of each figure the least of all steps; of launches and uploads the most.
+
+`replayed`: a step from a CUDA graph, from the scheduled work to what will be read; `launched`: the same step kernel by
+kernel; `step`: all of `Engine.step` around a replay, scheduling and telling clients included.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from bench.common import write_result
+from kernels.common.cuda_graph import Graphs, Outputs
+from serve.engine import engine as engine_module
+from serve.engine.engine import Engine
+from serve.sampling_params import SamplingParams
+from tests.serve.toys import make_engine
+from tests.tiny import tiny_model
+
+LAYERS, BATCHES, STEPS, PROMPT = 32, (1, 16, 256), 40, 20
+AS_ON_A_GPU: dict[str, Callable[..., Any]] = {
+    "runs_triton": lambda x: True,
+    "is_interpreted": lambda x: False,
+    "num_processors": lambda device: 132,
+    "compute_capability": lambda device: (9, 0),
+}
+
+
+class EmptyGraph:
+    """Replays nothing."""
+
+    def __init__(self, pool: Any) -> None:
+        """No memory of its own."""
+
+    def capture(self, run: Callable[[], Outputs]) -> Outputs:
+        return run()
+
+    def replay(self) -> None:
+        """The device would work here."""
+
+
+@contextmanager
+def stubs() -> Iterator[Counter[str]]:
+    """Kernels that count themselves as `launches` and compute nothing, and uploads, counted."""
+    counts: Counter[str] = Counter()
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, new: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+    def launcher(self: JITFunction, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: counts.update(launches=1)
+
+    upload = torch.from_numpy
+
+    def counted_upload(array: Any) -> torch.Tensor:
+        counts.update(uploads=1)
+        return upload(array)
+
+    replace(JITFunction, "__getitem__", launcher)
+    replace(torch, "from_numpy", counted_upload)
+    replace(torch, "empty", torch.zeros)  # what no kernel has written must still be a token
+    for name, module in list(sys.modules.items()):
+        for function in vars(module).keys() & AS_ON_A_GPU.keys() if name.startswith(("kernels.", "model.")) else ():
+            replace(module, function, AS_ON_A_GPU[function])
+    try:
+        yield counts
+    finally:
+        for owner, name, old in reversed(replaced):
+            setattr(owner, name, old)
+
+
+def decoding_engine(batch: int, *, captures: bool) -> Engine:
+    """An engine amid decoding so many sequences, every kind of kernel met once."""
+    graphs = Graphs(EmptyGraph) if captures else None
+    choose = engine_module.graphs_on
+    engine_module.graphs_on = lambda device: graphs
+    try:
+        options = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_pages": 4096}
+        engine = make_engine(tiny_model(seed=1, num_layers=LAYERS, vocab_size=512), **options)
+    finally:
+        engine_module.graphs_on = choose
+    engine.is_overlapped = True
+    for number in range(batch):
+        params = SamplingParams(max_tokens=200, ignore_eos=True, top_p=0.9, seed=number)
+        engine.add_request(str(number), [2] * PROMPT, params)
+    for _ in range(6):
+        engine.step()
+    return engine
+
+
+def measure(batch: int, *, captures: bool) -> dict[str, float]:
+    """Of a launched step and of `Engine.step`: microseconds, launches, uploads."""
+    launches: list[tuple[float, int, int]] = []
+    steps = []
+    with stubs() as counts:
+        engine = decoding_engine(batch, captures=captures)
+        launch = engine.launch_pass
+
+        def timed(work: Any) -> Any:
+            counts.clear()
+            began = time.perf_counter()
+            pending = launch(work)
+            launches.append((time.perf_counter() - began, counts["launches"], counts["uploads"]))
+            return pending
+
+        engine.launch_pass = timed  # type: ignore[method-assign]
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - began)
+    seconds = min(seconds for seconds, _, _ in launches)
+    # A page fills up in one step of sixteen.
+    most_launches, most_uploads = (max(column) for column in list(zip(*launches, strict=True))[1:])
+    return {
+        "microseconds": round(1e6 * seconds, 1),
+        "launches": most_launches,
+        "uploads": most_uploads,
+        "step_microseconds": round(1e6 * min(steps), 1),
+    }
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    torch.set_num_threads(1)
+    result = {}
+    print(f"{'sequences':>9} {'replayed':>10} {'uploads':>8} {'step':>10} {'launched':>10} {'launches':>9}")
+    for batch in BATCHES:
+        replayed, launched = (measure(batch, captures=captures) for captures in (True, False))
+        result[str(batch)] = {"replayed": replayed, "launched": launched}
+        figures = replayed["microseconds"], replayed["uploads"], replayed["step_microseconds"]
+        print("{:9} {:7.0f} µs {:8} {:7.0f} µs".format(batch, *figures), end=" ")
+        print(f"{launched['microseconds']:7.0f} µs {launched['launches']:9}")
+    write_result("host-overhead", "python -m bench.host_overhead", {"layers": LAYERS, "sequences": result})
+
+
+if __name__ == "__main__":
+    main()
