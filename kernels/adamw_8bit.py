@@ -45,15 +45,24 @@ class Moments(NamedTuple):
     """fp32 [B]."""
 
     @classmethod
+    def empty(cls, count: int, *, device: torch.device) -> "Moments":
+        """Memory for the moments of `count` weights."""
+        blocks = -(-count // BLOCK)
+        codes, absmax = ((blocks, BLOCK), torch.uint8), ((blocks,), torch.float32)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (codes, absmax) * 2))
+
+    @classmethod
     def zeros(cls, count: int, *, device: torch.device) -> "Moments":
         """The moments of `count` weights before the first step."""
-        blocks = -(-count // BLOCK)
+        moments = cls.empty(count, device=device)
+        moments.reset()
+        return moments
 
-        def codes(signed: bool) -> Tensor:
-            zero = int((dynamic_table(device, signed) == 0).nonzero())
-            return torch.full((blocks, BLOCK), zero, dtype=torch.uint8, device=device)
-
-        return cls(codes(True), torch.zeros(blocks, device=device), codes(False), torch.zeros(blocks, device=device))
+    def reset(self) -> None:
+        """Back to before the first step."""
+        for codes, absmax, signed in ((self[0], self[1], True), (self[2], self[3], False)):
+            codes.fill_(int((dynamic_table(codes.device, signed) == 0).nonzero()))
+            absmax.zero_()
 
 
 @cache

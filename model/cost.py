@@ -47,6 +47,10 @@ SMALLEST_IN_8_BITS = 4_096
 """Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
 SMALLEST_PAGED = 100_000
 """Moments of parameters with fewer elements stay on the device: each copy costs more than they do."""
+PAGED_PIECE = 1 << 22
+"""Elements whose moments are copied at once: in fp32 32 MB, which takes far longer than the launch. Whole blocks."""
+PAGED_BUFFERS = 3
+"""Pieces on the device: one is fetched, one updated, one written back."""
 
 # --- operations ------------------------------------------------------------------------------------------------------
 
@@ -225,6 +229,12 @@ def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
     return low * step
 
 
+def _moment_bytes(count: int, eight_bit: bool) -> int:
+    if eight_bit and count >= SMALLEST_IN_8_BITS:
+        return -(-count // BLOCK) * 2 * (BLOCK + FULL)
+    return 2 * FULL * count
+
+
 class _Arithmetic:
     """A setup with everything that is derived from it."""
 
@@ -303,15 +313,14 @@ class _Arithmetic:
         """Bytes on the device, and in host memory."""
         name = self.training.optimizer
         paged, eight_bit = name.startswith("paged") and self.setup.on_gpu, name.endswith("8bit")
-        near, far, staged = 0, 0, [0, 0]
+        near, far, largest = 0, 0, 0
         for count in self.trained:
-            small = not eight_bit or count < SMALLEST_IN_8_BITS
-            size = 2 * FULL * count if small else -(-count // BLOCK) * 2 * (BLOCK + FULL)
             if paged and count >= SMALLEST_PAGED:
-                far, staged = far + size, sorted((*staged, size))[-2:]
+                far += _moment_bytes(count, eight_bit)
+                largest = max(largest, _moment_bytes(min(count, PAGED_PIECE), eight_bit))
             else:
-                near += size
-        return near + sum(staged), far
+                near += _moment_bytes(count, eight_bit)
+        return near + PAGED_BUFFERS * largest, far
 
     # What a step adds
 

@@ -21,18 +21,18 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from kernels.adamw_8bit import Moments, adamw_8bit
-from model.cost import SMALLEST_IN_8_BITS, SMALLEST_PAGED
+from kernels.adamw_8bit import BLOCK, Moments, adamw_8bit
+from model.cost import PAGED_PIECE, SMALLEST_IN_8_BITS, SMALLEST_PAGED
 from model.quantized import quantized_tensors
 from train.checkpoint import TrainingStateError
 from train.config import TrainingConfig
-from train.offload import CudaCopier, prefetched
+from train.offload import PinnedArena, Prefetcher, State
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,15 @@ def learning_rate_factor(step: int, total_steps: int, config: TrainingConfig) ->
     return 1 - (1 - floor) * math.sqrt(min(progress, 1.0))
 
 
+class Part(NamedTuple):
+    """A parameter or a piece of one, with its gradient, its state and the settings of its group."""
+
+    parameter: Tensor
+    grad: Tensor
+    state: State
+    group: dict[str, Any]
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW whose moments are in 8 bits, or in host memory, or both; see kernels/adamw_8bit.py and train/offload.py."""
 
@@ -98,34 +107,59 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0, "rate": 1.0})
         self.eight_bit, self.updates = eight_bit, 0
-        device = self.param_groups[0]["params"][0].device
-        self.copier = CudaCopier(device) if paged else None
+        self.paged: dict[Tensor, State] = {}
+        """Moments in host memory, by parameter; they are the parameter's state from its first update on."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        large = [parameter for parameter in parameters if parameter.numel() >= SMALLEST_PAGED]
+        if paged and large:
+            self._page(large)
 
-    def new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter before its first update."""
+    def _page(self, large: list[Tensor]) -> None:
+        self.arena = PinnedArena([self._empty(parameter, torch.device("meta")) for parameter in large])
+        self.paged = dict(zip(large, self.arena.states, strict=True))
+        largest = max(large, key=Tensor.numel).view(-1)[:PAGED_PIECE]
+        self.prefetcher = Prefetcher(self._empty(largest, torch.device("meta")), largest.device)
+
+    def _empty(self, parameter: Tensor, device: torch.device) -> State:
+        """A state with undefined content."""
         if self.eight_bit and parameter.numel() >= SMALLEST_IN_8_BITS:
-            state = Moments.zeros(parameter.numel(), device=parameter.device)._asdict()
-        else:
-            state = {kind: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for kind in MOMENTS}
-        if self.copier is None or parameter.numel() < SMALLEST_PAGED:
+            return Moments.empty(parameter.numel(), device=device)._asdict()
+        return {kind: torch.empty(parameter.shape, dtype=parameter.dtype, device=device) for kind in MOMENTS}
+
+    def new_moments(self, parameter: Tensor) -> State:
+        """The state of a parameter before its first update; those in host memory are set back."""
+        state = self.paged.get(parameter) or self._empty(parameter, parameter.device)
+        if "exp_avg_absmax" in state:
+            Moments(**state).reset()
             return state
-        return self.copier.to_host(state)
+        for tensor in state.values():
+            tensor.zero_()
+        return state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the loss is never evaluated again
         """Updates every parameter that has a gradient."""
         self.updates += 1
-        todo = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter, _ in todo:
-            if parameter not in self.state:
-                self.state[parameter] = self.new_moments(parameter)
-        states = [self.state[parameter] for parameter, _ in todo]
-        on_device = iter(states) if self.copier is None else prefetched(states, self.copier)
-        for (parameter, group), state in zip(todo, on_device, strict=True):
-            self._update(parameter, state, group)
+        pieces: list[Part] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter not in self.state:
+                    self.state[parameter] = self.new_moments(parameter)
+                whole = Part(parameter, parameter.grad, self.state[parameter], group)
+                if parameter in self.paged:
+                    pieces += _pieces(*whole)
+                else:
+                    self._update(whole)
+        if pieces:
+            states = self.prefetcher.prefetched([piece.state for piece in pieces])
+            for piece, state in zip(pieces, states, strict=True):
+                self._update(piece._replace(state=state))
 
-    def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        grad, (beta1, beta2) = cast(Tensor, parameter.grad), group["betas"]
+    def _update(self, part: Part) -> None:
+        parameter, grad, state, group = part
+        beta1, beta2 = group["betas"]
         common = {"beta1": beta1, "beta2": beta2, "eps": EPS, "weight_decay": group["weight_decay"]}
         if "exp_avg_absmax" in state:
             adamw_8bit(parameter, grad, Moments(**state), learning_rate=group["lr"], step=self.updates, **common)
@@ -135,6 +169,17 @@ class AdamW(torch.optim.Optimizer):
             [parameter], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [steps],
             lr=group["lr"], amsgrad=False, maximize=False, fused=True, **common,
         )  # fmt: skip
+
+
+def _pieces(parameter: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> Iterator[Part]:
+    """A contiguous parameter in pieces of `PAGED_PIECE` elements: AdamW takes each by itself, or each block of 256."""
+    block = BLOCK if "exp_avg_absmax" in state else 1
+    rows = state if block > 1 else {kind: tensor.view(-1) for kind, tensor in state.items()}
+    weights, grads = parameter.view(-1), grad.reshape(-1)
+    for start in range(0, len(weights), PAGED_PIECE):
+        stop = min(start + PAGED_PIECE, len(weights))
+        part = slice(start // block, -(-stop // block))
+        yield Part(weights[start:stop], grads[start:stop], {kind: tensor[part] for kind, tensor in rows.items()}, group)
 
 
 # --- states by name ---------------------------------------------------------------------------------------------------

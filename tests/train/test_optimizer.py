@@ -93,37 +93,3 @@ def test_norms_are_not_decayed() -> None:
     assert isinstance(optimizer, AdamW)
     decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert all(decays[p] == (0.01 if p.dim() > 1 else 0.0) for p in model.parameters())
-
-
-def test_only_moments_of_100_000_elements_are_paged() -> None:
-    class Away:
-        def to_host(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {}
-
-    small, large = (torch.nn.Parameter(torch.zeros(size)) for size in (99_999, 100_000))
-    optimizer = AdamW([{"params": [small, large]}], lr=1e-2, betas=(0.9, 0.95), eight_bit=False, paged=False)
-    optimizer.copier = Away()  # type: ignore[assignment]
-    assert optimizer.new_moments(small).keys() == {"exp_avg", "exp_avg_sq"} and not optimizer.new_moments(large)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("eight_bit", [False, True])
-def test_paged_moments_leave_the_gpu_free_and_change_nothing(eight_bit: bool) -> None:
-    size, count, results, held = 1 << 20, 8, [], []
-    for paged in (False, True):
-        torch.manual_seed(0)
-        weights = [torch.nn.Parameter(torch.randn(size, device="cuda")) for _ in range(count)]
-        optimizer = AdamW([{"params": weights}], lr=1e-2, betas=(0.9, 0.95), eight_bit=eight_bit, paged=paged)
-        before = torch.cuda.memory_allocated()
-        for _ in range(3):
-            for weight in weights:
-                weight.grad = torch.randn_like(weight)
-            optimizer.step()
-            for weight in weights:
-                weight.grad = None
-        held.append(torch.cuda.memory_allocated() - before)
-        results.append(torch.stack(list(weights)).detach())
-        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-        assert all(tensor.is_cuda != paged for tensor in states)
-    assert torch.equal(*results)
-    assert held[0] > count * size and held[1] < 2**20
