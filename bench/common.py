@@ -15,7 +15,7 @@ import torch
 from kernels.common.compiled import processor_features
 from model.mesh import choose_dtype
 from pipeline.environment import package_versions, processor_name
-from pipeline.results import write_atomically
+from pipeline.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from bench.common import ROOT, write_result
+from pipeline.files import write_atomically
 from pipeline.recipe import recipe_to_yaml
 from pipeline.report.page import logged_curves
 from pipeline.report.table import collect_rows
-from pipeline.results import Result, write_atomically
+from pipeline.results import Result
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
 from pipeline.stages.pretrain.report import PretrainDetails, compute_chart

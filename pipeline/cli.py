@@ -249,9 +249,9 @@ def _report(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from pipeline.files import write_atomically
     from pipeline.report.page import compare_runs
     from pipeline.report.terminal import print_sections
-    from pipeline.results import write_atomically
     from pipeline.run_folder import RunFolder
 
     sections, page = compare_runs([RunFolder(path) for path in options.runs])

@@ -5,13 +5,14 @@ field that a stage has nothing to say about is null or empty, never missing.
 """
 
 import codecs
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
+
+from pipeline.files import write_atomically
 
 FORMAT_VERSION = 1
 FILE_NAME = "result.json"
@@ -227,13 +228,3 @@ class Result(Generic[D]):
 def write_result(folder: Path, result: Result[Any]) -> None:
     """Puts result.json into a stage's folder in one step: a reader finds the old one, the new one, or none."""
     write_atomically(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file; a crash leaves the old content or the new."""
-    staging = path.with_name(f".{path.name}.staging")
-    with open(staging, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staging, path)

@@ -17,10 +17,11 @@ from typing import Any
 
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import GateRefused, RunInterrupted
+from pipeline.files import write_atomically
 from pipeline.keys import StageKeys, digest, stage_keys
 from pipeline.measure.gates import describe_parity
 from pipeline.processes import Processes
-from pipeline.results import Result, write_atomically, write_result
+from pipeline.results import Result, write_result
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe, Stage
 from pipeline.settings import to_plain

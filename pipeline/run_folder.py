@@ -25,9 +25,10 @@ from typing import Any
 
 from model.files.artifact import ArtifactError, open_artifact
 from pipeline.errors import RunLockedError, UserError
+from pipeline.files import write_atomically
 from pipeline.gguf_files import folder_of_gguf, is_gguf
 from pipeline.recipe import load_recipe, recipe_to_yaml
-from pipeline.results import Result, write_atomically
+from pipeline.results import Result
 from pipeline.schema import DATA_NAME, Recipe, Stage
 from pipeline.stages.base import read_result
 

@@ -37,7 +37,7 @@ from bench.common import RESULTS, ROOT, gpu_name, machine, write_json
 from bench.kernels import goals
 from bench.kernels.plot import draw
 from pipeline.environment import package_versions
-from pipeline.results import write_atomically
+from pipeline.files import write_atomically
 
 PART_S = 200.0
 NO_GPU = (

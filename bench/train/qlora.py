@@ -21,51 +21,55 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from bench.common import DEVICE, DTYPE, gpu_peak_bytes
+from bench.models import LLAMA_8B, shaped
 from bench.train.sides import Benchmark, Case, Load, Recorder, Side, train_ours, train_plainly
 from compress.lora import inject
 from compress.quantize.round_to_nearest import quantize_folder
 from model.cost import Setup
 from model.files.checkpoint import load_config, load_model
 from model.formats.bitsandbytes import NF4
+from model.lora_config import LoraConfig
 from model.quantized import quantized_layers
-from pipeline.stages.qlora.config import Qlora
-from pipeline.stages.shared.config import Adapter
 from tests import memory
-from tests.tiny import tiny_config
+from train.config import TrainingConfig
 from train.objectives import LanguageModelling
 
 CHECKED_STEPS = 2
 LOSS_TOLERANCE = 5e-3
 """Largest relative difference of the first step's losses: they add up residuals in fp32, we in bf16."""
-LLAMA_8B = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32, "num_query_heads": 32,
-    "num_kv_heads": 8, "head_dim": 128, "initializer_range": 0.02,
-}  # fmt: skip
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_query_heads": 8, "initializer_range": 0.05}
 
 
-def stage_of(case: Case) -> Qlora:
-    """The recipe's stage: its defaults, but rank 16 and no dropout, which would draw other numbers on each side."""
-    adapter = Adapter(rank=16, alpha=32.0, dropout=0.0)
-    return Qlora(model="base", data="text", **case.budget, warmup_fraction=0.0, adapter=adapter)
+ADAPTER = LoraConfig(rank=16, alpha=32.0)
+
+
+def config_of(case: Case) -> TrainingConfig:
+    """The defaults of stage `qlora`, without its warm-up; and no dropout, which would draw other numbers on each side.
+
+    They stand here once more because a stage's settings need libraries of recipes that a GPU machine may lack.
+    """
+    return TrainingConfig(
+        **case.budget, learning_rate=2e-4, schedule="constant", warmup_fraction=0.0, beta2=0.999, max_grad_norm=0.3,
+        optimizer="paged_adamw", activation_checkpointing=True,
+    )  # fmt: skip
 
 
 def potstill(case: Case) -> Side:
-    stage = stage_of(case)
+    config = config_of(case)
     model = load_model(case.scratch / "nf4", dtype=DTYPE, device=DEVICE)
-    inject(model, stage.adapter, seed=stage.seed)
+    inject(model, ADAPTER, seed=config.seed)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     weight_bytes += sum(layer.weight_bytes for layer in quantized_layers(model).values())
-    return Side(partial(train_ours, model, LanguageModelling(), case, stage), weight_bytes)
+    return Side(partial(train_ours, model, LanguageModelling(), case, config), weight_bytes)
 
 
-def peft(case: Case) -> Side:
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+def beside_peft(case: Case) -> Side:
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    stage = stage_of(case)
+    config = config_of(case)
     quantization = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPE,
@@ -73,13 +77,12 @@ def peft(case: Case) -> Side:
     model = AutoModelForCausalLM.from_pretrained(
         case.scratch / "dense", quantization_config=quantization, dtype=DTYPE, device_map={"": DEVICE}
     )
-    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=stage.activation_checkpointing)
-    adapter = stage.adapter
-    settings = LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, target_modules="all-linear",
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=config.activation_checkpointing)
+    settings = peft.LoraConfig(
+        r=ADAPTER.rank, lora_alpha=ADAPTER.alpha, lora_dropout=ADAPTER.dropout, target_modules="all-linear",
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    model = get_peft_model(model, settings).train()
+    model = peft.get_peft_model(model, settings).train()
     model.config.use_cache = False
     states = [parameter.quant_state for parameter in model.parameters() if hasattr(parameter, "quant_state")]
     scales = [tensor for state in states for tensor in (state.absmax, state.state2.absmax)]
@@ -90,7 +93,7 @@ def peft(case: Case) -> Side:
             loss: Tensor = model(input_ids=ids, labels=labels, shift_labels=labels).loss
         return loss
 
-    return Side(partial(train_plainly, model, loss_of, _peft_optimizer, case, stage), weight_bytes)
+    return Side(partial(train_plainly, model, loss_of, _peft_optimizer, case, config), weight_bytes)
 
 
 def _peft_optimizer(trained: list[Any], **settings: Any) -> torch.optim.Optimizer:
@@ -111,7 +114,7 @@ def check_side(load: Load, case: Case) -> dict[str, Any]:
     return {"losses": recorder.losses, "weight_bytes": side.weight_bytes, "peak_bytes": peak}
 
 
-SIDES = {"potstill": potstill, "peft": peft}
+SIDES = {"potstill": potstill, "peft": beside_peft}
 BENCHMARK = Benchmark("bench.train.qlora", SIDES, "peak_bytes", kept=["process_bytes"] if DEVICE == "cpu" else [])
 
 
@@ -119,7 +122,7 @@ def prepare_inputs(scratch: Path, *, tiny: bool) -> Case:
     """Base and text: a real model's on the CPU, random ones on a GPU and in tests."""
     length, steps = (64, 4) if tiny else (512, 4) if DEVICE == "cpu" else (2048, 12)
     case = Case(scratch, length, sequences=2, steps=steps, warm_up=1)
-    shape = None if DEVICE == "cpu" and not tiny else tiny_config(**(SMALL if tiny else LLAMA_8B))
+    shape = None if DEVICE == "cpu" and not tiny else shaped(SMALL if tiny else LLAMA_8B)
     quantize_folder(case.prepare("dense", shape), scratch / "nf4", NF4())
     return case
 
@@ -133,11 +136,15 @@ def check(case: Case) -> dict[str, dict[str, Any]]:
     return sides
 
 
+def planned(case: Case) -> dict[str, int]:
+    """Bytes, as `potstill plan` predicts them."""
+    model = load_config(case.scratch / "dense")
+    return asdict(Setup(model, config_of(case), adapter=ADAPTER, quantization="nf4", on_gpu=DEVICE != "cpu").memory())
+
+
 def compare(case: Case, rounds: int) -> dict[str, Any]:
     """Checks, plans as `potstill plan` does, times; prints as it goes."""
-    checked, model, stage = check(case), load_config(case.scratch / "dense"), stage_of(case)
-    setup = Setup(model, stage, adapter=stage.adapter, quantization="nf4", on_gpu=DEVICE != "cpu")
-    plan = asdict(setup.memory())
+    checked, plan = check(case), planned(case)
     losses = {name: side.pop("losses")[0] for name, side in checked.items()}
     ours, theirs = (side["peak_bytes"] for side in checked.values())
     print(f"  first losses {losses['potstill']:.4f} and {losses['peft']:.4f}; tensors at most {ours / 2**20:,.0f} MiB")

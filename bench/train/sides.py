@@ -50,7 +50,9 @@ class Recorder:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most so far: of the process, on a GPU of its tensors there."""
+    on_gpu = DEVICE == "cuda"
+    return torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ def time_side(load: Load, case: Case) -> dict[str, Any]:
     """Speed of the steps after the first, and the peak of the process above its start, and above the loaded models."""
     recorder, start = Recorder(), int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     side = load(case)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the peak is then what the loaded models take
     loaded = _peak_bytes()
     side.train(recorder)
     return {

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import write_atomically
 from pipeline.measure.gates import describe, describe_loss, describe_parity
 from pipeline.recipe import recipe_to_yaml
 from pipeline.report.charts import Bar, Bars, Lines, Series
@@ -18,7 +19,7 @@ from pipeline.report.front import compare_sections, run_sections
 from pipeline.report.section import Cell, Curves, Section, Table
 from pipeline.report.style import CSS
 from pipeline.report.table import collect_rows, count, duration, models_section, reference_of, size, speed
-from pipeline.results import Answer, ModelReport, Result, write_atomically
+from pipeline.results import Answer, ModelReport, Result
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
 from pipeline.stages.base import sections_of

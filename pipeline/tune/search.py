@@ -18,13 +18,14 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import GateRefused, RunInterrupted, RunLockedError, StageFailed, UserError
+from pipeline.files import write_atomically
 from pipeline.processes import Processes
 from pipeline.recipe import recipe_to_yaml
 from pipeline.report.front import candidates_of, front_section
 from pipeline.report.page import sections_page, write_report
 from pipeline.report.section import Cell, Section, Table
 from pipeline.report.table import ABSENT, size
-from pipeline.results import Result, write_atomically
+from pipeline.results import Result
 from pipeline.run import Run
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe

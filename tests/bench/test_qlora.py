@@ -6,6 +6,8 @@ import pytest
 
 from bench.train import qlora
 from bench.train.sides import Benchmark, Case, Part, Recorder, Side, time_side
+from pipeline.stages.qlora.config import Qlora
+from train.config import TrainingConfig
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_other_losses_are_never_timed(case: Case, ran: list[tuple[Part, str]], m
     """A side whose loss is two percent off."""
 
     def off(case: Case) -> Side:
-        side = qlora.peft(case)
+        side = qlora.beside_peft(case)
 
         class Off(Recorder):
             def __init__(self, recorder: Recorder) -> None:
@@ -61,3 +63,11 @@ def test_other_losses_are_never_timed(case: Case, ran: list[tuple[Part, str]], m
     with pytest.raises(RuntimeError, match=r"The first losses are \d+\.\d+ and \d+\.\d+: these are not the same step"):
         qlora.compare(case, rounds=1)
     assert {part for part, _ in ran} == {qlora.check_side}
+
+
+def test_the_settings_are_those_of_the_stage(case: Case) -> None:
+    stage = Qlora(model="base", data="text", **case.budget)
+    differing = {
+        name for name in vars(TrainingConfig(tokens=1)) if getattr(stage, name) != getattr(qlora.config_of(case), name)
+    }
+    assert differing == {"warmup_fraction"} and stage.quantization == "nf4"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, count, islice, product
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ EOS = 1
 
 
 def toy_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """<s>, </s>, the 256 bytes, then pairs of letters: every id decodes, so random models speak."""
+    """<s>, </s>, the 256 bytes, then words of two letters and more: every id decodes, so random models speak."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    pairs = [a + b for a in letters for b in letters]
-    tokens = ["<s>", "</s>", *BYTE_OF_CHARACTER, *pairs][:vocab_size]
+    words = map("".join, chain.from_iterable(product(letters, repeat=length) for length in count(2)))
+    tokens = list(islice(chain(["<s>", "</s>"], BYTE_OF_CHARACTER, words), vocab_size))
     added = [
         {"id": n, "content": tokens[n], "special": True, "single_word": False, "lstrip": False, "rstrip": False}
         | {"normalized": False}

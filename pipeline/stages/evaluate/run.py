@@ -8,12 +8,13 @@ import msgspec
 
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
+from pipeline.files import write_atomically
 from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import HeldOut, describe_model, load_published
 from pipeline.measure.speed import TURNS, engines_for_speed, measure_speed, prompts_from
 from pipeline.measure.suite.ask import ask
-from pipeline.results import ModelReport, Parity, Result, write_atomically
+from pipeline.results import ModelReport, Parity, Result
 from pipeline.stages.evaluate.config import Evaluate
 from pipeline.stages.evaluate.report import ANSWERS_NAME, EvaluateDetails, HarnessScore, Score, scores_of
 from pipeline.stages.shared.context import StageContext

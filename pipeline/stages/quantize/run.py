@@ -35,8 +35,9 @@ from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, set_quantized
 from model.transformer import Transformer
 from pipeline.errors import UserError
+from pipeline.files import write_atomically
 from pipeline.measure.quality import PUBLISHED_DTYPE
-from pipeline.results import Quality, Result, write_atomically
+from pipeline.results import Quality, Result
 from pipeline.stages.quantize.config import Quantize
 from pipeline.stages.quantize.report import LayerCost, ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext

@@ -13,8 +13,9 @@ import msgspec
 from model.files.artifact import model_card, publish
 from model.text.tokenizer import Tokenizer
 from pipeline.environment import hardware, peak_memory_bytes, versions
+from pipeline.files import write_atomically
 from pipeline.processes import Processes
-from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parity, Result, write_atomically
+from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parity, Result
 from pipeline.schema import DATA_NAME, DataSource, Recipe, Stage
 from pipeline.settings import to_plain
 from train.data import DamagedCacheError, PreparedData, prepare
