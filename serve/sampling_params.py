@@ -32,7 +32,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     seed: int | None = None
-    """Same seed, same tokens: whatever the batch company, chunking, preemption or speculation."""
+    """Same seed, same random draws; when tokens may differ all the same, says serve/engine/sampling.py."""
     stop: tuple[str, ...] = ()
     """Generation ends before the first of these strings; a single string or a list is taken too."""
     stop_token_ids: tuple[int, ...] = ()

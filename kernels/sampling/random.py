@@ -2,8 +2,9 @@
 
     words = philox(counter = (index // 4, position, choice, purpose), key = seed),   the number of index i: words[i % 4]
 
-A draw depends on what it decides and on nothing else, so a request gets the same tokens whatever the batch, and no
-draw ever is in memory as a tensor: a kernel computes the four words that it needs where it needs them.
+A draw depends on what it decides and on nothing else, so a request gets the same draws whatever the batch, and no
+draw ever is in memory as a tensor: a kernel computes the four words that it needs where it needs them. Words are the
+same on every device, exponentials up to the rounding of its logarithm.
 
     uniform      u = ⌊word / 2⁸⌋ / 2²⁴                 in [0, 1)
     exponential  e = −log(1 − (word + ½) / 2³²)       in [2⁻³³, 22.9]

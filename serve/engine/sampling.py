@@ -1,15 +1,19 @@
 """From rows of logits to tokens: drawn by each request's parameters and random stream, or drafted and verified.
 
-A distribution depends on a sequence's tokens, a random draw on (seed, choice, position, purpose) and on nothing else.
-So a token does not depend on the batch company, on chunking, on preemption or on the device.
+A random draw depends on (seed, choice, position, purpose) and on nothing else, a token on that draw, its row of logits
+and what its request asks: on one device equal logits give equal tokens, whatever the batch company. Logits are equal up
+to rounding. Company, chunks, preemption and draft tokens change how many rows a pass has, and products and attention
+choose by it how they add up; another device rounds exp and log, here too, in its own way. So where two tokens are
+within rounding of each other, a greedy or seeded request may take the other one and go on differently. On a CPU in fp32
+the tests of the engine find no such difference; on a GPU none is excluded.
 
 A draft proposes tokens, the target verifies them in one pass, and the output is the target's own. Two exact rules
 accept a draft token; without draft tokens both are plain sampling:
 
 - *Matching.* The target draws its own token at every position; draft tokens are accepted while they equal it, and what
   is emitted is always the target's draw. For greedy requests and for requests with a seed (draft and target share the
-  random draws of a position, so they mostly agree, and the output does not depend on speculation at all) and for
-  deterministic drafts, where no rule accepts more.
+  random draws of a position, so they mostly agree, and the output is, up to that rounding, what it is without a draft)
+  and for deterministic drafts, where no rule accepts more.
 - *Rejection sampling* for the rest: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
   It accepts with probability 1 - TV(p, q), the most that any rule can. Source: https://arxiv.org/abs/2211.17192.
 
