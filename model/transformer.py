@@ -176,7 +176,7 @@ class Transformer(nn.Module):
         self.num_choices, self._carries_adapter = len(choices), bool(carried)
         if carried:
             choices = [{layer: layer.lora for layer in carried.values()}]
-        for part in self.modules():  # not a list of them: it would keep every unfused weight until the end
+        for part in self.modules():
             if isinstance(part, SelfAttention | MLP):
                 part.fuse(choices, self.dtype)
         self._prepare_head()

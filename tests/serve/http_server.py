@@ -118,6 +118,7 @@ def children_of(pid: int) -> list[int]:
 
 REAL = ("-m", "serve")
 SCRIPTED = (str(Path(__file__).with_name("scripted_server.py")),)
+FAILING_DEVICE = (str(Path(__file__).with_name("failing_device.py")),)
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.files.checkpoint import save_model
 from model.transformer import Transformer
@@ -14,6 +16,7 @@ from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.engine.loading import Models
 from serve.sampling_params import SamplingParams
+from tests.serve.failing_device import FATAL_TOKEN, FailingModel, on_failing_device
 from tests.serve.toys import (
     EOS,
     CountingModel,
@@ -304,22 +307,30 @@ def test_a_poisoned_request_fails_alone(model: Transformer, expected: list[list[
     assert [joined[(str(number), 0)].new_token_ids for number in range(len(PROMPTS))] == expected
 
 
+class RefusingTogether(FailingModel):
+    """Fails for a batch of sequences as a request may make it fail; the device works on."""
+
+    def __call__(self, tokens: Tensor, *rest: Any, **more: Any) -> Tensor:
+        if len(tokens) > 3:
+            raise RuntimeError("together they do not fit")
+        return super().__call__(tokens, *rest, **more)
+
+
+@pytest.mark.parametrize("kind", [FailingModel, RefusingTogether], ids=["together", "one by one"])
 def test_a_failed_device_ends_the_process_and_not_one_request_after_the_other(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
+    kind: type[FailingModel], model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CUDA error stays: what comes after raises too. Leaving `step` it ends the process; a fresh one starts."""
-
-    def raise_sticky(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    engine = make_engine(CountingModel(model, poison=511))
-    engine.device = torch.device("cuda")  # a stand-in: on it nothing runs, and whoever waits for it hears of the error
-    monkeypatch.setattr(torch.cuda, "synchronize", raise_sticky)
+    failing = kind(model)
+    engine = on_failing_device(make_engine(failing))
+    monkeypatch.setattr(torch.cuda, "synchronize", failing.synchronize)
     engine.add_request("fine", [5, 6], greedy(4))
     engine.step()
-    engine.add_request("kills the device", [5, 511, 6], greedy(4))
+    engine.add_request("kills the device", [5, FATAL_TOKEN, 6], greedy(4))
+    engine.add_request("comes after", [7, 8], greedy(4))
     with pytest.raises(RuntimeError, match="device-side assert"):
         engine.step()
+    assert failing.has_failed and failing.num_launched_after == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -27,7 +27,16 @@ from serve.http.errors import ApiError
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions
 from serve.sampling_params import SamplingParams
-from tests.serve.http_server import ROOT, SCRIPTED, RunningServer, children_of, running_server, save_tiny_folder
+from tests.serve.failing_device import FATAL_TOKEN
+from tests.serve.http_server import (
+    FAILING_DEVICE,
+    ROOT,
+    SCRIPTED,
+    RunningServer,
+    children_of,
+    running_server,
+    save_tiny_folder,
+)
 
 SLOW, BIG, FATAL = [20], [2, 64], [1, 0, 1]
 """Prompts that script the engine: 20 ms a step; 2 ms and 64 KiB a token; death at the first step."""
@@ -251,6 +260,24 @@ def test_a_dying_engine_fails_its_requests_and_nothing_else(server: RunningServe
     server.wait_healthy(10)
     assert ask(server, [1], 3).json()["choices"][0]["text"] == "xxx"
     assert server.metric("potstill:engine_restarts_total") == before + 1
+
+
+def test_a_failed_device_ends_the_engine_and_a_fresh_one_goes_on(folder: Path, tmp_path: Path) -> None:
+    """A real engine, which must not take the failure for the fault of this request and of each one after it."""
+    prompt = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
+    with running_server(folder, tmp_path / "own.log", program=FAILING_DEVICE) as server:
+        before = ask(server, **prompt)
+        [failed] = server.engine_pids()
+        stream = Stream(server, [5, 6], 1000).first()
+        fatal = ask(server, [5, FATAL_TOKEN, 6])
+        health = httpx.get(f"{server.url}/health")
+        for answer in (fatal, health, ask(server, **prompt)):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died")
+        assert stream.rest()[-1]["error"]["code"] == "engine_died"
+        server.wait_healthy()
+        after = ask(server, **prompt)
+        assert after.status_code == 200 and after.json()["choices"] == before.json()["choices"]
+        assert failed not in server.engine_pids() and server.metric("potstill:engine_restarts_total") == 1
 
 
 def test_a_request_that_is_still_being_tokenized_when_the_engine_dies_is_told() -> None:

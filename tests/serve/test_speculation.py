@@ -14,12 +14,14 @@ from torch import Tensor
 from kernels.sampling import verification
 from kernels.sampling.verification import VerifyOutput
 from model.transformer import Transformer
+from serve.engine import engine as engine_module
 from serve.engine import sampling
 from serve.engine.requests import Sequence
 from serve.engine.runner import LanguageModel
 from serve.engine.sampling import Rows, Sampler
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
+from tests.serve.recorded_graphs import recorded_graphs
 from tests.serve.toys import (
     CountingModel,
     TableModel,
@@ -322,22 +324,27 @@ def test_a_failing_draft_costs_speed_only(model: Transformer, expected: list[lis
     assert generate(engine, PROMPTS, greedy(NUM_TOKENS)) == expected
 
 
-class HighestToken(CountingModel):
-    """A model that notes the highest id it was asked about, and which answers all the same."""
+class HighestToken(TableModel):
+    """A draft that notes the highest id it was asked about, on its device, and which answers all the same."""
 
-    highest = -1
+    def __init__(self, probabilities: Tensor) -> None:
+        super().__init__(probabilities)
+        self.highest, self.num_passes = torch.tensor(-1), torch.tensor(0)
 
     def __call__(self, tokens: Tensor, *rest: Any, **more: Any) -> Tensor:
-        self.highest = max(self.highest, int(tokens.max()))
+        self.highest.copy_(torch.maximum(self.highest, tokens.max()))
+        self.num_passes += 1
         return super().__call__(tokens.clamp(max=self.config.vocab_size - 1), *rest, **more)
 
 
-def test_ids_beyond_the_drafts_embedding_never_reach_it() -> None:
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
+def test_ids_beyond_the_drafts_embedding_never_reach_it(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal vocabularies one may be padded further: what requests name is bounded, what the target says is not."""
+    monkeypatch.setattr(engine_module, "graphs_on", lambda device: recorded_graphs() if captured else None)
     table = torch.full((8, 8), 0.01)
     for token in range(8):
         table[token, (token + 1) % 8] = 1.0  # so it says 6 and 7, of which the draft has no row
-    draft = HighestToken(TableModel(table[:6, :6]))
+    draft = HighestToken(table[:6, :6])
     engine = make_engine(TableModel(table), draft, num_speculative_tokens=2)
     for prompt, params in (([6], greedy(1)), ([5], greedy(1, logit_bias={6: 1.0}))):
         with pytest.raises(ValueError, match="5"):
@@ -345,3 +352,4 @@ def test_ids_beyond_the_drafts_embedding_never_reach_it() -> None:
     prompts = [[number] * 3 for number in range(6)]
     assert generate(engine, prompts, greedy(20)) == generate(make_engine(TableModel(table)), prompts, greedy(20))
     assert draft.highest == 5 and draft.num_passes > 20 and engine.stats().num_accepted_tokens > 0
+    assert not captured or (engine.stats().num_graphs > 2 and not engine.stats().num_graph_failures)
