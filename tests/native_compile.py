@@ -8,8 +8,11 @@ interprets, it cannot compile.
 """
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -288,6 +291,17 @@ GROUPS = {
     "products": products,
     "lora": lora,
 }
+
+
+def ptx_of(capability: int, group: str, cache: Path) -> dict[str, str]:
+    """PTX of all that a group compiles, by the kernel's name and a number; by a process of its own."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", __name__, str(capability), group]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = sorted(cache.glob("*/*.ptx"))
+    return {f"{file.stem} {number}": file.read_text() for number, file in enumerate(files)}
+
 
 if __name__ == "__main__":
     compiled = compile_instead_of_launching(int(sys.argv[1]))

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.machine_code.program import assemble
 from kernels.attention import _flash_tiles as cut
-from tests.machine_code import assemble, inner_loops, ptx_of
+from tests.native_compile import ptx_of
 
 MOST_SPILLS = 0.06
 """Of a step's instructions: reads and writes of registers that did not fit. Most steps have none."""
@@ -38,12 +39,10 @@ def test_a_triton_without_gluon_keeps_the_portable_kernels(
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "group"), [(80, "flash"), (89, "flash"), (89, "flash:float32")])
 def test_inner_loops_spill_next_to_nothing(capability: int, group: str, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    for name, ptx in ptx_of(capability, group, cache).items():
+    for name, ptx in ptx_of(capability, group, tmp_path).items():
         if "plan" in name:
             continue
-        assemble(ptx, capability, tmp_path)
-        for loop in inner_loops(tmp_path):
+        for loop in assemble(ptx, capability).loops:
             if any("MMA" in line for line in loop) or "float32" in group:
                 spills = sum(line.startswith(("STL", "LDL")) for line in loop)
                 assert spills <= MOST_SPILLS * len(loop), f"{name}: {spills} of {len(loop)}"

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.machine_code.compiled import compile_cases
+from bench.machine_code.measure import BY_NAME, measure_cases
+from bench.machine_code.program import assemble
 from kernels.linear import _quantized_pairs as pairs
 from kernels.linear._quantized_tiles import _places
 from kernels.linear.quantization import NF4_TABLE
-from tests.machine_code import assemble, inner_loops, instructions, pipe_cycles, ptx_of
+from tests.native_compile import ptx_of
 
-BYTES_PER_CYCLE = 13.9
-"""Of an H100's memory, for each of its SMs: 3.35 TB/s, 132 of them, 1.83 GHz."""
-MULTIPLICATIONS_PER_CYCLE = 2048
-"""In bf16, on the tensor cores of one SM."""
 PTX = {"int4": pairs.INT4_PTX, "int8": pairs.INT8_PTX, "fp8": pairs.FP8_PTX, "nf4": pairs.NF4_PTX}
 
 
@@ -95,66 +94,35 @@ def test_every_code_becomes_its_value(format: str) -> None:
         assert torch.equal(halves(result), expected_values(format, codes, zeros[:, None]))
 
 
-MARKS = {"nf4": "0x5140", "int4": "0x000F000F", "int8": "0x00800080", "fp8": "0x07F007F0"}
-WEIGHT_BYTES = {"nf4": 0.5 + 1 / 64, "int4": 0.5 + 4 / 128, "int8": 1.0, "fp8": 1.0}
-"""Read for each weight, with its share of a scale."""
-WORDS = 128 * 16
-"""That one step of a product decodes."""
-
-
-@pytest.fixture(scope="module")
-def on_an_h100(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ptx_of(90, "products", tmp_path_factory.mktemp("cache"))
+@pytest.mark.slow
+def test_an_h100_decodes_as_fast_as_its_memory_delivers() -> None:
+    """Up to 16 rows, and for gradients of many; counted from machine code, by pipe."""
+    names = [name for name, case in BY_NAME.items() if case.most_ratio]
+    assert len(names) == 3 * len(PTX)
+    for found in measure_cases(90, names):
+        assert found.ratio is not None and found.bound == ("tensor" if "4096" in found.case else "memory")
+        assert found.misses() == [], found.case
 
 
 @pytest.mark.slow
-def test_decoding_keeps_up_with_the_memory_of_an_h100(on_an_h100: dict[str, str], tmp_path: Path) -> None:
-    """Counted from machine code: every pipe's cycles for a step, beside those in which memory delivers its weights."""
-    seen = set()
-    for name, ptx in on_an_h100.items():
-        found = [format for format, mark in MARKS.items() if mark in ptx]
-        if "product" not in name or not found:
-            continue
-        (format,) = found
-        seen.add(format)
-        assemble(ptx, 90, tmp_path)
-        codes = WORDS * (8 if WEIGHT_BYTES[format] < 1 else 4)
-        memory = codes * WEIGHT_BYTES[format] / BYTES_PER_CYCLE
-        step = max(inner_loops(tmp_path), key=len)
-        assert any("HGMMA" in line for line in step)
+def test_weights_reach_the_tensor_cores_of_an_h100_from_registers() -> None:
+    for compiled in compile_cases(90, [f"{format}, 16 rows" for format in PTX]):
+        (step,) = (loop for loop in assemble(compiled.ptx, 90).loops if any("HGMMA" in line for line in loop))
         assert not any(line.startswith(("STS", "SHFL")) for line in step), "weights move between threads"
-        worst = max(pipe_cycles(step, 4).values()) / memory
-        assert worst <= (1.15 if format == "nf4" else 1.0), f"{format}: {worst:.2f}"
-    assert seen == set(MARKS)
 
 
 @pytest.mark.slow
-def test_codes_of_eight_bits_go_through_tensor_cores_as_they_are(on_an_h100: dict[str, str], tmp_path: Path) -> None:
-    """And nothing in a step takes longer than its products."""
-    for code, instruction, tile in (("s8.s8", "IGMMA", 128 * 256 * 64), ("e4m3.e4m3", "QGMMA", 128 * 128 * 128)):
-        (ptx,) = (ptx for name, ptx in on_an_h100.items() if "codes" in name and code in ptx)
-        report = assemble(ptx, 90, tmp_path)
-        assert "0 bytes stack frame, 0 bytes spill stores" in report, report
-        step = max(inner_loops(tmp_path), key=len)
-        assert any(line.startswith(instruction) for line in step)
-        assert max(pipe_cycles(step, 8).values()) <= tile / (2 * MULTIPLICATIONS_PER_CYCLE)
-
-
-@pytest.mark.slow
-def test_gradients_of_many_rows_take_little_more_than_their_product(on_an_h100: dict[str, str], tmp_path: Path) -> None:
-    """Of 4,096 rows: cycles of a weight written out once, beside those of its products on the tensor cores."""
-    product = 4096 / MULTIPLICATIONS_PER_CYCLE
-    for name, ptx in on_an_h100.items():
-        if "expand" in name:
-            assemble(ptx, 90, tmp_path)
-            decoded = max(pipe_cycles(instructions(tmp_path), 4).values()) / 64**2  # the smallest tile
-            moved = (max(WEIGHT_BYTES.values()) + 2) / BYTES_PER_CYCLE
-            assert product + max(decoded, moved) <= 1.15 * product
+def test_codes_of_eight_bits_go_through_tensor_cores_as_they_are() -> None:
+    """And nothing that a step issues takes longer than its products."""
+    names = {"int8 times int8, 256 rows": "IGMMA", "fp8 times fp8, 256 rows": "QGMMA"}
+    for found in measure_cases(90, list(names)):
+        assert found.tensor[0].startswith(names[found.case]) and found.spill_bytes == found.stack_bytes == 0
+        assert max(found.cycles[pipe] for pipe in ("issue", "integer", "float")) <= found.cycles["tensor"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "group"), [(90, "quantized"), (80, "quantized"), (89, "quantized:float32")])
 def test_nothing_spills(capability: int, group: str, tmp_path: Path) -> None:
-    for name, ptx in ptx_of(capability, group, tmp_path / "cache").items():
-        report = assemble(ptx, capability, tmp_path)
-        assert "0 bytes stack frame, 0 bytes spill stores" in report, f"{name}: {report}"
+    for name, ptx in ptx_of(capability, group, tmp_path).items():
+        program = assemble(ptx, capability)
+        assert program.spill_bytes == program.stack_bytes == 0, f"{name}: {program.report}"

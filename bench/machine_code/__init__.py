@@ -1,0 +1,1 @@
+"""What the compilers make of the hot kernels, read from machine code: no GPU is needed."""
