@@ -45,9 +45,8 @@ bench: $(INSTALLED)   ## beside transformers, llama.cpp and peft, and its own ke
 	$(BIN)/python -m bench.kernels.decode
 	$(BIN)/python -m bench.train.qlora
 
-bench-gpu: $(INSTALLED)   ## every kernel beside its peers on this GPU (goes on where it stopped), and a QLoRA step
-	$(BIN)/python -m bench.kernels
-	$(BIN)/python -m bench.train.qlora
+bench-gpu: $(INSTALLED)   ## a first hour on a GPU, beside every peer that is installed; goes on where it stopped (TINY=1: a dry run)
+	$(BIN)/python -m bench.gpu $(if $(TINY),--tiny)
 
 clean:
 	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -59,12 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or (Path(tempfile.mkdtemp(prefix="bench-kernels-")) if options.tiny else RESULTS)
     if options.merge:
         return merge(out, tiny=options.tiny)
-    if not torch.cuda.is_available():
-        if not options.tiny:
-            print(NO_GPU, file=sys.stderr)
-            return 2
-        # Triton reads this when a kernel is defined: before the kernels are imported, which is why that waits.
-        os.environ["TRITON_INTERPRET"] = "1"
+    if not torch.cuda.is_available() and not options.tiny:
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    interpret_without_gpu()
     from bench.kernels.cases import PARTS, parts_named
 
     wanted = list(PARTS) if options.parts is None else options.parts.split(",")
@@ -73,19 +71,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.", file=sys.stderr)
         return 2
     for name in dict.fromkeys(name for family in wanted for name in parts_named(family)):
-        run_part(name, PARTS[name].cases(tiny=options.tiny), out / "kernels" / f"{name}.json", options)
+        path, cases = out / "kernels" / f"{name}.json", PARTS[name].cases(tiny=options.tiny)
+        for _ in run_part(name, cases, path, tiny=options.tiny, only=options.only, again=options.again):
+            pass
     return merge(out, tiny=options.tiny)
 
 
-def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Namespace) -> None:
-    """Run the cases that `path` does not hold yet, for at most PART_S, and write it after each."""
-    identity = identify(tiny=options.tiny)
-    wanted = {case.shape.name: case for case in cases if options.only in case.shape.name}
+def interpret_without_gpu() -> None:
+    """Triton reads this when a kernel is defined: call it before kernels, and so `cases`, are imported."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def run_part(
+    name: str, cases: Sequence[Any], path: Path, *, tiny: bool, only: str = "", again: bool = False,
+    seconds: float = PART_S,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Run the cases that `path` does not hold yet, for at most so many seconds; yield what it holds after each."""
+    identity = identify(tiny=tiny)
+    wanted = {case.shape.name: case for case in cases if only in case.shape.name}
     known = read_cases(path, identity)
-    done = {shape: found for shape, found in known.items() if not (options.again and shape in wanted)}
+    done = {shape: found for shape, found in known.items() if not (again and shape in wanted)}
     todo = [shape for shape in wanted if shape not in done]
     if wanted and not todo:
         print(f"{name}: already measured, see {path} (--again measures it anew)")
+        yield json.loads(path.read_text())
     if not todo:
         return
     from bench.kernels.timing import Lab, one_line, run_case, side_stream
@@ -93,12 +103,12 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = time.monotonic()
-    print(name if options.tiny else f"{name}: ours; the others with how many times as long as ours they take")
+    print(name if tiny else f"{name}: ours; the others with how many times as long as ours they take")
     with side_stream(device), interpreted() if device.type == "cpu" else nullcontext():
         lab = Lab.open(device)
         limits = {**vars(lab.limits), "l2_bytes": lab.l2_bytes}
         for number, shape in enumerate(todo):
-            left_s = start + PART_S - time.monotonic()
+            left_s = start + seconds - time.monotonic()
             if left_s <= 0:
                 print(f"{name}: out of time; run it again for the other {len(todo) - number}", file=sys.stderr)
                 break
@@ -108,11 +118,13 @@ def run_part(name: str, cases: Sequence[Any], path: Path, options: argparse.Name
             except Exception as error:  # a shape that cannot even be set up is written down, and no reason to stop
                 found = {"name": shape, "failed": one_line(error), "candidates": {}}
             done[shape] = found
-            line, complaints = describe(found, speeds=not options.tiny)
+            line, complaints = describe(found, speeds=not tiny)
             print(line, flush=True)
             sys.stderr.writelines(f"{complaint}\n" for complaint in complaints)
             ordered = [done[case.shape.name] for case in cases if case.shape.name in done]
-            write(path, {"part": name, "identity": identity, "limits": limits, "cases": ordered})
+            part = {"part": name, "identity": identity, "limits": limits, "cases": ordered}
+            write(path, part)
+            yield part
             gc.collect()
             torch.cuda.empty_cache()
 

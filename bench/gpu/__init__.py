@@ -1,0 +1,1 @@
+"""A first hour on a GPU: everything that is measured there, unattended."""
