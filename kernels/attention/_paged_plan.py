@@ -69,10 +69,12 @@ def choose_tiles(q: Tensor, k_pages: Tensor, num_sequences: int, batch_invariant
     rows_each = triton.cdiv(num_tokens, max(num_sequences, 1)) * (num_heads // k_pages.shape[2])
     width = padded_head_dim(head_dim)
     # fp32 has no matrix units: it is there for tests, not for speed.
-    rows = 16 if q.dtype == torch.float32 else _choose_rows(rows_each, width, batch_invariant)
+    in_fp32 = q.dtype == torch.float32
+    rows = 16 if in_fp32 else _choose_rows(rows_each, width, batch_invariant)
     key_bytes = width * k_pages.element_size()
-    # Keys in 8 bits become 16 bits in registers, of which more than 16 rows leave few.
-    keys = _TILE_BYTES // (key_bytes if rows == 16 else max(key_bytes, 2 * width))
+    # Keys in 8 bits become 16 bits in registers, of which more than 16 rows leave few; or fp32, in shared memory too.
+    multiplied_bytes = width * q.element_size()
+    keys = _TILE_BYTES // (max(key_bytes, multiplied_bytes) if in_fp32 or rows > 16 else key_bytes)
     keys = min(max(keys, 16), 128 if rows < 64 else 64)
     warps = 8 if rows * width >= 128 * 128 else 4
     # Matrix units that read shared memory (64 rows and more) hold on to one more tile of keys and values.

@@ -45,7 +45,8 @@ nothing that is checked here depends on them. Triton lays out shared memory befo
     ("groups", "capability"),
     [("around optimizer", 90), ("flash hopper", 90), ("lora", 90), ("losses sampling", 90), ("paged", 90),
      ("quantized", 90), ("quantized lora flash flash:float32 sampling", 80),
-     ("quantized quantized:float32", 89), ("flash flash:float32 sampling", 89)],
+     ("quantized quantized:float32", 89), ("flash flash:float32 sampling", 89),
+     ("paged paged:float32", 89)],
 )  # fmt: skip
 def test_kernels_compile(groups: str, capability: int, tmp_path: Path) -> None:
     environment = os.environ | QUICKLY | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -9,7 +9,7 @@ import torch
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from kernels.attention._kv_quantization import LIMITS
-from kernels.attention._paged_plan import ListedPlan, Tiles, Work
+from kernels.attention._paged_plan import ListedPlan, Tiles, Work, choose_tiles
 from kernels.attention.paged import paged_attention, plan_paged_attention
 from tests.compare import check_close
 from tests.paged import PagedCase, grow_trees, hide_slots, make_case
@@ -128,6 +128,16 @@ def test_pages_in_8_bits(device: torch.device, stored: torch.dtype, dtype: torch
     """Against the reference on what the pages hold, so that only the arithmetic can be off."""
     case = make_case([(1, 50), (5, 21), (20, 20), (1, 0)], dtype, device, stored=stored)
     check_close(case.attend(tiles=SMALL), case.expected(), dtype=torch.bfloat16 if dtype == torch.float16 else None)
+
+
+@pytest.mark.parametrize("stored", LIMITS, ids=str)
+def test_pages_in_8_bits_with_tiles_of_its_own_choice(device: torch.device, stored: torch.dtype) -> None:
+    """Keys become fp32 before they are multiplied, so a tile has no more of them than of pages in fp32."""
+    case = make_case([(1, 200), (3, 90)], torch.float32, device, stored=stored, head_dim=128)
+    wide = make_case([(1, 200), (3, 90)], torch.float32, device, head_dim=128)
+    keys = [choose_tiles(x.q, x.k_pages, 2, batch_invariant=False).keys for x in (case, wide)]
+    assert keys == [32, 32]
+    check_close(case.attend(), case.expected())
 
 
 @pytest.mark.parametrize("stored", LIMITS, ids=str)
