@@ -3,11 +3,8 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from model.config import ModelConfig
-from model.formats.registry import format_named
-from model.quantized import set_quantized
 from model.transformer import Transformer
 from tests.tiny import tiny_config
 
@@ -40,13 +37,3 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, 
     for parameter in model.parameters():
         parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, config.initializer_range)
     return model.eval()
-
-
-@torch.no_grad()
-def quantize_layers(model: Transformer, name: str) -> Transformer:
-    """The model with all linear layers but the head rounded to a format of `model.formats`, in place."""
-    form: Any = format_named(name)
-    for path, module in list(model.model.named_modules(prefix="model")):
-        if isinstance(module, nn.Linear):
-            set_quantized(model, path, form.quantize(module.weight.detach()), form)
-    return model

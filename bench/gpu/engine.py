@@ -20,10 +20,11 @@ from bench.common import DEVICE, DTYPE
 from bench.gpu.checks import COPY, PRODUCT
 from bench.gpu.figures import ROOFLINE, Figure, Goal
 from bench.gpu.task import Task
-from bench.models import LLAMA_1B, LLAMA_8B, TINY, quantize_layers, random_model, shaped
+from bench.models import LLAMA_1B, LLAMA_8B, TINY, random_model, shaped
+from compress.quantize.round_to_nearest import quantize_model
 from kernels.common.cuda_graph import graphs_on
-from model.config import ModelConfig
 from model.cost import flops_per_token, kv_bytes_per_token, weight_bytes
+from model.formats.registry import format_named
 from model.transformer import Transformer
 from serve import LLM, SamplingParams
 from serve.engine import engine as engine_module
@@ -34,6 +35,7 @@ from serve.engine.loading import Models
 from tests.serve.recorded_graphs import recorded_graphs
 from tests.serve.toys import toy_tokenizer
 
+BF16 = "bf16"
 SHAPES = {"8B": LLAMA_8B, "1B": LLAMA_1B}
 WARM_STEPS, ROUNDS = 8, 3
 STEP_TOKENS = 8192
@@ -64,33 +66,36 @@ def sizes_of(task: Task, shape: str) -> Sizes:
 class Sized:
     """A model in its serving form, and the arithmetic of its steps."""
 
-    def __init__(self, model: Transformer) -> None:
-        """`model`: not fused yet."""
-        self.config: ModelConfig = model.config
+    def __init__(self, model: Transformer, rates: dict[str, float]) -> None:
+        """`model`: not fused yet. `rates`: what part `peaks` has found; nothing if it has not run."""
+        self.config, self.rates = model.config, rates
         embedding = 0 if model.lm_head is None else model.model.embed_tokens.weight.nbytes
         self.read_bytes = weight_bytes(model, DTYPE) - embedding
         """Of weights, in a step: rows of the embedding are few."""
         self.model = model.fuse()
 
-    def floor_s(self, task: Task, tokens: int, rows: int, visible: int) -> float | None:
+    def floor_s(self, tokens: int, rows: int, visible: int) -> float | None:
         """Seconds that a step takes at least; None where the machine's rates are not known.
 
         `tokens`: computed in all; `rows`: of logits; `visible`: keys that the tokens see, summed over them.
         """
-        rates, config = task.measured("peaks"), self.config
-        if not rates:
+        config = self.config
+        if not self.rates:
             return None
         keys = kv_bytes_per_token(config, DTYPE) * visible
         scores = 4 * config.num_layers * config.num_query_heads * config.head_dim * visible
         operations = tokens * flops_per_token(config, 0) + scores + rows * 2 * config.hidden_size * config.vocab_size
         # A prompt's own keys are read by many of its tokens at once: of those what is written counts.
         num_bytes = self.read_bytes + (keys if tokens == rows else kv_bytes_per_token(config, DTYPE) * tokens)
-        return max(num_bytes / (1e9 * rates[COPY]), operations / (1e12 * rates[PRODUCT]))
+        return max(num_bytes / (1e9 * self.rates[COPY]), operations / (1e12 * self.rates[PRODUCT]))
 
 
-def sized_model(sizes: Sizes, weights: str = "bf16", seed: int = 0) -> Sized:
-    model = random_model(shaped(sizes.shape), DTYPE, torch.device(DEVICE), seed)
-    return Sized(model if weights == "bf16" else quantize_layers(model, weights))
+def sized_model(task: Task, shape: str, weights: str = BF16) -> Sized:
+    """Of random weights, all linear layers but the head in the format of that name."""
+    model = random_model(shaped(sizes_of(task, shape).shape), DTYPE, torch.device(DEVICE))
+    if weights != BF16:
+        quantize_model(model, format_named(weights))
+    return Sized(model, task.measured("peaks"))
 
 
 @contextmanager
@@ -188,14 +193,14 @@ def room(batch: int, sizes: Sizes, most_a_step: int = 1) -> int:
 def decode(task: Task, shape: str, weights: str) -> Iterator[Figure]:
     """Tokens a second of each batch, replayed from graphs, and of some launched kernel by kernel."""
     sizes = sizes_of(task, shape)
-    sized = sized_model(sizes, weights)
+    sized = sized_model(task, shape, weights)
     for captures, batches in ((True, sizes.batches), (False, sizes.graphless)):
         for batch in batches:
             tokens = room(batch, sizes)
             engine = engine_of(sized.model, tokens=tokens, batch=batch, captures=captures)
             rounds = decode_rounds(engine, batch, sizes.prompt, sizes.steps)
             speed = statistics.median(decoded.tokens_per_s for decoded in rounds)
-            floor_s = sized.floor_s(task, batch, batch, batch * (sizes.prompt + tokens) // 2)
+            floor_s = sized.floor_s(batch, batch, batch * (sizes.prompt + tokens) // 2)
             roofline = None if floor_s is None else batch / floor_s
             goals, failures = decode_goals(shape, weights, batch), engine.stats().num_graph_failures
             name = decode_name(shape, weights, batch) + ("" if captures else ", no graphs")
@@ -213,17 +218,17 @@ def decode_goals(shape: str, weights: str, batch: int) -> tuple[Goal, ...]:
         return ()
     if shape == "1B":
         return Goal("vllm", 1.5), Goal("transformers", 5.0)
-    return Goal("vllm", 1.1), Goal(ROOFLINE, 0.8 if weights == "bf16" else 0.6)
+    return Goal("vllm", 1.1), Goal(ROOFLINE, 0.8 if weights == BF16 else 0.6)
 
 
 def prefill(task: Task, shape: str, weights: str) -> Iterator[Figure]:
     """Prompt tokens a second, of one prompt at a time."""
     sizes = sizes_of(task, shape)
-    sized = sized_model(sizes, weights)
+    sized = sized_model(task, shape, weights)
     for length in sizes.prompts:
         engine = engine_of(sized.model, tokens=length, batch=1)
         seconds = [read_prompt(engine, length, seed) for seed in range(1 + ROUNDS)][1:]
-        floor_s = sized.floor_s(task, length, 1, length * length // 2)
+        floor_s = sized.floor_s(length, 1, length * length // 2)
         roofline = None if floor_s is None else length / floor_s
         yield Figure(prefill_name(shape, length), "tokens/s", length / statistics.median(seconds), roofline=roofline)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,22 +36,19 @@ class Hour:
         self.ends = time.monotonic() + 60 * minutes
         device = re.sub(r"[^a-z0-9]+", "-", str(machine["gpu"] or "cpu").lower()).strip("-")
         self.path = folder / (f"gpu-{device}-tiny.json" if tiny else f"gpu-{device}.json")
-        known = json.loads(self.path.read_text())["parts"] if self.path.exists() else {}
-        identities = {name: self.identify(part) for name, part in PARTS.items()}
-        self.records: dict[str, Record] = {
-            name: record for name, record in known.items() if record["identity"] == identities.get(name)
-        }
-        """By the part's name; those that were measured with other sources, or elsewhere, are forgotten."""
+        self.records: dict[str, Record] = json.loads(self.path.read_text())["parts"] if self.path.exists() else {}
+        """By the part's name; each stays until the part is measured anew."""
 
     def run(self, parts: Sequence[Part], *, again: bool) -> int:
         """Measures what is not done yet, first what was never tried. The exit code: 1 when a part failed."""
         (self.folder / "gpu").mkdir(parents=True, exist_ok=True)
-        for name, record in self.records.items():  # where other parts look for it
-            part_file(self.folder, name).write_text(json.dumps(record))
+        for part in PARTS.values():
+            if self._is_current(part):  # where other parts look for it
+                part_file(self.folder, part.name).write_text(json.dumps(self.records[part.name]))
         todo = [part for part in parts if again or self._status(part) != "done"]
         if len(todo) < len(parts):
             print(f"{len(parts) - len(todo)} of {len(parts)} parts are done already (--again measures them anew)")
-        todo.sort(key=lambda part: part.name in self.records and self._status(part) != "skipped")
+        todo.sort(key=lambda part: self._status(part) in ("failed", "unfinished"))
         try:
             for number, part in enumerate(todo):
                 self._run_part(part, Progress(number, todo, self.ends, sys.stderr))
@@ -63,8 +61,14 @@ class Hour:
             print(line)
         return 1 if any(self._status(part) == "failed" for part in parts) else 0
 
+    def _is_current(self, part: Part) -> bool:
+        """Whether there is a record of it, of this GPU, these libraries and the sources as they are."""
+        return part.name in self.records and self.records[part.name]["identity"] == self.identify(part)
+
     def _status(self, part: Part) -> str:
-        return str(self.records[part.name]["status"]) if part.name in self.records else "not measured"
+        if self._is_current(part):
+            return str(self.records[part.name]["status"])
+        return "not measured since its sources changed" if part.name in self.records else "not measured"
 
     def _run_part(self, part: Part, progress: "Progress") -> None:
         limit_s = min(part.limit_s, self.ends - time.monotonic())
@@ -99,14 +103,14 @@ class Hour:
         write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())
 
     def _figures(self) -> Iterator[Figure]:
-        for name in PARTS:
-            for plain in self.records.get(name, {}).get("figures", ()):
+        for part in PARTS.values():
+            for plain in self.records[part.name]["figures"] if self._is_current(part) else ():
                 yield Figure.from_plain(plain)
 
     def _summary(self, parts: Iterable[Part]) -> Iterator[str]:
         yield from lines_of(table_of(self._figures()))
         for part in parts:
-            record = self.records.get(part.name, {})
+            record = self.records[part.name] if self._is_current(part) else {}
             if record.get("status") == "done":
                 continue
             yield f"{part.name}: {self._status(part)}" + (f": {record['reason']}" if record.get("reason") else "")
@@ -167,7 +171,8 @@ def ask_machine() -> dict[str, Any]:
     return machine
 
 
-def digest(sources: Iterable[str]) -> str:
+@cache
+def digest(sources: tuple[str, ...]) -> str:
     """Of all Python and C files below these folders and files of the repository."""
     found = hashlib.sha256()
     roots = [ROOT / source for source in sources]

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from bench.gpu.figures import ITSELF, ROOFLINE, Figure, Goal
 from bench.gpu.task import NotDone, Task, Unfinished
 from bench.kernels import goals
 from bench.kernels.__main__ import interpret_without_gpu, merge, ours_right, run_part
+from bench.kernels.case import Case
 
 MARGIN_S = 30.0
 """For the last shape, which may take longer than its share."""
@@ -29,13 +31,18 @@ def correct(task: Task, parts: Iterable[str]) -> Iterator[Figure]:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in (name for family in parts for name in parts_named(family)):
-            cases = PARTS[name].cases(tiny=True)
+            cases = [of_ours(case) for case in PARTS[name].cases(tiny=True)]
             for found in run_part(name, cases, Path(scratch, f"{name}.json"), tiny=True):
                 right = sum(map(ours_right, found["cases"]))
                 yield Figure(f"{name}: right", "tiny shapes", right, goals=(Goal(ITSELF, len(cases)),))
             wrong += [f"{name} {case['name']}" for case in found["cases"] if not ours_right(case)]
     if wrong:
         raise Wrong(f"not right: {', '.join(wrong)}")
+
+
+def of_ours(case: Case) -> Case:
+    """Without its peers."""
+    return replace(case, candidates=[one for one in case.candidates if one.role != "peer"])
 
 
 def beside_peers(task: Task, part: str) -> Iterator[Figure]:
@@ -59,13 +66,13 @@ def figures_of(part: dict[str, Any]) -> Iterator[Figure]:
     measured = [case for case in part["cases"] if ours_right(case)]
     everywhere = [figure_of(case) for case in measured]
     if everywhere:
-        yield _named(min(everywhere, key=_closeness), f"{part['part']}, worst shape")
+        yield replace(min(everywhere, key=_closeness), name=f"{part['part']}, worst shape")
     for goal in goals.GOALS:
         concerned = [case for case in measured if goal.part == part["part"] and goal.concerns(case)]
         reaching = [case for case in concerned if goal.figure in case["candidates"].get(goal.candidate, ())]
         if reaching:
             worst = min(reaching, key=lambda case: case["candidates"][goal.candidate][goal.figure])
-            yield _named(figure_of(worst, goal), goal.text)
+            yield replace(figure_of(worst, goal), name=goal.text)
 
 
 def figure_of(case: dict[str, Any], goal: goals.Goal | None = None) -> Figure:
@@ -90,7 +97,3 @@ def _closeness(figure: Figure) -> float:
     """To the best peer; without one, to the limit."""
     ratio = figure.ratio()
     return (figure.ours or 0.0) / (figure.roofline or torch.inf) if ratio is None else ratio
-
-
-def _named(figure: Figure, name: str) -> Figure:
-    return Figure(**{**vars(figure), "name": name})

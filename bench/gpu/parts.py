@@ -27,7 +27,7 @@ class Part:
 
 
 def _kernels(name: str) -> Part:
-    return Part(f"kernels-{name}", "bench.gpu.kernels:beside_peers", 150, _KERNELS, options={"part": name})
+    return Part(f"kernels-{name}", "bench.gpu.kernels:beside_peers", 100, _KERNELS, options={"part": name})
 
 
 def _correct(family: str, *names: str) -> Part:
@@ -59,10 +59,8 @@ _PARTS = (
     _engine("prefill-8b", "prefill", 120, shape="8B", weights="bf16"),
     _engine("prefill-1b", "prefill", 120, shape="1B", weights="bf16"),
     Part("speculation", "bench.gpu.speculation:speculate", 240, (*_ENGINE, "bench/gpu/speculation.py")),
-    *map(_kernels, (
-        "quantized_nf4", "quantized_int4", "quantized_int8", "quantized_fp8", "quantized_fused",
-        "decode", "flash_forward", "flash_forward_backward", "verify", "prefill_paged", "decode_8bit", "flash_backward",
-        "fused", "sampling_tokens", "sampling_drafts", "sampling_routing", "quantized_backward")),
+    *map(_kernels, ("quantized_nf4", "quantized_int4", "quantized_fused", "decode", "flash_forward",
+                    "flash_forward_backward", "verify", "sampling_tokens", "sampling_drafts")),
     Part("training-qlora", "bench.gpu.training:qlora", 300, _TRAINING),
     Part("training-distill", "bench.gpu.training:distill", 240, _TRAINING),
     *map(_kernels, ("losses_distillation", "losses_cross_entropy")),
@@ -78,6 +76,8 @@ _PARTS = (
     Part("vllm-1b", "bench.gpu.peers:vllm", 300, _PEERS, ("vllm",), {"shape": "1B"}),
     Part("peft-qlora", "bench.gpu.training:peft", 300, ("bench/models.py", "bench/train", "bench/gpu/training.py"),
          ("transformers", "peft", "bitsandbytes")),
+    *map(_kernels, ("quantized_int8", "quantized_fp8", "quantized_backward", "prefill_paged", "decode_8bit",
+                    "flash_backward", "fused", "sampling_routing")),
 )
 # fmt: on
 PARTS = {part.name: part for part in _PARTS}

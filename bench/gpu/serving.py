@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from bench.common import DEVICE, DTYPE
-from bench.gpu.engine import STEP_TOKENS, Sized, engine_of, sized_model, sizes_of
+from bench.gpu.engine import STEP_TOKENS, Sized, engine_of, sized_model
 from bench.gpu.figures import ROOFLINE, Figure, Goal
 from bench.gpu.task import Task
 from bench.models import LLAMA_1B, TINY, shaped
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from serve import SamplingParams
 from serve.engine.batch_state import synchronize
-from serve.engine.engine import Engine
+from serve.engine.engine import Engine, PendingStep, Work
 from tests.serve.toys import toy_tokenizer
 
 LOAD = 0.6
@@ -57,10 +57,10 @@ def offline_name(shape: str) -> str:
 
 def offline(task: Task, shape: str) -> Iterator[Figure]:
     """New tokens a second, all requests there at once; the limit is the sum of the floors of all steps."""
-    sized, mix = sized_model(sizes_of(task, shape)), mix_of(task)
+    sized, mix = sized_model(task, shape), mix_of(task)
     engine = mixed_engine(sized, mix)
-    run_all(engine, mix)  # loads kernels and captures steps
-    floors = watch_floors(engine, sized, task)
+    with watched_floors(engine, sized) as floors:
+        run_all(engine, mix)  # loads kernels and captures steps, too; the next run makes the same steps
     seconds, tokens = run_all(engine, mix)
     goals = (Goal("vllm", 1.0), Goal("transformers", 3.0), Goal(ROOFLINE, 0.7))
     roofline = tokens / sum(floors) if floors else None
@@ -91,20 +91,22 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def watch_floors(engine: Engine, sized: Sized, task: Task) -> list[float]:
-    """Seconds that each step takes at least, from here on; empty where the machine's rates are not known."""
+@contextmanager
+def watched_floors(engine: Engine, sized: Sized) -> Iterator[list[float]]:
+    """Seconds that each step within takes at least; none where the machine's rates are not known."""
     floors: list[float] = []
     launch = engine.launch_pass
 
-    def watched(work):  # type: ignore[no-untyped-def]
+    def watched(work: list[Work]) -> PendingStep:
         tokens = sum(item.chunk.num_tokens for item in work)
         visible = sum(item.chunk.num_tokens * (item.chunk.start + item.chunk.num_tokens // 2) for item in work)
-        floor_s = sized.floor_s(task, tokens, sum(item.samples for item in work), visible)
+        floor_s = sized.floor_s(tokens, sum(item.samples for item in work), visible)
         floors.extend([] if floor_s is None else [floor_s])
         return launch(work)
 
     engine.launch_pass = watched  # type: ignore[method-assign]
-    return floors
+    yield floors
+    engine.launch_pass = launch  # type: ignore[method-assign]
 
 
 @dataclass
@@ -117,7 +119,7 @@ class Heard:
 
 def under_load(task: Task, shape: str) -> Iterator[Figure]:
     """Requests arrive at random, at a part of the rate that the engine reaches: how long they wait for tokens."""
-    sized, mix = sized_model(sizes_of(task, shape)), mix_of(task)
+    sized, mix = sized_model(task, shape), mix_of(task)
     engine = mixed_engine(sized, mix)
     run_all(engine, mix)
     seconds, _ = run_all(engine, mix)

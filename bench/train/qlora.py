@@ -26,9 +26,9 @@ from bench.common import DEVICE, DTYPE, gpu_peak_bytes
 from bench.models import LLAMA_8B, shaped
 from bench.train.sides import Benchmark, Case, Load, Recorder, Side, train_ours, train_plainly
 from compress.lora import inject
-from compress.quantize.round_to_nearest import quantize_folder
+from compress.quantize.round_to_nearest import quantize_model
 from model.cost import Setup
-from model.files.checkpoint import load_config, load_model
+from model.files.checkpoint import load_config, load_model, save_model
 from model.formats.bitsandbytes import NF4
 from model.lora_config import LoraConfig
 from model.quantized import quantized_layers
@@ -123,7 +123,9 @@ def prepare_inputs(scratch: Path, *, tiny: bool) -> Case:
     length, steps = (64, 4) if tiny else (512, 4) if DEVICE == "cpu" else (2048, 12)
     case = Case(scratch, length, sequences=2, steps=steps, warm_up=1)
     shape = None if DEVICE == "cpu" and not tiny else shaped(SMALL if tiny else LLAMA_8B)
-    quantize_folder(case.prepare("dense", shape), scratch / "nf4", NF4())
+    # On the device: a GPU rounds in seconds what takes a CPU minutes.
+    dense = load_model(case.prepare("dense", shape), dtype="auto", device=DEVICE)
+    save_model(quantize_model(dense, NF4()), scratch / "nf4")
     return case
 
 

@@ -92,7 +92,10 @@ def test_what_is_done_is_skipped_until_something_changes(measure: Measure, tmp_p
     assert len(runs.read_text()) == 1 and Task(str(tmp_path), False, 1.0).measured("steady") == {"speed": 30.0}
     measure(part("steady"), again=True)
     assert len(runs.read_text()) == 2
-    measure(replace(part("steady"), sources=("tests/bench/gpu_parts.py", "bench/common.py")))
+    other = replace(part("steady"), sources=("tests/bench/gpu_parts.py", "bench/common.py"))
+    late = measure(other, minutes=0.1)
+    assert late["parts"]["steady"]["figures"] and not late["table"], "kept until it is measured anew, but not shown"
+    measure(other)
     assert len(runs.read_text()) == 3
     measure(part("steady"), machine={**MACHINE, "packages": {"torch": "2.12.0", "triton": "3.6.0"}})
     assert len(runs.read_text()) == 4

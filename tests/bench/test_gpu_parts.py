@@ -113,14 +113,14 @@ def test_a_step_is_bound_by_bytes_or_by_operations(task: Task) -> None:
     model = random_model(config, DTYPE, torch.device(DEVICE))
     weights = sum(parameter.numel() for parameter in model.parameters()) - model.model.embed_tokens.weight.numel()
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
-    sized, size = Sized(model), DTYPE.itemsize
+    sized, size = Sized(model, task.measured("peaks")), DTYPE.itemsize
     # Three sequences behind 50 tokens each: all weights, and two vectors a token, head and layer.
     keys = 4 * 2 * 2 * 16 * 150
-    assert sized.floor_s(task, 3, 3, 150) == pytest.approx(size * (weights + keys) / 2e9)
+    assert sized.floor_s(3, 3, 150) == pytest.approx(size * (weights + keys) / 2e9)
     # A prompt of 4,000: two operations a weight and token, scores and their sums, and one row of the head.
     operations = 2 * 4000 * (matrices - 512 * 64) + 2 * 512 * 64 + 2 * 2 * 4 * 64 * 4000 * 2000
-    assert sized.floor_s(task, 4000, 1, 4000 * 2000) == pytest.approx(operations / 0.5e12)
-    assert sized.floor_s(Task("/nowhere", True, 1.0), 3, 3, 150) is None
+    assert sized.floor_s(4000, 1, 4000 * 2000) == pytest.approx(operations / 0.5e12)
+    assert Sized(random_model(config, DTYPE, torch.device(DEVICE)), {}).floor_s(3, 3, 150) is None
 
 
 def test_decoding_is_counted_step_by_step(task: Task) -> None:
