@@ -103,7 +103,7 @@ def compile_instead_of_launching(capability: int) -> dict[str, CompiledKernel]:
         "compute_capability": lambda device: divmod(capability, 10),
     }
     for name, module in list(sys.modules.items()):
-        for function in vars(module).keys() & answers.keys() if name.startswith("kernels.") else ():
+        for function in vars(module).keys() & answers.keys() if name.startswith(("kernels.", "model.")) else ():
             setattr(module, function, answers[function])
     return compiled
 

@@ -432,20 +432,12 @@ def _launch(
         EVICT="evict_first" if tiles.rows <= 32 else "", num_warps=tiles.warps,
         num_stages=1 + tiles.ahead * loads_in_a_row, **shape,
     )  # fmt: skip
-    merged = _ROWS_PER_MERGE
-    most_tasks = work.merges.shape[1] * num_kv_heads * (tiles.rows // merged)
-    if most_tasks:
-        _merge_kernel[(min(most_tasks, programs * 16),)](
-            partial,
-            partial_l,
-            work.merges,
-            work.firsts,
-            out,
-            work.merges.shape[1],
-            plan.kv_lengths.shape[0],
-            MERGED=merged,
-            **shape,
-        )
+    # Also where nothing can be split: no context is the first to need a merge, which would have to be compiled then.
+    most_tasks = max(work.merges.shape[1] * num_kv_heads * (tiles.rows // _ROWS_PER_MERGE), 1)
+    _merge_kernel[(min(most_tasks, programs * 16),)](
+        partial, partial_l, work.merges, work.firsts, out, work.merges.shape[1], plan.kv_lengths.shape[0],
+        MERGED=_ROWS_PER_MERGE, **shape,
+    )  # fmt: skip
     return out
 
 

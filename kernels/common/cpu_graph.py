@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _ALIGNMENT = 64
 _NO_ROOM = "there is no room for what a product or an attention works with"
 _aten = torch.ops.aten
-_UNFILLED = {
+UNFILLED = {
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default),
 }
@@ -144,7 +144,7 @@ class CpuGraph(TorchDispatchMode):
             kept = [self._memory.lend(tensor) for tensor in _tensors(result)]
             if not all(is_new):
                 raise CaptureError(f"{func} returns new tensors beside views")
-            if func not in _UNFILLED:
+            if func not in UNFILLED:
                 for tensor, value in zip(kept, _tensors(result), strict=True):
                     tensor.copy_(value)
                 self._keep(func, args, kwargs, kept)

@@ -6,7 +6,8 @@ has graphs of its own for passes (`kernels.common.cpu_graph`), and nothing is ca
 """
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +63,7 @@ class Graphs:
         self.num_failures = 0
         self.has_prepared = False
         """Whether the latest run did more than later ones of its kind will do."""
+        self._are_off = False
 
     @property
     def num_captured(self) -> int:
@@ -73,6 +75,8 @@ class Graphs:
         The first time loads kernels and fills what is computed once, which no capture may do.
         """
         self.has_prepared = self._captured.get(key) is None
+        if self._are_off:
+            return run()
         if key not in self._captured:
             self._captured[key] = None
             return run()
@@ -82,6 +86,15 @@ class Graphs:
         graph, outputs = captured
         graph.replay()
         return outputs
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within, whatever runs is launched kernel by kernel and does not count."""
+        self._are_off = True
+        try:
+            yield
+        finally:
+            self._are_off = False
 
     def forget(self) -> None:
         """Whoever moves what graphs read calls this."""

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,7 +38,6 @@ from serve.messages import (
     decode_to_engine,
     frame,
 )
-from serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
@@ -149,6 +148,7 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
     """A warm engine and its description. ValueError or OSError when the options or the files are wrong."""
     from serve.engine.engine import Engine
     from serve.engine.kv_cache import PAGE_SIZE
+    from serve.engine.warm_up import warm_up
 
     began = time.monotonic()
     engine = Engine(config)
@@ -167,49 +167,6 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
         load_s=time.monotonic() - began,
         stats=engine.stats(),
     )
-
-
-def warm_up(engine: "Engine") -> None:
-    """Allocate, compile and capture what is so at first use, before the first client waits.
-
-    On a CPU one short request does that. On a GPU kernels come in variants, by how many tokens a step has, by what
-    requests ask of sampling and by who drafts; each is met once, and plain decoding is captured.
-    """
-    from serve.engine.graphs import captured_sizes
-
-    length = min(8, engine.max_model_len // 2)
-    _serve(engine, length, {"temperature": 0.0}, length)
-    if engine.uniform_steps is None:
-        return
-    for prompt, options in _variants(engine):
-        log.info("compiling: %d tokens, %s", prompt, options or "as they come")
-        _serve(engine, prompt, options, length)
-    sizes = captured_sizes(engine.config.max_num_seqs)
-    for number, size in enumerate(sizes, 1):
-        log.info("capturing CUDA graph %d of %d: %d sequences", number, len(sizes), size)
-        engine.uniform_steps.prepare(size)
-
-
-def _variants(engine: "Engine") -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lengths of a prompt, and what is asked of sampling, that meet kernels of their own."""
-    length, most = 1, min(engine.config.max_num_batched_tokens, engine.max_model_len - 8)
-    while length < 2 * most:  # tiles, and the choice between products, follow the number of tokens
-        yield min(length, most), {"temperature": 0.0}
-        length *= 2
-    penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "logit_bias": {0: 1.0}, "min_tokens": 2}
-    yield 8, {"top_k": 8, "top_p": 0.9, "min_p": 0.01}
-    yield 8, {"n": 2, "seed": 1, **penalties}
-    yield 8, {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1}
-
-
-def _serve(engine: "Engine", prompt: int, options: dict[str, Any], max_tokens: int) -> None:
-    n = min(options.get("n", 1), engine.config.max_num_seqs)
-    params = SamplingParams(**{**options, "n": n}, max_tokens=max_tokens, ignore_eos=True)
-    engine.add_request("warm-up", [0] * prompt, params)
-    while engine.has_work():
-        for output in engine.step():
-            if output.error is not None:
-                raise ValueError(f"{engine.config.model} cannot be served: {output.error}")
 
 
 def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:

@@ -14,7 +14,7 @@ from serve.engine import engine as engine_module
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
 from serve.engine.graphs import captured_sizes
-from serve.engine.process import warm_up
+from serve.engine.warm_up import warm_up
 from serve.sampling_params import SamplingParams
 from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, counted, recorded_graphs
 from tests.serve.test_routed import routed_model

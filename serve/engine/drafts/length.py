@@ -79,6 +79,11 @@ class PassCosts:
         self._slope = 0.0
         """Seconds of a row, from the fewest rows measured to the most."""
 
+    def forget(self) -> None:
+        """Begin anew: what was recorded is not what passes cost."""
+        self._samples.clear()
+        self._rows, self._seconds, self._slope = [], [], 0.0
+
     def record(self, num_rows: int, seconds: float) -> None:
         rows = _bucket(num_rows)
         self._samples.setdefault(rows, deque(maxlen=SAMPLES)).append(seconds)

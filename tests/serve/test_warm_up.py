@@ -1,0 +1,43 @@
+"""Before the first client waits, everything is compiled that any client may need."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from serve.engine import engine as engine_module
+from serve.engine.warm_up import warm_up
+from tests.serve.recorded_graphs import recorded_graphs
+from tests.serve.toys import generate, greedy, greedy_oracle, make_engine, random_prompts
+from tests.tiny import tiny_model
+
+KINDS = 15
+
+
+def test_no_request_of_a_day_compiles_a_kernel() -> None:
+    """Batches of 1 to 48, prompts up to the longest, all that sampling can be asked for, preemption, on all engines."""
+    command = [sys.executable, "-m", "tests.serve.serving_day"]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == KINDS and all(num_warmed >= 30 for num_warmed, _ in found.values())
+    assert {kind: late for kind, (_, late) in found.items() if late} == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_model_len": 2}, {"max_num_batched_tokens": 8}, {"num_pages": 2, "max_model_len": 20}], ids=str
+)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_it_fits_every_engine_and_leaves_no_trace(options: dict, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "graphs_on", lambda device: recorded_graphs())
+    model = tiny_model(seed=3)
+    engine = make_engine(model, tiny_model(seed=4, num_layers=1) if drafts else None, **options)
+    warm_up(engine)
+    assert engine.cache.num_used == 0 and engine.stats().prefix_cache_hits == 0
+    if drafts:
+        assert not engine.draft_length.target_costs.has_measured(1)
+    num_tokens = min(9, engine.max_model_len - 1)
+    prompts = [prompt[: engine.max_model_len - num_tokens] for prompt in random_prompts(4, seed=2, low=2, high=7)]
+    assert generate(engine, prompts, greedy(num_tokens)) == [greedy_oracle(model, p, num_tokens) for p in prompts]
