@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from bench.common import DEVICE, DTYPE
 from bench.gpu.checks import COPY, PRODUCT
-from bench.gpu.figures import ROOFLINE, Figure, Goal
-from bench.gpu.task import Task
+from bench.gpu.figures import ITSELF, ROOFLINE, Figure, Goal
+from bench.gpu.task import Skipped, Task
 from bench.models import LLAMA_1B, LLAMA_8B, TINY, random_model, shaped
+from bench.serve.decode_trace import find_gaps, kernel_times
 from compress.quantize.round_to_nearest import quantize_model
 from kernels.common.cuda_graph import graphs_on
 from model.cost import flops_per_token, kv_bytes_per_token, weight_bytes
@@ -141,25 +143,29 @@ class Decoded:
         return self.tokens / self.seconds
 
 
-def decode_rounds(engine: Engine, batch: int, prompt: int, steps: int) -> list[Decoded]:
-    """So many sequences behind random prompts, once all decode; greedy."""
+@contextmanager
+def decoding(engine: Engine, batch: int, prompt: int) -> Iterator[None]:
+    """So many sequences behind random prompts, all of which decode, greedily, and have done so for some steps."""
     chosen = random.Random(0)
-    length = engine.max_model_len - prompt
-    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=engine.max_model_len - prompt, ignore_eos=True)
     names = [str(number) for number in range(batch)]
     for name in names:
         engine.add_request(name, chosen.choices(range(2, engine.vocab_size), k=prompt), params)
-    decoding: set[str] = set()
-    while len(decoding) < batch:
-        decoding |= {output.request_id for output in checked_step(engine)}
+    begun: set[str] = set()
+    while len(begun) < batch:
+        begun |= {output.request_id for output in checked_step(engine)}
     for _ in range(WARM_STEPS):
         checked_step(engine)
-    rounds = [timed_steps(engine, steps) for _ in range(ROUNDS)]
+    yield
     for name in names:
         engine.abort(name)
     while engine.has_work():
         engine.step()
-    return rounds
+
+
+def decode_rounds(engine: Engine, batch: int, prompt: int, steps: int) -> list[Decoded]:
+    with decoding(engine, batch, prompt):
+        return [timed_steps(engine, steps) for _ in range(ROUNDS)]
 
 
 def timed_steps(engine: Engine, steps: int) -> Decoded:
@@ -219,6 +225,22 @@ def decode_goals(shape: str, weights: str, batch: int) -> tuple[Goal, ...]:
     if shape == "1B":
         return Goal("vllm", 1.5), Goal("transformers", 5.0)
     return Goal("vllm", 1.1), Goal(ROOFLINE, 0.8 if weights == BF16 else 0.6)
+
+
+def idle(task: Task, shape: str) -> Iterator[Figure]:
+    """How long the GPU waits between two kernels while it decodes; the profiler slows the host down a little."""
+    if DEVICE != "cuda":
+        raise Skipped("needs a GPU: on a CPU no kernel runs beside the host")
+    sizes, sized = sizes_of(task, shape), sized_model(task, shape)
+    for batch in sizes.graphless:
+        engine = engine_of(sized.model, tokens=room(batch, sizes), batch=batch)
+        with decoding(engine, batch, sizes.prompt), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            timed_steps(engine, sizes.steps)
+        kernels = kernel_times(profiler)
+        share = sum(find_gaps(kernels)) / (max(end for _, end in kernels) - min(begin for begin, _ in kernels))
+        goal, name = 2.0 if shape == "8B" else 5.0, f"GPU idle while it decodes {shape} bf16, batch {batch}"
+        yield Figure(name, "%", 100 * share, goals=(Goal(ITSELF, goal),), less_is_better=True)
+        del engine
 
 
 def prefill(task: Task, shape: str, weights: str) -> Iterator[Figure]:

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 ROOFLINE, ITSELF = "roofline", ""
+LEAST = 1e-9
+"""In place of nothing at all, where less is better."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Figure:
     references: dict[str, float] = field(default_factory=dict)
     """What goals name beside peers, such as our own kernel with less to do."""
     note: str = ""
+    part: str = ""
+    """That has found it; the hour fills this in."""
 
     def to_plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,7 +66,7 @@ class Figure:
         goal = self.goal()
         if self.ours is None or not goal:
             return None
-        return goal / self.ours if self.less_is_better and self.ours else self.ours / goal
+        return goal / (self.ours or LEAST) if self.less_is_better else self.ours / goal
 
 
 def join(figures: Iterable[Figure]) -> list[Figure]:
@@ -78,22 +82,22 @@ def table_of(figures: Iterable[Figure]) -> list[dict[str, Any]]:
     rows = []
     for figure in join(figures):
         peer, ratio = figure.best_peer(), figure.ratio()
-        row = {"figure": figure.name, "unit": figure.unit, "ours": figure.ours, "goal": figure.goal()}
-        row |= {"best_peer": peer and peer[0], "peer": peer and peer[1], "roofline": figure.roofline, "ratio": ratio}
-        rows.append({**row, "less_is_better": figure.less_is_better, "note": figure.note})
+        row: dict[str, Any] = {name: getattr(figure, name) for name in ("part", "name", "unit", "ours")}
+        row |= {"best_peer": peer and peer[0], "peer": peer and peer[1], "goal": figure.goal(), "ratio": ratio}
+        rows.append(row | {name: getattr(figure, name) for name in ("roofline", "less_is_better", "note")})
     return sorted(rows, key=lambda row: (row["ratio"] is None, row["ratio"] or 0.0))
 
 
 def lines_of(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """The table as text; `<` marks what misses its goal."""
-    yield f"{'':54} {'ours':>9} {'best peer':>22} {'goal':>9} {'roofline':>9} {'ratio':>6}"
+    yield f"{'part':22} {'figure':54} {'ours':>9} {'best peer':>22} {'goal':>9} {'roofline':>9} {'ratio':>6}"
     for row in rows:
         peer = "" if row["best_peer"] is None else f"{row['best_peer']} {short(row['peer'])}"
         numbers = [short(row[name]) for name in ("goal", "roofline")]
         ratio, mark = ("", "") if row["ratio"] is None else (f"{row['ratio']:.2f}", " <" * (row["ratio"] < 1))
-        name = f"{row['figure']}, {row['unit']}"
+        name = f"{row['name']}, {row['unit']}"
         cells = f"{short(row['ours']):>9} {peer:>22} {numbers[0]:>9} {numbers[1]:>9} {ratio:>6}{mark}"
-        yield f"{name:54} {cells}" + (f"  ({row['note']})" if row["note"] else "")
+        yield f"{row['part']:22} {name:54} {cells}" + (f"  ({row['note']})" if row["note"] else "")
 
 
 def short(number: float | None) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -105,7 +105,7 @@ class Hour:
     def _figures(self) -> Iterator[Figure]:
         for part in PARTS.values():
             for plain in self.records[part.name]["figures"] if self._is_current(part) else ():
-                yield Figure.from_plain(plain)
+                yield replace(Figure.from_plain(plain), part=part.name)
 
     def _summary(self, parts: Iterable[Part]) -> Iterator[str]:
         yield from lines_of(table_of(self._figures()))

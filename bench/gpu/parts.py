@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _KERNELS = ("kernels", "bench/kernels", "bench/gpu/kernels.py")
-_ENGINE = ("kernels", "model", "serve", "bench/models.py", "bench/gpu/engine.py")
+_ENGINE = ("kernels", "model", "serve", "bench/models.py", "bench/gpu/engine.py", "bench/serve/decode_trace.py")
 _SERVING = (*_ENGINE, "bench/gpu/serving.py")
 _PEERS = ("bench/models.py", "bench/gpu/peers.py")
 _TRAINING = ("kernels", "model", "compress", "train", "bench/models.py", "bench/train", "bench/gpu/training.py")
@@ -58,6 +58,8 @@ _PARTS = (
     _engine("decode-1b", "decode", 150, shape="1B", weights="bf16"),
     _engine("prefill-8b", "prefill", 120, shape="8B", weights="bf16"),
     _engine("prefill-1b", "prefill", 120, shape="1B", weights="bf16"),
+    _engine("idle-8b", "idle", 90, shape="8B"),
+    _engine("idle-1b", "idle", 90, shape="1B"),
     Part("speculation", "bench.gpu.speculation:speculate", 240, (*_ENGINE, "bench/gpu/speculation.py")),
     *map(_kernels, ("quantized_nf4", "quantized_int4", "quantized_fused", "decode", "flash_forward",
                     "flash_forward_backward", "verify", "sampling_tokens", "sampling_drafts")),

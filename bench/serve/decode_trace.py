@@ -30,6 +30,12 @@ def find_gaps(kernels: Iterable[tuple[float, float]]) -> list[float]:
     return [begin - end for (begin, _), end in zip(ordered[1:], busy_until, strict=False) if begin > end]
 
 
+def kernel_times(profiler: profile) -> list[tuple[float, float]]:
+    """Begin and end of all that ran on the GPU, in microseconds."""
+    events = profiler.events() or []
+    return [(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+
+
 def trace(llm: LLM, batch: int, steps: int, path: str | None) -> None:
     engine, random_ = llm.engine, random.Random(0)
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8 * steps + 64, ignore_eos=True)
@@ -49,8 +55,7 @@ def trace(llm: LLM, batch: int, steps: int, path: str | None) -> None:
 
 
 def report(profiler: profile, steps: int) -> None:
-    events = profiler.events() or []
-    kernels = [(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+    events, kernels = profiler.events() or [], kernel_times(profiler)
     gaps = find_gaps(kernels)
     span = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
     print(f"{steps} steps, {len(kernels) / steps:.0f} kernels and {span / steps:.0f} us each")
