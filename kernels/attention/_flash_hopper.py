@@ -5,7 +5,7 @@ each, consume them. While the products of one run on the tensor cores, the other
 issue products. Within a warpgroup, the softmax of tile i runs while the product of tile i − 1 with its values does:
 
     turn i:  issue S_i = Q K_iᵀ,  issue O += P_(i−1) V_(i−1),  pass the turn on
-             wait for S_i, give K_i back, P_i = softmax of S_i, wait for O, give V_(i−1) back, rescale O
+             wait for S_i, give K_i back, P_i = softmax of S_i, wait for V_i and O, give V_(i−1) back, rescale O
 
 Source: FlashAttention-3, https://arxiv.org/abs/2407.08608. Formulas and legend: kernels/attention/flash.py.
 
@@ -120,17 +120,19 @@ def _turns(
     b_p, b_out, b_max, b_sum = state
     for tile in range(begin, end):
         stage, parity = stage_of(tile, STAGES)
-        before, parity_before = stage_of(tile - 1, STAGES)
+        before, _parity = stage_of(tile - 1, STAGES)
         mbarrier.wait(k_full.index(stage), parity)
         mbarrier.wait(mine, turn_parity(tile))
         k_tile = k_smem.index(stage).permute((1, 0))
         b_scores = warpgroup_mma(q_smem.index(CONSUMER), k_tile, b_zero, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), parity_before)
         b_out = warpgroup_mma(b_p, v_smem.index(before), b_out, is_async=True)
         mbarrier.arrive(other, count=1)
         b_scores = warpgroup_mma_wait(1, deps=[b_scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         b_new_p, b_decay, b_max, b_sum = _softmax(b_scores, b_max, b_sum, o_last, tile * KEYS, scale_log2, MASKED)
+        # Here and not where they are needed: the assembler moves exponentials behind the wait for products, but not
+        # behind one for a barrier.
+        mbarrier.wait(v_full.index(stage), parity)
         b_out = warpgroup_mma_wait(0, deps=[b_out])
         mbarrier.arrive(v_empty.index(before), count=1)
         b_out = b_out * gl.convert_layout(b_decay, gl.SliceLayout(1, b_out.type.layout))[:, None]
@@ -176,13 +178,13 @@ def _consume(
     mbarrier.arrive(k_empty.index(0), count=1)
     b_p, _, b_max, b_sum = _softmax(b_scores, b_max, b_sum, o_last, 0, scale_log2, True)
     b_p = gl.convert_layout(b_p.to(v_smem.dtype), gl.DotOperandLayout(0, out_layout, 2))
+    mbarrier.wait(v_full.index(0), 0)
     full = full_tiles(row, s_q, s_k, num_tiles, CAUSAL, KEYS)
     state = b_p, b_out, b_max, b_sum
     state = _turns(1, full, state, rings, turns, b_zero, o_last, scale_log2, CONSUMER, False, KEYS, STAGES)
     state = _turns(full, num_tiles, state, rings, turns, b_zero, o_last, scale_log2, CONSUMER, True, KEYS, STAGES)
     b_p, b_out, b_max, b_sum = state
-    last, parity = stage_of(num_tiles - 1, STAGES)
-    mbarrier.wait(v_full.index(last), parity)
+    last, _parity = stage_of(num_tiles - 1, STAGES)
     if num_tiles * KEYS > s_k:
         zero_past(v_smem.index(last), s_k - (num_tiles - 1) * KEYS, D, KEYS)
     b_out = warpgroup_mma(b_p, v_smem.index(last), b_out, is_async=True)

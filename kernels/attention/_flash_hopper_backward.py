@@ -121,6 +121,8 @@ def _consume(
         b_scores = warpgroup_mma_wait(1, deps=[b_scores])
         m_visible = o_key[:, None] <= (last_seen(o_query, s_q, s_k, CAUSAL) + gl.zeros_like(o_query))[None, :]
         b_p = gl.where(m_visible, gl.exp2(b_scores * (scale * _LOG2_E) - b_lse[None, :]), 0.0)
+        # Long over: it keeps the assembler from moving exponentials behind the wait for products.
+        mbarrier.wait(kv_full.index(CONSUMER), 0)
         b_grad_p = warpgroup_mma_wait(0, deps=[b_grad_p])
         b_p_operand = gl.convert_layout(b_p.to(g_smem.dtype), operand)
         b_grad_v = warpgroup_mma(b_p_operand, g_tile, b_grad_v, is_async=True)
