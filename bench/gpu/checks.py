@@ -12,7 +12,7 @@ import torch
 from bench.common import DEVICE, ROOT
 from bench.gpu.figures import ITSELF, Figure, Goal
 from bench.gpu.process import last_lines, run_limited
-from bench.gpu.task import NotDone, Task
+from bench.gpu.task import NotDone, Task, Unfinished
 from bench.kernels.timing import clock_of, measure_limits, side_stream
 
 FILE_S = 240.0
@@ -28,8 +28,10 @@ def gpu_tests(task: Task) -> Iterator[Figure]:
     """`pytest -m gpu`, each file of tests in a process of its own: an error of CUDA fails all that come behind it."""
     marker, files = ("not slow", [ROOT / "tests/model/test_mesh.py"]) if task.tiny else ("gpu", marked_files())
     ends, passed, total, failed = time.monotonic() + task.seconds - 10, 0, 0, []
-    for path in files:
-        found = run_file(path, marker, task.folder / "gpu", min(FILE_S, ends - time.monotonic()))
+    for number, path in enumerate(files):
+        if (left_s := ends - time.monotonic()) <= 0:
+            raise Unfinished(f"{len(files) - number} of {len(files)} files are left, from {path.name} on")
+        found = run_file(path, marker, task.folder / "gpu", min(FILE_S, left_s))
         passed, total = passed + found[0], total + found[1]
         failed += [path.name] if found[0] < found[1] else []
         yield Figure("tests passed", "tests", passed, goals=(Goal(ITSELF, total),))

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from bench.gpu.figures import Figure, lines_of, table_of
 from bench.gpu.parts import PARTS, Part
 from bench.gpu.process import Ended, last_lines, run_limited
-from bench.gpu.task import NotDone, Skipped, Task, need, part_file
+from bench.gpu.task import NotDone, Skipped, Task, Unfinished, need, part_file
 from pipeline.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,10 @@ class Hour:
         command = [sys.executable, "-m", "bench.gpu.worker", part.measure, str(path), json.dumps(asdict(task))]
         progress.show(part, 0.0, limit_s)
         ended = run_limited(command, log, limit_s, cwd=ROOT, tick=lambda passed: progress.show(part, passed, limit_s))
-        self._keep(part, ended_record(path, log, ended, limit_s))
+        record = ended_record(path, log, ended, limit_s)
+        if ended.code is None and limit_s < part.limit_s:
+            record |= {"status": Unfinished.status, "reason": f"the hour was over after {limit_s:.0f} s"}
+        self._keep(part, record)
         progress.end(part, self.records[part.name])
 
     def _keep(self, part: Part, record: Record) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 TICK_S = 1.0
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+"""Last lines are there even of what is killed, and nobody waits for a network that is not there."""
 TAIL_LINES, TAIL_CHARACTERS = 20, 3000
 
 
@@ -36,7 +38,7 @@ def run_limited(
         open(log, "wb") as output,
         subprocess.Popen(
             command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=die_with_parent, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True, preexec_fn=die_with_parent, env=os.environ | ENVIRONMENT,
         ) as process,
     ):  # fmt: skip
         try:

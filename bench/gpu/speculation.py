@@ -52,10 +52,13 @@ class Speculated:
 def speculate(task: Task) -> Iterator[Figure]:
     sizes = sizes_of(task, "8B")
     batches = sizes.batches[-1:] if task.tiny else (1, 64)
+    speeds: dict[int, tuple[float, float]] = {}  # of target and draft alone: not a matter of what layers add
     for added in ADDED:
         target, draft = pair(sizes, added)
         for batch in batches:
-            plain, alone = (plain_speed(model, batch, sizes) for model in (target, draft))
+            if batch not in speeds:
+                speeds[batch] = plain_speed(target, batch, sizes), plain_speed(draft, batch, sizes)
+            plain, alone = speeds[batch]
             found = speculated(target, draft, batch, sizes)
             bound = plain * found.gained / (found.drafted * plain / alone + 1)
             goals = (Goal(PLAIN, 0.98),) if batch > 1 or added == 1 else (Goal(ROOFLINE, 0.85), Goal(PLAIN, 0.98))

@@ -1,5 +1,6 @@
 """A GPU hour without a GPU: no part can end it, everything found is kept, what is done is not done again."""
 
+import io
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 from bench.gpu import hour
 from bench.gpu.__main__ import main
 from bench.gpu.figures import ITSELF, ROOFLINE, Figure, Goal, join, table_of
-from bench.gpu.hour import Hour
+from bench.gpu.hour import Hour, Progress
 from bench.gpu.parts import PARTS, Part, parts_named
 from bench.gpu.task import Task
 from tests.bench.gpu_parts import part
@@ -133,11 +134,34 @@ hour.Hour(Path({str(tmp_path)!r}), {MACHINE!r}, tiny=False, minutes=60).run(part
     assert len((tmp_path / "steady.runs").read_text()) == 1 and len((tmp_path / "hanging.runs").read_text()) == 2
 
 
-def test_it_stops_in_time(measure: Measure) -> None:
+def test_it_stops_in_time(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(part("steady"), minutes=0.1)
     assert not found["parts"] and not found["table"], "nothing that was not measured"
     found = measure(part("steady", limit_s=4), minutes=0.1)
     assert found["parts"]["steady"]["status"] == "done"
+    monkeypatch.setattr(hour, "LEAST_S", 0.0)
+    cut = measure(part("hanging"), minutes=0.03)["parts"]["hanging"]
+    assert cut["status"] == "unfinished" and "the hour was over" in cut["reason"] and cut["figures"]
+
+
+def test_progress_is_one_line_on_a_terminal_and_one_a_part_elsewhere() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    listed = [part("steady", limit_s=60), part("peer", limit_s=240)]
+    record = {"status": "done", "reason": "", "figures": [1, 2], "seconds": 21.0}
+    written = []
+    for stream in (Terminal(), io.StringIO()):
+        progress = Progress(0, listed, time.monotonic() + 3600, stream)
+        for passed in (0.0, 20.0):
+            progress.show(listed[0], passed, 60.0)
+        progress.end(listed[0], record)
+        written.append(stream.getvalue())
+    redrawn, plain = (text.rstrip("\n").split("\n") for text in written)
+    assert len(redrawn) == 1 and redrawn[0].count("\r") == 3
+    assert "steady, 20 of at most 60 s; everything at most 5 min more" in redrawn[0]
+    assert len(plain) == 2 and plain[1] == "[ 1/2] steady: done in 21 s, 2 figures"
 
 
 def test_the_table_joins_parts_and_begins_with_the_worst(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
