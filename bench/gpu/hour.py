@@ -51,7 +51,7 @@ class Hour:
         todo.sort(key=lambda part: self._status(part) in ("failed", "unfinished"))
         try:
             for number, part in enumerate(todo):
-                self._run_part(part, Progress(number, todo, self.ends, sys.stderr))
+                self._run_part(part, again, Progress(number, todo, self.ends, sys.stderr))
         except KeyboardInterrupt:
             print("\ninterrupted; the same command goes on", file=sys.stderr)
         self._write()
@@ -70,7 +70,7 @@ class Hour:
             return str(self.records[part.name]["status"])
         return "not measured since its sources changed" if part.name in self.records else "not measured"
 
-    def _run_part(self, part: Part, progress: "Progress") -> None:
+    def _run_part(self, part: Part, again: bool, progress: "Progress") -> None:
         limit_s = min(part.limit_s, self.ends - time.monotonic())
         if limit_s < LEAST_S and limit_s < part.limit_s:
             return
@@ -80,7 +80,7 @@ class Hour:
             self._keep(part, {"status": "skipped", "reason": str(reason), "figures": []})
             progress.end(part, self.records[part.name])
             return
-        task = Task(str(self.folder), self.tiny, limit_s, dict(part.options))
+        task = Task(str(self.folder), self.tiny, limit_s, again, dict(part.options))
         path, log = part_file(self.folder, part.name), self.folder / "gpu" / f"{part.name}.log"
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "bench.gpu.worker", part.measure, str(path), json.dumps(asdict(task))]

@@ -52,7 +52,7 @@ def beside_peers(task: Task, part: str) -> Iterator[Figure]:
 
     cases, path = PARTS[part].cases(tiny=task.tiny), task.folder / "kernels" / f"{part}.json"
     found: dict[str, Any] = {"cases": []}
-    for found in run_part(part, cases, path, tiny=task.tiny, seconds=task.seconds - MARGIN_S):
+    for found in run_part(part, cases, path, tiny=task.tiny, again=task.again, seconds=task.seconds - MARGIN_S):
         yield from figures_of(found)
     merge(task.folder, tiny=task.tiny)
     if wrong := [case["name"] for case in found["cases"] if not ours_right(case)]:

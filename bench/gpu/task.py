@@ -16,6 +16,8 @@ class Task:
     tiny: bool
     seconds: float
     """After which the part is killed."""
+    again: bool = False
+    """Measure what it has found in earlier runs anew."""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property

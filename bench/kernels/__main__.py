@@ -88,7 +88,7 @@ def run_part(
     name: str, cases: Sequence[Any], path: Path, *, tiny: bool, only: str = "", again: bool = False,
     seconds: float = PART_S,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Run the cases that `path` does not hold yet, for at most so many seconds; yield what it holds after each."""
+    """Run the cases that `path` does not hold yet, for at most so many seconds; yield what it holds, first and then."""
     identity = identify(tiny=tiny)
     wanted = {case.shape.name: case for case in cases if only in case.shape.name}
     known = read_cases(path, identity)
@@ -96,6 +96,7 @@ def run_part(
     todo = [shape for shape in wanted if shape not in done]
     if wanted and not todo:
         print(f"{name}: already measured, see {path} (--again measures it anew)")
+    if done:
         yield json.loads(path.read_text())
     if not todo:
         return

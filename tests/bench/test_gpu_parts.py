@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from bench.gpu.parts import PARTS
 from bench.gpu.serving import Mix, mix_of, offline_name, percentile
 from bench.gpu.speculation import pair
 from bench.gpu.task import Skipped, Task, need
+from bench.kernels import cases as table
 from bench.models import random_model, shaped
 from model.attention import PackedAttention
 
@@ -146,6 +148,19 @@ def test_layers_that_add_nothing_leave_the_draft_right(task: Task) -> None:
                 for model, attention in zip(models, attended, strict=True)
             )
         assert torch.equal(target, draft) == is_same
+
+
+def test_shapes_are_measured_anew_only_when_asked_for(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    [fused] = [group for group in table.PARTS["fused"].groups if group.candidates is table.GATE]
+    monkeypatch.setitem(table.PARTS, "fused", table.Part("", fused))
+    seeds = []
+    for again in (False, False, True):
+        assert [one.name for one in kernels.beside_peers(replace(task, again=again), "fused")][
+            -1
+        ] == "fused, worst shape"
+        cases = json.loads((task.folder / "kernels" / "fused.json").read_text())["cases"]
+        seeds.append({case["seed"] for case in cases})
+    assert seeds[0] == seeds[1] and not seeds[1] & seeds[2]
 
 
 def measured(role: str, seconds: float, ours: float, **more: Any) -> dict[str, Any]:

@@ -152,6 +152,13 @@ def test_what_is_measured_is_not_measured_again(
     assert not set(seeds("--only", "swiglu 32x80")) & set(first)
 
 
+def test_a_part_that_goes_on_says_first_what_it_knows(tmp_path: Path) -> None:
+    cases, path = table.PARTS["fused"].cases(tiny=True), tmp_path / "fused.json"
+    assert [len(part["cases"]) for part in driver.run_part("fused", cases, path, tiny=True, only="swiglu")] == [1, 2]
+    assert len(next(driver.run_part("fused", cases, path, tiny=True))["cases"]) == 2
+    assert not list(driver.run_part("fused", cases, path, tiny=True, again=True, seconds=0.0)), "none of it is kept"
+
+
 def test_peers_that_are_wrong_absent_or_broken_are_listed_with_the_reason() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no kernel image\nand more")
