@@ -1,6 +1,6 @@
 """What the compilers make of every hot kernel, counted from machine code for an A100, an RTX 4090 and an H100.
 
-    python -m bench.machine_code        # writes bench/results/machine-code.json; two minutes, no GPU needed
+    python -m bench.machine_code        # writes bench/results/machine-code.json; some minutes, no GPU needed
     python -m bench.machine_code 90 --only paged
 
 Each kernel is compiled as it would be on that GPU and disassembled. For a round of its inner loop (all of it, where it

@@ -2,7 +2,9 @@
 
 Larger tiles read keys and values less often; the sums of a tile (O, or dK and dV) must stay in registers for that. The
 tables hold the largest tiles that fit the shared memory (227 KiB on Hopper, 163 KiB on an A100, 99 KiB on the smallest
-processors since Ampere) and whose inner loops spend at most 6 % of their instructions on spilled registers.
+processors since Ampere) and whose inner loops spend at most 6 % of their instructions on spilled registers. Without
+asynchronous products each warp reads the tile itself: four warps of 32 rows instead of eight of 16 halve what the
+shared memory of an A100 delivers, which took longer than its products (`python -m bench.machine_code 80`).
 """
 
 import importlib
@@ -57,8 +59,8 @@ _LARGE_TILES = {
     256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 _MIDDLE_TILES = {
-    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
+    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2)),
+    128: Tiles(Tile(128, 32, 4, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
     256: Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), adds_grad_q=False),
 }
 _SMALL_TILES = {

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.machine_code.measure import measure_cases
 from bench.machine_code.program import assemble
 from kernels.attention import _flash_tiles as cut
 from tests.native_compile import ptx_of
@@ -46,3 +47,10 @@ def test_inner_loops_spill_next_to_nothing(capability: int, group: str, tmp_path
             if any("MMA" in line for line in loop) or "float32" in group:
                 spills = sum(line.startswith(("STL", "LDL")) for line in loop)
                 assert spills <= MOST_SPILLS * len(loop), f"{name}: {spills} of {len(loop)}"
+
+
+@pytest.mark.slow
+def test_an_a100_multiplies_for_longer_than_anything_else_takes() -> None:
+    """Counted from machine code, by pipe: its shared memory, above all, keeps up with its tensor cores."""
+    for found in measure_cases(80, ["flash, d 64", "flash, d 128"]):
+        assert found.bound == "tensor" and found.misses() == []
