@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.attention.flash import flash_attention
 from kernels.attention.paged import PagedPlan, plan_paged_attention, renew_plan
 from kernels.attention.rotary_write import qk_norm_rope
-from kernels.attention.visible_slots import SlotPlan, plan_visible_slots, visible_slots
+from kernels.attention.visible_slots import SlotPlan, list_visible_slots, plan_visible_slots
 from model.config import ModelConfig
 from model.kv_format import KVFormat, KVPages, NormRope
 
@@ -54,7 +54,7 @@ class PackedAttention:
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PackedAttention":
         attention = copy.copy(self)
-        attention.cu_seqlens = _count_before(selected, self.cu_seqlens)
+        attention.cu_seqlens = _count_before(selected)[self.cu_seqlens.long()].int()
         return attention
 
 
@@ -87,15 +87,24 @@ class PagedBatch:
         cu_seqlens: Tensor,
         kv_lengths: Tensor,
         page_size: int,
+        listing: Tensor | None = None,
     ) -> "PagedBatch":
-        """A step of a model of this configuration."""
+        """A step of a model of this configuration.
+
+        listing [2, B] int32, where its attention is routed: `rows` and `first` of `plan_visible_slots`.
+        """
         routed = config.routed_attention
         windows = {window for layer, window in enumerate(config.windows) if layer not in routed}
         plans = {
             window: plan_paged_attention(block_tables, cu_seqlens, kv_lengths, page_size, window=window)
             for window in windows
         }
-        slot_plan = plan_visible_slots(block_tables, kv_lengths, page_size) if routed else None
+        slot_plan = None
+        if routed:
+            if listing is None:
+                raise ValueError("where attention is routed, a batch says whose lists of slots are whose")
+            lengths = {"block_tables": block_tables, "cu_seqlens": cu_seqlens, "kv_lengths": kv_lengths}
+            slot_plan = plan_visible_slots(slots, **lengths, rows=listing[0], first=listing[1], page_size=page_size)
         return cls(slots, block_tables, cu_seqlens, kv_lengths, plans, slot_plan)
 
     def renew(self, block_tables: Tensor, cu_seqlens: Tensor, kv_lengths: Tensor) -> None:
@@ -130,8 +139,12 @@ class PagedAttention:
             cu_seqlens=cu_seqlens,
             kv_lengths=lengths,
             page_size=_DOCUMENT_PAGE,
+            listing=torch.stack((torch.arange(len(pages), device=first.device), torch.zeros_like(first))).int(),
         )
-        cache = kv_format.allocate(config, int(pages.sum()), _DOCUMENT_PAGE, cu_seqlens.device)
+        rows, most = len(lengths), int(lengths.max())
+        cache = kv_format.allocate(
+            config, int(pages.sum()), _DOCUMENT_PAGE, cu_seqlens.device, num_rows=rows, most_tokens=most
+        )
         return cls(config, batch, cache)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
@@ -142,25 +155,26 @@ class PagedAttention:
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PagedAttention":
         """Notes who has a key at this layer. What is returned sees the pages as pages of one slot."""
-        batch, window = self.batch, self.windows[layer]
-        self.pages.present[layer][batch.slots] = selected
-        attention = copy.copy(self)
-        if batch.slot_plan is None or not len(index):  # nobody will ask
+        batch, window, slot_plan = self.batch, self.windows[layer], self.batch.slot_plan
+        if slot_plan is None:
+            raise ValueError(f"attention at layer {layer} is not routed")
+        attention, visible, before = copy.copy(self), self.pages.visible[layer], _count_before(selected)
+        kv_lengths = list_visible_slots(visible, before, slot_plan)
+        if not len(index):  # nobody will ask
             return attention
-        cu_seqlens = _count_before(selected, batch.cu_seqlens)
-        tables, kv_lengths = visible_slots(self.pages.present[layer], batch.slot_plan, cu_seqlens)
+        tables, cu_seqlens, rows = visible.lists, before[batch.cu_seqlens.long()].int(), slot_plan.rows
         attention.batch = PagedBatch(
             slots=F.pad(batch.slots, (0, 1), value=-1)[index],  # of empty places: none
             block_tables=tables,
             cu_seqlens=cu_seqlens,
             kv_lengths=kv_lengths,
-            plans={window: plan_paged_attention(tables, cu_seqlens, kv_lengths, 1, window=window)},
+            plans={window: plan_paged_attention(tables, cu_seqlens, kv_lengths, 1, window=window, rows=rows)},
             slot_plan=None,
         )
         attention.pages = replace(self.pages, layers={layer: self.pages.layers[layer].as_single_slots()})
         return attention
 
 
-def _count_before(selected: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Where each sequence starts among the selected tokens, `[B+1]` int32, from where it starts among all."""
-    return F.pad(selected.cumsum(0), (1, 0))[cu_seqlens.long()].int()
+def _count_before(selected: Tensor) -> Tensor:
+    """How many tokens before each one are selected, and how many of all, `[T+1]` int64."""
+    return F.pad(selected.cumsum(0), (1, 0))

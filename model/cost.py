@@ -118,6 +118,11 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return KV_FORMATS[dtype].bytes_per_token(config)
 
 
+def visible_list_bytes(config: ModelConfig, *, rows: int, tokens: int) -> int:
+    """Of the lists of slots that have a key, in layers whose attention is routed: for `rows` sequences of `tokens`."""
+    return len(config.routed_attention) * rows * tokens * torch.int32.itemsize
+
+
 def cached_sequences(config: ModelConfig, dtype: torch.dtype, *, cache_bytes: float, tokens: int) -> int:
     """Sequences of so many tokens whose keys and values fit."""
     return int(cache_bytes // (tokens * kv_bytes_per_token(config, dtype)))

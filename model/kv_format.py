@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.attention.paged import PagedPlan, paged_attention
 from kernels.attention.rotary_write import HeadNorms, rotate_and_write
+from kernels.attention.visible_slots import VisibleSlots
 from kernels.attention.write_pages import check_page_dtypes
 from model.config import ModelConfig
 
@@ -77,21 +78,20 @@ class LayerPages(NamedTuple):
         return LayerPages(*parts)._replace(fixed=self.fixed)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVPages:
     """The cache of a model."""
 
     layers: Sequence[LayerPages] | Mapping[int, LayerPages]
-    present: Mapping[int, Tensor]
-    """`[P * page_size + 1]` bool, by layer, for those whose attention is routed: which slots have a key there. The last
-    one is nobody's: what belongs to no sequence and has the slot -1 is noted there."""
+    visible: Mapping[int, VisibleSlots]
+    """By layer, for those whose attention is routed: which slots have a key there."""
     page_size: int
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that a page holds, each `[P, page_size, …]`."""
         layers = self.layers.values() if isinstance(self.layers, Mapping) else self.layers
         yield from (part for pages in layers for part in pages.parts())
-        yield from (slots[:-1].view(-1, self.page_size) for slots in self.present.values())
+        yield from (slots.counts[:-1].view(-1, self.page_size) for slots in self.visible.values())
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Copies pages in all layers; every source is read before any destination is written."""
@@ -114,16 +114,30 @@ class KVFormat(ABC):
         """Pages of one layer, of the shape `[P, page_size, Hkv, d]`."""
 
     def bytes_per_token(self, config: ModelConfig) -> int:
-        """Bytes of keys and values that one token holds in the cache, all layers together."""
-        return 2 * sum(config.kv_heads) * self.head_bytes(config.head_dim)
+        """Bytes that one token holds in the cache, all layers together: of keys, values, and who has some."""
+        counts = len(config.routed_attention) * torch.int32.itemsize
+        return 2 * sum(config.kv_heads) * self.head_bytes(config.head_dim) + counts
 
-    def allocate(self, config: ModelConfig, num_pages: int, page_size: int, device: torch.device) -> KVPages:
-        """An empty cache. ValueError where the device cannot convert to this format."""
+    def allocate(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        num_rows: int = 1,
+        most_tokens: int | None = None,
+    ) -> KVPages:
+        """An empty cache. ValueError where the device cannot convert to this format.
+
+        Where attention is routed, there are lists for `num_rows` sequences of at most `most_tokens`; None: of as many
+        as the pages hold.
+        """
         shapes = [(num_pages, page_size, heads, config.head_dim) for heads in config.kv_heads]
         layers = [self.new_layer(layer, shape, device) for layer, shape in enumerate(shapes)]
-        slots = num_pages * page_size + 1
-        present = {layer: torch.zeros(slots, dtype=torch.bool, device=device) for layer in config.routed_attention}
-        return KVPages(layers, present, page_size)
+        sizes = num_pages * page_size, num_rows, most_tokens or num_pages * page_size
+        visible = {layer: VisibleSlots.empty(*sizes, device) for layer in config.routed_attention}
+        return KVPages(layers, visible, page_size)
 
 
 class PlainKV(KVFormat):

@@ -46,6 +46,8 @@ class Pass(NamedTuple):
     kv_lengths: Tensor
     adapters: Tensor | None
     """[T] int32, each token's adapter; None when none has one, which spares the layers to look."""
+    listing: Tensor | None = None
+    """[2, B] int32; None where the model routes no token past attention."""
 
 
 class PassRunner:
@@ -104,7 +106,7 @@ def _is_small(step: Pass) -> bool:
 
 def _plan(model: PagedModel, pages: KVPages, step: Pass) -> PagedBatch:
     tables = {"block_tables": step.block_tables, "cu_seqlens": step.cu_seqlens, "kv_lengths": step.kv_lengths}
-    return PagedBatch.plan(model.config, step.slots, page_size=pages.page_size, **tables)
+    return PagedBatch.plan(model.config, step.slots, page_size=pages.page_size, listing=step.listing, **tables)
 
 
 def _run(model: PagedModel, pages: KVPages, step: Pass, batch: PagedBatch) -> Tensor:

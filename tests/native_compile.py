@@ -25,10 +25,10 @@ from triton.runtime.jit import JITFunction
 
 from kernels.adamw_8bit import Moments, adamw_8bit
 from kernels.attention.flash import flash_attention
-from kernels.attention.paged import paged_attention
+from kernels.attention.paged import paged_attention, plan_paged_attention
 from kernels.attention.rotary import apply_rotary, rope_frequencies, rotary_tables
 from kernels.attention.rotary_write import HeadNorms, rotate_and_write
-from kernels.attention.visible_slots import plan_visible_slots, visible_slots
+from kernels.attention.visible_slots import VisibleSlots, list_visible_slots, plan_visible_slots
 from kernels.attention.write_pages import write_pages
 from kernels.linear.lora import LoraWeights, lora_add
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
@@ -201,7 +201,7 @@ def losses(dtype: torch.dtype) -> None:
 
 
 def sampling(dtype: torch.dtype) -> None:
-    """From logits to tokens, verification of chains and trees, drafts from the text, routing."""
+    """From logits to tokens, verification of chains and trees, drafts from the text."""
     batch, n, vocabulary = 4, 5, 49_152
     zeros, ones = torch.zeros(batch, dtype=torch.int32), torch.ones(batch)
     stream = Stream(zeros.long(), zeros, zeros)
@@ -220,10 +220,22 @@ def sampling(dtype: torch.dtype) -> None:
         for parents in (None, tokens.int()):
             verify(p, draft_p, tokens, counts=zeros, lengths=zeros, stream=stream, parents=parents)
     find_ngrams(torch.zeros(batch, 500, dtype=torch.int64), zeros, 4)
+
+
+def routing(dtype: torch.dtype) -> None:
+    """Layers that only some tokens enter: who does, their rows, and attention over the slots that they have left."""
     index, _ = select_tokens(torch.zeros(TOKENS, dtype=torch.bool), 10)
-    tables = torch.zeros(2, PAGES, dtype=torch.int32)
-    plan = plan_visible_slots(tables, torch.ones(2, dtype=torch.int32), PAGE)
-    visible_slots(torch.zeros(PAGES * PAGE + 1, dtype=torch.bool), plan, torch.arange(3, dtype=torch.int32))
+    ints, tables = torch.arange(3, dtype=torch.int32), torch.zeros(2, PAGES, dtype=torch.int32)
+    steps = {"block_tables": tables, "cu_seqlens": ints, "kv_lengths": ints[1:], "rows": ints[:2], "first": ints[:2]}
+    plan = plan_visible_slots(torch.arange(2), **steps, page_size=PAGE)
+    visible = VisibleSlots.empty(PAGES * PAGE, 3, PAGES * PAGE, torch.device("cpu"))
+    lengths = list_visible_slots(visible, torch.arange(3), plan)
+    for q_heads, kv_heads, d in HEADS:
+        slots = torch.zeros(2, PAGES * PAGE, 1, kv_heads, d).to(dtype)
+        for tokens in (2, TOKENS):
+            q = rows(tokens, q_heads, d, dtype=dtype, differentiable=False)
+            attention = plan_paged_attention(visible.lists, ints, lengths, 1, rows=plan.rows)
+            paged_attention(q, *slots, visible.lists, ints, lengths, plan=attention)
     for size in (576, 4096):
         x = rows(TOKENS, size, dtype=dtype)
         for gate in (None, rows(10, dtype=torch.float32)):
@@ -287,6 +299,7 @@ GROUPS = {
     "flash": flash,
     "hopper": hopper,
     "paged": paged,
+    "routing": routing,
     "quantized": quantized,
     "products": products,
     "lora": lora,

@@ -12,6 +12,7 @@ d head dim, P pages in the pool; in a group g sequences of n queries and at most
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class _Group:
 
 class _Sequence(NamedTuple):
     row: int
-    """In block_tables and kv_lengths."""
+    """In block_tables."""
     start: int
     """Of its queries among all T."""
     queries: int
@@ -72,10 +73,11 @@ class GroupedPlan:
         page_size: int,
         window: int | None,
         batch_invariant: bool,
+        rows: Tensor | None = None,
     ) -> None:
         """In a batch-invariant plan everyone is attended alone."""
         self.page_size, self.window = page_size, window
-        self._batch_invariant = batch_invariant
+        self._batch_invariant, self._rows = batch_invariant, rows
         self._decode: DecodePlan | None = None
         self.renew(block_tables, cu_seqlens_q, kv_lengths)
 
@@ -86,14 +88,15 @@ class GroupedPlan:
             self.__dict__.pop(of_before, None)
         self.tables, window = block_tables.numpy(), self.window
         bounds = cu_seqlens_q.tolist()
+        rows = range(len(bounds) - 1) if self._rows is None else self._rows.tolist()
         self._short: list[_Sequence] = []
         self._many: list[_Sequence] = []
-        for row, length in enumerate(kv_lengths.tolist()):
-            queries = bounds[row + 1] - bounds[row]
+        for (start, stop), row, length in zip(pairwise(bounds), rows, kv_lengths.tolist(), strict=True):
+            queries = stop - start
             first_key = 0 if window is None else max(0, length - queries - window + 1)
             if queries:
                 sequences = self._short if queries <= min(length, MOST_QUERIES_TO_GROUP) else self._many
-                sequences.append(_Sequence(row, bounds[row], queries, first_key, length))
+                sequences.append(_Sequence(row, start, queries, first_key, length))
         if self._decode is not None and self._short:
             self._decode.renew(np.array(self._short), self.tables)
 
@@ -133,11 +136,15 @@ def _similar(sequences: list[_Sequence]) -> Iterator[list[_Sequence]]:
             and sequence.keys >= _SHORTEST_TO_LONGEST * group[0].keys
             and (len(group) + 1) * group[0].keys <= _KEYS_PER_GROUP
         ):
-            yield sorted(group)
+            yield sorted(group, key=_start)
             group = []
         group.append(sequence)
     if group:
-        yield sorted(group)
+        yield sorted(group, key=_start)
+
+
+def _start(sequence: _Sequence) -> int:
+    return sequence.start
 
 
 # Plans are worked out in NumPy, whose calls cost a fraction of torch's on arrays this small. Routed layers (mixture of

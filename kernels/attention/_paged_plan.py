@@ -110,8 +110,8 @@ class Work:
     """[4, B+2] int32: of each sequence the first item, partial result and merge, with the totals at B+1; its splits,
     with the length of a split at B+1."""
     items: Tensor
-    """[8, most items] int32: sequence, first query, queries, first row, first key, end of the keys, length, partial
-    result (−1: the output itself). Keys and rows are positions in the sequence."""
+    """[8, most items] int32: row of the block tables, first query, queries, first row, first key, end of the keys,
+    length, partial result (−1: the output itself). Keys and rows are positions in the sequence."""
     merges: Tensor
     """[6, most merges] int32: first query, queries, first row, first partial result, distance to the next, splits."""
     num_partials: int
@@ -130,6 +130,8 @@ class ListedPlan:
     batch_invariant: bool
     tiles: Tiles | None
     """None: chosen by `choose_tiles`."""
+    rows: Tensor | None = None
+    """[B] int32: each sequence's row of the block tables; None: its own number."""
     _listed: dict[Hashable, Work] = field(default_factory=dict)
 
     def work_for(self, q: Tensor, k_pages: Tensor) -> Work:
@@ -161,7 +163,8 @@ def list_work(plan: ListedPlan, tiles: Tiles, q: Tensor, num_kv_heads: int) -> W
     )  # fmt: skip
     block = 128
     _list_kernel[(triton.cdiv(work.items.shape[1], block),)](
-        plan.cu_seqlens_q, plan.kv_lengths, work.firsts, work.items, work.merges, num_sequences, num_tokens, window,
+        plan.cu_seqlens_q, plan.kv_lengths, plan.rows, work.firsts, work.items, work.merges, num_sequences, num_tokens,
+        window,
         work.items.shape[1], work.merges.shape[1], (num_sequences + 1).bit_length(),
         GROUP=group, ROWS=tiles.rows, ALIGN=align, WINDOWED=plan.window is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
@@ -248,9 +251,12 @@ def _count_kernel(
         item, partial, merge = item + tl.sum(b_item), partial + tl.sum(b_partial), merge + tl.sum(b_merge)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "window", "most_items", "most_merges", "steps"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "num_tokens", "window", "most_items", "most_merges", "steps"],
+    do_not_specialize_on_alignment=["p_rows"],
+)
 def _list_kernel(
-    p_cu_seqlens, p_kv_lengths, p_firsts, p_items, p_merges, num_sequences, num_tokens, window, most_items,
+    p_cu_seqlens, p_kv_lengths, p_rows, p_firsts, p_items, p_merges, num_sequences, num_tokens, window, most_items,
     most_merges, steps,
     GROUP: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -283,8 +289,10 @@ def _list_kernel(
     b_end = tl.where(m_split, tl.minimum(b_end, b_from + chunk), b_end)
     b_partial = tl.load(p_firsts + row + b_low) + b_local
 
-    p_item = p_items + b_index
-    tl.store(p_item, b_low, mask=m_items)
+    p_item, b_table = p_items + b_index, b_low
+    if p_rows is not None:
+        b_table = tl.load(p_rows + b_low, mask=b_low < num_sequences, other=0)
+    tl.store(p_item, b_table, mask=m_items)
     tl.store(p_item + most_items, b_start, mask=m_items)
     tl.store(p_item + 2 * most_items, b_queries, mask=m_items)
     tl.store(p_item + 3 * most_items, b_row, mask=m_items)

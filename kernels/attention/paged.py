@@ -215,7 +215,7 @@ def _attend_kernel(
     for task in range(tl.program_id(0), tl.load(p_firsts + num_sequences + 1) * KV_HEADS, tl.num_programs(0)):
         head = tl.cast(task % KV_HEADS, tl.int64)
         p_item = p_items + task // KV_HEADS
-        sequence, start = tl.load(p_item).to(tl.int64), tl.load(p_item + most_items).to(tl.int64)
+        table, start = tl.load(p_item).to(tl.int64), tl.load(p_item + most_items).to(tl.int64)
         queries, first_row = tl.load(p_item + 2 * most_items), tl.load(p_item + 3 * most_items)
         low, high = tl.load(p_item + 4 * most_items), tl.load(p_item + 5 * most_items)
         first_new = tl.load(p_item + 6 * most_items) - queries
@@ -234,7 +234,7 @@ def _attend_kernel(
         p_k_scale, p_v_scale = p_k_scales, p_v_scales
         if QUANTIZED:
             p_k_scale, p_v_scale = p_k_scales + head * stride_scale_head, p_v_scales + head * stride_scale_head
-        pages = (p_tables + sequence * stride_table, p_k_head, p_v_head, p_k_scale, p_v_scale, p_visible)
+        pages = (p_tables + table * stride_table, p_k_head, p_v_head, p_k_scale, p_v_scale, p_visible)
         strides = (
             stride_k_page, stride_k_place, stride_v_page, stride_v_place,
             stride_scale_page, stride_scale_place, stride_visible_page, stride_visible_place,
@@ -312,20 +312,23 @@ def plan_paged_attention(
     *,
     batch_invariant: bool = False,
     tiles: Tiles | None = None,
+    rows: Tensor | None = None,
 ) -> PagedPlan:
     """Prepare the `paged_attention` calls of a step, which share block tables, lengths and window.
 
     batch_invariant: in the Triton form a query's result then depends on nothing but itself and the keys it sees, to
     the last bit: not on other sequences, nor on how a prompt is cut into chunks or how many drafted tokens are
     verified at once. In the PyTorch form it does not depend on other sequences. `tiles`: how the Triton form cuts the
-    work, instead of its own choice. Made within the capture of a CUDA graph, the plan is renewed by each replay.
+    work, instead of its own choice. `rows` [B] int32: which row of the block tables is each sequence's, where it is not
+    its own number. Made within the capture of a CUDA graph, the plan is renewed by each replay.
     """
     if runs_triton(block_tables):
         most_keys = block_tables.shape[1] * page_size
-        return ListedPlan(cu_seqlens_q, kv_lengths, most_keys, window, batch_invariant, tiles)
+        return ListedPlan(cu_seqlens_q, kv_lengths, most_keys, window, batch_invariant, tiles, rows)
     return GroupedPlan(
-        block_tables, cu_seqlens_q, kv_lengths, page_size=page_size, window=window, batch_invariant=batch_invariant
-    )
+        block_tables, cu_seqlens_q, kv_lengths, page_size=page_size, window=window, batch_invariant=batch_invariant,
+        rows=rows,
+    )  # fmt: skip
 
 
 def renew_plan(plan: PagedPlan, block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor) -> None:

@@ -1,14 +1,25 @@
-"""The slots of each sequence that hold a key at one layer, in order: block tables for pages of one slot.
+"""The slots of each sequence that hold a key at one layer, listed in order: block tables for pages of one slot.
 
 Where a router lets only some tokens into a layer's attention (mixture of depths), every token keeps its slot in the
-pages, the same in all layers, and a bool a slot and layer remembers whether the layer has a key there. Attention
-over what is left is ordinary paged attention: the pages seen as pages of one slot, tables of the slots that count, and
-their numbers as lengths. So the work is in proportion to the keys that exist, and no kernel needs a mask. A sequence
-without a query, as in decoding one whose new token skips the layer, is left out.
+pages, the same in all layers. Attention over what is left is ordinary paged attention: the pages seen as pages of one
+slot, lists of the slots that count as tables, and their numbers as lengths. So the work is in proportion to the keys
+that exist, and no kernel needs a mask.
 
-Legend: B sequences, P pages, M = most pages of a sequence · page size.
+    count[slot] = n where the slot's token has a key, −n where it has none: n tokens have one, from the sequence's
+                  first to this one
+    list[row, n − 1] = slot    of the token that is the n-th to have one
+
+A count says nothing of who reads it, so it lives in the pages: sequences that share a page agree on it, a copy of the
+page takes it along, and a sequence that is rolled back goes on from the count of the last token that stays. What its
+list holds beyond is not read. A list belongs to a batch row and stays from step to step, so that a step lists the
+tokens that it computes; where pages have come to a row whose contents somebody else has computed, they are listed from
+their counts, once, all positions at the same time.
+
+Legend: T tokens, B sequences, P pages, S batch rows, M most tokens of a sequence.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,94 +31,207 @@ from torch import Tensor
 from kernels.common.triton_support import runs_triton
 
 _BLOCK = 1024
+_PROGRAMS = 8
+"""For each sequence. Listing a prompt of others keeps them all at work, decoding one."""
 
 
-def visible_slots_reference(
-    present: list[bool], block_tables: list[list[int]], kv_lengths: list[int], page_size: int, num_queries: list[int]
-) -> list[list[int]]:
-    """`visible_slots` in its plainest form, without padding."""
-    found = []
-    for table, length, queries in zip(block_tables, kv_lengths, num_queries, strict=True):
-        positions = range(length if queries else 0)
-        slots = [table[position // page_size] * page_size + position % page_size for position in positions]
-        found.append([slot for slot in slots if present[slot]])
+class VisibleSlots(NamedTuple):
+    """Of one layer."""
+
+    counts: Tensor
+    """[P · page size + 1] int32; the last is nobody's."""
+    lists: Tensor
+    """[S, M] int32."""
+
+    @classmethod
+    def empty(cls, num_slots: int, num_rows: int, most_tokens: int, device: torch.device) -> "VisibleSlots":
+        counts = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        return cls(counts, torch.zeros(num_rows, most_tokens, dtype=torch.int32, device=device))
+
+
+def list_visible_slots_reference(
+    counts: list[int],
+    lists: list[list[int]],
+    selected: list[bool],
+    positions: list[list[int]],
+    num_new: list[int],
+    rows: list[int],
+) -> list[int]:
+    """`list_visible_slots` in its plainest form: everybody's list is made anew.
+
+    positions: the slot of each position of each sequence, −1 of tokens that are written nowhere.
+    """
+    found, token = [], 0
+    for slots, new, row in zip(positions, num_new, rows, strict=True):
+        count, start = 0, len(slots) - new
+        for position, slot in enumerate(slots):
+            has_key = counts[slot] > 0
+            if position >= start:
+                has_key, token = selected[token], token + 1
+            count += has_key
+            if slot < 0:
+                continue
+            counts[slot] = count if has_key else -count
+            if has_key:
+                lists[row][count - 1] = slot
+        found.append(count)
     return found
 
 
-@triton.jit(do_not_specialize=["most_slots", "stride_table"])
-def _visible_slots_kernel(
-    p_present, p_tables, p_lengths, p_cu_seqlens, p_slots, p_counts, most_slots, stride_table,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["most_tokens", "stride_table"], do_not_specialize_on_alignment=["p_rows", "p_first"])
+def _list_slots_kernel(
+    p_counts, p_lists, p_before, p_slots, p_tables, p_cu_seqlens, p_lengths, p_rows, p_first, p_found, most_tokens,
+    stride_table, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence."""
-    sequence = tl.program_id(0).to(tl.int64)
-    is_asked = tl.load(p_cu_seqlens + sequence) < tl.load(p_cu_seqlens + sequence + 1)
-    length = tl.where(is_asked, tl.load(p_lengths + sequence), 0)
-    count = 0
-    for first in range(0, length, BLOCK):
-        position = first + tl.arange(0, BLOCK)
-        m_position = position < length
-        page = tl.load(p_tables + sequence * stride_table + position // PAGE, mask=m_position, other=0)
-        b_slot = page * PAGE + position % PAGE
-        b_present = tl.load(p_present + b_slot.to(tl.int64), mask=m_position, other=0).to(tl.int32)
-        index = count + tl.cumsum(b_present, axis=0) - 1
-        tl.store(p_slots + sequence * most_slots + index, b_slot, mask=b_present > 0)
-        count += tl.sum(b_present, axis=0)
-    tl.store(p_counts + sequence, count)
+    """Every so many blocks of a sequence's positions. Grid: (B, any)."""
+    sequence, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first_token, length = tl.load(p_cu_seqlens + sequence), tl.load(p_lengths + sequence)
+    stop_token = tl.load(p_cu_seqlens + sequence + 1)
+    start = length - (stop_token - first_token)
+    p_table = p_tables + sequence * stride_table
+    has_past, last = start > 0, tl.maximum(start - 1, 0)
+    last_slot = tl.load(p_table + last // PAGE).to(tl.int64) * PAGE + last % PAGE
+    past = tl.abs(tl.load(p_counts + last_slot, mask=has_past, other=0))
+    before = tl.load(p_before + first_token)
+    p_list = p_lists + tl.load(p_rows + sequence).to(tl.int64) * most_tokens - 1
+    for block in range(tl.load(p_first + sequence) + part * BLOCK, length, tl.num_programs(1) * BLOCK):
+        b_position = block + tl.arange(0, BLOCK)
+        m_past, m_new = b_position < start, (b_position >= start) & (b_position < length)
+        b_page = tl.load(p_table + b_position // PAGE, mask=m_past, other=0).to(tl.int64)
+        b_slot = b_page * PAGE + b_position % PAGE
+        b_token = first_token + b_position - start
+        b_through = tl.load(p_before + b_token + 1, mask=m_new, other=0)
+        has_key = b_through > tl.load(p_before + b_token, mask=m_new, other=0)
+        b_count = past + (b_through - before).to(tl.int32)
+        b_slot = tl.where(m_new, tl.load(p_slots + b_token, mask=m_new, other=-1), b_slot)
+        b_new, m_new = tl.where(has_key, b_count, -b_count), m_new & (b_slot >= 0)
+        tl.store(p_counts + b_slot, b_new, mask=m_new)
+        b_count = tl.where(m_new, b_new, tl.load(p_counts + b_slot, mask=m_past, other=0))
+        tl.store(p_list + b_count, b_slot.to(tl.int32), mask=(m_past | m_new) & (b_count > 0))
+    if part == 0:
+        new = (tl.load(p_before + stop_token) - before).to(tl.int32)
+        tl.store(p_found + sequence, tl.where(length > 0, past + new, 0))
 
 
-class SlotPlan(NamedTuple):
-    """What the same sequences share in every layer."""
+@dataclass(frozen=True, eq=False)
+class SlotPlan:
+    """What the same tokens share in every layer; as in `plan_visible_slots`."""
 
+    slots: Tensor
     block_tables: Tensor
+    cu_seqlens: Tensor
     kv_lengths: Tensor
+    rows: Tensor
+    first: Tensor
     page_size: int
-    slots: np.ndarray | None
-    """On the CPU the slot of each position, [B, M] int32."""
-    held: np.ndarray | None
-    """And whether the sequence has that position, [B, M] bool."""
+
+    @cached_property
+    def positions(self) -> "_Positions":
+        return _Positions.of(self)
 
 
-def plan_visible_slots(block_tables: Tensor, kv_lengths: Tensor, page_size: int) -> SlotPlan:
-    """Prepare the `visible_slots` calls of a step.
+def plan_visible_slots(
+    slots: Tensor,
+    *,
+    block_tables: Tensor,
+    cu_seqlens: Tensor,
+    kv_lengths: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    page_size: int,
+) -> SlotPlan:
+    """Prepare the `list_visible_slots` calls of a step.
 
-    block_tables [B, max_pages] int32 and kv_lengths [B] int32 as in `paged_attention`. Raises ValueError for others.
+    slots [T] int64, −1 of tokens that are written nowhere, the last of their sequence; block_tables [B, max_pages],
+    cu_seqlens [B+1] and kv_lengths [B] as in `paged_attention`; rows [B]: whose list is whose; first [B]: the first
+    position that may not be in it, at most that of the sequence's first token here; int32. No two sequences may have a
+    row, nor may one go on from what another computes here. Raises ValueError for other dtypes.
     """
-    if block_tables.dtype != torch.int32 or kv_lengths.dtype != torch.int32:
-        raise ValueError(f"tables and lengths must be int32, not {block_tables.dtype} and {kv_lengths.dtype}")
-    if runs_triton(block_tables):
-        return SlotPlan(block_tables, kv_lengths, page_size, None, None)
-    position = np.arange(block_tables.shape[1] * page_size, dtype=np.int32)
-    slots = block_tables.numpy()[:, :, None] * np.int32(page_size) + position[:page_size]
-    held = position < kv_lengths.numpy()[:, None]
-    return SlotPlan(block_tables, kv_lengths, page_size, slots.reshape(held.shape), held)
+    for tensor in (block_tables, cu_seqlens, kv_lengths, rows, first):
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"tables, lengths, rows and positions must be int32, not {tensor.dtype}")
+    return SlotPlan(slots, block_tables, cu_seqlens, kv_lengths, rows, first, page_size)
 
 
-def visible_slots(present: Tensor, plan: SlotPlan, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (slots [B, ≤ M] int32, how many of each row count [B] int32); what follows them in a row means nothing.
+def list_visible_slots(of_layer: VisibleSlots, before: Tensor, plan: SlotPlan) -> Tensor:
+    """Note which of the step's tokens have a key, and bring the lists up to date. Returns how many each counts.
 
-    present [≥ P · page_size] bool; cu_seqlens [B+1] int32: where each sequence's queries start. Of a sequence without
-    any, no slot counts.
+    before [T+1] int64: how many tokens of the batch before each one have a key. Returns [B] int32: of the list of each
+    sequence's row so many lead. Tokens that are written nowhere count, like others behind all that are.
     """
-    if plan.slots is not None and plan.held is not None:
-        return _compact(present.numpy(), plan.slots, plan.held, np.flatnonzero(np.diff(cu_seqlens.numpy())))
-    sequences, most_slots = len(plan.block_tables), plan.block_tables.shape[1] * plan.page_size
-    slots = torch.zeros(sequences, most_slots, dtype=torch.int32, device=present.device)
-    counts = torch.empty(sequences, dtype=torch.int32, device=present.device)
-    if sequences:
-        _visible_slots_kernel[(sequences,)](
-            present.view(torch.uint8), plan.block_tables, plan.kv_lengths, cu_seqlens, slots, counts, most_slots,
-            plan.block_tables.stride(0), PAGE=plan.page_size, BLOCK=_BLOCK,
+    if not runs_triton(before):
+        return _list_on_cpu(of_layer, before.numpy(), plan.positions)
+    counts, lists = of_layer
+    found = torch.empty_like(plan.kv_lengths)
+    if len(found):
+        _list_slots_kernel[(len(found), _PROGRAMS)](
+            counts, lists, before, plan.slots, plan.block_tables, plan.cu_seqlens, plan.kv_lengths, plan.rows,
+            plan.first, found, lists.stride(0), plan.block_tables.stride(0), PAGE=plan.page_size, BLOCK=_BLOCK,
         )  # fmt: skip
-    return slots, counts
+    return found
 
 
-def _compact(present: np.ndarray, slots: np.ndarray, held: np.ndarray, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Those of the sequences `rows`; in NumPy, whose calls cost a fraction of torch's on arrays this small."""
-    visible = present.take(slots[rows]) & held[rows]
-    counts = np.zeros(len(slots), dtype=np.int32)
-    counts[rows] = np.count_nonzero(visible, axis=1)
-    tables = np.zeros((len(slots), counts.max(initial=0)), dtype=np.int32)
-    for row, is_visible in zip(rows, visible, strict=True):
-        tables[row, : counts[row]] = slots[row][is_visible]
-    return torch.from_numpy(tables), torch.from_numpy(counts)
+class _Positions(NamedTuple):
+    """For the CPU, in NumPy: N positions to list, of all sequences, those computed before and those computed now.
+
+    NumPy's calls cost a fraction of torch's on arrays this small.
+    """
+
+    starts: np.ndarray
+    """[B]: the first token of each sequence."""
+    stops: np.ndarray
+    has_keys: np.ndarray
+    """[B] bool: whether it is more than padding."""
+    last: np.ndarray
+    """[B]: the slot before each sequence's first token, −1 where there is none."""
+    past: np.ndarray
+    """Slots [N₁] of tokens that others have computed."""
+    past_rows: np.ndarray
+    written: np.ndarray
+    """Tokens [N₂] that have a slot."""
+    owners: np.ndarray
+    """Their sequences."""
+    slots: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, plan: SlotPlan) -> "_Positions":
+        cu_seqlens, lengths, first = plan.cu_seqlens.numpy(), plan.kv_lengths.numpy(), plan.first.numpy()
+        starts = lengths - np.diff(cu_seqlens)
+        number = np.maximum(starts - first, 0)
+        past_owners = np.repeat(np.arange(len(starts)), number)
+        positions = np.arange(len(past_owners)) + (first + number - np.cumsum(number))[past_owners]
+        slots, rows = plan.slots.numpy(), plan.rows.numpy()
+        owners = np.repeat(np.arange(len(starts)), np.diff(cu_seqlens))
+        written = np.flatnonzero(slots >= 0)
+        last = np.maximum(starts - 1, 0)
+        return cls(
+            starts=cu_seqlens[:-1],
+            stops=cu_seqlens[1:],
+            has_keys=lengths > 0,
+            last=np.where(starts > 0, _slots_at(plan, np.arange(len(starts)), last), -1),
+            past=_slots_at(plan, past_owners, positions),
+            past_rows=rows[past_owners],
+            written=written,
+            owners=owners[written],
+            slots=slots[written],
+            rows=rows[owners[written]],
+        )
+
+
+def _slots_at(plan: SlotPlan, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    pages = plan.block_tables.numpy()[sequences, positions // plan.page_size].astype(np.int64)
+    return pages * plan.page_size + positions % plan.page_size
+
+
+def _list_on_cpu(of_layer: VisibleSlots, before: np.ndarray, at: _Positions) -> Tensor:
+    counts, lists = (part.numpy() for part in of_layer)
+    past = np.where(at.last >= 0, np.abs(counts[at.last]), 0)
+    through = before[at.written + 1]
+    own = past[at.owners] + through - before[at.starts][at.owners]
+    counts[at.slots] = np.where(through > before[at.written], own, -own)
+    for slots, rows in ((at.past, at.past_rows), (at.slots, at.rows)):
+        has_key = counts[slots] > 0
+        lists[rows[has_key], counts[slots[has_key]] - 1] = slots[has_key]
+    found = past + before[at.stops] - before[at.starts]
+    return torch.from_numpy(np.where(at.has_keys, found, 0).astype(np.int32))

@@ -83,7 +83,7 @@ class Work:
         columns = range(first, 1 + self.draft.num_tokens)
         tokens += [feed_reference(sequence.batch_row, column, feed_width) for column in columns]
         num_rows = len(tokens) if self.scores_prompt else self.samples * (1 + self.draft.num_tokens)
-        return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter)
+        return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter, sequence.batch_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +149,11 @@ class Engine:
             num_kept_tokens=self.max_model_len if kind is not None and kind.needs_text else 0,
         )
         self.sampler = Sampler(self.state)
-        pages = kv_format.allocate(models.target.config, self.num_pages, PAGE_SIZE, self.device)
-        self.runner = Runner(models.target, pages, feed=self.state.feed)
         most_tokens = self.max_model_len + self.state.max_drafts
         self.tables = Tables(1 + self.state.spare_row, most_tokens, self.device)
+        lists = {"num_rows": self.tables.num_rows, "most_tokens": self.tables.most_tokens}
+        pages = kv_format.allocate(models.target.config, self.num_pages, PAGE_SIZE, self.device, **lists)
+        self.runner = Runner(models.target, pages, feed=self.state.feed)
         self.graphs = graphs_on(self.device)
         self.uniform_steps: UniformSteps | None = None
         """Launches steps in which every sequence decodes, where they can be captured."""
@@ -335,12 +336,11 @@ class Engine:
         return PendingStep(steps.decode([(item.sequence, item.chunk.start, item.draft) for item in work]))
 
     def _is_uniform(self, work: list[Work]) -> bool:
-        """Whether every sequence decodes; routed layers take no padding behind a shorter draft."""
+        """Whether every sequence decodes."""
         for item in work:
             if item.chunk.num_tokens > 1 or item.sequence.siblings or item.scores_prompt or not item.samples:
                 return False
-        is_routed = bool(self.runner.model.config.routed_attention)
-        return not is_routed or len({item.draft.num_tokens for item in work}) == 1
+        return True
 
     def _launch_ragged(self, work: list[Work]) -> PendingStep:
         inputs = [item.input(self.runner.feed.shape[1]) for item in work]

@@ -90,6 +90,16 @@ class Tables:
         self.pages = torch.zeros(num_rows, max_tokens // PAGE_SIZE + 1, dtype=torch.int32, device=device)
         """[S, P]"""
 
+    @property
+    def num_rows(self) -> int:
+        """S."""
+        return self.pages.shape[0]
+
+    @property
+    def most_tokens(self) -> int:
+        """That a row's pages hold."""
+        return self.pages.shape[1] * PAGE_SIZE
+
     def missing(self, sequences: list[Sequence], room: int) -> np.ndarray:
         """Rows, columns and ids of pages that the device lacks, `[3, m]`, m ≤ room; more are uploaded here."""
         entries: list[tuple[int, int, int]] = []
@@ -111,7 +121,7 @@ class Tables:
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """Of these the device may know anything."""
         for sequence in sequences:
-            sequence.table.num_uploaded = 0
+            sequence.table.changes_from(0)
 
 
 def _new_pages(table: BlockTable, row: int) -> list[tuple[int, int, int]]:
@@ -127,7 +137,7 @@ class _Inputs:
         self.room = shape.size * (1 + (shape.num_tokens + PAGE_SIZE - 2) // PAGE_SIZE)
         """Pages that the device may lack."""
         on_gpu = device.type == "cuda"
-        nobody = [spare_row, -shape.num_tokens, -1, NO_ADAPTER, 0, 0, NOBODY]
+        nobody = [spare_row, 0, -shape.num_tokens, -1, NO_ADAPTER, 0, 0, NOBODY]
         self.empty = np.zeros((len(nobody) + shape.num_tokens) * shape.size + 3 * self.room, dtype=np.int32)
         columns, _, entries = self.parts(self.empty)
         columns[:], entries[0] = np.array(nobody, dtype=np.int32)[:, None], spare_row
@@ -137,10 +147,11 @@ class _Inputs:
         self._turn = 0
 
     def parts(self, values: Any) -> tuple[Any, Any, Any]:
-        """Columns `[7, B]`, tokens `[B, q]` and new pages `[3, m]` (row, column, id), in an array or a tensor.
+        """Columns `[8, B]`, tokens `[B, q]` and new pages `[3, m]` (row, column, id), in an array or a tensor.
 
-        Columns: batch row; position of the first token (−q: no keys); how many are written behind it; adapter; draft
-        tokens meant; number of the first output token; the batch row again where scores are adjusted, else −1.
+        Columns: batch row; the first position whose slot may not be listed; position of the first token (−q: no keys);
+        how many are written behind it; adapter; draft tokens meant; number of the first output token; the batch row
+        again where scores are adjusted, else −1.
         """
         pages, tokens = len(values) - 3 * self.room, self._q * self._size
         columns = values[: pages - tokens].reshape(-1, self._size)
@@ -151,7 +162,7 @@ class _Inputs:
         )
 
     def write(self, batch: Batch, columns: np.ndarray, new_pages: np.ndarray) -> None:
-        """Upload a batch, `columns [7, n]` as in `parts`."""
+        """Upload a batch, `columns [8, n]` as in `parts`."""
         values, n = self.empty.copy(), len(batch.sequences)
         all_columns, tokens, pages = self.parts(values)
         all_columns[:, :n], tokens[:n], pages[:, : new_pages.shape[1]] = columns, batch.tokens, new_pages
@@ -220,11 +231,15 @@ class UniformSteps:
         bias_width = state.bias_width if samples and adjusted.max() != NOBODY else -1
         shape = Shape(captured_size(n), q, samples, has_adapters, bias_width)
         inputs = self._inputs_of(shape)
-        columns = np.empty((7, n), dtype=np.int32)
-        columns[:] = rows, starts, batch.last, adapters, batch.counts, positions, adjusted
+        columns = np.empty((8, n), dtype=np.int32)
+        columns[:] = rows, self._first_to_list(batch), starts, batch.last, adapters, batch.counts, positions, adjusted
         inputs.write(batch, columns, self._tables.missing(batch.sequences, inputs.room))
         *found, logits = self._graphs_run(shape, inputs)
         return *(part[:n] for part in found), logits[: n * q]
+
+    def _first_to_list(self, batch: Batch) -> list[int]:
+        each = zip(batch.sequences, batch.starts, batch.last, strict=True)
+        return [self._runner.first_to_list(one.table, start, start + 1 + last) for one, start, last in each]
 
     @torch.inference_mode()
     def prepare(self, size: int) -> None:
@@ -250,7 +265,7 @@ class UniformSteps:
         logits = self._logits(shape, columns, tokens)
         if not shape.samples:
             return (logits,)
-        k, (batch_rows, starts, _, _, counts, positions, adjusted) = shape.num_tokens - 1, columns
+        k, (batch_rows, _, starts, _, _, counts, positions, adjusted) = shape.num_tokens - 1, columns
         rows = _rows(batch_rows, positions, adjusted, k, is_adjusted=shape.bias_width >= 0)
         counts = self._sampler.meant(counts, batch_rows.long(), k)
         found, num_accepted = self._sampler.match(logits, rows, counts, k)
@@ -260,7 +275,7 @@ class UniformSteps:
 
     def _logits(self, shape: Shape, columns: Tensor, tokens: Tensor) -> Tensor:
         """Of every token, `[B · q, V]`."""
-        batch_rows, starts, last, adapters = columns[:4]
+        batch_rows, _, starts, last, adapters = columns[:5]
         q, device = shape.num_tokens, columns.device
         behind = torch.arange(q, dtype=torch.int32, device=device)
         positions = (starts[:, None] + behind).clamp_min(0).long()
@@ -274,6 +289,7 @@ class UniformSteps:
             cu_seqlens=torch.arange(0, shape.size * q + 1, q, dtype=torch.int32, device=device),
             kv_lengths=starts + q,
             adapters=adapters[:, None].expand(-1, q).flatten() if shape.has_adapters else None,
+            listing=columns[:2] if self._runner.pages.visible else None,
         )
         return self._runner.logits(run_pass(self._runner.model, self._runner.pages, step))
 

@@ -13,7 +13,7 @@ a hash first. Source of the hash chain and the eviction order: vLLM, v1/core/{bl
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -33,7 +33,10 @@ def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 class BlockTable:
     """The pages of one sequence, in order; `ids[:num_pages]` are page ids."""
 
-    __slots__ = ("__weakref__", "digests", "ids", "num_pages", "num_published", "num_returns", "num_uploaded", "root")
+    __slots__ = (
+        *("__weakref__", "_listed", "digests", "ids", "num_pages", "num_published", "num_returns", "num_uploaded"),
+        "root",
+    )
 
     def __init__(self, max_pages: int, salt: str = "") -> None:
         """`salt`: sequences share pages only with sequences of the same salt."""
@@ -45,6 +48,8 @@ class BlockTable:
         """How often it has given back all pages: what somebody knew of them then, is no longer true of this table."""
         self.num_uploaded = 0
         """Leading pages that are listed where the device reads them, too."""
+        self._listed: dict[Hashable, int] = {}
+        """By owner of lists of visible slots, how many leading tokens of the sequence its own has been made for."""
         self.root = hashlib.sha256(salt.encode()).digest()
         self.digests: list[bytes] = []
         """Digests of the leading full pages, as many as were needed so far."""
@@ -55,6 +60,17 @@ class BlockTable:
             parent = self.digests[-1] if self.digests else self.root
             self.digests.append(chain_digest(parent, tokens[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]))
         return self.digests[page]
+
+    def list_tokens(self, owner: Hashable, start: int, stop: int) -> int:
+        """The first token that a pass over [start, stop), which lists those and all before, must list for `owner`."""
+        first = min(self._listed.get(owner, 0), start)
+        self._listed[owner] = stop
+        return first
+
+    def changes_from(self, page: int) -> None:
+        """From this one on, what the device knows of the pages is not true any more."""
+        self.num_uploaded = min(self.num_uploaded, page)
+        self._listed = {owner: min(number, page * PAGE_SIZE) for owner, number in self._listed.items()}
 
 
 class PagePool:
@@ -174,7 +190,7 @@ class KVCache:
             source, copy = int(table.ids[number]), self.pool.take()
             self.pool.release(source)
             table.ids[number] = copy
-            table.num_uploaded = min(table.num_uploaded, number)
+            table.changes_from(number)
             copies.append((source, copy))
         for _ in range(num_new):
             self._append(table, self.pool.take())
@@ -227,4 +243,4 @@ class KVCache:
         while table.num_pages > num_pages:
             table.num_pages -= 1
             self.pool.release(int(table.ids[table.num_pages]))
-        table.num_uploaded = min(table.num_uploaded, num_pages)
+        table.changes_from(num_pages)

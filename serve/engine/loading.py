@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from model.config import ModelConfig
-from model.cost import kv_bytes_per_token, step_bytes
+from model.cost import kv_bytes_per_token, step_bytes, visible_list_bytes
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
@@ -53,6 +53,11 @@ class Models:
         """Bytes that a token takes in the cache, target and draft together."""
         configs = [self.target.config] + ([self.draft.config] if self.draft and not self.share_cache else [])
         return sum(kv_bytes_per_token(config, kv_cache_dtype) for config in configs)
+
+    def visible_list_bytes(self, *, rows: int, tokens: int) -> int:
+        """As `model.cost` has them, target and draft together."""
+        models = [model for model in (self.target, self.draft) if model is not None]
+        return sum(visible_list_bytes(model.config, rows=rows, tokens=tokens) for model in models)
 
 
 def load_models(config: EngineConfig) -> Models:
@@ -143,7 +148,7 @@ def count_pages(config: EngineConfig, models: Models, bytes_per_token: int) -> i
     elif config.kv_cache_bytes is not None:
         num_pages = config.kv_cache_bytes // page_bytes
     elif models.device.type == "cuda":
-        num_pages = _free_gpu_bytes(config, models) // page_bytes
+        num_pages = _pages_in(_free_gpu_bytes(config, models), page_bytes, config, models)
     else:
         affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4) // page_bytes
         num_pages = min(affordable, _useful_pages(config, models.target.config))
@@ -187,6 +192,19 @@ def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
     temporaries = step_bytes(models.target.config, models.dtype, tokens=tokens, rows=rows)
     graphs = BYTES_PER_GRAPH * len(captured_sizes(config.max_num_seqs))
     return int(total * config.gpu_memory_utilization) - (total - free) - temporaries - graphs
+
+
+def _pages_in(num_bytes: int, page_bytes: int, config: EngineConfig, models: Models) -> int:
+    """Pages that fit beside the lists of visible slots, which are as long as the longest sequence may be."""
+    rows, most_drafts = 1 + config.max_num_seqs, most_draft_tokens(config, models)
+    longest = config.max_model_len or models.target.config.max_position_embeddings
+    lists = models.visible_list_bytes(rows=rows, tokens=longest + most_drafts + PAGE_SIZE)
+    beside = (num_bytes - lists) // page_bytes
+    if config.max_model_len is not None:
+        return beside
+    # No sequence is longer than all pages, and then neither is a list.
+    lists, drafts = (models.visible_list_bytes(rows=rows, tokens=n) for n in (PAGE_SIZE, most_drafts + PAGE_SIZE))
+    return max(beside, (num_bytes - drafts) // (page_bytes + lists))
 
 
 def _available_bytes() -> int:

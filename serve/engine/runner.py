@@ -38,6 +38,8 @@ class SequenceInput:
     """Of how many tokens, counted from the last, the hidden state is wanted."""
     adapter: int = NO_ADAPTER
     """Number of the adapter that they go through."""
+    batch_row: int = 0
+    """Where the sequence's list of visible slots is, if attention is routed."""
 
 
 class Runner:
@@ -81,6 +83,16 @@ class Runner:
         numbers = np.array([item.adapter for item in inputs], dtype=np.int32)
         return None if (numbers == NO_ADAPTER).all() else upload(np.repeat(numbers, lengths), self.device)
 
+    def first_to_list(self, table: BlockTable, start: int, stop: int) -> int:
+        """The first token whose slot a pass over [start, stop) of a sequence, which is launched now, must list."""
+        return table.list_tokens(self.pages, start, stop) if self.pages.visible else start
+
+    def _listing(self, inputs: list[SequenceInput]) -> Tensor | None:
+        if not self.pages.visible:
+            return None
+        first = [self.first_to_list(item.table, item.start, item.start + len(item.tokens)) for item in inputs]
+        return upload(np.array([[item.batch_row for item in inputs], first], dtype=np.int32), self.device)
+
     def _flatten(self, inputs: list[SequenceInput], lengths: list[int]) -> Pass:
         cu_seqlens = np.zeros(len(inputs) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
@@ -97,7 +109,8 @@ class Runner:
             upload(array, self.device) for array in (tokens, positions, slots, block_tables, cu_seqlens, kv_lengths)
         )
         known = resolve(known, self.feed) if (tokens < 0).any() else known
-        return Pass(known, positions_, slots_, tables, starts, lengths_, self._adapters(inputs, lengths))
+        adapters, listing = self._adapters(inputs, lengths), self._listing(inputs)
+        return Pass(known, positions_, slots_, tables, starts, lengths_, adapters, listing)
 
 
 def _wanted_rows(inputs: list[SequenceInput], lengths: list[int]) -> np.ndarray | None:

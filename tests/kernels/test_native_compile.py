@@ -29,9 +29,12 @@ KERNELS = {
         "random._fill_kernel", "_thresholds._extremes_kernel", "_thresholds._narrow_kernel", "sample._kept_mass_kernel",
         "sample._probabilities_kernel", "sample._race_kernel", "sample._draw_kernel",
         "logit_adjustments._adjust_kernel", "token_logprobs._logprobs_kernel", "verification._walk_kernel",
-        "verification._next_token_kernel", "ngram._ngram_kernel", "token_routing._select_kernel",
-        "token_routing._gather_kernel", "token_routing._add_kernel", "token_routing._add_backward_kernel",
-        "visible_slots._visible_slots_kernel",
+        "verification._next_token_kernel", "ngram._ngram_kernel",
+    },
+    "routing": {
+        "token_routing._select_kernel", "token_routing._gather_kernel", "token_routing._add_kernel",
+        "token_routing._add_backward_kernel", "visible_slots._list_slots_kernel", "_paged_plan._count_kernel",
+        "_paged_plan._list_kernel", "paged._attend_kernel", "paged._merge_kernel",
     },
 }  # fmt: skip
 
@@ -43,9 +46,9 @@ nothing that is checked here depends on them. Triton lays out shared memory befo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "capability"),
-    [("around optimizer", 90), ("flash hopper", 90), ("lora", 90), ("losses sampling", 90), ("paged", 90),
-     ("quantized", 90), ("quantized lora flash flash:float32 sampling", 80),
-     ("quantized quantized:float32", 89), ("flash flash:float32 sampling", 89),
+    [("around optimizer", 90), ("flash hopper", 90), ("lora", 90), ("losses sampling routing", 90), ("paged", 90),
+     ("quantized", 90), ("quantized lora flash flash:float32 sampling routing", 80),
+     ("quantized quantized:float32", 89), ("flash flash:float32 sampling routing", 89),
      ("paged paged:float32", 89)],
 )  # fmt: skip
 def test_kernels_compile(groups: str, capability: int, tmp_path: Path) -> None:

@@ -23,13 +23,15 @@ class PagedCache:
     ) -> None:
         """Room for one sequence of each length, on the device of the model; `dtype`: int8 or fp8, else the model's."""
         self.model, self.device = model, model.device
-        self.pages = KV_FORMATS[dtype or model.dtype].allocate(model.config, num_pages, PAGE_SIZE, self.device)
+        self.pages = KV_FORMATS[dtype or model.dtype].allocate(
+            model.config, num_pages, PAGE_SIZE, self.device, num_rows=len(lengths)
+        )
         for pages in self.pages.layers:
             for part in pages:
                 if part is not None and part.dtype in (torch.float32, torch.bfloat16):
                     part.fill_(torch.nan)  # int8 has no NaN, but a scale of NaN does as well
-        for slots in self.pages.present.values():
-            slots.copy_(torch.arange(len(slots), device=self.device) % 3 == 0)
+        for counts, _ in self.pages.visible.values():
+            counts.copy_(torch.arange(len(counts), device=self.device) % 5 - 2)
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
         self.tables = [[order.pop() for _ in range(-(-length // PAGE_SIZE))] for length in lengths]
 
@@ -51,6 +53,7 @@ class PagedCache:
             cu_seqlens=self._tensor([0, *(len(new) for _, _, new in chunks)]).cumsum(0).int(),
             kv_lengths=self._tensor([done + len(new) for _, done, new in chunks]).int(),
             page_size=PAGE_SIZE,
+            listing=self._tensor([[row for row, _, _ in chunks], [done for _, done, _ in chunks]]).int(),
         )
         attention = PagedAttention(self.model.config, batch, self.pages)
         with torch.no_grad():

@@ -40,7 +40,8 @@ class Counted:
 
 
 def pages_of(model: Transformer, kind: str = "auto") -> KVPages:
-    return choose_kv_format(kind, torch.float32).allocate(model.config, 8 * TABLE, PAGE, torch.device("cpu"))
+    form, device = choose_kv_format(kind, torch.float32), torch.device("cpu")
+    return form.allocate(model.config, 8 * TABLE, PAGE, device, num_rows=8)
 
 
 def step_of(sequences: list[tuple[int, int]], seed: int, **changes: Any) -> Pass:
@@ -49,9 +50,10 @@ def step_of(sequences: list[tuple[int, int]], seed: int, **changes: Any) -> Pass
     slots = [table[at // PAGE] * PAGE + at % PAGE for table, at in zip(tables, places, strict=True)]
     positions = torch.cat(places)
     starts = torch.tensor([0] + [new for new, _ in sequences]).cumsum(0)
+    listing = torch.tensor([[row, length - new] for row, (new, length) in enumerate(sequences)]).T.int()
     return Pass(
         torch.randint(512, positions.shape, generator=generator), positions, torch.cat(slots), tables.int(),
-        starts.int(), torch.tensor([length for _, length in sequences], dtype=torch.int32), None,
+        starts.int(), torch.tensor([length for _, length in sequences], dtype=torch.int32), None, listing,
     )._replace(**changes)  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 
 from kernels.common.cuda_graph import MOST_FAILURES, Graphs
 from kernels.common.triton_support import interpreted
+from model.config import MixtureOfDepths
 from serve.engine import engine as engine_module
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
@@ -48,11 +49,12 @@ def test_replayed_steps_say_what_full_passes_say() -> None:
     assert counts["captures"] <= 4 and counts["replays"] > 15  # 8, 4, 2 sequences and one
 
 
-@pytest.mark.parametrize("draft", [None, "equal", "ngram", "routed"])
+@pytest.mark.parametrize("draft", [None, "equal", "ngram", "routed", "routed equal", "routed ngram"])
 def test_the_kernels_of_a_gpu_are_captured(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the interpreter, whose kernels launch as a GPU's do; nothing in their wrappers may change or be read."""
-    model = routed_model("block") if draft == "routed" else tiny_model(seed=3, **SMALL)
-    source = {"equal": model, "ngram": "ngram"}.get(draft or "")
+    kind = (draft or "").removeprefix("routed").strip()
+    model = routed_model("block") if (draft or "").startswith("routed") else tiny_model(seed=3, **SMALL)
+    source = {"equal": model, "ngram": "ngram"}.get(kind)
     params = [SamplingParams(**{**vars(p), "max_tokens": 9, "ignore_eos": True}) for p in mixed_params(9)[:3]]
     with monkeypatch.context() as eager:
         eager.setattr(engine_module, "graphs_on", lambda device: None)
@@ -63,6 +65,30 @@ def test_the_kernels_of_a_gpu_are_captured(draft: str | None, monkeypatch: pytes
     with interpreted():
         assert generate(engine, [prompt[:5] for prompt in PROMPTS[:3]], params) == expected
     assert engine.graphs._pool["replays"] > 2 and not engine.graphs.num_failures  # type: ignore[union-attr]
+
+
+def test_lists_of_visible_slots_follow_sequences_through_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages are shared, copied and given to others, too; what was listed for those who had them is not read."""
+    mixture = MixtureOfDepths("attention", (1,), 0.5, gate_range=0.5)
+    model = tiny_model(seed=3, mixture_of_depths=mixture, **SMALL)
+    options = {"num_pages": 7, "max_model_len": 80, "max_num_seqs": 3}
+    shared, params = PROMPTS[0][:3] * 12, {"temperature": 0.0, "max_tokens": 14, "ignore_eos": True}
+    requests = [([*shared, 5], {"n": 2, "temperature": 1.0, "seed": 4}), ([*shared, 9], {}), (shared[:7], {})]
+
+    def outputs() -> dict:
+        engine = make_engine(model, **options)
+        for number, (prompt, changes) in enumerate(requests):
+            engine.add_request(str(number), prompt, SamplingParams(**params | changes))
+            engine.step()
+        found = {key: output.new_token_ids for key, output in drain(engine).items()}
+        assert engine.stats().num_preemptions and engine.stats().prefix_cache_hits
+        return found
+
+    with monkeypatch.context() as eager:
+        eager.setattr(engine_module, "graphs_on", lambda device: None)
+        expected = outputs()
+    with interpreted():
+        assert outputs() == expected
 
 
 def test_no_step_moves_what_the_one_before_has_found() -> None:

@@ -8,19 +8,23 @@ import pytest
 import torch
 
 from compress.quantize.round_to_nearest import quantize_folder
+from model.cost import visible_list_bytes
 from model.files.checkpoint import load_model, save_model
 from model.formats.compressed_tensors import Int4, Int8
 from model.formats.ggml import Ggml
 from model.quantized import round_activations
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
-from serve.engine.graphs import BYTES_PER_GRAPH, captured_sizes
+from serve.engine import loading
+from serve.engine.graphs import BYTES_PER_GRAPH, Tables, captured_sizes
 from serve.engine.kv_cache import PAGE_SIZE
-from serve.engine.loading import Models, count_pages, load_models
+from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, most_draft_tokens
+from tests.serve.test_routed import routed_model
 from tests.serve.toys import greedy_oracle, toy_tokenizer
 from tests.tiny import full_logits, tiny_model
 
 GIB = 2**30
+FP32 = torch.float32
 
 
 def test_what_torch_keeps_of_freed_weights_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +37,24 @@ def test_what_torch_keeps_of_freed_weights_counts_as_free(monkeypatch: pytest.Mo
     left = 0.9 * 8 * GIB - 2 * GIB - BYTES_PER_GRAPH * len(captured_sizes(config.max_num_seqs))
     pages = count_pages(config, models, bytes_per_token)
     assert left - 0.2 * GIB < pages * PAGE_SIZE * bytes_per_token < left
+
+
+@pytest.mark.parametrize(("max_model_len", "total"), [(1000, 8 * GIB), (None, 8 * GIB), (None, 2**27)])
+def test_lists_of_visible_slots_fit_beside_the_pages(
+    max_model_len: int | None, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long sequences may be: as the options say, as the model allows, or as all pages hold."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
+    monkeypatch.setattr(loading, "_free_gpu_bytes", lambda config, models: total)
+    routed = routed_model("block")
+    models = replace(Models(routed, toy_tokenizer(), routed), device=torch.device("cuda"))
+    config, page_bytes = EngineConfig("", max_model_len=max_model_len), PAGE_SIZE * models.kv_bytes_per_token(FP32)
+    pages = count_pages(config, models, models.kv_bytes_per_token(FP32))
+    most = choose_max_model_len(config, routed.config, pages) + most_draft_tokens(config, models)
+    tables = Tables(1 + config.max_num_seqs, most, torch.device("meta"))
+    lists = 2 * visible_list_bytes(routed.config, rows=tables.num_rows, tokens=tables.most_tokens)
+    assert lists > 0 and total - 2 * page_bytes - 0.05 * lists < pages * page_bytes + lists <= total
 
 
 def test_eight_bits_hold_more_tokens_in_the_same_memory() -> None:

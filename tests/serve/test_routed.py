@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention.visible_slots import SlotPlan, VisibleSlots, list_visible_slots
+from model import attention as attention_module
 from model.config import MixtureOfDepths
 from model.kv_format import choose_kv_format
 from model.transformer import Transformer
@@ -136,6 +138,58 @@ def test_requests_do_not_notice_each_other(model: Transformer) -> None:
             assert scores(output) == pytest.approx(scores(alone[key]), abs=1e-3)
 
 
+def watch_lists(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+    """Has each call of `list_visible_slots` compared with a walk through the history.
+
+    Returns how many slots each has touched, and lists with what they should have been: the engine lives with errors.
+    """
+    touched: list[int] = []
+    wrong: list[tuple[list[int], list[int]]] = []
+
+    def checked(visible: VisibleSlots, before: torch.Tensor, plan: SlotPlan) -> torch.Tensor:
+        found = list_visible_slots(visible, before, plan)
+        touched.append(len(plan.positions.past) + len(plan.positions.written))
+        for table, length, number, row in zip(
+            plan.block_tables, plan.kv_lengths.tolist(), found.tolist(), plan.rows.tolist(), strict=True
+        ):
+            slots = (table[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[:length]
+            counts = visible.counts[slots]
+            pairs = [(visible.lists[row, :number].tolist(), slots[counts > 0].tolist())]
+            pairs.append((counts.abs().tolist(), (counts > 0).cumsum(0).tolist()))
+            wrong.extend((ours, walked) for ours, walked in pairs if ours != walked)
+        return found
+
+    monkeypatch.setattr(attention_module, "list_visible_slots", checked)
+    return touched, wrong
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_lists_are_those_that_a_walk_through_the_history_finds(draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through forks, shared prefixes, rejected drafts, preemption, rows and pages that others have had, new weights."""
+    touched, wrong = watch_lists(monkeypatch)
+    model, options = routed_model("attention"), {"num_pages": 14, "max_model_len": 110, "max_num_batched_tokens": 33}
+    drafter = {"draft": routed_model("attention", noise=0.02), "num_speculative_tokens": 3} if draft else {}
+    engine = make_engine(model, **drafter, **options)
+    for number, (prompt, params) in enumerate(random_requests(3)):
+        engine.add_request(str(number), prompt, params)
+    for _ in range(30):
+        engine.step()
+    engine.update_weights(dict(routed_model("attention", noise=0.01).named_parameters()))
+    drain(engine)
+    stats = engine.stats()
+    assert wrong == [] and len(touched) > 60 and stats.num_preemptions and stats.prefix_cache_hits
+
+
+def test_a_decoding_step_touches_as_many_slots_as_it_computes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the context is."""
+    touched, _ = watch_lists(monkeypatch)
+    engine = make_engine(routed_model("attention"), max_num_batched_tokens=512)
+    for prompt in random_prompts(3, low=10, high=190):
+        touched.clear()
+        generate(engine, [prompt], greedy(NUM_TOKENS))
+        assert touched == [len(prompt)] * 2 + [1] * 2 * (NUM_TOKENS - 1)
+
+
 def make_runner(route: str) -> Runner:
     model = routed_model(route)
     pages = choose_kv_format("auto", torch.float32).allocate(model.config, 4, PAGE_SIZE, torch.device("cpu"))
@@ -144,8 +198,9 @@ def make_runner(route: str) -> Runner:
 
 def test_copies_of_pages_take_along_who_is_there() -> None:
     runner = make_runner("block")
-    runner.pages.present[1][:PAGE_SIZE] = torch.arange(PAGE_SIZE) % 2 == 0
+    visible = runner.pages.visible
+    visible[1].counts[:PAGE_SIZE] = torch.arange(PAGE_SIZE) - 4
     runner.copy_pages(((0, 3),))
-    assert torch.equal(runner.pages.present[1][3 * PAGE_SIZE : 4 * PAGE_SIZE], runner.pages.present[1][:PAGE_SIZE])
-    assert not runner.pages.present[1][PAGE_SIZE : 3 * PAGE_SIZE].any() and not runner.pages.present[2].any()
-    assert runner.pages.present.keys() == {1, 2} and not make_runner("mlp").pages.present
+    assert torch.equal(visible[1].counts[3 * PAGE_SIZE : 4 * PAGE_SIZE], visible[1].counts[:PAGE_SIZE])
+    assert not visible[1].counts[PAGE_SIZE : 3 * PAGE_SIZE].any() and not visible[2].counts.any()
+    assert visible.keys() == {1, 2} and not make_runner("mlp").pages.visible

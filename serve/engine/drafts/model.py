@@ -116,6 +116,10 @@ class _TargetsPages:
     def observe(self, sequence: Sequence, num_computed: int) -> None: ...
 
 
+def _input(sequence: Sequence, tokens: list[int], start: int, *, num_rows: int) -> SequenceInput:
+    return SequenceInput(tokens, start, sequence.table, num_rows, batch_row=sequence.batch_row)
+
+
 class ModelDraft:
     """A smaller model of the same vocabulary."""
 
@@ -130,8 +134,9 @@ class ModelDraft:
         state, pool = context.sampler.state, context.cache.pool
         self.shares_pages = context.pages is not None
         self.first_tokens = 1 if self.shares_pages else 2
+        lists = {"num_rows": context.tables.num_rows, "most_tokens": context.tables.most_tokens}
         pages = context.pages or context.kv_format.allocate(
-            context.model.config, pool.num_pages, PAGE_SIZE, state.feed.device
+            context.model.config, pool.num_pages, PAGE_SIZE, state.feed.device, **lists
         )
         self.runner = Runner(context.model, pages, feed=state.feed)
         self.sampler, self.max_tokens, self.timer = context.sampler, context.max_tokens, context.timer
@@ -173,9 +178,9 @@ class ModelDraft:
         """Inputs that bring the draft to each sequence's last token, as far as one pass goes, and who can guess then.
 
         A sequence that needs more is brought nearer and guesses in a later step. Pages that another sequence fills, or
-        has filled, are skipped: a pass writes all keys and values of a layer before it reads any. Where two fill the
-        same page, they write the same; what the draft's cache holds decides how often it is right, never what is
-        emitted.
+        has filled, are skipped: a pass writes all keys and values of a layer before it reads any. Of a routed layer it
+        does not know before who has some, so there only pages of earlier passes are. Where two fill the same page, they
+        write the same; what the draft's cache holds decides how often it is right, never what is emitted.
         """
         inputs: list[SequenceInput] = []
         guesses = []
@@ -189,9 +194,10 @@ class ModelDraft:
             if not tokens:
                 continue
             room -= len(tokens)
-            filled.update(sequence.table.ids[start // PAGE_SIZE : stop // PAGE_SIZE].tolist())
+            if not self.runner.pages.visible:
+                filled.update(sequence.table.ids[start // PAGE_SIZE : stop // PAGE_SIZE].tolist())
             is_complete = stop == sequence.num_tokens
-            inputs.append(SequenceInput(tokens, start, sequence.table, num_rows=int(is_complete)))
+            inputs.append(_input(sequence, tokens, start, num_rows=int(is_complete)))
             if is_complete:
                 guesses.append(_Guess(sequence, length))
             else:
@@ -201,7 +207,7 @@ class ModelDraft:
     def _next_input(self, sequence: Sequence, num_drawn: int) -> SequenceInput:
         """The latest draft token, to be fed for the one after it."""
         token = feed_reference(sequence.batch_row, num_drawn, self.runner.feed.shape[1])
-        return SequenceInput([token], sequence.num_tokens + num_drawn - 1, sequence.table, num_rows=1)
+        return _input(sequence, [token], sequence.num_tokens + num_drawn - 1, num_rows=1)
 
     def _compute(self, inputs: list[SequenceInput], guesses: list[_Guess]) -> Tensor:
         """Logits behind the last token of each guess, whose input is complete."""
