@@ -8,6 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := kernels model compress train serve pipeline bench tests
 # One thread each, and one process more than a small machine has cores: some always wait for a server or a launch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+ENGINE_TESTS = $(shell grep -l make_engine tests/serve/test_*.py)
 
 .PHONY: install demo test check lint types fast bench bench-gpu clean
 
@@ -23,8 +24,9 @@ $(INSTALLED): requirements.lock pyproject.toml
 demo: $(INSTALLED)   ## distil a student from a real teacher, measure it, talk to it
 	$(BIN)/potstill run configs/demo.yaml
 
-test: $(INSTALLED)   ## the whole suite
+test: $(INSTALLED)   ## the whole suite, the engine's once more through the path of CUDA graphs
 	$(PYTEST) tests
+	$(PYTEST) --recorded-graphs $(ENGINE_TESTS)
 
 check: lint types fast   ## what to run before a commit
 

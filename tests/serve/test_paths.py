@@ -64,6 +64,7 @@ def entered_by_step(engine: Engine) -> set[str]:
     return {str(Path(name).relative_to(ROOT)) for name in files if Path(name).is_relative_to(room)}
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize("draft", [None, "model", "ngram", "suffix"])
 def test_a_decoding_step_enters_the_files_that_are_drawn(draft: str | None) -> None:
     """From a step amid decoding to one that ends a request; requests with penalties, seeds and log-probabilities."""
