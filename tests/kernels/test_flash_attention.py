@@ -186,9 +186,14 @@ def check_triton(
     dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (2, 1),
     d: int = 16,
+    few_keys: bool = False,
     **options: object,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compare output and gradients with the reference in fp64; return them."""
+    """Compare output and gradients with the reference in fp64; return them.
+
+    Among few keys one may take nearly all weight; then what is left of dQ is a difference of large numbers, and its
+    error is measured by the size of all gradients.
+    """
     leaves = tuple(x.detach().to(device) for x in random_inputs(*lengths, dtype, heads, d))
     leaves = tuple(x.requires_grad_() for x in leaves)
     wide = tuple(x.detach().double().requires_grad_() for x in leaves)
@@ -200,7 +205,11 @@ def check_triton(
     check_close(result, expected)
     grad = torch.randn(result.shape, device=device).to(dtype)
     grads = torch.autograd.grad(result, leaves, grad)
-    check_all_close(grads, torch.autograd.grad(expected, wide, grad.double(), materialize_grads=True))
+    wide_grads = torch.autograd.grad(expected, wide, grad.double(), materialize_grads=True)
+    if few_keys:
+        check_close(*(torch.cat([part.flatten() for part in parts]) for parts in (grads, wide_grads)))
+    else:
+        check_all_close(grads, wide_grads)
     return result, grads
 
 
@@ -432,14 +441,15 @@ def test_triton_any_lengths(
 ) -> None:
     torch.manual_seed(0)  # a case has the same numbers whenever it is tried
     if torch.cuda.is_available():
-        check_triton(torch.device("cuda"), *any_case(lengths, group), window=window, deterministic=deterministic)
+        check_any_case(torch.device("cuda"), lengths, group, window=window, deterministic=deterministic)
         return
     with interpreted():
-        check_triton(torch.device("cpu"), *any_case(lengths, group), window=window, deterministic=deterministic)
+        check_any_case(torch.device("cpu"), lengths, group, window=window, deterministic=deterministic)
 
 
-def any_case(lengths: list[tuple[int, int]], group: int) -> tuple:
-    return ([pair[0] for pair in lengths], [pair[1] for pair in lengths]), torch.float32, (group, 1)
+def check_any_case(device: torch.device, lengths: list[tuple[int, int]], group: int, **options: object) -> None:
+    sides = [pair[0] for pair in lengths], [pair[1] for pair in lengths]
+    check_triton(device, sides, torch.float32, (group, 1), few_keys=True, **options)
 
 
 @pytest.mark.parametrize("last_first", [False, True])

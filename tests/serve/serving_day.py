@@ -35,10 +35,10 @@ from tests.tiny import tiny_model
 
 # Too few pages for all who run at once: some are preempted, and begin again in the midst of a prompt.
 OPTIONS = {"max_num_seqs": 48, "max_num_batched_tokens": 512, "num_pages": 96, "max_model_len": 512}
-SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 512, "intermediate_size": 1024}
-HEADS = {"num_query_heads": 16, "num_kv_heads": 4, "head_dim": 128}
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512}
+HEADS = {"num_query_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 ROUTES = MixtureOfDepths("block", (1, 2), 0.5, gate_range=0.5)
-REQUESTS = 200
+REQUESTS = 120
 
 
 def model(family: str = "llama", *, weights: str = "none", **changes: Any) -> Transformer:
