@@ -19,8 +19,8 @@ from torch import Tensor
 from kernels.common.triton_support import check_rows, runs_triton
 
 _SELECT_BLOCK = 1024
-_ROW_BLOCK = 4096
 _MOST_UNCOUNTED = 256
+_ROW_BLOCK = 4096
 
 
 def select_tokens_reference(mask: list[bool], capacity: int) -> tuple[list[int], int]:
@@ -121,17 +121,18 @@ def select_tokens(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return index[:capacity], mask.sum().clamp(max=capacity).int()
 
 
-def selected_rows(mask: Tensor) -> Tensor:
-    """Return the positions of the tokens that mask [T] bool selects, [C] int64, as `select_tokens` does.
+def selected_rows(mask: Tensor, *, may_wait: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return the positions of the tokens that mask [T] bool selects, [C] int64, and how many lead that are in use.
 
-    There are as many rows as selected tokens on the CPU, and for many tokens, whose saved work is worth a wait for
-    the device. For few there are T, without a wait: a decode step then stays one CUDA graph, and its unused rows cost
-    next to nothing.
+    Both are those of `select_tokens`. On a GPU there are T rows, so that a step waits for nothing and stays one CUDA
+    graph; for those who may wait for the device, and save the memory of unused rows, there are as many as selected
+    tokens where these are many. On the CPU there always are. Then the number is None.
     """
     if not runs_triton(mask):
-        return mask.nonzero()[:, 0]
-    capacity = len(mask) if len(mask) <= _MOST_UNCOUNTED else int(torch.count_nonzero(mask))
-    return select_tokens(mask, capacity)[0]
+        return mask.nonzero()[:, 0], None
+    if may_wait and len(mask) > _MOST_UNCOUNTED:
+        return select_tokens(mask, int(torch.count_nonzero(mask)))[0], None
+    return select_tokens(mask, len(mask))
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

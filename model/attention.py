@@ -168,7 +168,7 @@ class PagedAttention:
             block_tables=tables,
             cu_seqlens=cu_seqlens,
             kv_lengths=kv_lengths,
-            plans={window: plan_paged_attention(tables, cu_seqlens, kv_lengths, 1, window=window, rows=rows)},
+            plans={window: plan_paged_attention(tables, cu_seqlens, kv_lengths, 1, window=window, table_rows=rows)},
             slot_plan=None,
         )
         attention.pages = replace(self.pages, layers={layer: self.pages.layers[layer].as_single_slots()})

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from kernels.linear.dense import PreparedWeight
-from kernels.swiglu import swiglu
+from kernels.linear.leading_rows import linear_of_leading_rows
+from kernels.linear.lora import lora_add
+from kernels.swiglu import swiglu, swiglu_of_halves
 from model.formats.base import ServingForm
 from model.fused_adapters import AdapterChoices, FusedAdapters, fuse_adapters
 from model.linear import AnyLinear
+
+_MOST_FREE_ROWS = 256
+"""Up to here a product's time is that of reading its weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +35,32 @@ class Product:
     bias: Tensor | None
     adapters: FusedAdapters | None
 
-    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
-        """`x [T, K] -> [T, N]`; `slots` as in `FusedLinear`."""
+    def __call__(self, x: Tensor, slots: Tensor | None, count: Tensor | None = None) -> Tensor:
+        """`x [T, K] -> [T, N]`; `slots` and `count` as in `FusedLinear`."""
+        y = self._of_leading_rows(x, slots, count)
         if slots is None or self.adapters is None:
-            return self.form.product(x, self.weight, self.bias)
-        y = self.form.product(x, self.weight, self.bias, self.adapters.weights, slots)
+            return self.form.product(x, self.weight, self.bias) if y is None else y
+        if y is None:
+            y = self.form.product(x, self.weight, self.bias, self.adapters.weights, slots)
         return self.adapters.rescale(y, self.bias, slots)
 
-    def swiglu(self, x: Tensor, slots: Tensor | None) -> Tensor:
+    def swiglu(self, x: Tensor, slots: Tensor | None, count: Tensor | None = None) -> Tensor:
         """`silu(gate) * up` of the two halves of the outputs, without DoRA."""
+        if (y := self._of_leading_rows(x, slots, count)) is not None:
+            return swiglu_of_halves(y)
         if slots is None or self.adapters is None:
             return self.form.swiglu(x, self.weight, self.bias)
         return self.form.swiglu(x, self.weight, self.bias, self.adapters.weights, slots)
+
+    def _of_leading_rows(self, x: Tensor, slots: Tensor | None, count: Tensor | None) -> Tensor | None:
+        """The product with what adapters add; None where all rows count, or are so few that others cost nothing."""
+        if count is None or len(x) <= _MOST_FREE_ROWS:
+            return None
+        weight = self.form.expanded(self.weight, x.dtype)
+        if weight is None:
+            return None
+        y = linear_of_leading_rows(x, weight, self.bias, count)
+        return y if slots is None or self.adapters is None else lora_add(y, x, self.adapters.weights, slots)
 
 
 class FusedTensor(NamedTuple):
@@ -74,11 +93,11 @@ class Fused(nn.Module):
             # Adapters to choose from name their layers, so layers may outlive this; their weights must not.
             part.weight = part.bias = None  # type: ignore[assignment]
 
-    def outputs(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, ...]:
-        """Of each layer, `[T, N]` of `x [T, K]`; `slots` as in `FusedLinear`."""
+    def outputs(self, x: Tensor, slots: Tensor | None, count: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Of each layer, `[T, N]` of `x [T, K]`; `slots` and `count` as in `FusedLinear`."""
         if len(self.products) > 1:
-            return tuple([product(x, slots) for product in self.products])
-        y = self.products[0](x, slots)
+            return tuple([product(x, slots, count) for product in self.products])
+        y = self.products[0](x, slots, count)
         return y.split_with_sizes(tuple(self.sizes.values()), -1) if len(self.sizes) > 1 else (y,)
 
     def tensors(self) -> dict[str, FusedTensor | None]:
@@ -99,20 +118,23 @@ class Fused(nn.Module):
 class FusedLinear(Fused):
     """The outputs of the layers."""
 
-    def forward(self, x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """`x [T, K]` -> one output a layer; slots int32 [T]: each token's adapter, −1 for none; None: none has one."""
-        return self.outputs(x, slots)
+    def forward(self, x: Tensor, slots: Tensor | None = None, count: Tensor | None = None) -> tuple[Tensor, ...]:
+        """`x [T, K]` -> one output a layer; slots int32 [T]: each token's adapter, −1 for none; None: none has one.
+
+        count: int32 of no dimension, on the device: so many leading rows mean something; None: all do.
+        """
+        return self.outputs(x, slots, count)
 
 
 class FusedGate(Fused):
     """`silu(gate(x)) * up(x)` of the layers gate and up."""
 
-    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """`x [T, K] -> [T, N]`; `slots` as in `FusedLinear`."""
+    def forward(self, x: Tensor, slots: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+        """`x [T, K] -> [T, N]`; `slots` and `count` as in `FusedLinear`."""
         first, *others = self.products
         adapters = None if slots is None else first.adapters
         is_dora = adapters is not None and adapters.factors is not None
-        return swiglu(*self.outputs(x, slots)) if others or is_dora else first.swiglu(x, slots)
+        return swiglu(*self.outputs(x, slots, count)) if others or is_dora else first.swiglu(x, slots, count)
 
 
 def _products(parts: Sequence[AnyLinear], choices: AdapterChoices, dtype: torch.dtype) -> list[Product]:

@@ -64,26 +64,27 @@ class SelfAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attention: AttentionOverBatch,
         slots: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> Tensor:
         """`x [T, D] -> [T, D]`; `rotary` is the cosine and sine of each token's angles, `[T, 1, d]` each.
 
-        `slots` as in `FusedLinear`.
+        `slots` and `count` as in `FusedLinear`.
         """
         rows = x.shape[0], -1, self.head_dim
-        q, k, v = [part.view(rows) for part in self._project(x, slots)]
+        q, k, v = [part.view(rows) for part in self._project(x, slots, count)]
         norm_rope = NormRope(self._norms(), rotary if self.rotates else None)
         mixed = attention(self.layer, q, k, v, norm_rope).reshape(x.shape[0], -1)
         output = self.output  # looked up once: a module finds its parts slowly
-        return self.o_proj(mixed) if output is None else output.outputs(mixed, slots)[0]
+        return self.o_proj(mixed) if output is None else output.outputs(mixed, slots, count)[0]
 
     def _norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
-    def _project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, ...]:
+    def _project(self, x: Tensor, slots: Tensor | None, count: Tensor | None) -> tuple[Tensor, ...]:
         if (qkv := self.qkv) is not None:
-            return qkv.outputs(x, slots)
+            return qkv.outputs(x, slots, count)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
@@ -103,10 +104,10 @@ class MLP(nn.Module):
         self.gate_up: FusedGate | None = None
         self.down: FusedLinear | None = None
 
-    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
-        """`x [T, D] -> [T, D]`; `slots` as in `FusedLinear`."""
+    def forward(self, x: Tensor, slots: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+        """`x [T, D] -> [T, D]`; `slots` and `count` as in `FusedLinear`."""
         if (gate_up := self.gate_up) is not None and (down := self.down) is not None:
-            return down.outputs(gate_up(x, slots), slots)[0]
+            return down.outputs(gate_up(x, slots, count), slots, count)[0]
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:

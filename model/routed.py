@@ -6,7 +6,8 @@
 
 `route` says which of the two additions are routed. Where attention is, a layer attends over a shorter sequence: only
 selected tokens have queries, keys and values there, in their order and at their positions. They are gathered, computed
-densely, and added back, so that a skipped token costs nothing, and a layer that no token passes does not run.
+densely, and added back, so that a skipped token costs nothing. How many they are, a GPU keeps to itself while it
+serves: rows for all tokens are launched there, and products leave out those that nobody uses.
 
 With w = 0 and b = 0 every gate is 1, and the layer with all tokens selected is the dense one, bit for bit. The division
 by rms(x) keeps the few tokens with massive activations from deciding where w goes.
@@ -75,21 +76,22 @@ class RoutedLayer(DecoderLayer):
         in_place = residual is not None and not torch.is_grad_enabled()
         scores = self.router(x)
         selected = self._select(x, scores, routing)
-        index = selected_rows(selected)
-        chosen = None if slots is None else slots.index_select(0, index)
+        # Products of the serving form leave unused rows out; others are of training and measuring, which may wait.
+        index, count = selected_rows(selected, may_wait=self.mlp.gate_up is None)
+        chosen = None if slots is None else F.pad(slots, (0, 1), value=-1).index_select(0, index)  # no row: no adapter
         if self.route != "mlp":
             attention = attention.routed(self.layer, selected, index)
         gate = 1 + self.gate_range * torch.tanh(gather_rows(scores[:, None], index)[:, 0])
         if len(index) and self.route != "mlp":
             normed, _ = self.input_layernorm.add(gather_rows(x, index), None)
-            added = self.self_attn(normed, _rows_of(rotary, index), attention, chosen)
+            added = self.self_attn(normed, _rows_of(rotary, index), attention, chosen, count)
             x = scatter_add_rows(x, index, added, gate, in_place=in_place)
         if self.route == "attention":
             normed, x = self.post_attention_layernorm.add(x, None)
             return self.mlp(normed, slots), x
         if len(index):
             normed, _ = self.post_attention_layernorm.add(gather_rows(x, index), None)
-            x = scatter_add_rows(x, index, self.mlp(normed, chosen), gate, in_place=in_place)
+            x = scatter_add_rows(x, index, self.mlp(normed, chosen, count), gate, in_place=in_place)
         return x, None
 
     def _select(self, x: Tensor, scores: Tensor, routing: Routing | None) -> Tensor:

@@ -30,6 +30,7 @@ from kernels.attention.rotary import apply_rotary, rope_frequencies, rotary_tabl
 from kernels.attention.rotary_write import HeadNorms, rotate_and_write
 from kernels.attention.visible_slots import VisibleSlots, list_visible_slots, plan_visible_slots
 from kernels.attention.write_pages import write_pages
+from kernels.linear.leading_rows import linear_of_leading_rows
 from kernels.linear.lora import LoraWeights, lora_add
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
@@ -230,11 +231,15 @@ def routing(dtype: torch.dtype) -> None:
     plan = plan_visible_slots(torch.arange(2), **steps, page_size=PAGE)
     visible = VisibleSlots.empty(PAGES * PAGE, 3, PAGES * PAGE, torch.device("cpu"))
     lengths = list_visible_slots(visible, torch.arange(3), plan)
+    for n, k in ((1536, 576), (300, 1030)):
+        x, weight = rows(300, k, dtype=dtype, differentiable=False), torch.zeros(n, k, dtype=dtype)
+        for bias in (None, torch.zeros(n, dtype=dtype)):
+            linear_of_leading_rows(x, weight, bias, torch.tensor(9, dtype=torch.int32))
     for q_heads, kv_heads, d in HEADS:
         slots = torch.zeros(2, PAGES * PAGE, 1, kv_heads, d).to(dtype)
         for tokens in (2, TOKENS):
             q = rows(tokens, q_heads, d, dtype=dtype, differentiable=False)
-            attention = plan_paged_attention(visible.lists, ints, lengths, 1, rows=plan.rows)
+            attention = plan_paged_attention(visible.lists, ints, lengths, 1, table_rows=plan.rows)
             paged_attention(q, *slots, visible.lists, ints, lengths, plan=attention)
     for size in (576, 4096):
         x = rows(TOKENS, size, dtype=dtype)

@@ -168,6 +168,11 @@ ROUTED = {
         Candidate("torch", by_name(elementwise.torch_add), in_place=True),
     ],
 }
+LEADING = [
+    _ours(by_name(linear.of_leading_rows)),
+    Candidate("torch, after a wait", by_name(linear.wait_and_multiply)),
+    Candidate("torch, all rows", by_name(linear.all_rows)),
+]
 
 
 # Linear
@@ -341,9 +346,11 @@ PARTS = {
             *(sampling.drafted(True, 8, batch, WORDS) for batch in (1, 16, 64))]),
         Group(NGRAMS, [sampling.texts(100, 2)], [sampling.texts(8192, batch) for batch in BATCHES])),
     "sampling_routing": Part(
-        "Find the selected tokens, gather them, add them back: what a mixture of depths does around a layer.",
+        "Find the selected tokens, gather them, multiply as many as they are, add them back: a mixture of depths.",
         *(Group(ROUTED[verb], [routed(verb, 64, 8, 48)], [routed(verb, 256, 32, 4096), routed(verb, 8192, 1024, 4096)])
-          for verb in ROUTED)),
+          for verb in ROUTED),
+        Group(LEADING, [linear.leading(48, 96, 64, 8)],
+              [linear.leading(4096, 28_672, 2048, used) for used in (256, 1024, 2048)])),
 }
 # fmt: on
 

@@ -73,11 +73,11 @@ class GroupedPlan:
         page_size: int,
         window: int | None,
         batch_invariant: bool,
-        rows: Tensor | None = None,
+        table_rows: Tensor | None = None,
     ) -> None:
         """In a batch-invariant plan everyone is attended alone."""
         self.page_size, self.window = page_size, window
-        self._batch_invariant, self._rows = batch_invariant, rows
+        self._batch_invariant, self._table_rows = batch_invariant, table_rows
         self._decode: DecodePlan | None = None
         self.renew(block_tables, cu_seqlens_q, kv_lengths)
 
@@ -88,7 +88,7 @@ class GroupedPlan:
             self.__dict__.pop(of_before, None)
         self.tables, window = block_tables.numpy(), self.window
         bounds = cu_seqlens_q.tolist()
-        rows = range(len(bounds) - 1) if self._rows is None else self._rows.tolist()
+        rows = range(len(bounds) - 1) if self._table_rows is None else self._table_rows.tolist()
         self._short: list[_Sequence] = []
         self._many: list[_Sequence] = []
         for (start, stop), row, length in zip(pairwise(bounds), rows, kv_lengths.tolist(), strict=True):

@@ -130,7 +130,7 @@ class ListedPlan:
     batch_invariant: bool
     tiles: Tiles | None
     """None: chosen by `choose_tiles`."""
-    rows: Tensor | None = None
+    table_rows: Tensor | None = None
     """[B] int32: each sequence's row of the block tables; None: its own number."""
     _listed: dict[Hashable, Work] = field(default_factory=dict)
 
@@ -163,9 +163,8 @@ def list_work(plan: ListedPlan, tiles: Tiles, q: Tensor, num_kv_heads: int) -> W
     )  # fmt: skip
     block = 128
     _list_kernel[(triton.cdiv(work.items.shape[1], block),)](
-        plan.cu_seqlens_q, plan.kv_lengths, plan.rows, work.firsts, work.items, work.merges, num_sequences, num_tokens,
-        window,
-        work.items.shape[1], work.merges.shape[1], (num_sequences + 1).bit_length(),
+        plan.cu_seqlens_q, plan.kv_lengths, plan.table_rows, work.firsts, work.items, work.merges, num_sequences,
+        num_tokens, window, work.items.shape[1], work.merges.shape[1], (num_sequences + 1).bit_length(),
         GROUP=group, ROWS=tiles.rows, ALIGN=align, WINDOWED=plan.window is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return work
@@ -253,11 +252,11 @@ def _count_kernel(
 
 @triton.jit(
     do_not_specialize=["num_sequences", "num_tokens", "window", "most_items", "most_merges", "steps"],
-    do_not_specialize_on_alignment=["p_rows"],
+    do_not_specialize_on_alignment=["p_table_rows"],
 )
 def _list_kernel(
-    p_cu_seqlens, p_kv_lengths, p_rows, p_firsts, p_items, p_merges, num_sequences, num_tokens, window, most_items,
-    most_merges, steps,
+    p_cu_seqlens, p_kv_lengths, p_table_rows, p_firsts, p_items, p_merges, num_sequences, num_tokens, window,
+    most_items, most_merges, steps,
     GROUP: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill `Work.items` and `Work.merges`. Grid: ⌈most items / BLOCK⌉; steps: of the search, ⌈log2(B + 2)⌉."""
@@ -290,8 +289,8 @@ def _list_kernel(
     b_partial = tl.load(p_firsts + row + b_low) + b_local
 
     p_item, b_table = p_items + b_index, b_low
-    if p_rows is not None:
-        b_table = tl.load(p_rows + b_low, mask=b_low < num_sequences, other=0)
+    if p_table_rows is not None:
+        b_table = tl.load(p_table_rows + b_low, mask=b_low < num_sequences, other=0)
     tl.store(p_item, b_table, mask=m_items)
     tl.store(p_item + most_items, b_start, mask=m_items)
     tl.store(p_item + 2 * most_items, b_queries, mask=m_items)

@@ -25,7 +25,7 @@ from kernels.linear.quantization import (
     quantize_integers,
     stack_integers,
 )
-from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, stored_codes
+from kernels.linear.quantized import TiledWeight, expand, prepare_quantized_weight, quantized_linear, stored_codes
 from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.linear.rounded import Rounding, rounded_linear
@@ -75,6 +75,10 @@ class ServingForm(ABC, Generic[W]):
     ) -> Tensor:
         """`silu(gate) * up` of the two halves of `product`."""
         return swiglu_of_halves(self.product(x, prepared, bias, lora, slots))
+
+    def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
+        """The matrix [N, K] that `product` multiplies many rows with on a GPU; None where it does something else."""
+        return None
 
 
 class WeightFormat(ServingForm[W]):
@@ -149,6 +153,9 @@ class WeightFormat(ServingForm[W]):
     ) -> Tensor:
         y = linear(x, prepared.dequantize(x.dtype), bias)
         return y if lora is None else lora_add(y, x, lora, slots)
+
+    def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
+        return prepared.dequantize(dtype)
 
     def times(self, x: Tensor, prepared: Any) -> Tensor:
         """`x Wᵀ` of x as it is, whatever `product` does to activations."""
@@ -235,6 +242,9 @@ class KernelFormat(WeightFormat[W]):
             return quantized_linear(x, prepared, bias, lora, slots)
         y = rounded_linear(x, prepared, bias, self.rounding)
         return y if lora is None else lora_add(y, x, lora, slots)
+
+    def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
+        return expand(prepared, dtype) if self.rounding is None and isinstance(prepared, TiledWeight) else None
 
     def times(self, x: Tensor, prepared: Any) -> Tensor:
         return quantized_linear(x, prepared)

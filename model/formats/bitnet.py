@@ -106,6 +106,9 @@ class Ternary(GridFormat[TernaryWeight]):
         y = y if bias is None else y + bias.to(x.dtype)
         return y if lora is None else lora_add(y, x, lora, slots)
 
+    def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
+        return None
+
     def times(self, x: Tensor, prepared: Any) -> Tensor:
         return super().product(x, prepared)
 

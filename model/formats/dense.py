@@ -30,5 +30,8 @@ class Dense(ServingForm[Tensor]):
         y = linear(x, prepared, bias)
         return y if lora is None else lora_add(y, x, lora, slots)
 
+    def expanded(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor | None:
+        return prepared.held if isinstance(prepared.held, Tensor) and not prepared.packed else None
+
 
 DENSE = Dense()

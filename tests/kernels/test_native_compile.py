@@ -36,6 +36,7 @@ KERNELS = {
         "token_routing._select_kernel", "token_routing._gather_kernel", "token_routing._add_kernel",
         "token_routing._add_backward_kernel", "visible_slots._list_slots_kernel", "_paged_plan._count_kernel",
         "_paged_plan._list_kernel", "paged._attend_kernel", "paged._merge_kernel",
+        "leading_rows._leading_rows_kernel",
     },
 }  # fmt: skip
 

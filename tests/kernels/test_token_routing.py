@@ -38,17 +38,21 @@ def test_selected_tokens_without_triton() -> None:
 @pytest.mark.parametrize("pattern", ["some", "all", "none"])
 @pytest.mark.parametrize("tokens", [70, 1000])
 def test_rows_for_the_selected_tokens(device: torch.device, pattern: str, tokens: int) -> None:
-    """With Triton a row for everybody where few tokens are not worth a count, else for the selected alone."""
+    """With Triton a row for everybody; for those who may wait, where tokens are many, for the selected alone."""
     mask = mask_of(pattern, tokens)
     rows = mask.nonzero()[:, 0].tolist()
-    empty = [tokens] * (tokens - len(rows)) if tokens == 70 else []
-    assert selected_rows(mask.to(device)).tolist() == rows + empty
+    for may_wait in (False, True):
+        index, count = selected_rows(mask.to(device), may_wait=may_wait)
+        waits = may_wait and tokens == 1000
+        assert index.tolist() == rows + [tokens] * (0 if waits else tokens - len(rows))
+        assert count is None if waits else count is not None and int(count) == len(rows)
 
 
 def test_rows_without_triton() -> None:
     for pattern in ("some", "all", "none"):
         mask = mask_of(pattern, 50)
-        assert selected_rows(mask).tolist() == mask.nonzero()[:, 0].tolist()
+        index, count = selected_rows(mask)
+        assert index.tolist() == mask.nonzero()[:, 0].tolist() and count is None
 
 
 def routed(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -3,21 +3,30 @@
 `pytest --recorded-graphs tests/serve` runs all tests of the engine so; here is what they cannot show.
 """
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from compress.quantize.round_to_nearest import quantize_model
 from kernels.common.cuda_graph import MOST_FAILURES, Graphs
 from kernels.common.triton_support import interpreted
 from model.config import MixtureOfDepths
+from model.files.adapter import load_adapters
+from model.formats.bitsandbytes import NF4
+from model.kv_format import choose_kv_format
+from model.passes import Pass, run_pass
 from serve.engine import engine as engine_module
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
 from serve.engine.graphs import captured_sizes
 from serve.engine.warm_up import warm_up
 from serve.sampling_params import SamplingParams
-from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, counted, recorded_graphs
+from tests.compare import check_close
+from tests.model.test_fused_adapters import save_adapters
+from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, _watched, counted, recorded_graphs
 from tests.serve.test_routed import routed_model
 from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts
 from tests.tiny import tiny_model
@@ -89,6 +98,34 @@ def test_lists_of_visible_slots_follow_sequences_through_captured_steps(monkeypa
         expected = outputs()
     with interpreted():
         assert outputs() == expected
+
+
+@pytest.mark.parametrize("weights", ["none", "nf4", "adapters"])
+@pytest.mark.parametrize("route", ["attention", "mlp", "block"])
+def test_a_long_prompt_waits_for_no_routed_layer(route: str, weights: str, tmp_path: Path) -> None:
+    """Nothing is read back of a prompt that is longer than what is computed whole, and its unused rows do no harm."""
+    mixture = MixtureOfDepths(route, (1,), 0.5, gate_range=0.5)  # type: ignore[arg-type]
+    tokens, length = torch.arange(300) * 7 % 512, torch.tensor([0, 300], dtype=torch.int32)
+    pages, tables = (torch.arange(n, dtype=torch.int32) for n in (300, 19))
+    listing = torch.zeros(2, 1, dtype=torch.int32)
+    step = Pass(tokens, pages.long(), pages.long(), tables[None], length, length[1:], None, listing)
+    folders: list[Path] = []
+    if weights == "adapters":
+        folders = save_adapters(tmp_path, tiny_model(seed=3, mixture_of_depths=mixture, **SMALL))
+        step = step._replace(adapters=torch.arange(300, dtype=torch.int32) % 3 - 1)
+
+    def served() -> Callable[[], tuple[torch.Tensor]]:
+        model = tiny_model(seed=3, mixture_of_depths=mixture, **SMALL)
+        model = quantize_model(model, NF4()) if weights == "nf4" else model
+        model = model.fuse(load_adapters(model, folders))
+        cache = choose_kv_format("auto", torch.float32).allocate(model.config, 19, 16, torch.device("cpu"))
+        return lambda: (run_pass(model, cache, step),)
+
+    with torch.inference_mode():
+        with interpreted():
+            (ours,), _ = _watched(served())
+        (expected,) = served()()
+    check_close(ours, expected.double())
 
 
 def test_no_step_moves_what_the_one_before_has_found() -> None:

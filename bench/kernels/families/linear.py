@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, in_fp64, installed, needs, normal
 from kernels.linear import quantization
+from kernels.linear.leading_rows import linear_of_leading_rows, linear_of_leading_rows_reference
 from kernels.linear.lora import LoraWeights, lora_reference
 from kernels.swiglu import swiglu, swiglu_reference
 
@@ -95,6 +96,32 @@ def gated(k: int, n: int, rows: int) -> Shape:
         reference=in_fp64(lambda x, weight: swiglu_reference(*_product(x, weight).chunk(2, dim=1))),
         num_bytes=weight_bytes("nf4", n, k) + 2 * rows * (n // 2 + k), flops=2.0 * rows * n * k, leaves=("x",),
     )  # fmt: skip
+
+
+def leading(k: int, n: int, rows: int, used: int) -> Shape:
+    """x [T, K], whose first `used` rows mean something; their number on the device, `count`; W [N, K] in bf16."""
+
+    def make() -> dict[str, Any]:
+        return {"x": normal(rows, k), "dense": normal(n, k) * k**-0.5, "count": torch.tensor(used, dtype=torch.int32)}
+
+    return Shape(
+        name=f"{k}x{n} rows {used} of {rows}", fields={"k": k, "n": n, "rows": rows, "used": used}, make=make,
+        reference=in_fp64(lambda x, dense, used: linear_of_leading_rows_reference(x, dense, None, used)),
+        num_bytes=2 * (n * k + used * (n + k)), flops=2.0 * used * n * k, leaves=("x",),
+    )  # fmt: skip
+
+
+def of_leading_rows(x: Tensor, dense: Tensor, count: Tensor, used: int) -> Tensor:
+    return linear_of_leading_rows(x, dense, None, count)[:used]
+
+
+def wait_and_multiply(x: Tensor, dense: Tensor, count: Tensor) -> Tensor:
+    """The host reads the number; its wait counts."""
+    return F.linear(x[: int(count)], dense)
+
+
+def all_rows(x: Tensor, dense: Tensor, used: int) -> Tensor:
+    return F.linear(x, dense)[:used]
 
 
 TORCH_INNER_TILES = 8
