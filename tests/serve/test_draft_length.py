@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
+import torch
 
 from model.transformer import Transformer
-from serve.engine.drafts.length import MAX_DRAFT_TOKENS, MIN_GAIN, AdaptiveLength, PassCosts, expected_tokens
+from serve.engine.drafts.length import MAX_DRAFT_TOKENS, MIN_GAIN, AdaptiveLength, PassCosts, PassTimer, expected_tokens
 from serve.engine.drafts.tree import AtHand
 from serve.engine.engine import Engine
 from serve.engine.requests import Sequence
@@ -267,3 +268,43 @@ def test_an_engine_drafts_with_a_cheap_draft_that_is_right(monkeypatch: pytest.M
     drain(engine)
     stats = engine.stats()
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 90 and stats.num_steps < 25
+
+
+class DeviceClock:
+    """In place of a CUDA event: each that is recorded is a millisecond after the one before."""
+
+    now_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        DeviceClock.now_ms += 1.0
+        self.at_ms = DeviceClock.now_ms
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "DeviceClock") -> float:
+        return end.at_ms - self.at_ms
+
+
+@dataclass
+class Launcher:
+    has_prepared: bool
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pass_that_prepares_for_later_ones_is_no_measure_of_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that is captured."""
+    monkeypatch.setattr(torch.cuda, "Event", DeviceClock)
+    costs = PassCosts()
+    timer = PassTimer(costs, torch.device(device))
+    for rows, has_prepared in ((1, True), (2, False)):
+        with timer.measure(rows, Launcher(has_prepared)):
+            pass
+    assert not costs.has_measured(1) and costs.has_measured(2)
+    if device == "cuda":
+        assert costs.estimate(2) == pytest.approx(0.001)

@@ -149,7 +149,8 @@ class PassTimer:
         begin.record()
         yield
         end.record()
-        self._measuring.append((num_rows, begin, end))
+        if runner is None or not runner.has_prepared:
+            self._measuring.append((num_rows, begin, end))
         while self._measuring and self._measuring[0][2].query():
             rows, began_at, ended_at = self._measuring.pop(0)
             self._costs.record(rows, began_at.elapsed_time(ended_at) / 1000)
