@@ -19,8 +19,8 @@ from torch import Tensor
 from kernels.common.triton_support import check_rows, runs_triton
 
 _SELECT_BLOCK = 1024
-_MOST_UNCOUNTED = 256
 _ROW_BLOCK = 4096
+_MOST_UNCOUNTED = 256
 
 
 def select_tokens_reference(mask: list[bool], capacity: int) -> tuple[list[int], int]:

@@ -67,9 +67,14 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def adjusts_all_scores(self) -> bool:
+        """Whether at every position more than the model's scores decides which tokens are likely."""
+        return self.has_penalties or bool(self.logit_bias)
+
+    @property
     def adjusts_scores(self) -> bool:
-        """Whether anything but the model's scores may decide which tokens are likely."""
-        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+        """Whether at any position more than the model's scores decides which tokens are likely."""
+        return self.adjusts_all_scores or self.min_tokens > 0
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError, naming the field, when a value is out of bounds for a vocabulary of `vocab_size` tokens."""

@@ -100,11 +100,11 @@ class BatchState:
         self._settings.index_copy_(1, rows, self._upload(settings, np.float32).T)
         self._keys.index_copy_(1, rows, self._upload(keys, np.int64).T)
         for sequence, p in zip(new, params, strict=True):
-            always = p.has_penalties or bool(p.logit_bias)
-            self.facts[sequence.batch_row] = sequence.adapter, sequence.num_prompt_tokens, always, p.min_tokens
-            if sequence.params.adjusts_scores:
+            always, num_prompt_tokens = p.adjusts_all_scores, sequence.num_prompt_tokens
+            self.facts[sequence.batch_row] = sequence.adapter, num_prompt_tokens, always, p.min_tokens
+            if p.adjusts_scores:
                 self._write_biases(sequence)
-            if sequence.params.has_penalties:
+            if p.has_penalties:
                 self._write_counts(sequence)
             if self.text is not None:
                 self.text[sequence.batch_row, : sequence.num_tokens] = self._upload(sequence.tokens, np.int32)

@@ -151,8 +151,9 @@ class Engine:
         self.sampler = Sampler(self.state)
         most_tokens = self.max_model_len + self.state.max_drafts
         self.tables = Tables(1 + self.state.spare_row, most_tokens, self.device)
-        lists = {"num_rows": self.tables.num_rows, "most_tokens": self.tables.most_tokens}
-        pages = kv_format.allocate(models.target.config, self.num_pages, PAGE_SIZE, self.device, **lists)
+        pages = kv_format.allocate(
+            models.target.config, self.num_pages, PAGE_SIZE, self.device, **self.tables.list_sizes
+        )
         self.runner = Runner(models.target, pages, feed=self.state.feed)
         self.graphs = graphs_on(self.device)
         self.uniform_steps: UniformSteps | None = None

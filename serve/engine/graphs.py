@@ -100,6 +100,11 @@ class Tables:
         """That a row's pages hold."""
         return self.pages.shape[1] * PAGE_SIZE
 
+    @property
+    def list_sizes(self) -> dict[str, int]:
+        """As `KVFormat.allocate` asks for them: lists of visible slots are by batch row too."""
+        return {"num_rows": self.num_rows, "most_tokens": self.most_tokens}
+
     def missing(self, sequences: list[Sequence], room: int) -> np.ndarray:
         """Rows, columns and ids of pages that the device lacks, `[3, m]`, m ≤ room; more are uploaded here."""
         entries: list[tuple[int, int, int]] = []

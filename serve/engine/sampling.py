@@ -269,8 +269,7 @@ class Sampler:
 
 
 def _adjusts(sequence: Sequence, position: int) -> bool:
-    params = sequence.params
-    return params.has_penalties or bool(params.logit_bias) or position < params.min_tokens
+    return sequence.params.adjusts_all_scores or position < sequence.params.min_tokens
 
 
 def select(x: Tensor, rows: list[int]) -> Tensor:

@@ -134,9 +134,8 @@ class ModelDraft:
         state, pool = context.sampler.state, context.cache.pool
         self.shares_pages = context.pages is not None
         self.first_tokens = 1 if self.shares_pages else 2
-        lists = {"num_rows": context.tables.num_rows, "most_tokens": context.tables.most_tokens}
         pages = context.pages or context.kv_format.allocate(
-            context.model.config, pool.num_pages, PAGE_SIZE, state.feed.device, **lists
+            context.model.config, pool.num_pages, PAGE_SIZE, state.feed.device, **context.tables.list_sizes
         )
         self.runner = Runner(context.model, pages, feed=state.feed)
         self.sampler, self.max_tokens, self.timer = context.sampler, context.max_tokens, context.timer
