@@ -22,6 +22,7 @@ from pathlib import Path
 
 from bench.gpu.hour import Hour, ask_machine
 from bench.gpu.parts import PARTS, parts_named
+from bench.parts import UnknownPart, asked_for
 
 NO_GPU = (
     "There is no NVIDIA GPU here, so there is nothing to measure; "
@@ -37,16 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny models and shapes: does everything run?")
     parser.add_argument("--out", type=Path, help="where results go (default: bench/results; --tiny: a new folder)")
     options = parser.parse_args(arguments)
-    wanted = list(PARTS) if options.parts is None else options.parts.split(",")
-    unknown = [name for name in wanted if not parts_named(name)]
-    if unknown:
-        print(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.", file=sys.stderr)
+    try:
+        names = asked_for(options.parts, PARTS, parts_named)
+    except UnknownPart as reason:
+        print(reason, file=sys.stderr)
         return 2
     machine = ask_machine()
     if machine["gpu"] is None and not options.tiny:
         print(NO_GPU, file=sys.stderr)
         return 2
-    names = dict.fromkeys(name for family in wanted for name in parts_named(family))
     hour = Hour(folder_of(options.out, tiny=options.tiny), machine, tiny=options.tiny, minutes=options.minutes)
     return hour.run([PARTS[name] for name in names], again=options.again)
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.parts import parts_of_family
+
 _KERNELS = ("kernels", "bench/kernels", "bench/gpu/kernels.py")
 _ENGINE = ("kernels", "model", "serve", "bench/models.py", "bench/gpu/engine.py", "bench/serve/decode_trace.py")
 _SERVING = (*_ENGINE, "bench/gpu/serving.py")
@@ -87,4 +89,4 @@ PARTS = {part.name: part for part in _PARTS}
 
 def parts_named(wanted: str) -> list[str]:
     """The part of this name, else all whose names begin with it and a dash: `decode` means four."""
-    return [wanted] if wanted in PARTS else [name for name in PARTS if name.startswith(f"{wanted}-")]
+    return parts_of_family(wanted, PARTS, "-")

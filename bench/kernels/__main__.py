@@ -37,6 +37,7 @@ import torch
 from bench.common import RESULTS, ROOT, gpu_name, machine, write_json
 from bench.kernels import goals
 from bench.kernels.plot import draw
+from bench.parts import UnknownPart, asked_for
 from pipeline.environment import package_versions
 from pipeline.files import write_atomically
 
@@ -66,12 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interpret_without_gpu()
     from bench.kernels.cases import PARTS, parts_named
 
-    wanted = list(PARTS) if options.parts is None else options.parts.split(",")
-    unknown = [name for name in wanted if not parts_named(name)]
-    if unknown:
-        print(f"There is no part {unknown[0]!r}; there are {', '.join(PARTS)}.", file=sys.stderr)
+    try:
+        names = asked_for(options.parts, PARTS, parts_named)
+    except UnknownPart as reason:
+        print(reason, file=sys.stderr)
         return 2
-    for name in dict.fromkeys(name for family in wanted for name in parts_named(family)):
+    for name in names:
         path, cases = out / "kernels" / f"{name}.json", PARTS[name].cases(tiny=options.tiny)
         for _ in run_part(name, cases, path, tiny=options.tiny, only=options.only, again=options.again):
             pass

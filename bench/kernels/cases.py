@@ -19,6 +19,7 @@ from bench.kernels.families import attention, elementwise, linear, losses, sampl
 from bench.kernels.families.attention import documents, paged
 from bench.kernels.families.elementwise import EPS, gate, norm, rotary, routed
 from bench.kernels.families.losses import KINDS, loss
+from bench.parts import parts_of_family
 from kernels.attention.flash import flash_attention
 from kernels.attention.paged import paged_attention, plan_paged_attention
 from kernels.attention.rotary import apply_rotary
@@ -357,4 +358,4 @@ PARTS = {
 
 def parts_named(wanted: str) -> list[str]:
     """The part of this name, else all whose names begin with it and an underscore: `quantized` means six."""
-    return [wanted] if wanted in PARTS else [name for name in PARTS if name.startswith(f"{wanted}_")]
+    return parts_of_family(wanted, PARTS, "_")
