@@ -8,15 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from serve.http.errors import invalid
 from serve.http.generation import LOWEST, Reply, Service
-from serve.http.protocol import (
-    ChatRequest,
-    ChatTemplateArguments,
-    Message,
-    Tool,
-    loads_object,
-    sampling_params,
-    without_nulls,
-)
+from serve.http.protocol import loads_object, sampling_params, without_nulls
+from serve.http.requests import ChatRequest, ChatTemplateArguments, Message, Tool
 from serve.http.responses import (
     AssistantMessage,
     ChatChoice,

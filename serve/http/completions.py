@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from model.text.detokenizer import StreamDecoder
 from serve.http.errors import invalid
 from serve.http.generation import LOWEST, Reply, Service, token_text
-from serve.http.protocol import CompletionRequest, sampling_params
+from serve.http.protocol import sampling_params
+from serve.http.requests import CompletionRequest
 from serve.http.responses import Completion, CompletionChoice, LegacyLogprobs, PromptLogprob, Usage
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams

@@ -25,7 +25,7 @@ from serve.http.engine_client import Call, EngineClient
 from serve.http.errors import ApiError, invalid
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions
-from serve.http.protocol import GenerationRequest
+from serve.http.requests import GenerationRequest, StreamOptions
 from serve.http.responses import DONE, CompletionTokensDetails, PromptTokensDetails, Usage, encoder
 from serve.messages import Ready
 from serve.outputs import RequestOutput
@@ -81,6 +81,7 @@ class Reply(ABC, Generic[Request]):
         self.adapter = request.model if request.model in service.options.engine.adapters else None
         self.model = self.adapter or service.options.model_names[0]
         self.num_choices = request.n or 1
+        self.stream_options = request.stream_options or StreamOptions()
         self.usage = UsageCounter()
 
     @property
@@ -126,9 +127,9 @@ class Reply(ABC, Generic[Request]):
 
     def chunk_usage(self) -> Usage | msgspec.UnsetType | None:
         """What a chunk says of usage: nothing; null, as OpenAI has it, when a usage chunk will follow; or so far."""
-        if self.request.continuous_usage:
+        if self.stream_options.continuous_usage_stats:
             return self.usage.total(self.speculates)
-        return None if self.request.include_usage else msgspec.UNSET
+        return None if self.stream_options.include_usage else msgspec.UNSET
 
 
 def token_text(tokenizer: "Tokenizer", token_id: int) -> str:
@@ -230,7 +231,7 @@ class GenerationResponse:
             data = await self._write(write, much=output.prompt_logprobs is not None)
             if data:
                 yield data
-        if reply.request.include_usage:
+        if reply.stream_options.include_usage:
             yield event(reply.usage_chunk(self._usage()))
         yield DONE
 

@@ -14,15 +14,8 @@ from serve.http.chat import ChatReply, conversation_ids
 from serve.http.completions import CompletionReply
 from serve.http.errors import ApiError, invalid, unavailable
 from serve.http.generation import GenerationResponse, Service, token_text
-from serve.http.protocol import (
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    loads_object,
-    read,
-)
+from serve.http.protocol import AnyRequest, loads_object, read
+from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
 from serve.messages import Ready
 

@@ -18,7 +18,8 @@ from serve.http.errors import ApiError
 from serve.http.generation import LOWEST
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions, add_serve_arguments, options_from_arguments
-from serve.http.protocol import ChatRequest, CompletionRequest, Message, loads, loads_object, read, sampling_params
+from serve.http.protocol import loads, loads_object, read, sampling_params
+from serve.http.requests import ChatRequest, CompletionRequest, Message
 from serve.messages import LENGTH, Abort, Add, Pong, ProtocolError, Report, decode_from_engine, decode_to_engine, frame
 from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
