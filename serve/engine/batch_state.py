@@ -9,6 +9,7 @@ S batch rows, V vocabulary, K most draft tokens, N rows of logits.
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -133,10 +134,22 @@ class BatchState:
     def adjustments(self) -> RequestState:
         return RequestState(self._counts, *self._settings[3:], *self._biases)
 
-    def write_drafts(self, rows: Tensor, tokens: Tensor, first: int = 0) -> None:
-        """Let `tokens [N, n]` be the draft tokens number `first`, … of the sequences in rows `[N]`."""
+    @cached_property
+    def draft_p(self) -> Tensor:
+        """`[S, K, V]` fp32: what draft tokens were drawn from, where they are verified by rejection."""
+        shape = len(self.feed), self.max_drafts, self.vocab_size
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def write_drafts(self, rows: Tensor, tokens: Tensor) -> None:
+        """Let `tokens [N, n]` be the first n draft tokens of the sequences in rows `[N]`."""
         # No token at all, as where scores are not finite, becomes a token that can be computed; nobody will accept it.
-        self.feed[rows, first + 1 : first + 1 + tokens.shape[1]] = tokens.clamp_min(0)
+        self.feed[rows, 1 : 1 + tokens.shape[1]] = tokens.clamp_min(0)
+
+    def write_draft(self, rows: Tensor, numbers: Tensor, tokens: Tensor, probabilities: Tensor | None) -> None:
+        """Let `tokens [N]` be draft token number `numbers [N]` of each, and `probabilities [N, V]` its distribution."""
+        self.feed[rows, 1 + numbers] = tokens.clamp_min(0)
+        if probabilities is not None:
+            self.draft_p[rows, numbers] = probabilities
 
     def drafts(self, rows: Tensor, count: int) -> Tensor:
         """The first `count` draft tokens of the sequences in rows `[N]`, `[N, count]`."""

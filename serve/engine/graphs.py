@@ -10,6 +10,7 @@ B sequences of a captured size, n ≤ B of them real, q tokens of each, P pages 
 """
 
 from collections.abc import Iterable
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ from serve.engine.sampling import (
     pending_samples,
 )
 
+MOST_DISTRIBUTIONS = 128
+"""Distributions that a captured step may make; more take their turns in the same memory, behind it."""
 _STEP = 8
 """Above this, every multiple of it is a size."""
 BYTES_PER_GRAPH = 32 * 2**20
@@ -54,6 +57,49 @@ def captured_sizes(most: int) -> list[int]:
     return sorted({captured_size(number) for number in range(1, most + 1)}, reverse=True)
 
 
+class End(Enum):
+    """What a step does behind its pass."""
+
+    LOGITS = auto()
+    """Nothing: masks or rules that differ are for whoever launched it."""
+    MATCHING = auto()
+    """Draw the target's tokens, and match draft tokens with them."""
+    REJECTION = auto()
+    """Verify draft tokens by rejection."""
+    DRAFT = auto()
+    """Draw a draft's tokens, to be matched."""
+    DRAFT_FOR_REJECTION = auto()
+    """The same, to be verified by rejection."""
+
+    @property
+    def is_draft(self) -> bool:
+        return self in (End.DRAFT, End.DRAFT_FOR_REJECTION)
+
+
+def draft_end(sequences: list[Sequence]) -> End:
+    """Of a pass of the draft for these sequences."""
+    kinds = {sequence.verifies_by_rejection for sequence in sequences}
+    if len(kinds) > 1 or any(sequence.mask is not None for sequence in sequences):
+        return End.LOGITS
+    if kinds == {False}:
+        return End.DRAFT
+    return End.DRAFT_FOR_REJECTION if captured_size(len(sequences)) <= MOST_DISTRIBUTIONS else End.LOGITS
+
+
+def _target_end(sequences: list[Sequence], drafts: list[DraftTree]) -> End:
+    """Of a pass of the target over these sequences and their draft tokens."""
+    if any(sequence.mask is not None for sequence in sequences):
+        return End.LOGITS
+    if not any(draft.by_rejection for draft in drafts):
+        return End.MATCHING
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        # Without draft tokens either rule is plain sampling.
+        if not draft.by_rejection and (draft.num_tokens or not sequence.verifies_by_rejection):
+            return End.LOGITS
+    num_rows = captured_size(len(sequences)) * (1 + max(draft.num_tokens for draft in drafts))
+    return End.REJECTION if num_rows <= MOST_DISTRIBUTIONS else End.LOGITS
+
+
 class Shape(NamedTuple):
     """What a step is captured for."""
 
@@ -61,8 +107,7 @@ class Shape(NamedTuple):
     """B"""
     num_tokens: int
     """q"""
-    samples: bool
-    """Whether tokens are drawn, and draft tokens matched with them; else it ends with the logits."""
+    end: End
     has_adapters: bool
     bias_width: int
     """Room for biases where scores are adjusted; −1 where nobody's are."""
@@ -79,7 +124,12 @@ class Batch(NamedTuple):
     last: list[int]
     """How many tokens are written behind the first."""
     counts: list[int]
-    """Draft tokens that are meant, by `meant_by`."""
+    """Draft tokens that are meant, by `meant_by`; of a guess, those before it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """q"""
+        return self.tokens.shape[1]
 
 
 class Tables:
@@ -155,8 +205,8 @@ class _Inputs:
         """Columns `[8, B]`, tokens `[B, q]` and new pages `[3, m]` (row, column, id), in an array or a tensor.
 
         Columns: batch row; the first position whose slot may not be listed; position of the first token (−q: no keys);
-        how many are written behind it; adapter; draft tokens meant; number of the first output token; the batch row
-        again where scores are adjusted, else −1.
+        how many are written behind it; adapter; draft tokens meant, or before a guess; number of the first output token
+        that is drawn; the batch row again where scores are adjusted, else −1.
         """
         pages, tokens = len(values) - 3 * self.room, self._q * self._size
         columns = values[: pages - tokens].reshape(-1, self._size)
@@ -206,11 +256,12 @@ class UniformSteps:
         q = 1 + max(draft.num_tokens for draft in drafts)
         counts, last = [meant_by(draft) for draft in drafts], [draft.num_tokens for draft in drafts]
         batch = Batch(sequences, self._last_tokens(sequences, q), starts, last, counts)
-        if any(sequence.mask is not None or draft.distributions for sequence, _, draft in asked):
-            (logits,) = self.launch(batch, samples=False)
+        end = _target_end(sequences, drafts)
+        if end is End.LOGITS:
+            (logits,) = self.launch(batch, end)
             rows = [SequenceRows(one, at * q, draft) for at, (one, _, draft) in enumerate(asked)]
             return self._sampler.sample(logits, rows)
-        found, logits = self.launch(batch, samples=True)
+        found, logits = self.launch(batch, end)
         return [pending_samples(list(range(len(asked))), sequences, found, logits)]
 
     def _last_tokens(self, sequences: list[Sequence], q: int) -> np.ndarray:
@@ -222,19 +273,19 @@ class UniformSteps:
                 tokens[at, 0] = sequence.tokens[-1]
         return tokens
 
-    def launch(self, batch: Batch, *, samples: bool) -> Outputs:
-        """Launch a step. Returns what `pending_samples` asks for, if tokens are drawn, and the logits `[n · q, V]`.
+    def launch(self, batch: Batch, end: End) -> Outputs:
+        """Launch a step. Returns what `pending_samples` asks for, if the target decides, and the logits `[n · q, V]`.
 
         They lie where the next step puts its own.
         """
         (n, q), state = batch.tokens.shape, self._sampler.state
         rows, starts = np.array([sequence.batch_row for sequence in batch.sequences]), np.array(batch.starts)
         adapters, prompts, always, min_tokens = state.facts[rows].T
-        positions = starts + 1 - prompts
+        positions = starts + (q if end.is_draft else 1) - prompts
         adjusted = np.where((always != 0) | (positions < min_tokens), rows, NOBODY)
         has_adapters = self._has_adapters and bool((adapters != NO_ADAPTER).any())
-        bias_width = state.bias_width if samples and adjusted.max() != NOBODY else -1
-        shape = Shape(captured_size(n), q, samples, has_adapters, bias_width)
+        bias_width = state.bias_width if end is not End.LOGITS and adjusted.max() != NOBODY else -1
+        shape = Shape(captured_size(n), q, end, has_adapters, bias_width)
         inputs = self._inputs_of(shape)
         columns = np.empty((8, n), dtype=np.int32)
         columns[:] = rows, self._first_to_list(batch), starts, batch.last, adapters, batch.counts, positions, adjusted
@@ -249,7 +300,7 @@ class UniformSteps:
     @torch.inference_mode()
     def prepare(self, size: int) -> None:
         """Run and capture plain decoding of so many sequences, with nobody in it."""
-        shape = Shape(size, num_tokens=1, samples=True, has_adapters=False, bias_width=-1)
+        shape = Shape(size, num_tokens=1, end=End.MATCHING, has_adapters=False, bias_width=-1)
         inputs = self._inputs_of(shape)
         for _ in range(2):
             inputs.upload(inputs.empty)
@@ -268,15 +319,37 @@ class UniformSteps:
         columns, tokens, pages = inputs.parts(inputs.values)
         self._tables.take(pages)
         logits = self._logits(shape, columns, tokens)
-        if not shape.samples:
-            return (logits,)
+        if shape.end.is_draft:
+            self._guess(shape, columns, logits)
+        elif shape.end is not End.LOGITS:
+            return self._decide(shape, columns, logits), logits
+        return (logits,)
+
+    def _guess(self, shape: Shape, columns: Tensor, logits: Tensor) -> None:
+        """A draft token behind the last of each sequence's own."""
+        batch_rows, _, _, _, _, num_before, positions, adjusted = columns.long()
+        rows = Rows(
+            batch_rows=batch_rows,
+            num_before=num_before,
+            positions=positions,
+            adjusted=adjusted,
+            is_adjusted=shape.bias_width >= 0,
+            most_before=self._sampler.state.max_drafts,
+            masked=[],
+        )
+        q = shape.num_tokens
+        self._sampler.guess(logits[q - 1 :: q], rows, by_rejection=shape.end is End.DRAFT_FOR_REJECTION)
+
+    def _decide(self, shape: Shape, columns: Tensor, logits: Tensor) -> Tensor:
+        """What each sequence emits, `[B, k + 3]`, and what the next step starts from."""
         k, (batch_rows, _, starts, _, _, counts, positions, adjusted) = shape.num_tokens - 1, columns
         rows = _rows(batch_rows, positions, adjusted, k, is_adjusted=shape.bias_width >= 0)
         counts = self._sampler.meant(counts, batch_rows.long(), k)
-        found, num_accepted = self._sampler.match(logits, rows, counts, k)
+        decide = self._sampler.verify if shape.end is End.REJECTION else self._sampler.match
+        found, num_accepted = decide(logits, rows, counts, k)
         counted = adjusted if shape.bias_width >= 0 else None
         self._sampler.state.advance(batch_rows.long(), found, lengths=starts.clamp_min(0) + 1, counted=counted)
-        return emitted(found, num_accepted, counts), logits
+        return emitted(found, num_accepted, counts)
 
     def _logits(self, shape: Shape, columns: Tensor, tokens: Tensor) -> Tensor:
         """Of every token, `[B · q, V]`."""

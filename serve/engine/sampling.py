@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.common.rows import rows_per_block
 from kernels.sampling.logit_adjustments import adjust_scores
@@ -153,7 +154,7 @@ class Sampler:
         """
         groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for number, one in enumerate(asked):
-            groups[one.draft.num_tokens, bool(one.draft.distributions)].append(number)
+            groups[one.draft.num_tokens, one.draft.by_rejection].append(number)
         pending = []
         for (k, by_rejection), numbers in groups.items():
             for some in self.blocks(numbers, num_rows=k + 1) if by_rejection else [numbers]:
@@ -167,10 +168,8 @@ class Sampler:
         rows = self.rows([sequence for sequence in sequences for _ in range(k + 1)], list(range(k + 1)) * len(asked))
         batch_rows, counts, lengths, counted = self._table(asked)
         counts = self.meant(counts, batch_rows, k)
-        if asked[0].draft.distributions:
-            tokens, num_accepted = self._verify(logits, rows, asked, counts)
-        else:
-            tokens, num_accepted = self.match(logits, rows, counts, k)
+        decide = self.verify if asked[0].draft.by_rejection else self.match
+        tokens, num_accepted = decide(logits, rows, counts, k)
         self.state.advance(batch_rows, tokens, lengths=lengths, counted=counted)
         return pending_samples(numbers, sequences, emitted(tokens, num_accepted, counts), logits)
 
@@ -198,12 +197,11 @@ class Sampler:
         output = match_drafts(tokens, drafted, counts=counts, lengths=counts)
         return output.tokens, output.num_accepted
 
-    def _verify(self, logits: Tensor, rows: Rows, asked: list[SequenceRows], counts: Tensor) -> tuple[Tensor, Tensor]:
-        """As `match`, by rejection sampling."""
-        k = asked[0].draft.num_tokens
+    def verify(self, logits: Tensor, rows: Rows, counts: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As `match`, by rejection sampling from what the draft tokens were drawn from."""
         batch_rows, positions = rows.batch_rows[:: k + 1], rows.positions[:: k + 1]
-        target_p = self.probabilities(logits, rows).view(len(asked), k + 1, -1)
-        draft_p = torch.stack([q for one in asked for q in one.draft.distributions]).view(len(asked), k, -1)
+        target_p = self.probabilities(logits, rows).view(len(batch_rows), k + 1, -1)
+        draft_p = self.state.draft_p[batch_rows, :k]
         stream, drafted = self.state.stream(batch_rows, positions), self.state.drafts(batch_rows, k)
         output = verify(target_p, draft_p, drafted, counts=counts, lengths=counts, stream=stream)
         return output.tokens, output.num_accepted
@@ -227,11 +225,23 @@ class Sampler:
         scores, state = self._scores(logits, rows), self.state
         return sample_tokens(scores, state.filters(rows.batch_rows), state.stream(rows.batch_rows, rows.positions))
 
-    def draw_with_probabilities(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """A draft's token for each row, `[N]` int64, and the distributions `[N, V]` that they are drawn from."""
-        probabilities = self.probabilities(logits, rows)
-        stream = self.state.stream(rows.batch_rows, rows.positions)
-        return race(probabilities, stream, Purpose.DRAFT), probabilities
+    def guess(self, logits: Tensor, rows: Rows, *, by_rejection: bool) -> None:
+        """Draw a draft's token for each row, of the draft's logits `[N, any]`, and leave it to the target's pass.
+
+        by_rejection: it will be verified by rejection, which asks for what it was drawn from.
+        """
+        logits, probabilities = self._on_own_vocabulary(logits), None
+        if by_rejection:
+            probabilities = self.probabilities(logits, rows)
+            tokens = race(probabilities, self.state.stream(rows.batch_rows, rows.positions), Purpose.DRAFT)
+        else:
+            tokens = self.draw(logits, rows)
+        self.state.write_draft(rows.batch_rows, rows.num_before, tokens, probabilities)
+
+    def _on_own_vocabulary(self, logits: Tensor) -> Tensor:
+        """`[N, V]`, of a model whose vocabulary, or the target's, may be padded at its end."""
+        missing = self.state.vocab_size - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.state.vocab_size]
 
     def probabilities(self, logits: Tensor, rows: Rows) -> Tensor:
         """`[N, V]` fp32: each row's distribution after bias, penalties, mask, temperature, top-k, top-p and min-p."""

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from model.passes import Pass, run_pass
 from serve.engine import engine as engine_module
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
-from serve.engine.graphs import captured_sizes
+from serve.engine.graphs import End, captured_sizes
 from serve.engine.warm_up import warm_up
 from serve.sampling_params import SamplingParams
 from tests.compare import check_close
@@ -126,6 +127,25 @@ def test_a_long_prompt_waits_for_no_routed_layer(route: str, weights: str, tmp_p
             (ours,), _ = _watched(served())
         (expected,) = served()()
     check_close(ours, expected.double())
+
+
+@pytest.mark.parametrize("is_interpreted", [False, True])
+def test_drafts_that_are_verified_by_rejection_are_captured_to_their_end(is_interpreted: bool) -> None:
+    """Nothing is launched behind their graphs; where one request of a batch has a seed, drawing is."""
+    model, twin = (tiny_model(seed=3, **SMALL) for _ in range(2))
+    engine = make_engine(model, twin, num_speculative_tokens=2, num_pages=64)
+    sampled = [SamplingParams(max_tokens=9, ignore_eos=True, **more) for more in ({}, {"presence_penalty": 0.5})]
+
+    def captured_ends() -> set[End]:
+        engine.graphs.forget()  # type: ignore[union-attr]
+        generate(engine, [prompt[:5] for prompt in PROMPTS[:2]], sampled)
+        return {key[1].end for key, captured in engine.graphs._captured.items() if captured}  # type: ignore
+
+    with interpreted() if is_interpreted else nullcontext():
+        assert captured_ends() == {End.REJECTION, End.DRAFT_FOR_REJECTION}
+        sampled[0] = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
+        assert captured_ends() == {End.LOGITS}
+    assert engine.stats().num_accepted_tokens > 8
 
 
 def test_no_step_moves_what_the_one_before_has_found() -> None:

@@ -11,19 +11,17 @@ counts as computed. Source: QSpec, https://arxiv.org/abs/2410.11305.
 k draft tokens, R rows, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from serve.engine.batch_state import feed_reference
 from serve.engine.drafts.base import DraftContext
 from serve.engine.drafts.tree import DraftTree, Wanted
-from serve.engine.graphs import Batch, UniformSteps
+from serve.engine.graphs import Batch, End, UniformSteps, draft_end
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
 from serve.engine.requests import Sequence
 from serve.engine.runner import Runner, SequenceInput
@@ -37,7 +35,6 @@ class _Guess:
     sequence: Sequence
     length: int
     """Tokens wanted."""
-    distributions: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -155,13 +152,14 @@ class ModelDraft:
         proposed, num_drawn = list(guesses), 0
         while inputs:
             with self.timer.measure(sum(len(own.tokens) for own in inputs), self):
-                logits = self._compute(inputs, guesses)
-                if guesses:
-                    self._extend(guesses, self._on_targets_vocabulary(logits), num_drawn)
+                self._extend(inputs, guesses, num_drawn)
             num_drawn += 1
             guesses = [guess for guess in guesses if num_drawn < guess.length]
             inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
-        return {guess.sequence.id: DraftTree(guess.length, distributions=guess.distributions) for guess in proposed}
+        return {
+            guess.sequence.id: DraftTree(guess.length, by_rejection=guess.sequence.verifies_by_rejection)
+            for guess in proposed
+        }
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         self._reading.observe(sequence, sequence.num_tokens + min(num_accepted, num_drafted - 1))
@@ -208,18 +206,21 @@ class ModelDraft:
         token = feed_reference(sequence.batch_row, num_drawn, self.runner.feed.shape[1])
         return _input(sequence, [token], sequence.num_tokens + num_drawn - 1, num_rows=1)
 
-    def _compute(self, inputs: list[SequenceInput], guesses: list[_Guess]) -> Tensor:
-        """Logits behind the last token of each guess, whose input is complete."""
-        if self._steps is not None and (batch := self._uniform(inputs, guesses)) is not None:
-            (logits,) = self._steps.launch(batch, samples=False)
-            self.has_prepared = self._steps.has_prepared
-            q = batch.tokens.shape[1]
-            return logits[q - 1 :: q]
-        logits = self.runner.logits(self.runner.hidden(inputs))
-        self.has_prepared = self.runner.has_prepared
-        return logits
+    def _extend(self, inputs: list[SequenceInput], guesses: list[_Guess], num_drawn: int) -> None:
+        """One pass; it draws a token for each guess, whose input is complete."""
+        batch = None if self._steps is None else self._uniform(inputs, guesses, num_drawn)
+        if self._steps is None or batch is None:
+            logits = self.runner.logits(self.runner.hidden(inputs))
+            self.has_prepared = self.runner.has_prepared
+            self._draw(guesses, logits, num_drawn)
+            return
+        end = draft_end(batch.sequences)
+        (logits,) = self._steps.launch(batch, end)
+        self.has_prepared = self._steps.has_prepared
+        if end is End.LOGITS:
+            self._draw(guesses, logits[batch.num_tokens - 1 :: batch.num_tokens], num_drawn)
 
-    def _uniform(self, inputs: list[SequenceInput], guesses: list[_Guess]) -> Batch | None:
+    def _uniform(self, inputs: list[SequenceInput], guesses: list[_Guess], num_drawn: int) -> Batch | None:
         """The inputs with equally many tokens each, one or two, if the pass can be captured so.
 
         Where one lacks a token and another two, the first computes once more what it has.
@@ -231,26 +232,12 @@ class ModelDraft:
         before = [[min(guess.sequence.tokens[-2], self.last_token)] if q > 1 else [] for guess in guesses]
         tokens = np.array([[*one, *own.tokens][-q:] for one, own in zip(before, inputs, strict=True)])
         sequences, n = [guess.sequence for guess in guesses], len(guesses)
-        return Batch(sequences, tokens, starts, last=[q - 1] * n, counts=[0] * n)
+        return Batch(sequences, tokens, starts, last=[q - 1] * n, counts=[num_drawn] * n)
 
-    def _on_targets_vocabulary(self, logits: Tensor) -> Tensor:
-        """`[R, V]`, for any R; either vocabulary may be padded at its end."""
-        vocab_size = self.sampler.state.vocab_size
-        missing = vocab_size - logits.shape[1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :vocab_size]
-
-    def _extend(self, guesses: list[_Guess], logits: Tensor, num_drawn: int) -> None:
-        """Draw one token for each guess."""
-        matched = [n for n, guess in enumerate(guesses) if not guess.sequence.verifies_by_rejection]
-        tested = [n for n, guess in enumerate(guesses) if guess.sequence.verifies_by_rejection]
-        state = self.sampler.state
-        if matched:
-            rows = self.sampler.rows([guesses[n].sequence for n in matched], [num_drawn] * len(matched))
-            tokens = self.sampler.draw(select(logits, matched), rows)
-            state.write_drafts(rows.batch_rows, tokens[:, None], first=num_drawn)
-        for some in self.sampler.blocks(tested):
-            rows = self.sampler.rows([guesses[n].sequence for n in some], [num_drawn] * len(some))
-            tokens, distributions = self.sampler.draw_with_probabilities(select(logits, some), rows)
-            state.write_drafts(rows.batch_rows, tokens[:, None], first=num_drawn)
-            for n, distribution in zip(some, distributions, strict=True):
-                guesses[n].distributions.append(distribution)
+    def _draw(self, guesses: list[_Guess], logits: Tensor, num_drawn: int) -> None:
+        """Draw one token for each guess, of `logits [R, any]`."""
+        for by_rejection in (False, True):
+            numbers = [n for n, guess in enumerate(guesses) if guess.sequence.verifies_by_rejection == by_rejection]
+            for some in self.sampler.blocks(numbers):
+                rows = self.sampler.rows([guesses[n].sequence for n in some], [num_drawn] * len(some))
+                self.sampler.guess(select(logits, some), rows, by_rejection=by_rejection)

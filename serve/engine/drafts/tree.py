@@ -1,9 +1,7 @@
 """What a draft proposes for one sequence."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from torch import Tensor
 
 from serve.engine.requests import Sequence
 
@@ -16,8 +14,8 @@ class DraftTree:
     """As many as the target looks at."""
     is_counted: bool = False
     """Whether only the device knows how many of them are meant, in `BatchState.draft_counts`; else all are."""
-    distributions: list[Tensor] = field(default_factory=list)
-    """`[V]` fp32 each, what each token was drawn from; empty: verify by matching."""
+    by_rejection: bool = False
+    """Whether they are verified so, against what each was drawn from, in `BatchState.draft_p`; else by matching."""
 
 
 class AtHand(NamedTuple):
