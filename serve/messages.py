@@ -88,7 +88,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     outputs: list[RequestOutput]
     stats: EngineStats
     started: list[str]
-    """Requests that left the queue in this step."""
+    """Requests that have left the queue; said before their first step is computed."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ sequence before it has succeeded, so it may be repeated; what it found is commit
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,6 +167,8 @@ class Engine:
             self._add_draft(kind, models)
         self.is_overlapped = self.device.type == "cuda"
         """Whether a step is launched before the one before it has been read, where it can be."""
+        self.on_schedule: Callable[[], None] = lambda: None
+        """Called in each step when it is known who takes part, before anything is computed."""
         self._pending: list[PendingStep] = []
         """Steps that have been launched and not been read yet, the oldest first."""
         self._counters = Counters([0] * (config.num_speculative_tokens or MAX_DRAFT_TOKENS))
@@ -242,6 +244,7 @@ class Engine:
         if self.requests.have_masks:
             self._read(outputs)
         schedule = self._schedule(outputs)
+        self.on_schedule()
         if schedule.chunks:
             self.runner.copy_pages(schedule.copies)
             if self.draft is not None:

@@ -84,6 +84,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Returns on Shutdown; raises EOFError when the other side is gone."""
+        self._engine.on_schedule = self._report_starts
         while True:
             for message in self._connection.receive(wait=not self._engine.has_work()):
                 self._handle(message)
@@ -94,13 +95,19 @@ class EngineLoop:
 
     def _step(self) -> None:
         outputs = self._engine.step()
-        still_queued = {sequence.request_id for sequence in self._engine.scheduler.waiting}
-        started = list(self._queued - still_queued)
-        self._queued &= still_queued
-        if outputs or started:
-            self._connection.send(Report(outputs, self._engine.stats(), started))
+        if outputs:
+            self._connection.send(Report(outputs, self._engine.stats(), []))
         if self._queued:
             self._refuse_what_waited_too_long()
+
+    def _report_starts(self) -> None:
+        """Before the step is computed, which may take long: waiting ends here."""
+        if not self._queued:
+            return
+        still_queued = {sequence.request_id for sequence in self._engine.scheduler.waiting}
+        if started := self._queued - still_queued:
+            self._queued &= still_queued
+            self._connection.send(Report([], self._engine.stats(), list(started)))
 
     def _refuse_what_waited_too_long(self) -> None:
         latest_arrival = time.monotonic() - self._queue_wait_s

@@ -1,8 +1,8 @@
-"""The asyncio side of the engine: starts it, watches it, restarts it when it dies, and hands its outputs to requests.
+"""The asyncio side of the engine: watches it, replaces it when it dies or hangs, and hands its outputs to requests.
 
     with engine.open_call(num_choices) as call:     # room in the queue, or 429/503 at once
         call.submit(prompts, params)
-        async for prompt_index, output in call:     # until every choice has finished
+        async for prompt_index, output in call:     # until every choice has finished, or 503/504
             ...
                                                     # leaving early aborts what still runs
 
@@ -10,11 +10,9 @@ Everything runs on one event loop; nothing here blocks it or waits for the engin
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 import uuid
@@ -22,11 +20,11 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import msgspec
 
-from serve.http.errors import ApiError, invalid, overloaded, unavailable
+from serve.http.engine_process import ENGINE_COMMAND, EngineProcess
+from serve.http.errors import ApiError, invalid, late, overloaded, unavailable
 from serve.http.metrics import ChoiceTimer, Metrics
 from serve.http.options import ServerOptions
 from serve.messages import (
@@ -49,14 +47,15 @@ from serve.messages import (
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine.process")
-ROOT = str(Path(__file__).resolve().parents[2])
-"""Where the engine process finds its modules; `-P` keeps the working directory from getting in front."""
 MAX_RESTARTS_PER_MINUTE = 5
 STOP_S = 1.0
 """How long an engine that was told to leave may take."""
 EXIT_S = 1.0
 """How long an engine that has closed its socket may take to exit."""
+PING_S = 0.5
+"""How often the engine's loop is asked whether it still turns, and how soon it has to answer so as not to be silent."""
+QUEUE_GRACE_S = 1.0
+"""Between two steps the engine itself refuses what waited too long; after this the HTTP process does, in any case."""
 MAX_UNREAD_BYTES = 256 * 1024
 UNREAD_S = 1.0
 """Outputs that pile up are a slow reader's only if nothing was taken for this long; else they came in one burst."""
@@ -89,7 +88,11 @@ class EngineClient:
         self._requests: dict[str, tuple[Call, int]] = {}
         self._pings: dict[int, asyncio.Future[bool]] = {}
         self._num_pings = 0
+        self._timeout_s = options.engine_timeout_s
+        self.queue_wait_s = options.queue_wait_s
         self._writer: asyncio.StreamWriter | None = None
+        self._is_stalled = False
+        """Whether the latest engine hung and was given up."""
         self._ready = asyncio.Event()
         self._stopping = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -139,8 +142,11 @@ class EngineClient:
         finally:
             del self._pings[number]
 
-    def open_call(self, num_sequences: int) -> "Call":
-        """Reserve room for this many choices. ApiError: 503 when there is no engine, 429 when the queue is full."""
+    def open_call(self, num_sequences: int, *, deadline_s: float | None = None) -> "Call":
+        """Reserve room for this many choices, which have `deadline_s` to finish, counted from now.
+
+        ApiError: 503 when there is no engine, 429 when the queue is full.
+        """
         if self.draining:
             raise unavailable("the server is shutting down", "draining")
         if not self.is_ready:
@@ -150,7 +156,7 @@ class EngineClient:
         if self.num_sequences + num_sequences > self.max_sequences:
             self.metrics.admission_rejections.labels(reason="queue_full").inc()
             raise overloaded(f"the queue is full: {self.num_sequences} choices are running or waiting")
-        return Call(self, num_sequences)
+        return Call(self, num_sequences, deadline_s)
 
     def register(self, request_id: str, call: "Call", prompt_index: int) -> None:
         """Outputs of this request go to `call`."""
@@ -187,30 +193,56 @@ class EngineClient:
 
     async def _run_engine(self) -> None:
         """One engine process, from its start to its end."""
-        path = self._folder / "engine.sock"
-        path.unlink(missing_ok=True)
-        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-        connected = asyncio.get_running_loop().create_future()
-        listener = await asyncio.start_unix_server(lambda *streams: connected.set_result(streams), path)
-        python_path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
-        process = await asyncio.create_subprocess_exec(
-            *self._arguments, "--socket", str(path), env=os.environ | {"PYTHONPATH": python_path}
-        )
-        exited = asyncio.create_task(process.wait())
-        first: set[asyncio.Future[Any]] = {connected, exited}
+        engine = await EngineProcess.start(self._arguments, self._folder / "engine.sock")
+        patience_s = 0.0
         try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if connected.done():
-                await self._serve_connection(*connected.result())
-            await asyncio.wait({exited}, timeout=EXIT_S)
+            if (connection := await engine.connection()) is not None:
+                await self._serve_until_silent(*connection)
+            patience_s = 0.0 if self._is_stalled else EXIT_S
         finally:
-            listener.close()
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            await exited
-            if not self._stopping and self.failure is None:
-                log.error("the engine process ended with code %s", process.returncode)
+            code = await engine.end(patience_s)
+        if code is None:
+            self.failure = "the engine process was killed, but the system does not let it end"
+        elif not self._stopping and self.failure is None:
+            log.error("the engine process ended with code %s", code)
+
+    async def _serve_until_silent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve the connection until the engine closes it, or is given up because its loop has stopped turning."""
+        serving = asyncio.create_task(self._serve_connection(reader, writer))
+        watching = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                self._give_up()
+        finally:
+            serving.cancel()
+            watching.cancel()
+            await asyncio.wait({serving, watching})
+        if not serving.cancelled():
+            serving.result()
+
+    async def _watch(self) -> None:
+        """Return once a warm engine has answered no ping for the timeout.
+
+        Pings are answered between two steps, so that a single step may take that long. Pings are counted and not the
+        clock: while both processes are stopped, none is missed.
+        """
+        silent_s = 0.0
+        while silent_s < self._timeout_s:
+            if not self.is_ready or await self.ping(PING_S):
+                silent_s = 0.0
+                await asyncio.sleep(PING_S)
+            else:
+                silent_s += PING_S
+
+    def _give_up(self) -> None:
+        self._is_stalled = True
+        self.metrics.engine_stalls.inc()
+        log.error(
+            "the engine has ended no step for %g s: it is killed and replaced; should steps take that long, raise "
+            "--engine-timeout or lower --max-num-batched-tokens",
+            self._timeout_s,
+        )
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read messages until the engine closes the connection; then what still waits for it is failed."""
@@ -219,7 +251,7 @@ class EngineClient:
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 message = decode_from_engine(await reader.readexactly(size))
                 if isinstance(message, Ready):
-                    self._writer, self.info = writer, message
+                    self._writer, self.info, self._is_stalled = writer, message, False
                     self.metrics.engine_started(message)
                     self._ready.set()
                 else:
@@ -230,7 +262,8 @@ class EngineClient:
             log.exception("the engine sent something that is not a message")
         finally:
             self._writer = None
-            writer.close()
+            self.metrics.engine_ended()
+            writer.transport.abort()  # what has not been sent would wait for ever to be read
             self._fail_all()
 
     def _receive(self, message: FromEngine) -> None:
@@ -262,6 +295,8 @@ class EngineClient:
             return unavailable("the server is shutting down", "engine_stopped")
         if self.info is None:
             return unavailable("the engine is starting", "engine_starting")
+        if self._is_stalled:
+            return unavailable("the engine did not answer any more; a fresh one is starting", "engine_stalled")
         return unavailable("the engine died; a fresh one is starting", "engine_died")
 
     def _fail_all(self) -> None:
@@ -278,7 +313,7 @@ class Call:
     A context manager: leaving it aborts what still runs and gives the room back. Made by `EngineClient.open_call`.
     """
 
-    def __init__(self, client: EngineClient, num_sequences: int) -> None:
+    def __init__(self, client: EngineClient, num_sequences: int, deadline_s: float | None) -> None:
         self._client = client
         self._metrics = client.metrics.of(None)
         self._num_running = num_sequences
@@ -292,6 +327,12 @@ class Call:
         self._last_read = self._arrival
         self._error: ApiError | None = None
         self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._alarms: list[asyncio.TimerHandle] = []
+        self.deadline = None if deadline_s is None else self._arrival + deadline_s
+        """When it is late, in seconds of `time.monotonic()`: then it ends, whatever the engine is doing."""
+        if self.deadline is not None:
+            self._alarms.append(self._loop.call_at(self.deadline, lambda: self.fail(late())))
         client.num_sequences += num_sequences
         client.num_calls += 1
 
@@ -301,24 +342,35 @@ class Call:
         params: SamplingParams,
         *,
         priority: int = 0,
-        deadline_s: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Send the prompts (token ids) to the engine; `deadline_s` counts from the arrival of the HTTP request.
+        """Send the prompts (token ids) to the engine.
 
-        ApiError 503 when the engine has died since the call was opened.
+        ApiError 503 when the engine has died since the call was opened, 504 when its deadline has passed.
         """
+        if self._error is not None:
+            raise self._error
         if not self._client.is_ready:
             raise self._client.absence()
         self._metrics = self._client.metrics.of(adapter)
         call_id = uuid.uuid4().hex
-        deadline = None if deadline_s is None else self._arrival + deadline_s
         for prompt_index, prompt in enumerate(prompts):
             request_id = f"{call_id}-{prompt_index}"
             self._request_ids.append(request_id)
             self._client.register(request_id, self, prompt_index)
-            self._client.send(Add(request_id, prompt, params, self._arrival, priority, deadline, cache_salt, adapter))
+            self._client.send(
+                Add(request_id, prompt, params, self._arrival, priority, self.deadline, cache_salt, adapter)
+            )
+        longest_wait = self._arrival + self._client.queue_wait_s + QUEUE_GRACE_S
+        self._alarms.append(self._loop.call_at(longest_wait, self._end_wait))
+
+    def _end_wait(self) -> None:
+        """Fail a call that the engine has neither taken up nor refused by now."""
+        if len(self._started) < len(self._request_ids):
+            self._client.metrics.admission_rejections.labels(reason="queue_wait").inc()
+            reason = f"the request waited {self._client.queue_wait_s:g} s for a place in the batch"
+            self.fail(ApiError(504, reason, code="queue_timeout", retry_after_s=1))
 
     def record_start(self, request_id: str) -> None:
         """A request has entered the batch."""
@@ -373,6 +425,8 @@ class Call:
         self._client.num_calls -= 1
 
     def _end(self) -> None:
+        for alarm in self._alarms:
+            alarm.cancel()
         if self._num_running and self._request_ids:
             self._client.send(Abort(self._request_ids))
         for request_id in self._request_ids:

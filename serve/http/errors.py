@@ -69,6 +69,11 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, retry_after_s=5)
 
 
+def late() -> ApiError:
+    """504: the request's own deadline has passed."""
+    return ApiError(504, "the request was not finished within deadline_s", code="deadline_exceeded")
+
+
 def overloaded(message: str) -> ApiError:
     """429: the queue is full, or a request waited in it for too long."""
     return ApiError(429, message, code="queue_full", retry_after_s=1)

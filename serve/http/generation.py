@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from serve.http.engine_client import Call, EngineClient
-from serve.http.errors import ApiError, invalid
+from serve.http.errors import ApiError, invalid, late
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions
 from serve.http.requests import GenerationRequest, StreamOptions
@@ -173,7 +173,9 @@ class GenerationResponse:
         self._service = reply.service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.engine.open_call(self._reply.num_prompts * self._reply.num_choices) as call:
+        reply = self._reply
+        num_choices = reply.num_prompts * reply.num_choices
+        with self._service.engine.open_call(num_choices, deadline_s=reply.request.deadline_s) as call:
             await while_connected(receive, self._answer(call, scope, send))
 
     async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
@@ -186,7 +188,7 @@ class GenerationResponse:
 
     async def _submit(self, call: Call) -> SamplingParams:
         reply, request, engine = self._reply, self._reply.request, self._service.engine
-        prompts = await asyncio.to_thread(reply.tokenize)
+        prompts = await self._tokenize(call)
         if engine.info is None:
             raise engine.absence()
         params = reply.params(check_prompts(prompts, reply.max_tokens or 1, engine.info))
@@ -198,17 +200,23 @@ class GenerationResponse:
             prompts,
             params,
             priority=request.priority or 0,
-            deadline_s=request.deadline_s,
             cache_salt=self._service.cache_salt(self._tenant, request.cache_salt),
             adapter=reply.adapter,
         )
         return params
 
+    async def _tokenize(self, call: Call) -> list[list[int]]:
+        try:
+            async with asyncio.timeout_at(call.deadline):
+                return await asyncio.to_thread(self._reply.tokenize)
+        except TimeoutError:
+            raise late() from None
+
     async def _outputs(self, call: Call) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The call's outputs, counted; ApiError for those that are no answer."""
         async for prompt_index, output in call:
             if output.finish_reason == "deadline":
-                raise ApiError(504, "the request was not finished within deadline_s", code="deadline_exceeded")
+                raise late()
             if output.finish_reason in ("error", "abort"):
                 raise ApiError(500, output.error or "the engine gave up this request", code="engine_error")
             received = self._reply.received(output)

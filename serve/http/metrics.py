@@ -70,6 +70,7 @@ class Metrics:
         self.num_graph_failures = self._one(
             Gauge, "cuda_graph_failures", "Captures that failed; such steps are launched kernel by kernel."
         )
+        self.engine_ready = self._one(Gauge, "engine_ready", "1 while a warm engine is connected, else 0.")
         self.cache_config = Gauge(
             f"{PREFIX}cache_config_info",
             "Pages of the KV cache and tokens in a page.",
@@ -97,7 +98,8 @@ class Metrics:
         self.admission_rejections = self._many(
             Counter, "admission_rejections", "Requests refused for overload.", "reason"
         )
-        self.engine_restarts = self._one(Counter, "engine_restarts", "Engines started after one died.")
+        self.engine_restarts = self._one(Counter, "engine_restarts", "Engines started after one died or hung.")
+        self.engine_stalls = self._one(Counter, "engine_stalls", "Engines killed because no step ended in time.")
         self.http_requests = self._many(Counter, "http_requests", "HTTP requests answered.", "route", "status")
 
     def _request_families(self) -> dict[str, Counter | Histogram]:
@@ -138,7 +140,14 @@ class Metrics:
     def engine_started(self, info: Ready) -> None:
         """A fresh engine: its counters begin anew, ours go on."""
         self._stats = info.stats
+        self.engine_ready.set(1)
         self.cache_config.labels(self._model_name, info.num_pages, info.page_size).set(1)
+
+    def engine_ended(self) -> None:
+        """No engine, so nothing runs, waits or holds pages."""
+        self.engine_ready.set(0)
+        for gauge in (self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage):
+            gauge.set(0)
 
     def record_stats(self, stats: EngineStats) -> None:
         """Take over what the engine says of itself after a step."""

@@ -40,10 +40,12 @@ class ServerOptions:
     """After SIGTERM, how long running requests may take to finish."""
     health_timeout_s: float = 10.0
     """How long /health waits for the engine's loop; longer than the longest step."""
+    engine_timeout_s: float = 120.0
+    """An engine that has ended no step for this long is killed and replaced. Loading and warming up do not count."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("queue_wait_s", "health_timeout_s"):
+        for name in ("queue_wait_s", "health_timeout_s", "engine_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         for name in ("max_queue", "drain_s", "port"):
@@ -106,6 +108,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-wait-s", "longest wait for a place in the batch, seconds", type=float, metavar="SECONDS")
     add("--drain-s", "how long running requests may go on after SIGTERM, seconds", type=float, metavar="SECONDS")
     add("--health-timeout-s", "how long /health waits for the engine, seconds", type=float, metavar="SECONDS")
+    add("--engine-timeout", "replace an engine that has ended no step for this long, seconds", type=float,
+        dest="engine_timeout_s", metavar="SECONDS")  # fmt: skip
     add("--log-level", "debug, info, warning or error", choices=["debug", "info", "warning", "error"])
     add("--config", "YAML file of these options, without the dashes in front; the command line wins", metavar="FILE")
 

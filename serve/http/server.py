@@ -19,7 +19,8 @@ from starlette.types import ASGIApp
 
 from kernels import __version__
 from serve.http.connection import MAX_HEAD_BYTES, HttpConnection
-from serve.http.engine_client import ENGINE_COMMAND, EngineClient
+from serve.http.engine_client import EngineClient
+from serve.http.engine_process import ENGINE_COMMAND
 from serve.http.generation import Service
 from serve.http.metrics import Metrics
 from serve.http.middleware import Middleware

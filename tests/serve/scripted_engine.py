@@ -1,12 +1,14 @@
 """An engine without a model, run as the engine process of a real server: fast to start, and as slow or wild as told.
 
-A prompt of up to three token ids is a script: [milliseconds a step (511: a minute), KiB of text a token, 1 to die].
+A prompt of up to three token ids is a script: [milliseconds a step, KiB of text a token, 1 to die]. A step
+of 510 takes 3 s, one of 511 a minute.
 Every step gives each running request one token; a request runs until max_tokens.
 """
 
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,9 +52,12 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig) -> None:
         if config.model.endswith("broken"):
             raise ValueError("the model is broken on purpose")
+        if config.model.endswith("slow"):
+            time.sleep(3)
         self.config = config
         self.scheduler = Queues()
         self.steps = 0
+        self.on_schedule: Callable[[], None] = lambda: None
 
     def add_request(
         self,
@@ -90,10 +95,11 @@ class ScriptedEngine:
         queues = self.scheduler
         while queues.waiting and len(queues.running) < self.config.max_num_seqs:
             queues.running.append(queues.waiting.pop(0))
+        self.on_schedule()
         if any(request.script(2) for request in queues.running):
             os._exit(3)
         slowest = max((request.script(0) for request in queues.running), default=1)
-        time.sleep(60 if slowest == 511 else slowest / 1000)
+        time.sleep({510: 3, 511: 60}.get(slowest, slowest / 1000))
         outputs = [self._token(request) for request in queues.running]
         queues.running[:] = [request for request in queues.running if request.num_output < request.params.max_tokens]
         return [output for several in outputs for output in several]

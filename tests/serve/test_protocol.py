@@ -343,7 +343,8 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --activations int8 | --max-num-batched-tokens 9 | --no-enable-prefix-caching | --verify t
         --speculative-config {"model":"d"}
         --adapter a=b | --seed 5 | --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1
-        --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug"""
+        --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug
+        --engine-timeout 9"""
     given = [option.split() for line in words.splitlines() for option in line.split("|")]
     given.append(["--config", str(tmp_path / "serve.yaml")])
     parser = argparse.ArgumentParser(add_help=False)
