@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from model.config_fields import ConfigError, check_fields, shown
+
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -31,10 +33,6 @@ ARCHITECTURES = {
 
 ROUTED_ARCHITECTURE, ROUTED_MODEL_TYPE = "PotstillMixtureOfDepthsForCausalLM", "potstill_mixture_of_depths"
 Route = Literal["attention", "mlp", "block"]
-
-
-class ConfigError(ValueError):
-    """A `config.json` that this version cannot serve faithfully; the sentence names the field."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,7 @@ class ModelConfig:
             mixture_of_depths = MixtureOfDepths.from_hf(block)
             raw = raw | {name: block.get(name) for name in ("architectures", "model_type")}
         family = _family(raw)
+        check_fields(raw)
         try:
             hidden_size, num_query_heads = raw["hidden_size"], raw["num_attention_heads"]
             num_layers = raw["num_hidden_layers"]
@@ -331,12 +330,13 @@ class ModelConfig:
 
 
 def _family(raw: dict[str, Any]) -> str:
+    named, kind = raw.get("architectures") or [], raw.get("model_type")
+    if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+        raise ConfigError(f"config.json has architectures {shown(named)}; it must be a list of names.")
     for family, architecture in ARCHITECTURES.items():
-        if architecture in (raw.get("architectures") or []):
+        if architecture in named or (not named and kind == family):
             return family
-    if not raw.get("architectures") and raw.get("model_type") in ARCHITECTURES:
-        return raw["model_type"]
-    found = ", ".join(raw.get("architectures") or []) or raw.get("model_type") or "nothing"
+    found = shown(", ".join(named) or kind or "nothing").strip("'")
     raise ConfigError(f"config.json names the architecture {found}; supported are {', '.join(ARCHITECTURES.values())}.")
 
 

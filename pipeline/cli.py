@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.files.sources import KNOWN
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
 from serve.http.options import add_serve_arguments, options_from_arguments
 
@@ -95,8 +96,8 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP, alone or verified",
-        description="MODEL may also be a .gguf file, whose weights are served as they are stored, or the folder of a "
-        "run: its recipe says what to serve, and --verify takes the name of one of its models.",
+        description="MODEL may also be the folder of a run: its recipe says what to serve, and --verify takes the name "
+        "of one of its models. The weights of a .gguf file are served as they are stored.",
     )
     add_serve_arguments(serve)
     serve.set_defaults(command=_serve)
@@ -104,7 +105,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     generate = commands.add_parser("generate", help="print one answer")
-    generate.add_argument("model", metavar="MODEL", help="folder of a model or of a run, or a .gguf file")
+    generate.add_argument("model", metavar="MODEL", help=f"folder of a run, or {KNOWN}")
     generate.add_argument("prompt", nargs="?", help="what to say (default: read from standard input)")
     generate.add_argument("--verify", metavar="TARGET", help="serve TARGET's distribution, with MODEL as its draft")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
@@ -134,7 +135,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
     plan.set_defaults(command=_plan, late="overrides")
     export = commands.add_parser("export", help="write a finished model as another program wants it")
-    export.add_argument("model", metavar="MODEL", help="folder of a model or of a run, or a .gguf file")
+    export.add_argument("model", metavar="MODEL", help=f"folder of a run, or {KNOWN}")
     layouts = (
         "gguf (in bf16), gguf:q4_0 and others; of quantized models gguf:blocks, which keeps their levels, "
         "compressed-tensors and others"
@@ -155,7 +156,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _run(options: argparse.Namespace) -> int:
-    from pipeline.environment import default_cache
+    from model.files.safe_io import default_cache
     from pipeline.processes import Processes
     from pipeline.recipe import load_recipe
     from pipeline.run_folder import RECIPE_NAME, RunFolder, is_run
@@ -181,7 +182,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from pipeline.environment import default_cache
+    from model.files.safe_io import default_cache
     from pipeline.processes import Processes
     from pipeline.recipe import load_recipe
     from pipeline.run_folder import RunFolder
@@ -275,7 +276,7 @@ def _plan(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     from rich.console import Console
 
-    from pipeline.environment import default_cache
+    from model.files.safe_io import default_cache
     from pipeline.plan import budgets_of, note, plan_recipe, plan_table
     from pipeline.report.terminal import terminal_table
 

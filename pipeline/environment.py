@@ -27,11 +27,6 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def default_cache() -> Path:
-    """Where downloads and what is made of them are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
-
-
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory in bytes, and the GPUs that torch sees."""
     import torch

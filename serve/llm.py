@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from serve.config import EngineConfig
+from serve.config import EngineConfig, with_folders
 from serve.engine.engine import Engine
 from serve.engine.loading import Models
 from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
@@ -57,12 +57,12 @@ class LLM:
     """An engine in this process, for scripts and batch jobs."""
 
     def __init__(self, model: str, *, draft: str | None = None, models: Models | None = None, **options: Any) -> None:
-        """`model` and `draft`: folders of artifacts or Hugging Face models; `options`: fields of EngineConfig.
+        """`model` and `draft`: as model/files/sources.py names them; `options`: fields of EngineConfig.
 
         `models`: what the folders hold, read before (`serve.engine.loading.load_models`); several engines may share it.
         """
         config = EngineConfig(model=str(model), draft=None if draft is None else str(draft), **options)
-        self.engine = Engine(config, models)
+        self.engine = Engine(config if models is not None else with_folders(config), models)
         self.tokenizer = self.engine.tokenizer
         self._num_requests = 0
 

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from model.files.safe_io import sha256_of, sync_file, sync_tree, write_text
+from model.files.safe_io import Heard, sha256_of, sync_file, sync_tree, write_text
 
 MANIFEST_NAME = "potstill.json"
 FORMAT_VERSION = 1
@@ -114,10 +114,10 @@ def publish(
     return manifest
 
 
-def open_artifact(folder: str | Path, *, verify: bool = True) -> Manifest:
+def open_artifact(folder: str | Path, *, verify: bool = True, heard: Heard = lambda num_bytes: None) -> Manifest:
     """Reads the manifest and checks that the folder holds exactly the files it names.
 
-    With `verify`, the SHA-256 of every file is computed anew; without, names and sizes are compared.
+    With `verify`, the SHA-256 of every file is computed anew, and `heard` told how far; else names and sizes are read.
     Raises ArtifactError naming the first file that is missing, extra, of another size or altered.
     """
     folder = Path(folder)
@@ -128,7 +128,7 @@ def open_artifact(folder: str | Path, *, verify: bool = True) -> Manifest:
     if extra := sorted(present - manifest.files.keys()):
         raise ArtifactError(f"{folder / extra[0]} is not named in {MANIFEST_NAME}; an artifact holds nothing else.")
     for name, record in manifest.files.items():
-        _check_file(folder / name, record, verify=verify)
+        _check_file(folder / name, record, heard if verify else None)
     return manifest
 
 
@@ -236,11 +236,11 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _check_file(path: Path, record: FileRecord, *, verify: bool) -> None:
+def _check_file(path: Path, record: FileRecord, heard: Heard | None) -> None:
     size = path.stat().st_size
     if size != record.size:
         raise ArtifactError(f"{path} has {size} bytes; {MANIFEST_NAME} says {record.size}.")
-    if verify and sha256_of(path) != record.sha256:
+    if heard is not None and sha256_of(path, heard) != record.sha256:
         raise ArtifactError(f"{path} is damaged: its SHA-256 differs from the one in {MANIFEST_NAME}.")
 
 

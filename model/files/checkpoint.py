@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.config_fields import check_token_ids
 from model.files.adapter import base_folder, check_base, load_adapter
 from model.files.cache_scales import CACHE_SCALES, read_cache_scales
-from model.files.safe_io import CheckpointError, read_json_object, sync_file, write_json
+from model.files.safe_io import CheckpointError, Heard, read_json_object, sync_file, write_json
 from model.formats.base import FormatOfLayer, QuantizedMatrix, WeightFormat
 from model.formats.registry import formats_of_config
 from model.linear import Embedding, Linear
@@ -52,6 +53,7 @@ def load_config(folder: str | Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     if generation.exists():
         eos = read_json_object(generation, CheckpointError).get("eos_token_id")
+        check_token_ids("eos_token_id", eos, "generation_config.json")
         if eos is not None:
             config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
     return config
@@ -71,16 +73,19 @@ def is_quantized(folder: str | Path) -> bool:
 class TensorFiles:
     """The tensors of a model folder, to be read one at a time."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, heard: Heard = lambda num_bytes: None) -> None:
         """Raises CheckpointError where there are none, or the index and the files disagree."""
         self.places = _tensor_files(Path(folder))
+        self._heard = heard
 
     def read(self, name: str) -> Tensor:
         """A tensor as it is in its file, on the CPU; CheckpointError if there is none of that name."""
         if name not in self.places:
             raise CheckpointError(f"The model's files lack the tensor {name}.")
         with _open_safetensors(self.places[name]) as file:
-            return file.get_tensor(name)
+            tensor = file.get_tensor(name)
+        self._heard(tensor.nbytes)
+        return tensor
 
 
 def dense_sources(folder: str | Path) -> dict[str, Callable[[], Tensor]]:
@@ -108,16 +113,17 @@ def load_model(
     *,
     dtype: torch.dtype | Literal["auto"] = torch.float32,
     device: str | torch.device = "cpu",
+    heard: Heard = lambda num_bytes: None,
 ) -> Transformer:
     """Opens an artifact or any Hugging Face folder of a known family, in evaluation mode: a trainer asks for its own.
 
-    Tensors go one by one from the file to the device, so memory holds the model once. `dtype="auto"` keeps the dtype of
-    the file (of its embeddings, or of its norms where those are quantized); quantized weights stay as they are. Raises
-    ConfigError or CheckpointError naming the field, file or tensor that is wrong, AdapterError for an adapter that does
-    not belong to the base beside it.
+    Tensors go one by one from the file to the device, so memory holds the model once; `heard` is told each one's bytes.
+    `dtype="auto"` keeps the dtype of the file (of its embeddings, or of its norms where those are quantized); quantized
+    weights stay as they are. Raises ConfigError or CheckpointError naming the field, file or tensor that is wrong,
+    AdapterError for an adapter that does not belong to the base beside it.
     """
     base = base_folder(folder)
-    model = _load_base(base, dtype, device)
+    model = _load_base(base, dtype, device, heard)
     if base != Path(folder):
         check_base(folder, base)
         load_adapter(model, folder)
@@ -144,9 +150,11 @@ def open_layerwise(
     return model, lambda number: load(name for name in sources if name.startswith(f"{_LAYERS}{number}."))
 
 
-def _load_base(folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device) -> Transformer:
+def _load_base(
+    folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device, heard: Heard
+) -> Transformer:
     config = load_config(folder)
-    files = TensorFiles(folder)
+    files = TensorFiles(folder, heard)
     with torch.device("meta"):
         model = Transformer(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

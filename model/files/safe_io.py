@@ -6,10 +6,22 @@ The order that survives a power cut: write, fsync the file, fsync its folder, re
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HASH_CHUNK_BYTES = 1 << 20
+Heard = Callable[[int], None]
+"""Told how many bytes more have been read."""
+
+
+def default_cache() -> Path:
+    """Where downloads and what is made of them are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
+
+
+class SourceError(ValueError):
+    """A model that is not where it was said to be: one sentence that says what is wrong and what would be right."""
 
 
 class CheckpointError(ValueError):
@@ -58,10 +70,11 @@ def read_json_object(path: Path, error: type[ValueError]) -> dict[str, Any]:
     return value
 
 
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's contents."""
+def sha256_of(path: Path, heard: Heard = lambda num_bytes: None) -> str:
+    """Hexadecimal SHA-256 of a file's contents; `heard` is told the bytes of each piece that was read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
+            heard(len(chunk))
     return digest.hexdigest()

@@ -81,7 +81,7 @@ class _CompressedTensors(KernelFormat[W]):
             format = _format_of(group, entry.get("format"))
             if format is None:
                 return None
-            found |= dict.fromkeys(group.get("targets") or (), format)
+            found |= dict.fromkeys(map(_target, group.get("targets") or ()), format)
         return (lambda name: _targeted(name, found)) if found else None
 
     @classmethod
@@ -315,6 +315,12 @@ def _rounding_of(activations: dict[str, Any]) -> Rounding | None:
         return None
     group = activations.get("group_size") if activations.get("strategy") == "group" else None
     return Rounding(torch.float8_e4m3fn if activations.get("type") == "float" else torch.int8, group)
+
+
+def _target(target: str) -> str:
+    """The same; raises TypeError or re.error for what names no layers."""
+    re.compile(target)
+    return target
 
 
 def _targeted(name: str, formats: Mapping[str, WeightFormat[Any]]) -> WeightFormat[Any] | None:

@@ -1,10 +1,12 @@
 """The list of weight formats. Naming one imports it: the list alone needs no torch."""
 
+import re
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.config_fields import shown
 from model.files.safe_io import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,11 +56,16 @@ def formats_of_config(folder: Path, raw: dict[str, Any]) -> "FormatOfLayer | Non
     entry = raw.get("quantization_config")
     if not entry:
         return None
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{folder / 'config.json'} has quantization_config {shown(entry)}; it must be an object.")
     classes = [_class_of(name) for name in FORMATS]
-    for one in classes:
-        if (found := one.of_layers(entry)) is not None:
-            return found
-    described = (one.describe(entry) for one in classes)
-    what = next((text for text in described if text), entry.get("quant_method") or "unknown")
+    try:
+        found = next((layers for one in classes if (layers := one.of_layers(entry)) is not None), None)
+        what = next((text for one in classes if (text := one.describe(entry))), entry.get("quant_method")) or "unknown"
+    except (TypeError, KeyError, AttributeError, IndexError, re.error) as reason:
+        raise CheckpointError(f"{folder / 'config.json'} has an unreadable quantization_config: {reason!r}.") from None
+    if found is not None:
+        return found
+    what = " ".join(str(what).split())
     known = ", ".join(one.with_options().title for one in classes)
     raise CheckpointError(f"{folder} is quantized ({what}); only plain floating-point weights and {known} can be read.")

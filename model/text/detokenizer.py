@@ -33,6 +33,8 @@ class DecodingRule:
 
     @classmethod
     def from_json(cls, decoder: dict[str, Any] | None) -> "DecodingRule":
+        if not isinstance(decoder, dict | None):
+            raise DecoderError(f"tokenizer.json has a decoder that is not supported: {decoder!r}.")
         steps = (decoder or {}).get("decoders") or ([decoder] if decoder else [])
         kinds = {step["type"]: step for step in steps}
         metaspace = kinds.get("Metaspace")

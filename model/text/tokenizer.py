@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from model.config_fields import check_token_ids, shown
 from model.files.safe_io import read_json_object, sync_file, write_json, write_text
 from model.text.chat_template import ChatTemplate, ChatTemplateError, ControlTokens, HiddenText
 from model.text.detokenizer import DecodingRule, StreamDecoder, TokenBytes
@@ -49,7 +50,7 @@ class Tokenizer:
         """
         self.config = dict(config or {})
         self.special_tokens = {
-            name: _spelling(self.config[name]) for name in SPECIAL_NAMES if self.config.get(name) is not None
+            name: _spelling(name, self.config[name]) for name in SPECIAL_NAMES if self.config.get(name) is not None
         }
         self._json = tokenizer_json
         # As the file says: spellings of control tokens become control tokens. Only templates are encoded with it.
@@ -81,6 +82,7 @@ class Tokenizer:
             **_read_optional(folder / "tokenizer_config.json"),
         }
         eos = _read_optional(folder / "generation_config.json").get("eos_token_id")
+        check_token_ids("eos_token_id", eos, "generation_config.json")
         return cls(
             text,
             config=config,
@@ -291,7 +293,7 @@ class Tokenizer:
         try:
             engine = tokenizers.Tokenizer.from_str(tokenizer_json)
         except Exception as reason:  # the library raises bare Exception
-            raise TokenizerError(f"tokenizer.json is not valid: {reason}.") from None
+            raise TokenizerError(f"tokenizer.json is not valid: {' '.join(str(reason).split())}.") from None
         engine.no_truncation()
         engine.no_padding()
         # A token that the configuration names as special is one, even where tokenizer.json forgets to say so.
@@ -323,25 +325,38 @@ def _spellings_of(folder: Path) -> dict[int, str]:
     return {index: token for token, index in vocabulary.items()}
 
 
-def _spelling(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _spelling(name: str, token: Any) -> str:
+    spelled = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(spelled, str):
+        raise TokenizerError(f"tokenizer_config.json has {name} {shown(token)}; it must be text, or have a content.")
+    return spelled
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
     return read_json_object(path, TokenizerError) if path.exists() else {}
 
 
-def _read_templates(folder: Path, configured: str | list[dict[str, str]] | None) -> dict[str, str]:
+def _read_templates(folder: Path, configured: Any) -> dict[str, str]:
     """Templates by name; files go before what tokenizer_config.json holds."""
     templates: dict[str, str] = {}
     if isinstance(configured, str):
         templates["default"] = configured
     elif configured is not None:
-        templates |= {entry["name"]: entry["template"] for entry in configured}
+        templates |= _named_templates(configured)
     paths = {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_NAME).exists():
         paths["default"] = folder / TEMPLATE_NAME
     return templates | {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+
+
+def _named_templates(configured: Any) -> dict[str, str]:
+    entries = configured if isinstance(configured, list) else [configured]
+    for entry in entries:
+        if not (isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))):
+            raise TokenizerError(
+                f"tokenizer_config.json has chat_template {shown(configured)}; it must be text or a list of named ones."
+            )
+    return {entry["name"]: entry["template"] for entry in entries}
 
 
 def _added_spans(

@@ -12,6 +12,7 @@ from model.cost import kv_bytes_per_token, step_bytes, visible_list_bytes
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
+from model.files.progress import ReadingProgress
 from model.kv_format import FixedScales, choose_kv_format
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
@@ -69,7 +70,8 @@ def load_models(config: EngineConfig) -> Models:
     draft = _draft_folder(config, kind)
     for folder in (config.model, draft, *config.adapters.values()):
         if folder is not None and (Path(folder) / MANIFEST_NAME).exists():
-            open_artifact(folder, verify=config.verify_artifact)
+            with ReadingProgress(f"checking {folder}", _weight_bytes(folder)) as progress:
+                open_artifact(folder, verify=config.verify_artifact, heard=progress.heard)
     if draft is not None:
         check_same_vocabulary(config.model, draft)
     target = _load_target(config, dtype, device)
@@ -107,10 +109,16 @@ def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device)
 
 
 def _load(folder: str, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
-    model = load_model(folder, dtype=dtype, device=device)
+    with ReadingProgress(f"loading {folder}", _weight_bytes(folder)) as progress:
+        model = load_model(folder, dtype=dtype, device=device, heard=progress.heard)
     if config.activations != "auto":
         round_activations(model)
     return model
+
+
+def _weight_bytes(folder: str) -> int:
+    """Of all weights in a folder, an adapter's base included."""
+    return sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
 
 
 def load_weights(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from model.files.sources import KNOWN, source_name
 from serve.config import DRAFT_MODEL, DRAFTS, EngineConfig, target_and_draft
 
 API_KEY_VARIABLE = "POTSTILL_API_KEY"
@@ -78,7 +79,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         shown = "" if default in (None, (), False, True) else f" (default: {default})"
         parser.add_argument(flag, default=argparse.SUPPRESS, help=explanation + shown, **settings)
 
-    parser.add_argument("model", metavar="MODEL", help="folder of the model: an artifact or any Hugging Face folder")
+    parser.add_argument("model", metavar="MODEL", help=KNOWN)
     add("--host", "address to listen on")
     add("--port", "port to listen on; 0 takes a free one", type=int)
     add("--served-model-name", "names that requests use for the model", nargs="+", metavar="NAME")
@@ -127,7 +128,7 @@ def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:
         values["api_keys"] = [os.environ[API_KEY_VARIABLE]]
     values["api_keys"] = tuple(values.get("api_keys") or ())
     values["adapters"] = _by_name(values.get("adapters") or [])
-    values["model_names"] = tuple(values.pop("served_model_name", None) or (values["model"],))
+    values["model_names"] = tuple(values.pop("served_model_name", None) or (source_name(values["model"]),))
     verify, draft = values.pop("verify", None), values.pop("draft", None)
     values["model"], values["draft"] = target_and_draft(values["model"], verify, draft)
     engine = EngineConfig(**{name: values.pop(name) for name in ENGINE & values.keys()})

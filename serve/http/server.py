@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kernels import __version__
+from serve.config import with_folders
 from serve.http.connection import MAX_HEAD_BYTES, HttpConnection
 from serve.http.engine_client import EngineClient
 from serve.http.engine_process import ENGINE_COMMAND
@@ -48,6 +50,7 @@ def run_server(options: ServerOptions, *, engine_command: Sequence[str] = ENGINE
     ValueError or OSError with one sentence when the options do not fit the files, or the port is taken.
     """
     configure_logging(options.log_level)
+    options = replace(options, engine=with_folders(options.engine))
     tokenizer = load_tokenizer(options)
     with listen(options.host, options.port) as listener:
         return asyncio.run(_serve(options, tokenizer, listener, engine_command))
@@ -58,8 +61,6 @@ def load_tokenizer(options: ServerOptions) -> "Tokenizer":
     from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
 
-    if not Path(options.engine.model).is_dir():
-        raise ValueError(f"there is no model folder {options.engine.model}")
     tokenizer = Tokenizer.load(options.engine.model)
     if options.chat_template is not None:
         source = Path(options.chat_template).read_text(encoding="utf-8")

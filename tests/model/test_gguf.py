@@ -217,7 +217,10 @@ def test_linear_rope_scaling(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "martian"}, "tokenizer.ggml.pre is 'martian'; supported are default, gpt-2, smollm"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.tokens": ["x"] * 513}, r"lists 513 tokens for 512 rows of token_embd.weight"),
+        (
+            {"tokenizer.ggml.tokens": ["x"] * 513, "tokenizer.ggml.token_type": [NORMAL] * 513},
+            r"lists 513 tokens for 512 rows of token_embd.weight",
+        ),
         ({"tokenizer.ggml.merges": ["ab"]}, "'ab', which is not a pair"),
     ],
 )

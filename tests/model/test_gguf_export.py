@@ -16,6 +16,7 @@ from compress.quantize.round_to_nearest import quantize_folder
 from model.config import MixtureOfDepths
 from model.files.adapter import save_adapter
 from model.files.checkpoint import load_config, load_model, replace_config, save_model
+from model.files.wheel import fetch_gguf
 from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.reader import import_gguf, import_gguf_blocks
 from model.formats.gguf.writer import FILE_TYPES, export_gguf
@@ -26,7 +27,6 @@ from model.text.gguf_tokenizer import GGUFError, tokenizer_json
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.stages.import_model.wheel import fetch_gguf
 from tests.compare import check_close
 from tests.model import tiny_tokenizers
 from tests.model.test_gguf import sentencepiece_metadata, tiny

@@ -64,9 +64,12 @@ def test_recipes_are_checked_without_torch() -> None:
         (["recipe", "show", str(RECIPE), "name"], "is not of the form key=value."),
         (["report", "nowhere"], "nowhere is no run folder: it has no recipe.yaml."),
         (["compare", "nowhere"], "nowhere is no run folder: it has no recipe.yaml."),
-        (["serve", "nowhere"], "nowhere is neither a model folder (with config.json), a run folder"),
-        (["generate", "nowhere", "hello"], "nowhere is neither a model folder"),
-        (["export", "nowhere", "--to", "gguf"], "nowhere is neither a model folder"),
+        (
+            ["serve", "nowhere"],
+            "There is no model at nowhere; give a folder with config.json, a .gguf file",
+        ),
+        (["generate", "nowhere", "hello"], "There is no model at nowhere"),
+        (["export", "nowhere", "--to", "gguf"], "There is no model at nowhere"),
         (["export", "nowhere", "--to", "onnx"], "Nothing can be exported to 'onnx'; known are gguf, "),
     ],
 )

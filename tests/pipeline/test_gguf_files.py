@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.files.checkpoint import is_quantized
+from model.files.safe_io import SourceError
 from pipeline.cli import ROOMS, main
 from pipeline.errors import UserError
 from pipeline.run_folder import Served, resolve_served
@@ -38,7 +39,7 @@ def test_a_file_is_unpacked_once_and_anew_when_it_changes(file: Path, tmp_path: 
 
 
 def test_what_cannot_be_opened_is_said_and_leaves_nothing(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="There is no GGUF file at missing"):
+    with pytest.raises(SourceError, match="There is no GGUF file at missing"):
         resolve_served("missing.gguf")
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(ValueError, match="is not a valid GGUF file"):

