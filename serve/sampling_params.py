@@ -12,7 +12,7 @@ class SamplingParams:
     """How to continue one prompt. Names and meanings follow vLLM and OpenAI; the defaults sample from the model itself.
 
     The distribution of a token is built in this order: `min_tokens` mask, `logit_bias`, repetition, frequency and
-    presence penalty, temperature, then `top_k`, `top_p` and `min_p` cut its tail.
+    presence penalty, `allowed_token_ids` and `bad_words`, temperature, then `top_k`, `top_p` and `min_p` cut its tail.
     """
 
     temperature: float = 1.0
@@ -37,6 +37,15 @@ class SamplingParams:
     """Generation ends before the first of these strings; a single string or a list is taken too."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends with any of these tokens; its text is not shown."""
+    include_stop_str_in_output: bool = False
+    """Show the stop string, or the text of the token, that ended generation."""
+    skip_special_tokens: bool = True
+    """Leave control tokens out of the text."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be emitted; None: all."""
+    bad_words: tuple[str, ...] = ()
+    """The token that would complete one of these words, as the tokenizer spells it at the beginning of a text or behind
+    a space, has probability 0, unless nothing else is allowed."""
     max_tokens: int = 16
     """Most output tokens of each choice."""
     min_tokens: int = 0
@@ -52,11 +61,13 @@ class SamplingParams:
     """The same for every prompt token but the first."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             if isinstance(value, str):
                 value = (value,)
             object.__setattr__(self, name, tuple(value or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
 
     @property
     def is_greedy(self) -> bool:
@@ -90,16 +101,21 @@ class SamplingParams:
         _require_integer("n", self.n, 1, None)
         if self.seed is not None:
             _require_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {value!r}")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _require_integer(name, value, 0, vocab_size)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must hold non-empty strings, not {text!r}")
-        for token in self.stop_token_ids:
-            _require_integer("stop_token_ids", token, 0, vocab_size - 1)
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise ValueError(f"{name} must hold non-empty strings, not {text!r}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _require_integer(name, token, 0, vocab_size - 1)
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids must name at least one token")
         for token, bias in self.logit_bias.items():
             _require_integer("logit_bias token id", token, 0, vocab_size - 1)
             _require_number(f"logit_bias[{token}]", bias, -100.0, 100.0)

@@ -134,7 +134,7 @@ class Engine:
         self.requests = Requests(
             config,
             models.tokenizer,
-            Limits(self.vocab_size, config.max_num_seqs, self.max_model_len, eos),
+            Limits(self.vocab_size, models.target.config.vocab_size, config.max_num_seqs, self.max_model_len, eos),
             enqueue=self.scheduler.add,
             release=self.scheduler.remove,
         )

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from model.text.detokenizer import StreamDecoder
 from model.text.tokenizer import Tokenizer
 from serve.config import NO_ADAPTER, EngineConfig
 from serve.engine.kv_cache import BlockTable, pages_for
-from serve.engine.token_mask import TokenMask
+from serve.engine.token_mask import BothMasks, TokenMask, WordMask
 from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from serve.sampling_params import MAX_SEED, SamplingParams
 
@@ -31,16 +33,18 @@ class TextStream:
     Text that might be the beginning of a stop string is held back until the next tokens decide.
     """
 
-    def __init__(self, decoder: StreamDecoder, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, decoder: StreamDecoder, stop: tuple[str, ...] = (), *, shows_stop: bool = False) -> None:
+        """`shows_stop`: the text ends behind the stop string, not before it."""
         self._decoder = decoder
         self._stop = stop
+        self._shows_stop = shows_stop
         self._ready = ""
         """Safe to show, not taken yet."""
         self._held = ""
         """Decoded text that a stop string may still claim."""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add one token. Returns the stop string that it completes, if any; the text then ends before it.
+        """Add one token. Returns the stop string that it completes, if any; the text then ends there.
 
         Text pushed with `may_stop` false belongs to no stop string.
         """
@@ -51,7 +55,8 @@ class TextStream:
         found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda match: match[0])
-            self._ready, self._held = self._ready + self._held[:at], ""
+            end = at + len(stop) if self._shows_stop else at
+            self._ready, self._held = self._ready + self._held[:end], ""
             return stop
         num_held = self._num_undecided()
         cut = len(self._held) - num_held
@@ -112,6 +117,8 @@ class Sequence:
 
     mask: TokenMask | None = None
     """Which tokens may come next; None: all."""
+    word_mask: WordMask | None = None
+    """What its parameters say of that; part of `mask`."""
     batch_row: int = -1
     """Its row in the running batch, where the device keeps its state; -1 while it has none."""
     num_unread: int = 0
@@ -176,6 +183,8 @@ class Limits:
 
     vocab_size: int
     """Token ids that they may name are below this."""
+    num_scores: int
+    """What the model scores at a position: these tokens, and rows that stand for none."""
     max_num_seqs: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -231,6 +240,8 @@ class Requests:
         """
         self._check(request_id, prompt_token_ids, params)
         number = self._adapter_number(adapter)
+        ends = (() if params.ignore_eos else self.limits.eos_token_ids) + params.stop_token_ids
+        mask = self._word_mask(params, ends)
         choices = [
             Sequence(
                 id=self._next_id + index,
@@ -243,10 +254,12 @@ class Requests:
                 priority=priority,
                 deadline=deadline,
                 seed=self._random.randrange(MAX_SEED) if params.seed is None else params.seed,
-                end_token_ids=(() if params.ignore_eos else self.limits.eos_token_ids) + params.stop_token_ids,
+                end_token_ids=ends,
                 table=BlockTable(pages_for(self.limits.max_model_len), f"{number}:{cache_salt or ''}"),
-                text=TextStream(StreamDecoder(self._tokenizer, continues=True), params.stop),
+                text=self._text_stream(params),
                 adapter=number,
+                mask=mask,
+                word_mask=mask,
             )
             for index in range(params.n)
         ]
@@ -256,6 +269,8 @@ class Requests:
         leader.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         self._requests[request_id] = choices
         self._sequences |= {sequence.id: sequence for sequence in choices}
+        if mask is not None:
+            self._masked |= {sequence.id for sequence in choices}
         self._enqueue(leader)
 
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
@@ -283,10 +298,26 @@ class Requests:
             raise ValueError(f"there is no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
         return self._adapters[name]
 
+    def _text_stream(self, params: SamplingParams) -> TextStream:
+        skips = params.skip_special_tokens
+        decoder = StreamDecoder(self._tokenizer, skip_special_tokens=skips, continues=True)
+        return TextStream(decoder, params.stop, shows_stop=params.include_stop_str_in_output)
+
+    def _word_mask(self, params: SamplingParams, ends: tuple[int, ...]) -> WordMask | None:
+        if params.allowed_token_ids is None and not params.bad_words:
+            return None
+        allowed = np.zeros(self.limits.num_scores, dtype=bool)
+        named = params.allowed_token_ids
+        allowed[slice(self.limits.vocab_size) if named is None else list(named)] = True
+        # A word begins a text or stands behind a space, and tokenizers spell the two differently.
+        texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        words = {tuple(ids) for ids in self._tokenizer.encode_batch(texts) if ids}
+        return WordMask(allowed, words, min_tokens=params.min_tokens, ends=ends)
+
     def set_token_mask(self, request_id: str, mask: TokenMask) -> None:
         """From here on let all choices of a request emit only what the mask allows. KeyError for an unknown request."""
         for sequence in self._requests[request_id]:
-            sequence.mask = mask
+            sequence.mask = mask if sequence.word_mask is None else BothMasks(sequence.word_mask, mask)
             self._masked.add(sequence.id)
 
     @property
@@ -367,6 +398,8 @@ class Requests:
             sequence.tokens.append(token)
             may_stop = sequence.num_output >= params.min_tokens
             if may_stop and token in sequence.end_token_ids:
+                if params.include_stop_str_in_output:
+                    sequence.text.push(token, may_stop=False)
                 return "stop", None if token in self.limits.eos_token_ids else token
             stop = sequence.text.push(token, may_stop=may_stop)
             if stop is not None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from serve.http.errors import invalid
 from serve.http.generation import LOWEST, Reply, Service
@@ -38,11 +39,6 @@ class ChatReply(Reply[ChatRequest]):
         super().__init__(request, service)
         self._outputs: dict[int, list[RequestOutput]] = {}
 
-    @property
-    def max_tokens(self) -> int | None:
-        newer = self.request.max_completion_tokens
-        return self.request.max_tokens if newer is None else newer
-
     def tokenize(self) -> list[list[int]]:
         request = self.request
         ids = conversation_ids(
@@ -58,21 +54,33 @@ class ChatReply(Reply[ChatRequest]):
         if self.max_tokens == 0:
             raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
         logprobs = (self.request.top_logprobs or 0) if self.request.logprobs else None
-        return sampling_params(self.request, max_tokens=self.max_tokens or room, logprobs=logprobs)
+        return sampling_params(
+            self.request,
+            max_tokens=self.max_tokens or room,
+            logprobs=logprobs,
+            prompt_logprobs=self.request.prompt_logprobs,
+        )
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
         """The role once, then text, then an empty delta with the finish reason."""
         if output.index not in self._outputs:
+            first = self._chunk(output.index, Delta(role="assistant", content=""))
+            yield first if self._outputs else replace(first, prompt_token_ids=self.shown_ids(self.prompt_ids[0]))
             self._outputs[output.index] = []
-            yield self._chunk(output.index, Delta(role="assistant", content=""))
-        logprobs = self._logprobs([output])
-        if output.new_text or (logprobs is not None and logprobs.content):
-            yield self._chunk(output.index, Delta(content=output.new_text), logprobs=logprobs)
+        logprobs, token_ids = self._logprobs([output]), self.shown_ids(output.new_token_ids)
+        if output.new_text or token_ids or (logprobs is not None and logprobs.content):
+            yield self._chunk(output.index, Delta(content=output.new_text), logprobs=logprobs, token_ids=token_ids)
         if output.finish_reason is not None:
             yield self._chunk(output.index, Delta(), ended=output)
 
     def _chunk(
-        self, index: int, delta: Delta, *, logprobs: ChatLogprobs | None = None, ended: RequestOutput | None = None
+        self,
+        index: int,
+        delta: Delta,
+        *,
+        logprobs: ChatLogprobs | None = None,
+        token_ids: list[int] | UnsetType = UNSET,
+        ended: RequestOutput | None = None,
     ) -> ChatChunk:
         choice = ChatChunkChoice(
             index=index,
@@ -80,6 +88,7 @@ class ChatReply(Reply[ChatRequest]):
             logprobs=logprobs,
             finish_reason=None if ended is None else ended.finish_reason,
             stop_reason=UNSET if ended is None else ended.stop_reason,
+            token_ids=token_ids,
         )
         return ChatChunk(self.id, self.created, self.model, [choice], self.chunk_usage())
 
@@ -91,7 +100,16 @@ class ChatReply(Reply[ChatRequest]):
 
     def whole(self, usage: Usage) -> ChatCompletion:
         choices = [self._choice(self._outputs[index]) for index in sorted(self._outputs)]
-        return ChatCompletion(self.id, self.created, self.model, choices, usage)
+        found = [output.prompt_logprobs for output in self._outputs[0] if output.prompt_logprobs is not None]
+        return ChatCompletion(
+            self.id,
+            self.created,
+            self.model,
+            choices,
+            usage,
+            prompt_logprobs=self.by_token(found[0]) if found else UNSET,
+            prompt_token_ids=self.shown_ids(self.prompt_ids[0]),
+        )
 
     def _choice(self, outputs: list[RequestOutput]) -> ChatChoice:
         last = outputs[-1]
@@ -101,6 +119,7 @@ class ChatReply(Reply[ChatRequest]):
             logprobs=self._logprobs(outputs),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
+            token_ids=self.shown_ids([token for output in outputs for token in output.new_token_ids]),
         )
 
     def _logprobs(self, outputs: Sequence[RequestOutput]) -> ChatLogprobs | None:
@@ -155,7 +174,7 @@ def conversation_ids(
 def template_message(message: Message) -> dict[str, Any]:
     """A message as templates expect it: text parts joined, arguments of tool calls as objects, nothing that is null."""
     plain = without_nulls(msgspec.to_builtins(message))
-    for name in ("type", "refusal", "annotations"):
+    for name in ("type", "refusal", "annotations", "parsed"):
         plain.pop(name, None)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)

@@ -11,7 +11,7 @@ from serve.http.errors import invalid
 from serve.http.generation import LOWEST, Reply, Service, token_text
 from serve.http.protocol import sampling_params
 from serve.http.requests import CompletionRequest
-from serve.http.responses import Completion, CompletionChoice, LegacyLogprobs, PromptLogprob, Usage
+from serve.http.responses import Completion, CompletionChoice, LegacyLogprobs, Usage
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -31,7 +31,6 @@ class CompletionReply(Reply[CompletionRequest]):
 
     def __init__(self, request: CompletionRequest, service: Service) -> None:
         super().__init__(request, service)
-        self._prompt_ids: list[list[int]] = []
         self._writers: dict[int, LegacyLogprobsWriter] = {}
         self._outputs: list[tuple[int, RequestOutput]] = []
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
@@ -48,21 +47,16 @@ class CompletionReply(Reply[CompletionRequest]):
         return len(self._prompts)
 
     @property
-    def max_tokens(self) -> int | None:
-        return self.request.max_tokens
-
-    @property
     def _echo_only(self) -> bool:
         """max_tokens 0: the engine must compute the prompt and cannot but sample one token, which is dropped."""
-        return self.request.max_tokens == 0
+        return self.max_tokens == 0
 
     def tokenize(self) -> list[list[int]]:
         special = self.request.add_special_tokens is not False
-        self._prompt_ids = [
+        return [
             self.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
             for prompt in self._prompts
         ]
-        return self._prompt_ids
 
     def params(self, room: int) -> SamplingParams:
         if self._echo_only and not self.request.echo:
@@ -90,7 +84,8 @@ class CompletionReply(Reply[CompletionRequest]):
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Completion]:
         part = self._part(prompt_index, output)
-        if part.text or part.finish_reason or (part.logprobs is not None and part.logprobs.tokens):
+        has_logprobs = part.logprobs is not None and part.logprobs.tokens
+        if part.text or part.finish_reason or has_logprobs or part.token_ids:
             yield self._completion([part], self.chunk_usage())
 
     def usage_chunk(self, usage: Usage) -> Completion:
@@ -106,23 +101,9 @@ class CompletionReply(Reply[CompletionRequest]):
             parts.setdefault(part.index, []).append(part)
         choices = [_joined(parts[index]) for index in sorted(parts)]
         if self.request.prompt_logprobs is not None:
-            found = {prompt: self._by_token(positions) for prompt, positions in self._prompt_logprobs.items()}
+            found = {prompt: self.by_token(positions) for prompt, positions in self._prompt_logprobs.items()}
             choices = [replace(one, prompt_logprobs=found[one.index // self.num_choices]) for one in choices]
         return self._completion(choices, usage)
-
-    def _by_token(self, positions: Sequence[TokenLogprobs | None]) -> list[dict[int, PromptLogprob] | None]:
-        """As vLLM writes them: at each place the prompt's own token, and the most probable ones."""
-
-        def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
-            return PromptLogprob(max(logprob, LOWEST), rank, token_text(self.tokenizer, token_id))
-
-        return [
-            None
-            if position is None
-            else {position.token_id: entry(position.token_id, position.logprob, position.rank)}
-            | {token_id: entry(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top, 1)}
-            for position in positions
-        ]
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.model, choices, usage)
@@ -131,9 +112,11 @@ class CompletionReply(Reply[CompletionRequest]):
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         index = prompt_index * self.num_choices + output.index
-        text, entries = output.new_text, []
-        if index not in self._writers:
-            self._writers[index] = LegacyLogprobsWriter(self.tokenizer, continues=not self.request.echo)
+        text, entries, is_first = output.new_text, [], index not in self._writers
+        if is_first:
+            self._writers[index] = LegacyLogprobsWriter(
+                self.tokenizer, continues=not self.request.echo, skip_special_tokens=self.skips_special_tokens
+            )
             if self.request.echo:
                 text = self._prompt_text(prompt_index) + text
                 entries = self._prompt_entries(self._writers[index], prompt_index)
@@ -146,16 +129,20 @@ class CompletionReply(Reply[CompletionRequest]):
             logprobs=join(entries) if entries else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            prompt_token_ids=self.shown_ids(self.prompt_ids[prompt_index]) if is_first else UNSET,
+            token_ids=self.shown_ids(output.new_token_ids),
         )
 
     def _prompt_text(self, prompt_index: int) -> str:
         prompt = self._prompts[prompt_index]
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        if isinstance(prompt, str) and self.request.truncate_prompt_tokens is None:
+            return prompt
+        return self.tokenizer.decode(self.prompt_ids[prompt_index], skip_special_tokens=self.skips_special_tokens)
 
     def _prompt_entries(self, writer: "LegacyLogprobsWriter", prompt_index: int) -> list[LegacyLogprobs]:
         if self.request.logprobs is None:
             return []
-        ids = self._prompt_ids[prompt_index]
+        ids = self.prompt_ids[prompt_index]
         drafted = [False] * len(ids) if self.speculates else None
         return [writer.write(ids, self._prompt_logprobs[prompt_index], drafted)]
 
@@ -163,23 +150,26 @@ class CompletionReply(Reply[CompletionRequest]):
 def _joined(parts: list[CompletionChoice]) -> CompletionChoice:
     """The whole choice that consecutive parts make up."""
     entries = [part.logprobs for part in parts if part.logprobs is not None]
-    last = parts[-1]
+    first, last = parts[0], parts[-1]
+    tokens = [part.token_ids for part in parts if not isinstance(part.token_ids, UnsetType)]
     return CompletionChoice(
         index=last.index,
         text="".join(part.text for part in parts),
         logprobs=join(entries) if entries else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        prompt_token_ids=first.prompt_token_ids,
+        token_ids=[token for some in tokens for token in some] if tokens else UNSET,
     )
 
 
 class LegacyLogprobsWriter:
     """The lists of /v1/completions for one choice, made part by part as its tokens arrive."""
 
-    def __init__(self, tokenizer: "Tokenizer", *, continues: bool) -> None:
+    def __init__(self, tokenizer: "Tokenizer", *, continues: bool, skip_special_tokens: bool = True) -> None:
         """`continues`: the choice's text does not begin with the prompt."""
         self._tokenizer = tokenizer
-        self._decoder = StreamDecoder(tokenizer, continues=continues)
+        self._decoder = StreamDecoder(tokenizer, skip_special_tokens=skip_special_tokens, continues=continues)
         self._offset = 0
 
     def write(

@@ -13,7 +13,7 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -26,9 +26,9 @@ from serve.http.errors import ApiError, invalid, late
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions
 from serve.http.requests import GenerationRequest, StreamOptions
-from serve.http.responses import DONE, CompletionTokensDetails, PromptTokensDetails, Usage, encoder
+from serve.http.responses import DONE, CompletionTokensDetails, PromptLogprob, PromptTokensDetails, Usage, encoder
 from serve.messages import Ready
-from serve.outputs import RequestOutput
+from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class Reply(ABC, Generic[Request]):
         self.num_choices = request.n or 1
         self.stream_options = request.stream_options or StreamOptions()
         self.usage = UsageCounter()
+        self.prompt_ids: list[list[int]] = []
+        """The prompts as they are sent to the engine."""
 
     @property
     def num_prompts(self) -> int:
@@ -93,13 +95,31 @@ class Reply(ABC, Generic[Request]):
         return self.service.options.engine.draft is not None
 
     @property
-    @abstractmethod
     def max_tokens(self) -> int | None:
         """The most output tokens that the request asks for, if it says."""
+        newer = self.request.max_completion_tokens
+        return self.request.max_tokens if newer is None else newer
+
+    def truncated(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """What truncate_prompt_tokens leaves of a prompt."""
+        most = self.request.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most < 0:
+            most = max(max_model_len - (self.max_tokens or 1), 1)
+        return prompt[:most] if self.request.truncation_side == "right" else prompt[-most:]
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        return self.request.skip_special_tokens is not False
+
+    def shown_ids(self, token_ids: list[int]) -> list[int] | msgspec.UnsetType:
+        """Token ids for the response, where return_token_ids asks for them."""
+        return token_ids if self.request.return_token_ids else msgspec.UNSET
 
     @abstractmethod
     def tokenize(self) -> list[list[int]]:
-        """The prompts as token ids; runs in a worker thread."""
+        """The prompts as token ids, before any is truncated; runs in a worker thread."""
 
     @abstractmethod
     def params(self, room: int) -> SamplingParams:
@@ -120,6 +140,20 @@ class Reply(ABC, Generic[Request]):
     @abstractmethod
     def whole(self, usage: Usage) -> msgspec.Struct:
         """The response, once every output has been collected."""
+
+    def by_token(self, positions: Sequence[TokenLogprobs | None]) -> list[dict[int, PromptLogprob] | None]:
+        """prompt_logprobs as vLLM writes them: at each place the prompt's own token, and the most probable ones."""
+
+        def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+            return PromptLogprob(max(logprob, LOWEST), rank, token_text(self.tokenizer, token_id))
+
+        return [
+            None
+            if position is None
+            else {position.token_id: entry(position.token_id, position.logprob, position.rank)}
+            | {token_id: entry(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(position.top, 1)}
+            for position in positions
+        ]
 
     def received(self, output: RequestOutput) -> RequestOutput:
         """An output as this route wants to see it."""
@@ -191,6 +225,7 @@ class GenerationResponse:
         prompts = await self._tokenize(call)
         if engine.info is None:
             raise engine.absence()
+        prompts = reply.prompt_ids = [reply.truncated(prompt, engine.info.max_model_len) for prompt in prompts]
         params = reply.params(check_prompts(prompts, reply.max_tokens or 1, engine.info))
         try:
             params.validate(engine.info.vocab_size)

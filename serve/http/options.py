@@ -17,8 +17,23 @@ from serve.config import DRAFT_MODEL, DRAFTS, EngineConfig, target_and_draft
 API_KEY_VARIABLE = "POTSTILL_API_KEY"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """The most that one request may ask for; beyond it is a 400. Defaults are vLLM's where it has a limit."""
+
+    max_n: int = 16_384
+    """Choices of a prompt."""
+    max_prompts: int = 1024
+    """Prompts of one request to /v1/completions."""
+    max_stop_strings: int = 4
+    max_logprobs: int = 20
+    """Most probable tokens reported at each position."""
+    max_body_bytes: int = 4 * 2**20
+    """Of a request's body, as it is sent and unpacked; beyond it is a 413."""
+
+
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(RequestLimits):
     """How to serve one model over HTTP; what the engine is told stands in `engine` alone. Times in seconds."""
 
     engine: EngineConfig
@@ -49,7 +64,10 @@ class ServerOptions:
         for name in ("queue_wait_s", "health_timeout_s", "engine_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        for name in ("max_queue", "drain_s", "port"):
+        for name in ("max_n", "max_prompts", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_queue", "drain_s", "port", "max_stop_strings", "max_logprobs"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if taken := [name for name in self.engine.adapters if name in self.model_names]:
@@ -106,6 +124,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-unauthenticated", "listen beyond loopback without a key", action="store_true")
     add("--chat-template", "Jinja file that replaces the model's chat template", metavar="FILE")
     add("--max-queue", "most sequences waiting; more are refused with 429", type=int, metavar="N")
+    add("--max-n", "most choices that a request may ask for", type=int, metavar="N")
+    add("--max-prompts", "most prompts in one request", type=int, metavar="N")
+    add("--max-stop-strings", "most stop strings of a request", type=int, metavar="N")
+    add("--max-logprobs", "most log-probabilities reported at each position", type=int, metavar="N")
+    add("--max-body-bytes", "largest body of a request, such as 4M", type=_size, metavar="BYTES")
     add("--queue-wait-s", "longest wait for a place in the batch, seconds", type=float, metavar="SECONDS")
     add("--drain-s", "how long running requests may go on after SIGTERM, seconds", type=float, metavar="SECONDS")
     add("--health-timeout-s", "how long /health waits for the engine, seconds", type=float, metavar="SECONDS")

@@ -9,13 +9,14 @@ import json
 import math
 import re
 from collections import Counter
-from typing import Any, NoReturn, TypeVar
+from functools import cache
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from serve.http.errors import ApiError, invalid
+from serve.http.options import RequestLimits
 from serve.http.requests import (
-    MAX_PROMPTS,
     MAX_STOP_BYTES,
     ChatRequest,
     CompletionRequest,
@@ -29,52 +30,63 @@ MAX_DEPTH = 32
 MAX_INTEGER = 2**63 - 1
 
 UNSUPPORTED = {
-    "best_of": "best_of is not supported: use n, and choose among the choices yourself",
-    "suffix": "suffix is not supported: potstill does not fill in the middle",
-    "functions": "functions is not supported: potstill cannot call tools yet",
-    "function_call": "function_call is not supported: potstill cannot call tools yet",
-    "parallel_tool_calls": "parallel_tool_calls is not supported: potstill cannot call tools yet",
+    "audio": "audio is not supported: potstill writes text",
+    "chat_template": "chat_template is not supported: the server's operator gives one by --chat-template",
+    "prediction": "prediction is not supported: drafts come from the server's own",
+    "web_search_options": "web_search_options is not supported: potstill reads nothing but the request",
     "reasoning_effort": "reasoning_effort is not supported: use chat_template_kwargs.enable_thinking",
-    "prompt_logprobs": "prompt_logprobs is not supported here: send the prompt's token ids to /v1/completions",
     "guided_json": "guided_json is not supported: potstill does not constrain output yet",
     "guided_regex": "guided_regex is not supported: potstill does not constrain output yet",
     "guided_grammar": "guided_grammar is not supported: potstill does not constrain output yet",
     "guided_choice": "guided_choice is not supported: potstill does not constrain output yet",
 }
-"""Fields that clients do send, with a better sentence than "unknown", unless a kind of request has them.
-
-null is taken, since it asks for nothing.
-"""
+"""Fields that clients do send, with a better sentence than "unknown", unless a kind of request has them."""
+NULL_DEPTHS = {"messages": 3, "tools": 2, "response_format": 2, "stream_options": 1}
+"""How deep in these fields null means "not given"; further in are JSON schemas, where it is a value."""
 
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+DEFAULT_LIMITS = RequestLimits()
 
 
-def read(value: dict[str, Any], kind: type[AnyRequest]) -> AnyRequest:
-    """`value` as a request of this kind, or ApiError 400 naming the field at fault."""
-    unsupported = UNSUPPORTED.keys() - set(kind.__struct_fields__)
-    for name in unsupported & value.keys():
-        if value[name] is not None:
-            raise _unsupported(UNSUPPORTED[name], name)
-    known = {name: field for name, field in value.items() if name not in unsupported}
-    if isinstance(messages := known.get("messages"), list):
-        # Clients send an answer back with all the nulls that their own type of it has.
-        known["messages"] = [without_nulls(item) if isinstance(item, dict) else item for item in messages]
+@cache
+def restricted(kind: type[msgspec.Struct]) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Fields of a kind of request that are marked by `only`: their values, and the reason."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for part in get_args(hint):
+            for mark in getattr(part, "__metadata__", ()):
+                if mark.extra is not None:
+                    found[name] = mark.extra["only"], mark.extra["because"]
+    return found
+
+
+def read(value: dict[str, Any], kind: type[AnyRequest], limits: RequestLimits = DEFAULT_LIMITS) -> AnyRequest:
+    """`value` as a request of this kind, or ApiError 400 naming the field at fault. null means "not given"."""
+    known = without_nulls(value)
+    for name in (UNSUPPORTED.keys() - set(kind.__struct_fields__)) & known.keys():
+        raise _unsupported(UNSUPPORTED[name], name)
+    for name in NULL_DEPTHS.keys() & known.keys():
+        known[name] = without_nulls(known[name], NULL_DEPTHS[name])
     try:
         request = msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
     if isinstance(request, GenerationRequest):
-        _check_generation(request)
+        _check_generation(request, limits)
     if isinstance(request, ChatRequest):
-        _check_chat(request)
+        _check_chat(request, limits)
     if isinstance(request, CompletionRequest):
-        _check_completion(request)
+        _check_completion(request, limits)
     return request
 
 
-def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """An object's fields but those that are null."""
-    return {name: field for name, field in value.items() if field is not None}
+def without_nulls(value: Any, depth: int = 1) -> Any:
+    """An object's fields but those that are null, so many objects deep; lists do not count."""
+    if isinstance(value, list):
+        return [without_nulls(item, depth) for item in value]
+    if not isinstance(value, dict) or not depth:
+        return value
+    return {name: without_nulls(field, depth - 1) for name, field in value.items() if field is not None}
 
 
 def _unsupported(message: str, param: str) -> ApiError:
@@ -96,33 +108,61 @@ def _named(message: str) -> ApiError:
     return invalid(f"{where}: {what}" if where else what, where or None)
 
 
-def _check_generation(request: GenerationRequest) -> None:
-    for text in stop_strings(request):
-        if len(text.encode()) > MAX_STOP_BYTES:
-            raise invalid(f"a stop string may have at most {MAX_STOP_BYTES} bytes", "stop")
+def _check_generation(request: GenerationRequest, limits: RequestLimits) -> None:
+    _check_only(request)
+    stops = stop_strings(request)
+    _check_limit("stop", len(stops), limits.max_stop_strings, "strings")
+    if any(len(text.encode()) > MAX_STOP_BYTES for text in stops):
+        raise invalid(f"a stop string may have at most {MAX_STOP_BYTES} bytes", "stop")
+    _check_limit("n", request.n or 1, limits.max_n)
+    _check_limit("prompt_logprobs", request.prompt_logprobs or 0, limits.max_logprobs)
+    if request.best_of not in (None, 1, request.n):
+        raise _unsupported("best_of can only be 1 or n: use n, and choose among the choices yourself", "best_of")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs does not go with stream", "prompt_logprobs")
+    if request.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens must be at least 1, or -1 for what fits", "truncate_prompt_tokens")
     for token in request.logit_bias or ():
         if not re.fullmatch(r"[0-9]{1,10}", token):
             raise invalid(f"the keys of logit_bias are token ids, not {shown(token)!r}", "logit_bias")
+    most = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(most) > 1:
+        raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
 
 
-def _check_completion(request: CompletionRequest) -> None:
-    if request.prompt_logprobs is not None and (request.stream or request.echo):
-        raise invalid("prompt_logprobs goes with neither stream nor echo", "prompt_logprobs")
+def _check_only(request: GenerationRequest) -> None:
+    for name, (values, because) in restricted(type(request)).items():
+        if getattr(request, name) not in (None, *values):
+            allowed = " or ".join(json.dumps(value) for value in values)
+            raise _unsupported(f"{name} can only be {allowed}: {because}", name)
+
+
+def _check_limit(name: str, value: int, limit: int, unit: str = "") -> None:
+    if value > limit:
+        size = f"has {value} {unit}" if unit else f"is {value}"
+        raise invalid(f"{name} {size}; this server takes at most {limit}", name)
+
+
+def _check_completion(request: CompletionRequest, limits: RequestLimits) -> None:
+    _check_limit("logprobs", request.logprobs or 0, limits.max_logprobs)
+    if request.prompt_logprobs is not None and request.echo:
+        raise invalid("prompt_logprobs does not go with echo, which shows those of logprobs", "prompt_logprobs")
     prompts = request.prompt
     if isinstance(prompts, str):
         return
     kinds = {type(item) for item in prompts}
     if len(kinds) != 1:
         raise invalid("prompt is a string, a list of token ids, or a list of strings or of such lists", "prompt")
-    if kinds != {int} and len(prompts) > MAX_PROMPTS:
-        raise invalid(f"prompt holds {len(prompts)} prompts; one request takes at most {MAX_PROMPTS}", "prompt")
+    if kinds != {int}:
+        _check_limit("prompt", len(prompts), limits.max_prompts, "prompts")
 
 
-def _check_chat(request: ChatRequest) -> None:
+def _check_chat(request: ChatRequest, limits: RequestLimits) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    _check_limit("top_logprobs", request.top_logprobs or 0, limits.max_logprobs)
     if request.response_format is not None and request.response_format.type != "text":
         kind = request.response_format.type
         text = f"response_format {kind} is not supported: potstill does not constrain output yet"
@@ -132,9 +172,6 @@ def _check_chat(request: ChatRequest) -> None:
     if request.tools and request.tool_choice != "none":
         text = 'tools is not supported: potstill cannot call tools yet; leave it out, or give tool_choice "none"'
         raise _unsupported(text, "tools")
-    limits = {request.max_tokens, request.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise invalid("continue_final_message excludes add_generation_prompt", "continue_final_message")
@@ -155,14 +192,14 @@ def sampling_params(
     """The engine's parameters. Fields not given take OpenAI's defaults, which are those of SamplingParams."""
     names = (
         *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("seed", "min_tokens", "ignore_eos", "n"),
+        *("seed", "min_tokens", "ignore_eos", "n", "stop_token_ids", "allowed_token_ids", "bad_words"),
+        *("skip_special_tokens", "include_stop_str_in_output"),
     )
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
     return SamplingParams(
         **given,
         top_k=max(request.top_k or 0, 0),
         stop=stop_strings(request),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
         max_tokens=max_tokens,
         logprobs=logprobs,

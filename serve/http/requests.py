@@ -11,23 +11,25 @@ from msgspec import Meta
 
 from serve.sampling_params import MAX_SEED
 
-MAX_CHOICES = 8
-MAX_PROMPTS = 64
-MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
-MAX_STOP_STRINGS = 4
-MAX_STOP_BYTES = 128
+MAX_STOP_BYTES = 1024
+MAX_BAD_WORDS = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_DEADLINE_S = 3600.0
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-StopString = Annotated[str, Meta(min_length=1)]
+SomeText = Annotated[str, Meta(min_length=1)]
 ShortText = Annotated[str, Meta(max_length=512)]
+Labels = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)]
+
+
+def only(*values: Any, because: str) -> Meta:
+    """Marks a field that takes these values alone, those that ask for nothing; `because` ends the refusal of others."""
+    return Meta(extra_json_schema={"enum": list(values)}, extra={"only": values, "because": because})
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,12 +56,36 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)] | None
     ) = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: SomeText | list[SomeText] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
+    """vLLM: let the text end behind the stop string, or the token, that ended it."""
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    """vLLM: only these tokens may be written."""
+    bad_words: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=MAX_BAD_WORDS)] | None
+    ) = None
+    """vLLM: words that may not be written, as the tokenizer spells them."""
+    skip_special_tokens: bool | None = None
+    """vLLM: leave control tokens out of the text; true."""
+    spaces_between_special_tokens: bool | None = None
+    """vLLM: takes effect in slow tokenizers, of which there are none here: both values mean the same."""
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    """OpenAI's newer name of max_tokens."""
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: Count | None = None
+    """vLLM: of each prompt token and of this many most probable ones at its place, by token id; not in a stream."""
+    return_token_ids: bool | None = None
+    """vLLM: `prompt_token_ids` and `token_ids` beside the text."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """vLLM: keep at most this many tokens of a prompt; -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """vLLM: where truncate_prompt_tokens takes tokens away; left."""
+    n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """OpenAI, earlier: how many choices are made to choose n from; 1, or n."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -69,7 +95,18 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     """potstill: seconds from arrival after which the request is given up with 504."""
     user: ShortText | None = None
-    """OpenAI: a label for the end user. It has no effect and is not recorded."""
+    """OpenAI: a label for the end user. Labels have no effect and are not recorded."""
+    safety_identifier: ShortText | None = None
+    """OpenAI: the newer name of user."""
+    metadata: Labels | None = None
+    """OpenAI: further labels."""
+    prompt_cache_key: ShortText | None = None
+    """OpenAI: a label of requests that begin alike; prefixes are found without it."""
+    store: Annotated[bool, only(False, because="answers are not stored")] | None = None
+    service_tier: Annotated[str, only("auto", "default", because="there is one tier; use priority")] | None = None
+    use_beam_search: Annotated[bool, only(False, because="there is no beam search")] | None = None
+    length_penalty: Annotated[float, only(1.0, because="there is no beam search")] | None = None
+    early_stopping: Annotated[bool, only(False, because="there is no beam search")] | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -77,9 +114,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-    """vLLM: of each prompt token and of this many most probable ones at its place, by token id; not in a stream."""
+    suffix: Annotated[str, only("", because="potstill does not fill in the middle")] | None = None
+    logprobs: Count | None = None
     add_special_tokens: bool | None = None
     """vLLM: put the tokenizer's own special tokens (often a beginning-of-sequence) before a text prompt; true."""
 
@@ -117,6 +153,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI: what an assistant said in place of content."""
     annotations: list[dict[str, Any]] | None = None
     """OpenAI: sources of an assistant's words; no template reads them."""
+    parsed: Any = None
+    """What a client made of the content, which says the same; no template reads it."""
     type: Literal["text"] | None = None
     """lm-eval marks its messages so; it says nothing new."""
 
@@ -156,12 +194,20 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Logprobs | None = None
+    top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     """Taken where it asks for nothing: empty, or with tool_choice "none"."""
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """OpenAI: whether one answer may hold several calls."""
+    functions: Annotated[list[dict[str, Any]], only([], because="use tools")] | None = None
+    function_call: Annotated[str, only("auto", "none", because="use tool_choice")] | None = None
+    modalities: Annotated[list[str], only(["text"], because="potstill writes text")] | None = None
+    verbosity: Annotated[str, only("medium", because="no model here knows another")] | None = None
+    documents: Annotated[list[dict[str, Any]], only([], because="put them into a message")] | None = None
+    echo: Annotated[bool, only(False, because="potstill does not repeat the last message")] | None = None
+    add_special_tokens: Annotated[bool, only(False, because="the template writes them")] | None = None
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -79,6 +79,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
     """Of each prompt token, by token id, where that was asked for; of the first there are none."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    """Both where return_token_ids asks for them; of a stream, the prompt's come with the first chunk."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -104,6 +107,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -112,6 +116,8 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: str = "chat.completion"
 
 
@@ -126,6 +132,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -134,6 +141,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: str = "chat.completion.chunk"
 
 

@@ -14,12 +14,12 @@ from serve.http.chat import ChatReply, conversation_ids
 from serve.http.completions import CompletionReply
 from serve.http.errors import ApiError, invalid, unavailable
 from serve.http.generation import GenerationResponse, Service, token_text
+from serve.http.options import RequestLimits
 from serve.http.protocol import AnyRequest, loads_object, read
 from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
 from serve.messages import Ready
 
-MAX_BODY_BYTES = 2**20
 INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread."""
 BODY_S = 30.0
@@ -57,9 +57,10 @@ class Routes:
 
     async def _read(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
         """A route's request. A large body is parsed in a thread, so that it holds nobody up."""
-        body = await read_body(request)
+        limits = self._service.options
+        body = await read_body(request, limits.max_body_bytes)
         large = len(body) > INLINE_BYTES
-        wanted = await asyncio.to_thread(parse, body, kind) if large else parse(body, kind)
+        wanted = await asyncio.to_thread(parse, body, kind, limits) if large else parse(body, kind, limits)
         self._service.check_model(wanted.model)
         return wanted
 
@@ -146,30 +147,30 @@ def json_response(content: msgspec.Struct | dict[str, Any]) -> Response:
     return Response(encoder.encode(content), media_type="application/json")
 
 
-def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+def parse(body: bytes, kind: type[AnyRequest], limits: RequestLimits) -> AnyRequest:
     """A body as a checked request, or ApiError 400."""
-    return read(loads_object(body), kind)
+    return read(loads_object(body), kind, limits)
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a JSON request. ApiError 400 for another content type, 413 as soon as the limit is passed."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise invalid("the Content-Type must be application/json", "Content-Type")
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise _body_too_large()
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _body_too_large(max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for portion in request.stream():
                 body += portion
-                if len(body) > MAX_BODY_BYTES:
-                    raise _body_too_large()
+                if len(body) > max_bytes:
+                    raise _body_too_large(max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_S:g} s", code="body_timeout") from None
     return bytes(body)
 
 
-def _body_too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+def _body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")

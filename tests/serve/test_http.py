@@ -158,7 +158,7 @@ def test_prompt_logprobs_are_those_of_the_model(server: RunningServer, tokenizer
                 assert entry["rank"] == 1 + int((expected > expected[int(one)]).sum())
                 assert entry["decoded_token"] == tokenizer.token_bytes()[int(one)].decode("utf-8", "replace")
     refused = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60)
-    assert refused.status_code == 400 and "prompt_logprobs goes with neither" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "does not go with stream" in refused.json()["error"]["message"]
 
 
 def test_lm_eval_scores_a_batch_of_continuations(client: openai.OpenAI, tokenizer: Tokenizer, logprobs_of: Any) -> None:

@@ -31,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[RunningServer]:
     keys = [word for key in KEYS for word in ("--api-key", key)]
     log = folder.parent / "server.log"
-    with running_server(folder, log, "--served-model-name", "tiny", "also", *keys, program=SCRIPTED) as running:
+    options = ["--served-model-name", "tiny", "also", "--max-body-bytes", "1M", *keys]
+    with running_server(folder, log, *options, program=SCRIPTED) as running:
         running.api_key = KEYS[0]
         yield running
         text = log.read_text()
@@ -105,7 +106,7 @@ MALFORMED: list[tuple[str, bytes]] = [
         with_prompt('"temperature": true'),
         with_prompt('"top_p": 0'),
         with_prompt('"n": 0'),
-        with_prompt('"n": 9'),
+        with_prompt('"n": 16385'),
         with_prompt('"logprobs": 21'),
         with_prompt('"logit_bias": {"512": 1}'),
         with_prompt('"logit_bias": {"5.0": 1}'),
@@ -113,13 +114,13 @@ MALFORMED: list[tuple[str, bytes]] = [
         with_prompt('"logit_bias": {"5": 1, "5": 2}'),
         with_prompt('"stop": [1]'),
         with_prompt('"stop": ["a", "b", "c", "d", "e"]'),
-        with_prompt('"stop": "' + "a" * 129 + '"'),
+        with_prompt('"stop": "' + "a" * 1025 + '"'),
         with_prompt('"stop_token_ids": [512]'),
         with_prompt('"min_tokens": 5, "max_tokens": 4'),
         with_prompt('"seed": 1e3'),
         with_prompt('"suffix": "x"'),
         with_prompt('"best_of": 2'),
-        with_prompt('"unheard_of": null'),
+        with_prompt('"unheard_of": 0'),
         with_prompt('"stream": 1'),
         with_prompt('"stream_options": {}'),
         with_prompt('"stream": true, "stream_options": {"x": 1}'),
@@ -165,7 +166,7 @@ def test_the_message_names_the_field(server: RunningServer) -> None:
     for fields, param in (
         ({"unheard_of": 1}, "unheard_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"n": 9}, "n"),
+        ({"n": 16385}, "n"),
         ({"logit_bias": {"512": 1}}, "logit_bias"),
         ({"stop_token_ids": [512]}, "stop_token_ids"),
         ({"min_tokens": 3}, "min_tokens"),

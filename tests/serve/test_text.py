@@ -11,8 +11,8 @@ from tests.serve.toys import toy_tokenizer
 TOKENIZER = toy_tokenizer()
 
 
-def stream(stop: tuple[str, ...] = ()) -> TextStream:
-    return TextStream(StreamDecoder(TOKENIZER, continues=True), stop)
+def stream(stop: tuple[str, ...] = (), *, shows_stop: bool = False) -> TextStream:
+    return TextStream(StreamDecoder(TOKENIZER, continues=True), stop, shows_stop=shows_stop)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -38,6 +38,19 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: l
     end = min(text.find(s) + len(s) for s in stop if s in text)
     begin = min(text[:end].find(s) for s in stop if s in text[:end])
     assert shown == text[:begin] and text[:end].endswith(matched) and text[begin:end] == matched
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(text=st.text(alphabet="abé", max_size=40), stop=st.text(alphabet="abé", min_size=1, max_size=4))
+def test_a_stop_string_is_shown_when_asked_for(text: str, stop: str) -> None:
+    streamed, shown = stream((stop,), shows_stop=True), ""
+    for token in TOKENIZER.encode(text):
+        matched = streamed.push(token)
+        shown += streamed.take()
+        if matched is not None:
+            assert shown == text[: text.index(stop) + len(stop)]
+            return
+    assert shown + streamed.finish() == text and stop not in text
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
