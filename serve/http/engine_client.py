@@ -25,7 +25,7 @@ import msgspec
 
 from serve.http.engine_process import ENGINE_COMMAND, EngineProcess
 from serve.http.errors import ApiError, invalid, late, overloaded, unavailable
-from serve.http.metrics import ChoiceTimer, Metrics
+from serve.http.metrics import ChoiceTimer, Metrics, RequestSummary, summarize
 from serve.http.options import ServerOptions
 from serve.messages import (
     LENGTH,
@@ -399,6 +399,11 @@ class Call:
         self._end()
         self._news.set()
 
+    def summary(self) -> RequestSummary:
+        """What became of the call so far."""
+        queue_s = min(self._started.values()) - self._arrival if self._started else None
+        return summarize(self._metrics, queue_s, self._timers)
+
     def __aiter__(self) -> "Call":
         return self
 
@@ -429,6 +434,8 @@ class Call:
             alarm.cancel()
         if self._num_running and self._request_ids:
             self._client.send(Abort(self._request_ids))
+            if (reason := _reason(self._error)) is not None:
+                self._metrics.request_success.labels(finished_reason=reason).inc(self._num_running)
         for request_id in self._request_ids:
             self._client.forget(request_id)
         self._release(self._num_running)
@@ -436,6 +443,15 @@ class Call:
     def _release(self, num_sequences: int) -> None:
         self._num_running -= num_sequences
         self._client.num_sequences -= num_sequences
+
+
+def _reason(error: ApiError | None) -> str | None:
+    """The finish reason of choices that a call ends before the engine has; None for those that it had refused."""
+    if error is None or error.status == 408:
+        return "abort"
+    if error.code == "deadline_exceeded":
+        return "deadline"
+    return "error" if error.status == 503 else None
 
 
 def _size(output: RequestOutput) -> int:

@@ -210,6 +210,7 @@ class GenerationResponse:
         reply = self._reply
         num_choices = reply.num_prompts * reply.num_choices
         with self._service.engine.open_call(num_choices, deadline_s=reply.request.deadline_s) as call:
+            scope["state"]["call"] = call
             await while_connected(receive, self._answer(call, scope, send))
 
     async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
@@ -296,8 +297,9 @@ class GenerationResponse:
                 await send_in_time(scope, send, {"type": "http.response.body", "body": data, "more_body": True})
                 data = await anext(events)
         except ApiError as error:
-            log.warning("a stream ended with %s: %s", error.code, error.message)
-            data = b"data: " + error.body() + b"\n\n" + DONE
+            last = b"data: " + error.body() + b"\n\n" + DONE
+            await send_in_time(scope, send, {"type": "http.response.body", "body": last, "more_body": False})
+            raise  # the client has been told; logs and counts have not
         await send_in_time(scope, send, {"type": "http.response.body", "body": data, "more_body": False})
 
 

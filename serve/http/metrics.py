@@ -4,7 +4,9 @@ Label sets are closed: the model's name, finish reasons, our own routes, status 
 label. Names and meanings follow vLLM 0.33; counters gain `_total`. Durations in seconds, lengths in tokens.
 """
 
+import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +24,45 @@ MAX_DRAFT_POSITIONS = 16
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 TOKENS = tuple(float(2**power) for power in range(18))
+RECENT_S = 300.0
+"""How far back "recently" goes, in percentiles, throughput and cost."""
+MAX_RECENT = 10_000
+"""Choices of that time, at most, that percentiles are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Times of one choice that has finished, in seconds; `at` is when, of `time.monotonic()`."""
+
+    at: float
+    ttft_s: float
+    tpot_s: float | None
+    """Decode time over tokens after the first; None with one token."""
+    e2e_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """What became of one request, for its log line and its trace. Times in seconds; None: it did not come to that."""
+
+    model_name: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    """Of its choice with most tokens."""
+    finish_reasons: tuple[str, ...]
+    """Of its choices that finished, each once."""
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
     """What is measured of each request, under the name of the model or adapter that it asks for."""
 
+    model_name: str
+    recent: deque[Latencies]
+    """Of all models together."""
     time_to_first_token: Histogram
     inter_token_latency: Histogram
     time_per_output_token: Histogram
@@ -43,19 +78,23 @@ class RequestMetrics:
 class Metrics:
     """All metrics of one server. Not global: two servers in one process do not mix."""
 
-    def __init__(self, model_name: str, *adapters: str) -> None:
+    def __init__(self, model_name: str, *adapters: str, price_per_hour: float | None = None) -> None:
+        """`price_per_hour` of the machine, in any currency: then there is a gauge of what tokens cost."""
         self._source = CollectorRegistry(auto_describe=False)
         self._public = CollectorRegistry(auto_describe=False)
         self._public.register(_TwoNames(self._source))
         self._model_name = model_name
-        self._stats = EngineStats()
+        self.stats = EngineStats()
+        self.recent: deque[Latencies] = deque(maxlen=MAX_RECENT)
+        self.throughput = Throughput()
+        self.price_per_hour = price_per_hour
         self._gauges()
         self._counters()
         self.iteration_tokens = self._one(
             Histogram, "iteration_tokens_total", "Prompt and output tokens between two reports.", buckets=TOKENS
         )
         families = self._request_families()
-        self._requests = {name: _bind(families, name) for name in (model_name, *adapters)}
+        self._requests = {name: _bind(families, name, self.recent) for name in (model_name, *adapters)}
 
     def of(self, adapter: str | None) -> RequestMetrics:
         """Those of requests for an adapter; None: for the model itself."""
@@ -71,6 +110,9 @@ class Metrics:
             Gauge, "cuda_graph_failures", "Captures that failed; such steps are launched kernel by kernel."
         )
         self.engine_ready = self._one(Gauge, "engine_ready", "1 while a warm engine is connected, else 0.")
+        if self.price_per_hour is not None:
+            cost = self._one(Gauge, "cost_per_million_generation_tokens", "Price of 1,000,000 tokens generated lately.")
+            cost.set_function(self.cost_per_million_tokens)
         self.cache_config = Gauge(
             f"{PREFIX}cache_config_info",
             "Pages of the KV cache and tokens in a page.",
@@ -139,48 +181,79 @@ class Metrics:
 
     def engine_started(self, info: Ready) -> None:
         """A fresh engine: its counters begin anew, ours go on."""
-        self._stats = info.stats
+        self.stats = info.stats
         self.engine_ready.set(1)
         self.cache_config.labels(self._model_name, info.num_pages, info.page_size).set(1)
 
     def engine_ended(self) -> None:
         """No engine, so nothing runs, waits or holds pages."""
         self.engine_ready.set(0)
-        for gauge in (self.num_requests_running, self.num_requests_waiting, self.kv_cache_usage):
-            gauge.set(0)
+        self.stats = EngineStats()
+        self._set_gauges(self.stats)
+
+    def cost_per_million_tokens(self) -> float:
+        """What a million generated tokens cost at the latest throughput; NaN without a price, or without tokens."""
+        rate = self.throughput.tokens_per_s()
+        return 1e6 * self.price_per_hour / 3600 / rate if self.price_per_hour is not None and rate else math.nan
 
     def record_stats(self, stats: EngineStats) -> None:
         """Take over what the engine says of itself after a step."""
-        before, self._stats = self._stats, stats
+        before, self.stats = self.stats, stats
+        self._set_gauges(stats)
+        for name, counter in self._totals.items():
+            counter.inc(getattr(stats, name) - getattr(before, name))
+        for position, accepted in enumerate(stats.accepted_per_position[:MAX_DRAFT_POSITIONS]):
+            earlier = before.accepted_per_position[position] if position < len(before.accepted_per_position) else 0
+            self.accepted_per_position.labels(position=str(position)).inc(accepted - earlier)
+        new_output = stats.num_generation_tokens - before.num_generation_tokens
+        self.throughput.record(new_output)
+        if new_tokens := stats.num_prompt_tokens - before.num_prompt_tokens + new_output:
+            self.iteration_tokens.observe(new_tokens)
+
+    def _set_gauges(self, stats: EngineStats) -> None:
         self.num_requests_running.set(stats.num_running)
         self.num_requests_waiting.set(stats.num_waiting)
         self.kv_cache_usage.set(stats.num_pages_used / stats.num_pages if stats.num_pages else 0.0)
         self.speculative_tokens.set(stats.speculative_tokens)
         self.num_graphs.set(stats.num_graphs)
         self.num_graph_failures.set(stats.num_graph_failures)
-        for name, counter in self._totals.items():
-            counter.inc(getattr(stats, name) - getattr(before, name))
-        for position, accepted in enumerate(stats.accepted_per_position[:MAX_DRAFT_POSITIONS]):
-            earlier = before.accepted_per_position[position] if position < len(before.accepted_per_position) else 0
-            self.accepted_per_position.labels(position=str(position)).inc(accepted - earlier)
-        new_tokens = (stats.num_prompt_tokens - before.num_prompt_tokens) + (
-            stats.num_generation_tokens - before.num_generation_tokens
-        )
-        if new_tokens:
-            self.iteration_tokens.observe(new_tokens)
 
     def expose(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self._public)
 
 
-def _bind(families: dict[str, Counter | Histogram], model_name: str) -> RequestMetrics:
+class Throughput:
+    """Tokens generated per second in the latest RECENT_S."""
+
+    INTERVAL_S = 5.0
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._samples: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        """Times, at least INTERVAL_S apart, and all tokens until then."""
+
+    def record(self, num_tokens: int) -> None:
+        """So many more tokens."""
+        self._num_tokens += num_tokens
+        now = time.monotonic()
+        if now - self._samples[-1][0] >= self.INTERVAL_S:
+            self._samples.append((now, self._num_tokens))
+        while now - self._samples[0][0] > RECENT_S and len(self._samples) > 1:
+            self._samples.popleft()
+
+    def tokens_per_s(self) -> float:
+        began, num_tokens = self._samples[0]
+        return (self._num_tokens - num_tokens) / max(time.monotonic() - began, 1e-9)
+
+
+def _bind(families: dict[str, Counter | Histogram], model_name: str, recent: deque[Latencies]) -> RequestMetrics:
     """The families with the model's name filled in."""
     bound: dict[str, Any] = {
         name: _Labelled(family, model_name) if isinstance(family, Counter) else family.labels(model_name)
         for name, family in families.items()
     }
-    return RequestMetrics(**bound)
+    return RequestMetrics(model_name, recent, **bound)
 
 
 class _Labelled:
@@ -222,9 +295,24 @@ class ChoiceTimer:
         """When it got its place in the batch; None if that was not reported."""
         self._first: float | None = None
         self._last = arrival
+        self.latest = RequestOutput("", 0)
+        """Its counts and how it finished, so far."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token."""
+        return None if self._first is None else self._first - self._arrival
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Decode time over tokens after the first."""
+        if self._first is None or self.latest.num_output_tokens < 2:
+            return None
+        return (self._last - self._first) / (self.latest.num_output_tokens - 1)
 
     def record(self, output: RequestOutput) -> None:
         now = time.monotonic()
+        self.latest = output
         if output.new_token_ids:
             if self._first is None:
                 self._first = now
@@ -243,8 +331,26 @@ class ChoiceTimer:
         self._metrics.generation_length.observe(output.num_output_tokens)
         if output.index == 0:
             self._metrics.prompt_length.observe(output.num_prompt_tokens)
-        if self._first is not None:
-            decode_s = self._last - self._first
-            self._metrics.decode_time.observe(decode_s)
-            if output.num_output_tokens > 1:
-                self._metrics.time_per_output_token.observe(decode_s / (output.num_output_tokens - 1))
+        if self._first is None:
+            return
+        self._metrics.decode_time.observe(self._last - self._first)
+        if self.tpot_s is not None:
+            self._metrics.time_per_output_token.observe(self.tpot_s)
+        self._metrics.recent.append(Latencies(now, self._first - self._arrival, self.tpot_s, now - self._arrival))
+
+
+def summarize(
+    metrics: RequestMetrics, queue_s: float | None, timers: dict[tuple[int, int], ChoiceTimer]
+) -> RequestSummary:
+    """A request's choices, by prompt and number, together."""
+    by_length = sorted(timers.values(), key=lambda timer: timer.latest.num_output_tokens)
+    prompts = {prompt: timer.latest.num_prompt_tokens for (prompt, _), timer in timers.items()}
+    return RequestSummary(
+        metrics.model_name,
+        num_prompt_tokens=sum(prompts.values()),
+        num_output_tokens=sum(timer.latest.num_output_tokens for timer in by_length),
+        queue_s=queue_s,
+        ttft_s=min((timer.ttft_s for timer in by_length if timer.ttft_s is not None), default=None),
+        tpot_s=by_length[-1].tpot_s if by_length else None,
+        finish_reasons=tuple(sorted({str(timer.latest.finish_reason) for timer in by_length if timer.latest.finished})),
+    )

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.http.errors import ApiError
-from serve.http.metrics import Metrics
+from serve.http.metrics import Metrics, RequestSummary
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -38,10 +38,10 @@ class Middleware:
         exchange = _Exchange(scope, send)
         scope["app"] = self  # with it, starlette's router raises HTTPException instead of answering by itself
         try:
-            scope["state"]["tenant"] = self._authenticate(scope)
+            exchange.key_name, scope["state"]["tenant"] = self._authenticate(scope)
             await self._app(scope, receive, exchange.send)
         except ClientDisconnect:
-            exchange.status = exchange.status or 499  # nobody will see it; nginx counts such requests so
+            exchange.failed(499, "client_left")  # nobody will see it; nginx counts such requests so
         except HTTPException as error:
             await exchange.send_error(_no_route(error.status_code))
         except ApiError as error:
@@ -53,10 +53,13 @@ class Middleware:
         finally:
             self._record(scope, exchange)
 
-    def _authenticate(self, scope: Scope) -> bytes:
-        """The digest of the request's key; empty when none is needed. ApiError 401 without a right one."""
+    def _authenticate(self, scope: Scope) -> tuple[str, bytes]:
+        """The request's key as a name for logs, which is its place among all keys, and as a digest.
+
+        Both are empty when none is needed. ApiError 401 without a right one.
+        """
         if not self._key_digests or scope["path"] in OPEN_PATHS:
-            return b""
+            return "", b""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key).digest()
@@ -64,15 +67,18 @@ class Middleware:
         matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        return digest
+        return f"key{matches.index(True) + 1}", digest
 
     def _record(self, scope: Scope, exchange: "_Exchange") -> None:
         route = scope["path"] if scope["path"] in self._routes else "other"
         self._metrics.http_requests.labels(route=route, status=str(exchange.status or 500)).inc()
         level = logging.DEBUG if route in OPEN_PATHS else logging.INFO
+        call = scope["state"].get("call")
+        details = "" if call is None else _details(exchange, call.summary())
         milliseconds = 1000 * (time.monotonic() - exchange.began)
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-        log.log(level, "%s %s %s %.0f ms %s", method, route, exchange.status, milliseconds, exchange.request_id)
+        details = f"id={exchange.request_id}{details}"
+        log.log(level, "%s %s %s %.0f ms %s", method, route, exchange.status, milliseconds, details)
 
 
 class _Exchange:
@@ -84,6 +90,9 @@ class _Exchange:
         self.request_id = given[0].decode() if usable else uuid.uuid4().hex
         self.began = time.monotonic()
         self.status: int | None = None
+        self.failure: str | None = None
+        """The code of what it failed by, if it did."""
+        self.key_name = ""
         self._send = send
 
     async def send(self, message: Message) -> None:
@@ -92,15 +101,35 @@ class _Exchange:
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
 
+    def failed(self, status: int, code: str) -> bool:
+        """Note a failure under its own status; returns whether a response has begun, under another one."""
+        has_begun = self.status is not None
+        self.status, self.failure = status, code
+        return has_begun
+
     async def send_error(self, error: ApiError) -> None:
         """Answer with an error; once a response has begun, nothing can be said any more."""
-        if self.status is not None:
+        if self.failed(error.status, error.code):
             return
         body = error.body()
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
+
+
+def _details(exchange: _Exchange, summary: RequestSummary) -> str:
+    """What a line says of a request that was to generate: "-" for what it did not come to."""
+
+    def milliseconds(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{1000 * seconds:.1f}"
+
+    finish = exchange.failure or "+".join(summary.finish_reasons) or "-"
+    return (
+        f" key={exchange.key_name or '-'} model={summary.model_name} prompt={summary.num_prompt_tokens} "
+        f"completion={summary.num_output_tokens} queue_ms={milliseconds(summary.queue_s)} "
+        f"ttft_ms={milliseconds(summary.ttft_s)} tpot_ms={milliseconds(summary.tpot_s)} finish={finish}"
+    )
 
 
 def _no_route(status: int) -> ApiError:

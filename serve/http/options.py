@@ -58,12 +58,16 @@ class ServerOptions(RequestLimits):
     """How long /health waits for the engine's loop; longer than the longest step."""
     engine_timeout_s: float = 120.0
     """An engine that has ended no step for this long is killed and replaced. Loading and warming up do not count."""
+    price_per_hour: float | None = None
+    """What the machine costs an hour, in any currency, for the metric of what tokens cost."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         for name in ("queue_wait_s", "health_timeout_s", "engine_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.price_per_hour is not None and self.price_per_hour < 0:
+            raise ValueError(f"price_per_hour must not be negative, but is {self.price_per_hour}")
         for name in ("max_n", "max_prompts", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -134,6 +138,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health-timeout-s", "how long /health waits for the engine, seconds", type=float, metavar="SECONDS")
     add("--engine-timeout", "replace an engine that has ended no step for this long, seconds", type=float,
         dest="engine_timeout_s", metavar="SECONDS")  # fmt: skip
+    add("--price-per-hour", "what the machine costs an hour, to show what tokens cost", type=float, metavar="PRICE")
     add("--log-level", "debug, info, warning or error", choices=["debug", "info", "warning", "error"])
     add("--config", "YAML file of these options, without the dashes in front; the command line wins", metavar="FILE")
 

@@ -14,6 +14,7 @@ from serve.http.chat import ChatReply, conversation_ids
 from serve.http.completions import CompletionReply
 from serve.http.errors import ApiError, invalid, unavailable
 from serve.http.generation import GenerationResponse, Service, token_text
+from serve.http.load import load_of
 from serve.http.options import RequestLimits
 from serve.http.protocol import AnyRequest, loads_object, read
 from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -140,7 +141,7 @@ class Routes:
         return json_response({"version": __version__})
 
     async def load(self, request: Request) -> Response:
-        return json_response({"server_load": self._service.engine.num_calls})
+        return json_response(load_of(self._service.engine.num_calls, self._service.metrics))
 
 
 def json_response(content: msgspec.Struct | dict[str, Any]) -> Response:

@@ -102,7 +102,7 @@ class _Uvicorn(uvicorn.Server):
 async def _serve(
     options: ServerOptions, tokenizer: "Tokenizer", listener: socket.socket, engine_command: Sequence[str]
 ) -> int:
-    metrics = Metrics(options.model_names[0], *options.engine.adapters)
+    metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
     engine = EngineClient(options, metrics, command=engine_command)
     app = build_app(Service(options, engine, tokenizer, metrics))
     web = _Uvicorn(

@@ -230,7 +230,7 @@ def test_whoever_leaves_takes_the_request_along(server: RunningServer, streamed:
             timeout=httpx.Timeout(0.02 if streamed else 0.3),
         )
     server.wait_for("potstill:num_requests_running", 0, timeout_s=1)
-    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
+    assert httpx.get(f"{server.url}/load").json()["server_load"] == 0
 
 
 # The engine
@@ -327,7 +327,7 @@ def is_healthy(server: RunningServer) -> bool:
 def test_a_model_that_cannot_be_loaded_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (broken / name).write_bytes((folder / name).read_bytes())
     with running_server(broken, tmp_path / "log", program=SCRIPTED, ready=False) as server:
         assert server.process.wait(10) == 1
@@ -342,7 +342,7 @@ def test_options_that_cannot_be_are_one_sentence(server: RunningServer, folder: 
         return line
 
     port = server.url.rpartition(":")[2]
-    assert refused("no/such/folder") == "potstill: there is no model folder no/such/folder"
+    assert refused("no/such/folder").startswith("potstill: There is no model at no/such/folder; ")
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(str(folder), "--port", port)
     assert "--allow-unauthenticated" in refused(str(folder), "--host", "0.0.0.0")
 

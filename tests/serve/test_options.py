@@ -43,6 +43,7 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --adapter a=b | --seed 5 | --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1
         --max-n 1 | --max-prompts 1 | --max-stop-strings 1 | --max-logprobs 1 | --max-body-bytes 1
         --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug
+        --price-per-hour 2
         --engine-timeout 9"""
     given = [option.split() for line in words.splitlines() for option in line.split("|")]
     given.append(["--config", str(tmp_path / "serve.yaml")])
@@ -72,6 +73,8 @@ def test_verify_serves_the_target_and_drafts_with_the_model() -> None:
         ("--drain-s", "-0.1"),
         ("--queue-wait-s", "0"),
         ("--port", "-1"),
+        ("--engine-timeout", "0"),
+        ("--price-per-hour", "-1"),
         ("--api-key", " "),
     ],
 )
