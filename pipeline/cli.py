@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_serve(commands)
     _add_generate(commands)
+    _add_chat(commands)
     _add_small(commands)
     return parser
 
@@ -116,6 +117,23 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
     generate.set_defaults(command=_generate, late="prompt")
+
+
+def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    chat = commands.add_parser("chat", help="talk with a model on the terminal")
+    chat.add_argument("model", metavar="MODEL", nargs="?", help=f"folder of a run, or {KNOWN}")
+    chat.add_argument("--url", help="ask this server instead of loading a MODEL, such as http://127.0.0.1:8000")
+    chat.add_argument("--name", help="of the model or adapter at the server (default: its first)")
+    chat.add_argument("--api-key", metavar="KEY", help="for the server; also POTSTILL_API_KEY, OPENAI_API_KEY")
+    chat.add_argument("--verify", metavar="TARGET", help="talk with TARGET, with MODEL as its draft")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before everything else")
+    chat.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="of one answer (default: 1024)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="default: 0.7")
+    chat.add_argument("--top-p", type=float, default=0.95, help="default: 0.95")
+    chat.add_argument("--seed", type=int)
+    chat.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    chat.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    chat.set_defaults(command=_chat)
 
 
 def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -237,6 +255,12 @@ def _generate(options: argparse.Namespace) -> int:
     from pipeline.generate import generate
 
     return generate(served, prompt, options)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from pipeline.chat.command import chat
+
+    return chat(options)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ def test_help_is_fast_and_imports_no_torch() -> None:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         fastest = min(fastest, time.perf_counter() - started)
     assert done.returncode == 0
-    for command in ("run", "serve", "generate", "report", "compare", "plan", "doctor", "export", "recipe"):
+    for command in ("run", "serve", "generate", "chat", "report", "compare", "plan", "doctor", "export", "recipe"):
         assert command in done.stdout
     heavy = {
         "torch",

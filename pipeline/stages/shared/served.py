@@ -104,7 +104,7 @@ class ServedModel:
             try:
                 return self._post(route, body)
             except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                reason = _reason(error)
+                reason = reason_of(error)
                 if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in PASSING:
                     raise UserError(f"The server at {self.server.url} refuses {self.server.model}: {reason}") from None
             if pause is None or stopped.is_set():
@@ -132,7 +132,7 @@ class ServedModel:
             return json.load(answer)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """In a few words; of a refusal, what the server says."""
     if isinstance(error, urllib.error.HTTPError):
         said = error.read().decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""`potstill chat`: a conversation on the terminal, with a model in this process or behind a server."""
