@@ -20,6 +20,7 @@ from model.config_fields import check_token_ids, shown
 from model.files.safe_io import read_json_object, sync_file, write_json, write_text
 from model.text.chat_template import ChatTemplate, ChatTemplateError, ControlTokens, HiddenText
 from model.text.detokenizer import DecodingRule, StreamDecoder, TokenBytes
+from model.text.token_bound import TokenBound
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TEMPLATE_NAME, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -154,6 +155,15 @@ class Tokenizer:
         except (TypeError, UnicodeError):
             raise TokenizerError("Only valid Unicode text can be encoded: no lone surrogates, no bytes.") from None
         return [encoding.ids for encoding in encodings]
+
+    def least_tokens(self, text: str) -> int:
+        """`encode` of this text, or of a rendered conversation, gives at least so many; 0 where nothing is known."""
+        return 0 if self._bound is None else self._bound.least(text)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        ids = self._control.get_vocab(with_added_tokens=True).values()
+        return TokenBound.of(json.loads(self._json), [self._all_bytes[index] for index in ids])
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become replacement characters."""

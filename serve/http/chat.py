@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: a conversation through the model's template, one object of log-probabilities a token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,6 +29,9 @@ from serve.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
 
+LONG_TEXT = 16_384
+"""Characters; shorter conversations are tokenized as fast as their text is looked at."""
+
 
 class ChatReply(Reply[ChatRequest]):
     """One request to /v1/chat/completions."""
@@ -47,6 +50,7 @@ class ChatReply(Reply[ChatRequest]):
             arguments=request.chat_template_kwargs,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
+            check_text=self.check_text,
         )
         return [ids]
 
@@ -157,12 +161,18 @@ def conversation_ids(
     arguments: ChatTemplateArguments | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool,
+    check_text: Callable[[str], None] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation. ApiError 400 with the template's own reason when it refuses the messages."""
+    """Token ids of a conversation. ApiError 400 with the template's own reason when it refuses the messages.
+
+    `check_text` sees the text of a long one before it is tokenized, and may raise.
+    """
     plain = [template_message(message) for message in messages]
     variables: dict[str, Any] = {} if arguments is None else msgspec.to_builtins(arguments)
     variables["tools"] = None if not tools else [without_nulls(msgspec.to_builtins(tool)) for tool in tools]
     try:
+        if check_text is not None and sum(len(message["content"]) for message in plain) > LONG_TEXT:
+            check_text(tokenizer.apply_chat_template(plain, add_generation_prompt=False, **variables))
         if continue_final_message:
             return _open_ended_ids(tokenizer, plain, variables)
         prompt = add_generation_prompt is not False

@@ -53,6 +53,9 @@ class CompletionReply(Reply[CompletionRequest]):
 
     def tokenize(self) -> list[list[int]]:
         special = self.request.add_special_tokens is not False
+        for prompt in self._prompts:
+            if isinstance(prompt, str):
+                self.check_text(prompt)
         return [
             self.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
             for prompt in self._prompts

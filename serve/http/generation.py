@@ -100,6 +100,15 @@ class Reply(ABC, Generic[Request]):
         newer = self.request.max_completion_tokens
         return self.request.max_tokens if newer is None else newer
 
+    def check_text(self, text: str) -> None:
+        """ApiError 400 for text that cannot fit, before it is tokenized: its bytes alone tell."""
+        info = self.service.engine.info
+        if info is None or len(text) <= info.max_model_len or self.request.truncate_prompt_tokens is not None:
+            return
+        least, num_output = self.tokenizer.least_tokens(text), self.max_tokens or 1
+        if least + num_output > info.max_model_len:
+            raise context_exceeded(info.max_model_len, f"at least {least}", num_output)
+
     def truncated(self, prompt: list[int], max_model_len: int) -> list[int]:
         """What truncate_prompt_tokens leaves of a prompt."""
         most = self.request.truncate_prompt_tokens
@@ -316,6 +325,17 @@ def event(data: msgspec.Struct) -> bytes:
     return b"data: " + encoder.encode(data) + b"\n\n"
 
 
+def context_exceeded(max_model_len: int, size: str, num_output: int) -> ApiError:
+    """400: a prompt of this size, in words, does not fit."""
+    return ApiError(
+        400,
+        f"this model's maximum context length is {max_model_len} tokens, but the prompt has {size} tokens "
+        f"and {num_output} output tokens are asked for; shorten the prompt or lower max_tokens",
+        code="context_length_exceeded",
+        param="prompt",
+    )
+
+
 def check_prompts(prompts: list[list[int]], num_output: int, info: Ready) -> int:
     """How many tokens the longest prompt leaves for output. ApiError 400 for prompts that cannot be served."""
     for prompt in prompts:
@@ -325,13 +345,7 @@ def check_prompts(prompts: list[list[int]], num_output: int, info: Ready) -> int
             raise invalid(f"token {max(prompt)} is outside the vocabulary of {info.vocab_size} tokens", "prompt")
     longest = max(map(len, prompts))
     if longest + num_output > info.max_model_len:
-        raise ApiError(
-            400,
-            f"this model's maximum context length is {info.max_model_len} tokens, but the prompt has {longest} tokens "
-            f"and {num_output} output tokens are asked for; shorten the prompt or lower max_tokens",
-            code="context_length_exceeded",
-            param="prompt",
-        )
+        raise context_exceeded(info.max_model_len, str(longest), num_output)
     return info.max_model_len - longest
 
 

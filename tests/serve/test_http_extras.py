@@ -198,6 +198,20 @@ def test_prompts_are_truncated_when_asked_for(client: openai.OpenAI, tokenizer: 
     assert chat.prompt_token_ids == tokenizer.chat_token_ids(MESSAGES, add_generation_prompt=True)[-4:]  # type: ignore[attr-defined]
 
 
+def test_what_is_far_too_long_is_refused_by_its_bytes(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    text = PROMPT * 400
+    for ask in (
+        lambda: complete(client, text),
+        lambda: complete(client, ["short", text]),
+        lambda: client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(openai.BadRequestError, match="the prompt has at least") as caught:
+            ask()
+        assert caught.value.code == "context_length_exceeded"
+    cut = complete(client, text, truncate_prompt_tokens=7)
+    assert cut.usage.prompt_tokens == 7
+
+
 def test_an_answer_without_extras_has_none(server: RunningServer) -> None:
     chat = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}, timeout=20)
     completion = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=20)
