@@ -1,8 +1,9 @@
 """The one error of the HTTP side: a status, a fixed sentence, and OpenAI's error body.
 
 Messages are written here and in the validators, never taken from an unexpected exception: exception text can hold
-paths, addresses or prompts. Status codes: 400 bad request, 401 key, 404 model or path, 405 method, 413 body too large,
-429 overload (with Retry-After), 500 a defect of ours, 503 draining or restarting (with Retry-After), 504 deadline.
+paths, addresses or prompts. Status codes: 400 bad request, 401 key, 404 model or path, 405 method, 408 too slow, 413
+body too large, 415 encoding, 429 overload (with Retry-After), 500 a defect of ours, 503 draining or restarting (with
+Retry-After), 504 deadline.
 """
 
 import msgspec

@@ -46,6 +46,13 @@ class ServerOptions(RequestLimits):
     """0 takes a free port."""
     api_keys: tuple[str, ...] = ()
     allow_unauthenticated: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call the server from a browser; ("*",): those of all. None may unless named."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    """What such pages may send."""
+    allow_credentials: bool = False
+    """Whether browsers may send what they store for the server."""
     chat_template: str | None = None
     """File that replaces the model's chat template."""
     max_queue: int = 64
@@ -76,6 +83,8 @@ class ServerOptions(RequestLimits):
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if taken := [name for name in self.engine.adapters if name in self.model_names]:
             raise ValueError(f"--adapter {taken[0]}: this is the name of the model itself")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError('allow_credentials needs origins by name: with "*" any page could use them')
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("an API key is empty")
         if not (_is_loopback(self.host) or self.api_keys or self.allow_unauthenticated):
@@ -126,6 +135,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", f"key that requests must bring; repeatable; also {API_KEY_VARIABLE}", action="append",
         dest="api_keys", metavar="KEY")  # fmt: skip
     add("--allow-unauthenticated", "listen beyond loopback without a key", action="store_true")
+    origins = """JSON list of origins whose pages may call the server, such as '["https://example.org"]'; none"""
+    add("--allowed-origins", origins, type=_names, metavar="JSON")
+    add("--allowed-methods", "JSON list of methods that such pages may use; all", type=_names, metavar="JSON")
+    add("--allowed-headers", "JSON list of headers that such pages may send; all", type=_names, metavar="JSON")
+    add("--allow-credentials", "let browsers send what they store for the server", action="store_true")
     add("--chat-template", "Jinja file that replaces the model's chat template", metavar="FILE")
     add("--max-queue", "most sequences waiting; more are refused with 429", type=int, metavar="N")
     add("--max-n", "most choices that a request may ask for", type=int, metavar="N")
@@ -202,6 +216,8 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, dict):
         return [f"{flag}={json.dumps(value)}"]
     if isinstance(value, list):
+        if flag.startswith("--allowed-"):
+            return [f"{flag}={json.dumps(value)}"]
         if flag in ("--api-key", "--adapter"):
             return [f"{flag}={item}" for item in value]
         return [flag, *map(str, value)]
@@ -214,6 +230,17 @@ def _adapter(text: str) -> tuple[str, str]:
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is no adapter; write NAME=FOLDER")
     return name, folder
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """A JSON list of strings, as vLLM takes it."""
+    try:
+        names = json.loads(text)
+    except json.JSONDecodeError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON list of strings, such as '[\"*\"]'")
+    return tuple(names)
 
 
 def _by_name(adapters: list[tuple[str, str]]) -> dict[str, str]:

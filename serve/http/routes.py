@@ -1,6 +1,7 @@
 """The HTTP routes of one server, each a few lines: read the body, check it, hand over."""
 
 import asyncio
+import zlib
 from typing import Any
 
 import msgspec
@@ -154,7 +155,8 @@ def parse(body: bytes, kind: type[AnyRequest], limits: RequestLimits) -> AnyRequ
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a JSON request. ApiError 400 for another content type, 413 as soon as the limit is passed."""
+    """The body of a JSON request, unpacked. ApiError 413 as soon as the limit is passed, packed or unpacked; 400 for
+    another content type, 415 for another encoding than gzip."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise invalid("the Content-Type must be application/json", "Content-Type")
@@ -170,7 +172,26 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                     raise _body_too_large(max_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_S:g} s", code="body_timeout") from None
-    return bytes(body)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return bytes(body)
+    if encoding != "gzip":
+        raise ApiError(415, "the Content-Encoding can only be gzip", code="unsupported_encoding")
+    return await asyncio.to_thread(unpacked, bytes(body), max_bytes)
+
+
+def unpacked(body: bytes, max_bytes: int) -> bytes:
+    """What a gzip body holds; no more than the limit is ever unpacked."""
+    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        content = stream.decompress(body, max_bytes + 1)
+    except zlib.error:
+        raise invalid("the body is not gzip, as its Content-Encoding says") from None
+    if len(content) > max_bytes:
+        raise _body_too_large(max_bytes)
+    if not stream.eof or stream.unused_data:
+        raise invalid("the body is not one whole gzip stream")
+    return content
 
 
 def _body_too_large(max_bytes: int) -> ApiError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from kernels import __version__
@@ -86,9 +87,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 def build_app(service: Service) -> ASGIApp:
     """The ASGI application of one server."""
-    routes = Routes(service)
-    keys = service.options.api_keys
-    return Middleware(routes.router, api_keys=keys, metrics=service.metrics, routes=routes.paths)
+    routes, options = Routes(service), service.options
+    app = Middleware(routes.router, api_keys=options.api_keys, metrics=service.metrics, routes=routes.paths)
+    if not options.allowed_origins:
+        return app
+    return CORSMiddleware(  # outermost: a browser asks first, without a key, and reads errors too
+        app,
+        allow_origins=options.allowed_origins,
+        allow_methods=options.allowed_methods,
+        allow_headers=options.allowed_headers,
+        allow_credentials=options.allow_credentials,
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
 
 
 class _Uvicorn(uvicorn.Server):
