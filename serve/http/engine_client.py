@@ -325,6 +325,7 @@ class Call:
         self._outputs: deque[tuple[int, RequestOutput]] = deque()
         self._unread_bytes = 0
         self._last_read = self._arrival
+        self._params: SamplingParams | None = None
         self._error: ApiError | None = None
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -353,7 +354,7 @@ class Call:
             raise self._error
         if not self._client.is_ready:
             raise self._client.absence()
-        self._metrics = self._client.metrics.of(adapter)
+        self._metrics, self._params = self._client.metrics.of(adapter), params
         call_id = uuid.uuid4().hex
         for prompt_index, prompt in enumerate(prompts):
             request_id = f"{call_id}-{prompt_index}"
@@ -402,7 +403,7 @@ class Call:
     def summary(self) -> RequestSummary:
         """What became of the call so far."""
         queue_s = min(self._started.values()) - self._arrival if self._started else None
-        return summarize(self._metrics, queue_s, self._timers)
+        return summarize(self._metrics, self._params, queue_s, self._timers)
 
     def __aiter__(self) -> "Call":
         return self

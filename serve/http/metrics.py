@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 
 from serve.messages import Ready
 from serve.outputs import EngineStats, RequestOutput
+from serve.sampling_params import SamplingParams
 
 PREFIX, ALIAS = "potstill:", "vllm:"
 MAX_DRAFT_POSITIONS = 16
@@ -54,6 +55,8 @@ class RequestSummary:
     """Of its choice with most tokens."""
     finish_reasons: tuple[str, ...]
     """Of its choices that finished, each once."""
+    params: SamplingParams | None
+    """What it asked of sampling."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +343,10 @@ class ChoiceTimer:
 
 
 def summarize(
-    metrics: RequestMetrics, queue_s: float | None, timers: dict[tuple[int, int], ChoiceTimer]
+    metrics: RequestMetrics,
+    params: SamplingParams | None,
+    queue_s: float | None,
+    timers: dict[tuple[int, int], ChoiceTimer],
 ) -> RequestSummary:
     """A request's choices, by prompt and number, together."""
     by_length = sorted(timers.values(), key=lambda timer: timer.latest.num_output_tokens)
@@ -353,4 +359,5 @@ def summarize(
         ttft_s=min((timer.ttft_s for timer in by_length if timer.ttft_s is not None), default=None),
         tpot_s=by_length[-1].tpot_s if by_length else None,
         finish_reasons=tuple(sorted({str(timer.latest.finish_reason) for timer in by_length if timer.latest.finished})),
+        params=params,
     )

@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -17,6 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.http.errors import ApiError
 from serve.http.metrics import Metrics, RequestSummary
+
+if TYPE_CHECKING:
+    from serve.http.tracing import Tracer
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -26,11 +30,20 @@ log = logging.getLogger("potstill.server")
 class Middleware:
     """Wraps the application. `routes` are the paths that may appear in logs and labels; others are "other"."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], metrics: Metrics, routes: Iterable[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Iterable[str],
+        metrics: Metrics,
+        routes: Iterable[str],
+        tracer: "Tracer | None" = None,
+    ) -> None:
         self._app = app
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._metrics = metrics
         self._routes = frozenset(routes)
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,11 +87,15 @@ class Middleware:
         self._metrics.http_requests.labels(route=route, status=str(exchange.status or 500)).inc()
         level = logging.DEBUG if route in OPEN_PATHS else logging.INFO
         call = scope["state"].get("call")
-        details = "" if call is None else _details(exchange, call.summary())
-        milliseconds = 1000 * (time.monotonic() - exchange.began)
+        summary = None if call is None else call.summary()
+        e2e_s = time.monotonic() - exchange.began
+        if self._tracer is not None and summary is not None:
+            outcome = exchange.status or 500, exchange.failure
+            self._tracer.record(scope, exchange.request_id, outcome, e2e_s, summary)
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-        details = f"id={exchange.request_id}{details}"
-        log.log(level, "%s %s %s %.0f ms %s", method, route, exchange.status, milliseconds, details)
+        details = "" if summary is None else _details(exchange, summary)
+        named = f"id={exchange.request_id}{details}"
+        log.log(level, "%s %s %s %.0f ms %s", method, route, exchange.status, 1000 * e2e_s, named)
 
 
 class _Exchange:

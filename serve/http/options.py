@@ -65,6 +65,8 @@ class ServerOptions(RequestLimits):
     """How long /health waits for the engine's loop; longer than the longest step."""
     engine_timeout_s: float = 120.0
     """An engine that has ended no step for this long is killed and replaced. Loading and warming up do not count."""
+    otlp_traces_endpoint: str | None = None
+    """Collector of OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs potstill[otel]."""
     price_per_hour: float | None = None
     """What the machine costs an hour, in any currency, for the metric of what tokens cost."""
     log_level: str = "info"
@@ -152,6 +154,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health-timeout-s", "how long /health waits for the engine, seconds", type=float, metavar="SECONDS")
     add("--engine-timeout", "replace an engine that has ended no step for this long, seconds", type=float,
         dest="engine_timeout_s", metavar="SECONDS")  # fmt: skip
+    add("--otlp-traces-endpoint", "send OpenTelemetry traces there, as OTLP over HTTP", metavar="URL")
     add("--price-per-hour", "what the machine costs an hour, to show what tokens cost", type=float, metavar="PRICE")
     add("--log-level", "debug, info, warning or error", choices=["debug", "info", "warning", "error"])
     add("--config", "YAML file of these options, without the dashes in front; the command line wins", metavar="FILE")

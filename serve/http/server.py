@@ -34,6 +34,7 @@ from serve.messages import Ready
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
+    from serve.http.tracing import Tracer
 
 __all__ = ["ServerOptions", "build_app", "run_server"]
 
@@ -53,8 +54,23 @@ def run_server(options: ServerOptions, *, engine_command: Sequence[str] = ENGINE
     configure_logging(options.log_level)
     options = replace(options, engine=with_folders(options.engine))
     tokenizer = load_tokenizer(options)
-    with listen(options.host, options.port) as listener:
-        return asyncio.run(_serve(options, tokenizer, listener, engine_command))
+    with make_tracer(options.otlp_traces_endpoint) as tracer, listen(options.host, options.port) as listener:
+        return asyncio.run(_serve(options, tokenizer, listener, engine_command, tracer))
+
+
+@contextlib.contextmanager
+def make_tracer(endpoint: str | None) -> Iterator["Tracer | None"]:
+    """What traces requests, if they are to be; at the end it sends what is left."""
+    if endpoint is None:
+        yield None
+        return
+    from serve.http.tracing import Tracer
+
+    tracer = Tracer(endpoint)
+    try:
+        yield tracer
+    finally:
+        tracer.close()
 
 
 def load_tokenizer(options: ServerOptions) -> "Tokenizer":
@@ -85,10 +101,12 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def build_app(service: Service) -> ASGIApp:
+def build_app(service: Service, tracer: "Tracer | None" = None) -> ASGIApp:
     """The ASGI application of one server."""
     routes, options = Routes(service), service.options
-    app = Middleware(routes.router, api_keys=options.api_keys, metrics=service.metrics, routes=routes.paths)
+    app: ASGIApp = Middleware(
+        routes.router, api_keys=options.api_keys, metrics=service.metrics, routes=routes.paths, tracer=tracer
+    )
     if not options.allowed_origins:
         return app
     return CORSMiddleware(  # outermost: a browser asks first, without a key, and reads errors too
@@ -110,11 +128,15 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _serve(
-    options: ServerOptions, tokenizer: "Tokenizer", listener: socket.socket, engine_command: Sequence[str]
+    options: ServerOptions,
+    tokenizer: "Tokenizer",
+    listener: socket.socket,
+    engine_command: Sequence[str],
+    tracer: "Tracer | None",
 ) -> int:
     metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
     engine = EngineClient(options, metrics, command=engine_command)
-    app = build_app(Service(options, engine, tokenizer, metrics))
+    app = build_app(Service(options, engine, tokenizer, metrics), tracer)
     web = _Uvicorn(
         uvicorn.Config(
             app,
