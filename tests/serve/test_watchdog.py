@@ -162,9 +162,9 @@ def test_a_deadline_holds_while_the_engine_is_busy(start: Any, streamed: bool) -
 
 def test_a_deadline_holds_while_the_prompt_is_tokenized(start: Any) -> None:
     with start() as server:
-        prompt = "The quick brown fox jumps. " * 38_000
-        refused, whole_s = ask(server, prompt)
-        assert refused.status_code == 400 and whole_s > 0.2  # that is how long it takes
+        prompt = "The quick brown fox jumps. " * 14_000
+        whole, whole_s = ask(server, prompt)
+        assert "the prompt has 112000 tokens" in whole.text and whole_s > 0.1  # that is how long it takes
         answer, took_s = ask(server, prompt, deadline_s=0.02)
         assert answer.status_code == 504 and took_s < whole_s
 
