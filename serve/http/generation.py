@@ -71,6 +71,8 @@ class Reply(ABC, Generic[Request]):
     """How one route turns a request into prompts, and outputs into a response. One object per request."""
 
     id_prefix: str
+    stream_type = b"text/event-stream; charset=utf-8"
+    """Media type of a stream."""
 
     def __init__(self, request: Request, service: Service) -> None:
         self.request = request
@@ -167,6 +169,22 @@ class Reply(ABC, Generic[Request]):
     def received(self, output: RequestOutput) -> RequestOutput:
         """An output as this route wants to see it."""
         return output
+
+    def response(self, usage: Usage) -> bytes:
+        """The body of the whole response."""
+        return encoder.encode(self.whole(usage))
+
+    def events(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The events, none or several, that an output becomes in a stream."""
+        return b"".join(event(chunk) for chunk in self.chunks(prompt_index, output))
+
+    def last_events(self, usage: Usage) -> bytes:
+        """What ends a stream in which every choice has finished."""
+        return (event(self.usage_chunk(usage)) if self.stream_options.include_usage else b"") + DONE
+
+    def failure_events(self, error: ApiError) -> bytes:
+        """What ends a stream that has failed."""
+        return b"data: " + error.body() + b"\n\n" + DONE
 
     def chunk_usage(self) -> Usage | msgspec.UnsetType | None:
         """What a chunk says of usage: nothing; null, as OpenAI has it, when a usage chunk will follow; or so far."""
@@ -272,21 +290,14 @@ class GenerationResponse:
         async for prompt_index, output in self._outputs(call):
             self._reply.collect(prompt_index, output)
 
-        def write() -> bytes:
-            return encoder.encode(self._reply.whole(self._usage()))
-
-        return await self._write(write, much=much)
+        return await self._write(functools.partial(self._reply.response, self._usage()), much=much)
 
     async def _events(self, call: Call) -> AsyncIterator[bytes]:
-        reply = self._reply
         async for prompt_index, output in self._outputs(call):
-            write = functools.partial(events_of, reply, prompt_index, output)
+            write = functools.partial(self._reply.events, prompt_index, output)
             data = await self._write(write, much=output.prompt_logprobs is not None)
             if data:
                 yield data
-        if reply.stream_options.include_usage:
-            yield event(reply.usage_chunk(self._usage()))
-        yield DONE
 
     def _usage(self) -> Usage:
         return self._reply.usage.total(self._reply.speculates)
@@ -298,26 +309,19 @@ class GenerationResponse:
     async def _stream(self, call: Call, scope: Scope, send: Send) -> None:
         """Nothing is sent before the first event is there: errors up to then have a status code of their own."""
         events = self._events(call)
-        data = await anext(events)
-        started = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
-        await send_in_time(scope, send, started)
+        data = await anext(events, b"")
+        headers = [(b"content-type", self._reply.stream_type), (b"cache-control", b"no-cache")]
+        await send_in_time(scope, send, {"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            while data != DONE:
+            while data:
                 await send_in_time(scope, send, {"type": "http.response.body", "body": data, "more_body": True})
-                data = await anext(events)
+                data = await anext(events, b"")
+            data = self._reply.last_events(self._usage())
         except ApiError as error:
-            last = b"data: " + error.body() + b"\n\n" + DONE
+            last = self._reply.failure_events(error)
             await send_in_time(scope, send, {"type": "http.response.body", "body": last, "more_body": False})
             raise  # the client has been told; logs and counts have not
         await send_in_time(scope, send, {"type": "http.response.body", "body": data, "more_body": False})
-
-
-STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-
-def events_of(reply: Reply[Any], prompt_index: int, output: RequestOutput) -> bytes:
-    """The events, none or several, that an output becomes."""
-    return b"".join(event(chunk) for chunk in reply.chunks(prompt_index, output))
 
 
 def event(data: msgspec.Struct) -> bytes:

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
@@ -28,7 +28,10 @@ log = logging.getLogger("potstill.server")
 
 
 class Middleware:
-    """Wraps the application. `routes` are the paths that may appear in logs and labels; others are "other"."""
+    """Wraps the application. `routes` are the paths that may appear in logs and labels; others are "other".
+
+    `error_bodies`: how errors look below a path, where that is not OpenAI's way.
+    """
 
     def __init__(
         self,
@@ -37,9 +40,11 @@ class Middleware:
         api_keys: Iterable[str],
         metrics: Metrics,
         routes: Iterable[str],
+        error_bodies: Mapping[str, Callable[[ApiError], bytes]],
         tracer: "Tracer | None" = None,
     ) -> None:
         self._app = app
+        self._error_bodies = error_bodies
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._metrics = metrics
         self._routes = frozenset(routes)
@@ -56,15 +61,20 @@ class Middleware:
         except ClientDisconnect:
             exchange.failed(499, "client_left")  # nobody will see it; nginx counts such requests so
         except HTTPException as error:
-            await exchange.send_error(_no_route(error.status_code))
+            await self._send_error(scope, exchange, _no_route(error.status_code))
         except ApiError as error:
-            await exchange.send_error(error)
+            await self._send_error(scope, exchange, error)
         except Exception as error:
             # The text of an unexpected error may quote a prompt: only where it happened is logged.
             log.error("request %s failed: %s at %s", exchange.request_id, type(error).__name__, _line_of(error))
-            await exchange.send_error(ApiError(500, "an internal error occurred", code="internal_error"))
+            failure = ApiError(500, "an internal error occurred", code="internal_error")
+            await self._send_error(scope, exchange, failure)
         finally:
             self._record(scope, exchange)
+
+    async def _send_error(self, scope: Scope, exchange: "_Exchange", error: ApiError) -> None:
+        prefixes = [prefix for prefix in self._error_bodies if scope["path"].startswith(prefix)]
+        await exchange.send_error(error, self._error_bodies[prefixes[0]](error) if prefixes else error.body())
 
     def _authenticate(self, scope: Scope) -> tuple[str, bytes]:
         """The request's key as a name for logs, which is its place among all keys, and as a digest.
@@ -74,12 +84,14 @@ class Middleware:
         if not self._key_digests or scope["path"] in OPEN_PATHS:
             return "", b""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given += [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key).digest()
         # Every key is compared, and in constant time, so that timing tells nothing about any of them.
         matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
         if scheme.lower() != b"bearer" or not any(matches):
-            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            text = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            raise ApiError(401, text, code="invalid_api_key")
         return f"key{matches.index(True) + 1}", digest
 
     def _record(self, scope: Scope, exchange: "_Exchange") -> None:
@@ -124,11 +136,10 @@ class _Exchange:
         self.status, self.failure = status, code
         return has_begun
 
-    async def send_error(self, error: ApiError) -> None:
+    async def send_error(self, error: ApiError, body: bytes) -> None:
         """Answer with an error; once a response has begun, nothing can be said any more."""
         if self.failed(error.status, error.code):
             return
-        body = error.body()
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -20,9 +20,7 @@ from serve.http.requests import (
     MAX_STOP_BYTES,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     GenerationRequest,
-    TokenizeRequest,
 )
 from serve.sampling_params import SamplingParams
 
@@ -44,7 +42,7 @@ UNSUPPORTED = {
 NULL_DEPTHS = {"messages": 3, "tools": 2, "response_format": 2, "stream_options": 1}
 """How deep in these fields null means "not given"; further in are JSON schemas, where it is a value."""
 
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 DEFAULT_LIMITS = RequestLimits()
 
 
@@ -71,6 +69,7 @@ def read(value: dict[str, Any], kind: type[AnyRequest], limits: RequestLimits = 
         request = msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
+    _check_only(request)
     if isinstance(request, GenerationRequest):
         _check_generation(request, limits)
     if isinstance(request, ChatRequest):
@@ -109,7 +108,6 @@ def _named(message: str) -> ApiError:
 
 
 def _check_generation(request: GenerationRequest, limits: RequestLimits) -> None:
-    _check_only(request)
     stops = stop_strings(request)
     _check_limit("stop", len(stops), limits.max_stop_strings, "strings")
     if any(len(text.encode()) > MAX_STOP_BYTES for text in stops):
@@ -132,7 +130,7 @@ def _check_generation(request: GenerationRequest, limits: RequestLimits) -> None
         raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
 
 
-def _check_only(request: GenerationRequest) -> None:
+def _check_only(request: msgspec.Struct) -> None:
     for name, (values, because) in restricted(type(request)).items():
         if getattr(request, name) not in (None, *values):
             allowed = " or ".join(json.dumps(value) for value in values)

@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -20,6 +20,9 @@ from serve.http.options import RequestLimits
 from serve.http.protocol import AnyRequest, loads_object, read
 from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
+from serve.http.translations import messages
+from serve.http.translations.messages import CountTokensRequest, MessagesReply, MessagesRequest
+from serve.http.translations.responses import ResponsesReply, ResponsesRequest
 from serve.messages import Ready
 
 INLINE_BYTES = 64 * 1024
@@ -33,12 +36,18 @@ FRESH_STATS_S = 0.5
 class Routes:
     """The endpoints, bound to what they share."""
 
+    error_bodies: ClassVar = {"/v1/messages": messages.error_body}
+    """How errors look below a path, where that is not OpenAI's way."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self.router = Router(
             [
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
+                Route("/v1/messages", self.messages, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -63,7 +72,7 @@ class Routes:
         body = await read_body(request, limits.max_body_bytes)
         large = len(body) > INLINE_BYTES
         wanted = await asyncio.to_thread(parse, body, kind, limits) if large else parse(body, kind, limits)
-        self._service.check_model(wanted.model)
+        self._service.check_model(getattr(wanted, "model", None))
         return wanted
 
     async def completions(self, request: Request) -> GenerationResponse:
@@ -73,6 +82,20 @@ class Routes:
     async def chat_completions(self, request: Request) -> GenerationResponse:
         wanted = await self._read(request, ChatRequest)
         return GenerationResponse(ChatReply(wanted, self._service), request.state.tenant)
+
+    async def responses(self, request: Request) -> GenerationResponse:
+        wanted = await self._read(request, ResponsesRequest)
+        reply = await asyncio.to_thread(ResponsesReply, wanted, self._service)
+        return GenerationResponse(reply, request.state.tenant)
+
+    async def messages(self, request: Request) -> GenerationResponse:
+        wanted = await self._read(request, MessagesRequest)
+        reply = await asyncio.to_thread(MessagesReply, wanted, self._service)
+        return GenerationResponse(reply, request.state.tenant)
+
+    async def count_tokens(self, request: Request) -> Response:
+        wanted = await self._read(request, CountTokensRequest)
+        return json_response(await asyncio.to_thread(messages.count_tokens, wanted, self._service))
 
     async def models(self, request: Request) -> Response:
         options = self._service.options

@@ -105,7 +105,12 @@ def build_app(service: Service, tracer: "Tracer | None" = None) -> ASGIApp:
     """The ASGI application of one server."""
     routes, options = Routes(service), service.options
     app: ASGIApp = Middleware(
-        routes.router, api_keys=options.api_keys, metrics=service.metrics, routes=routes.paths, tracer=tracer
+        routes.router,
+        api_keys=options.api_keys,
+        metrics=service.metrics,
+        routes=routes.paths,
+        error_bodies=routes.error_bodies,
+        tracer=tracer,
     )
     if not options.allowed_origins:
         return app

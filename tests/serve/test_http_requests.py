@@ -260,7 +260,8 @@ WRONG_KEYS: list[dict[str, str]] = [
     {"Authorization": f"Bearer {KEYS[0]},{KEYS[1]}"},
     {"Authorization": f"Bearer  {KEYS[0]}"},
     {"Authorization": f"Bearer {KEYS[0].upper()}"},
-    {"X-Api-Key": KEYS[0]},
+    {"X-Api-Key": KEYS[0][:-1]},
+    {"X-Api-Key": KEYS[0], "Authorization": f"Bearer {KEYS[0]}"},
     {"Cookie": f"key={KEYS[0]}"},
     {"Host": "localhost", "X-Forwarded-For": "127.0.0.1"},
     {"Authorization": "Bearer " + "k" * 15_000},
@@ -287,7 +288,8 @@ def test_two_authorization_headers_are_none(server: RunningServer) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_opens(server: RunningServer, key: str) -> None:
     assert server.client(api_key=key).models.list().data
-    assert httpx.get(f"{server.url}/version", headers={"Authorization": f"bearer {key}"}).status_code == 200
+    for headers in ({"Authorization": f"bearer {key}"}, {"X-Api-Key": key}):
+        assert httpx.get(f"{server.url}/version", headers=headers).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         server.client(api_key="other").models.list()
 

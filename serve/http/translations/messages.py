@@ -1,0 +1,309 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol, on the path of chat.
+
+An assistant's message at the end of a conversation is the beginning of the answer, which goes on from there.
+Source: https://docs.anthropic.com/en/api/messages
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from serve.http.chat import conversation_ids
+from serve.http.errors import ApiError, invalid
+from serve.http.generation import Service
+from serve.http.requests import ShortText, only
+from serve.http.responses import ChatChunk, ChatCompletion, Usage, encoder
+from serve.http.translations.base import Extras, Translation, chat_request, named_event, said
+
+NAMES = {"stop": "stop_sequences"}
+"""What chat calls otherwise."""
+ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a prefix ends that will come again; prefixes are found without it."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+    """A part of a message."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Block, tag="text"):
+    text: str
+    citations: list[dict[str, Any]] | None = None
+
+
+class ToolUseBlock(Block, tag="tool_use"):
+    id: ShortText
+    name: ShortText
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(Block, tag="tool_result"):
+    tool_use_id: ShortText
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+AnyBlock = TextBlock | ToolUseBlock | ToolResultBlock
+
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[AnyBlock]
+
+
+class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: ShortText
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether the model calls, and what."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ShortText | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["disabled"]
+
+
+class RequestMetadata(msgspec.Struct, forbid_unknown_fields=True):
+    """A label of the end user, without effect."""
+
+    user_id: ShortText | None = None
+
+
+class CountTokensRequest(Extras, kw_only=True):
+    """POST /v1/messages/count_tokens, and what both requests share."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: list[str] | None = None
+    metadata: RequestMetadata | None = None
+    service_tier: Annotated[str, only("auto", "standard_only", because="there is one tier; use priority")] | None = None
+
+
+class AnthropicUsage(msgspec.Struct, frozen=True):
+    """Tokens; `input_tokens` are those that were not found in the prefix cache."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class OutputBlock(msgspec.Struct, frozen=True):
+    text: str
+    type: str = "text"
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True):
+    """A whole answer, or its beginning in a stream."""
+
+    id: str
+    model: str
+    content: list[OutputBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    role: str = "assistant"
+    type: str = "message"
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+class MessagesReply(Translation):
+    """One request to /v1/messages."""
+
+    id_prefix = "msg"
+
+    def __init__(self, asked: MessagesRequest, service: Service) -> None:
+        own = {"max_tokens": asked.max_tokens, "stop": asked.stop_sequences or None}
+        super().__init__(chat_body(asked) | own, NAMES, service)
+        self._has_started = False
+        self._has_block = False
+        self._end: dict[str, str | None] = {}
+
+    def translate_whole(self, whole: ChatCompletion) -> AnthropicMessage:
+        [choice] = whole.choices
+        end = _end(choice.finish_reason, choice.stop_reason)
+        return self._message([OutputBlock(choice.message.content)], whole.usage, **end)
+
+    def _message(
+        self, content: list[OutputBlock], usage: Usage, stop_reason: str | None = None, stop_sequence: str | None = None
+    ) -> AnthropicMessage:
+        return AnthropicMessage(self.id, self.model, content, stop_reason, stop_sequence, _usage(usage))
+
+    # A stream
+
+    def translate(self, chunk: ChatChunk) -> Iterator[bytes]:
+        [choice] = chunk.choices
+        if not self._has_started:
+            self._has_started = True
+            yield _event("message_start", message=self._message([], self.usage.total(self.speculates)))
+        if text := said(choice.delta.content):
+            if not self._has_block:
+                self._has_block = True
+                yield _event("content_block_start", index=0, content_block=OutputBlock(""))
+            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+        if choice.finish_reason is not None:
+            stop_reason = None if choice.stop_reason is msgspec.UNSET else choice.stop_reason
+            self._end = _end(choice.finish_reason, stop_reason)
+
+    def last_events(self, usage: Usage) -> bytes:
+        closing = _event("content_block_stop", index=0) if self._has_block else b""
+        return closing + _event("message_delta", delta=self._end, usage=_usage(usage)) + _event("message_stop")
+
+    def failure_events(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, {"type": kind} | fields)
+
+
+def _end(finish_reason: str | None, stop_reason: Any) -> dict[str, str | None]:
+    """Why an answer ended, in Anthropic's words."""
+    if finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> AnthropicUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return AnthropicUsage(usage.prompt_tokens - cached, cached, usage.completion_tokens)
+
+
+def error_body(error: ApiError) -> bytes:
+    """An error as Anthropic's clients read it."""
+    detail = {"type": ERROR_TYPES.get(error.status, "invalid_request_error"), "message": error.message}
+    return encoder.encode({"type": "error", "error": detail})
+
+
+def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCount:
+    """How many tokens a conversation has as a prompt. ApiError 400 where it could not be one."""
+    chat = chat_request(chat_body(asked), NAMES, service.options)
+    ids = conversation_ids(
+        service.tokenizer,
+        chat.messages,
+        arguments=chat.chat_template_kwargs,
+        add_generation_prompt=None,
+        continue_final_message=bool(chat.continue_final_message),
+    )
+    return TokenCount(len(ids))
+
+
+# The chat request that it means
+
+
+def chat_body(asked: CountTokensRequest) -> dict[str, Any]:
+    """A request as the body of the chat request that it means."""
+    messages = [{"role": "system", "content": _chat_content(asked.system)}] if asked.system else []
+    for number, message in enumerate(asked.messages):
+        messages += _chat_messages(message, f"messages[{number}]")
+    body = asked.carried() | {"messages": messages}
+    if messages[-1]["role"] == "assistant":
+        body["continue_final_message"] = True
+    if asked.tools:
+        body["tools"] = [_chat_tool(tool) for tool in asked.tools]
+    if asked.tools and asked.tool_choice is not None:
+        body |= _tool_choice(asked.tool_choice)
+    if asked.thinking is not None:
+        body["chat_template_kwargs"] = body.get("chat_template_kwargs", {}) | {"enable_thinking": False}
+    return body
+
+
+def _chat_content(content: str | list[TextBlock] | None) -> str | list[dict[str, str]]:
+    if not isinstance(content, list):
+        return content or ""
+    return [{"type": "text", "text": block.text} for block in content]
+
+
+def _chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
+    """What comes of calls are messages of their own, before the rest of the user's."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
+    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
+    if calls and message.role != "assistant":
+        raise invalid(f"{where}: only an assistant's message holds tool_use", where)
+    if results and message.role != "user":
+        raise invalid(f"{where}: only a user's message holds tool_result", where)
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": result.tool_use_id, "content": _chat_content(result.content)}
+        for result in results
+    ]
+    if texts or not results:
+        messages.append({"role": message.role, "content": _chat_content(texts)})
+    if calls:
+        messages[-1]["tool_calls"] = [_chat_call(call) for call in calls]
+    return messages
+
+
+def _chat_call(call: ToolUseBlock) -> dict[str, Any]:
+    return {"id": call.id, "function": {"name": call.name, "arguments": encoder.encode(call.input).decode()}}
+
+
+def _chat_tool(tool: AnthropicTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:
+    """The fields of chat that say the same."""
+    if (choice.type == "tool") != (choice.name is not None):
+        raise invalid('tool_choice has a name exactly when its type is "tool"', "tool_choice")
+    named = {"type": "function", "function": {"name": choice.name}}
+    fields: dict[str, Any] = {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type)}
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
