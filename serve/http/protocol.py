@@ -69,7 +69,7 @@ def read(value: dict[str, Any], kind: type[AnyRequest], limits: RequestLimits = 
         request = msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
-    _check_only(request)
+    check_only(request)
     if isinstance(request, GenerationRequest):
         _check_generation(request, limits)
     if isinstance(request, ChatRequest):
@@ -130,11 +130,12 @@ def _check_generation(request: GenerationRequest, limits: RequestLimits) -> None
         raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
 
 
-def _check_only(request: msgspec.Struct) -> None:
+def check_only(request: msgspec.Struct, where: str = "") -> None:
+    """ApiError 400 for another value than a field takes; `where` is what stands before its name, of an inner object."""
     for name, (values, because) in restricted(type(request)).items():
         if getattr(request, name) not in (None, *values):
             allowed = " or ".join(json.dumps(value) for value in values)
-            raise _unsupported(f"{name} can only be {allowed}: {because}", name)
+            raise _unsupported(f"{where}{name} can only be {allowed}: {because}", where + name)
 
 
 def _check_limit(name: str, value: int, limit: int, unit: str = "") -> None:

@@ -2,13 +2,15 @@
 
 import asyncio
 import zlib
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from kernels import __version__
 from serve.http.chat import ChatReply, conversation_ids
@@ -20,8 +22,10 @@ from serve.http.options import RequestLimits
 from serve.http.protocol import AnyRequest, loads_object, read
 from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
-from serve.http.translations import messages
+from serve.http.translations import messages, ollama, ollama_models
+from serve.http.translations.base import Translation
 from serve.http.translations.messages import CountTokensRequest, MessagesReply, MessagesRequest
+from serve.http.translations.ollama import GenerateRequest, OllamaChatRequest, OllamaReply
 from serve.http.translations.responses import ResponsesReply, ResponsesRequest
 from serve.messages import Ready
 
@@ -31,12 +35,13 @@ BODY_S = 30.0
 """How long a client may take to send its body."""
 FRESH_STATS_S = 0.5
 """How long a scrape waits for the engine's newest numbers before it takes those at hand."""
+Wanted = TypeVar("Wanted", bound=msgspec.Struct)
 
 
 class Routes:
     """The endpoints, bound to what they share."""
 
-    error_bodies: ClassVar = {"/v1/messages": messages.error_body}
+    error_bodies: ClassVar = {"/v1/messages": messages.error_body, "/api/": ollama.error_body}
     """How errors look below a path, where that is not OpenAI's way."""
 
     def __init__(self, service: Service) -> None:
@@ -48,6 +53,11 @@ class Routes:
                 Route("/v1/responses", self.responses, methods=["POST"]),
                 Route("/v1/messages", self.messages, methods=["POST"]),
                 Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+                Route("/api/chat", self.ollama_chat, methods=["POST"]),
+                Route("/api/generate", self.ollama_generate, methods=["POST"]),
+                Route("/api/tags", self.ollama_tags),
+                Route("/api/show", self.ollama_show, methods=["POST"]),
+                Route("/api/version", self.version),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.model),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -84,14 +94,33 @@ class Routes:
         return GenerationResponse(ChatReply(wanted, self._service), request.state.tenant)
 
     async def responses(self, request: Request) -> GenerationResponse:
-        wanted = await self._read(request, ResponsesRequest)
-        reply = await asyncio.to_thread(ResponsesReply, wanted, self._service)
-        return GenerationResponse(reply, request.state.tenant)
+        return await self._translated(request, await self._read(request, ResponsesRequest), ResponsesReply)
 
     async def messages(self, request: Request) -> GenerationResponse:
-        wanted = await self._read(request, MessagesRequest)
-        reply = await asyncio.to_thread(MessagesReply, wanted, self._service)
-        return GenerationResponse(reply, request.state.tenant)
+        return await self._translated(request, await self._read(request, MessagesRequest), MessagesReply)
+
+    async def ollama_chat(self, request: Request) -> ASGIApp:
+        return await self._ollama(request, await self._read(request, OllamaChatRequest))
+
+    async def ollama_generate(self, request: Request) -> ASGIApp:
+        return await self._ollama(request, await self._read(request, GenerateRequest))
+
+    async def _ollama(self, request: Request, wanted: OllamaChatRequest | GenerateRequest) -> ASGIApp:
+        loaded = ollama.loaded(wanted)
+        return await self._translated(request, wanted, OllamaReply) if loaded is None else json_response(loaded)
+
+    async def _translated(
+        self, request: Request, wanted: Wanted, reply: Callable[[Wanted, Service], Translation]
+    ) -> GenerationResponse:
+        """The answer to a request of another protocol, which is translated in a thread: it may be large."""
+        return GenerationResponse(await asyncio.to_thread(reply, wanted, self._service), request.state.tenant)
+
+    async def ollama_tags(self, request: Request) -> Response:
+        return json_response(await asyncio.to_thread(ollama_models.tags, self._service, self._info()))
+
+    async def ollama_show(self, request: Request) -> Response:
+        wanted = await self._read(request, ollama_models.ShowRequest)
+        return json_response(await asyncio.to_thread(ollama_models.show, self._service, self._info(), wanted.model))
 
     async def count_tokens(self, request: Request) -> Response:
         wanted = await self._read(request, CountTokensRequest)
