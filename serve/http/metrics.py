@@ -143,6 +143,8 @@ class Metrics:
         self.admission_rejections = self._many(
             Counter, "admission_rejections", "Requests refused for overload.", "reason"
         )
+        for reason in ("queue_full", "queue_wait"):  # from zero on, so that a rate sees the first
+            self.admission_rejections.labels(reason=reason)
         self.engine_restarts = self._one(Counter, "engine_restarts", "Engines started after one died or hung.")
         self.engine_stalls = self._one(Counter, "engine_stalls", "Engines killed because no step ended in time.")
         self.http_requests = self._many(Counter, "http_requests", "HTTP requests answered.", "route", "status")

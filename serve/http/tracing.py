@@ -13,7 +13,8 @@ from starlette.types import Scope
 from serve.http.metrics import RequestSummary
 
 SPAN_NAME = "llm_request"
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+COMPLETIONS = {"/v1/completions", "/api/generate"}
+"""Paths that continue a text; all others answer in a chat."""
 EXPORT_S = 2.0
 """How long the collector may take for a batch, and how long the server waits at its end to be rid of the last."""
 
@@ -52,7 +53,7 @@ class Tracer:
             start_time=end - int(1e9 * e2e_s),
             attributes={name: value for name, value in attributes_of(summary).items() if value is not None},
         )
-        span.set_attribute("gen_ai.operation.name", OPERATIONS.get(scope["path"], "generate"))
+        span.set_attribute("gen_ai.operation.name", "text_completion" if scope["path"] in COMPLETIONS else "chat")
         span.set_attribute("gen_ai.request.id", request_id)
         span.set_attribute("gen_ai.latency.e2e", e2e_s)
         span.set_attribute("http.response.status_code", status)

@@ -89,6 +89,7 @@ class ScriptedEngine:
             num_pages=100,
             num_pages_used=len(self.scheduler.running),
             num_generation_tokens=self.steps,
+            accepted_per_position=(0, 0),
         )
 
     def step(self) -> list[RequestOutput]:
