@@ -41,6 +41,8 @@ class SamplingParams:
     """Show the stop string, or the text of the token, that ended generation."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
+    shown_special_tokens: tuple[int, ...] = ()
+    """Control tokens that stay in it all the same, such as those that begin a tool call."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be emitted; None: all."""
     bad_words: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ class SamplingParams:
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
                     raise ValueError(f"{name} must hold non-empty strings, not {text!r}")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "shown_special_tokens"):
             for token in getattr(self, name) or ():
                 _require_integer(name, token, 0, vocab_size - 1)
         if self.allowed_token_ids == ():

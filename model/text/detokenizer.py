@@ -102,14 +102,25 @@ class StreamDecoder:
     a space at their beginning is kept.
     """
 
-    def __init__(self, tokenizer: SpelledTokens, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: SpelledTokens,
+        *,
+        skip_special_tokens: bool = True,
+        shown_special_tokens: Iterable[int] = (),
+        continues: bool = False,
+    ) -> None:
+        """`shown_special_tokens` are in the text even with `skip_special_tokens`."""
         self._token_bytes = tokenizer.token_bytes(skip_special_tokens=skip_special_tokens)
+        spelled = tokenizer.token_bytes(skip_special_tokens=False)
+        self._shown = {token: spelled[token] for token in shown_special_tokens}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drops_space = tokenizer.drops_first_space and not continues
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens complete; may be empty."""
-        return self._take(self._utf8.decode(b"".join([self._token_bytes[token] for token in ids])))
+        spelled = [self._shown[token] if token in self._shown else self._token_bytes[token] for token in ids]
+        return self._take(self._utf8.decode(b"".join(spelled)))
 
     def flush(self) -> str:
         """What is left when no more tokens come: a replacement character for an unfinished one, or nothing."""

@@ -299,8 +299,12 @@ class Requests:
         return self._adapters[name]
 
     def _text_stream(self, params: SamplingParams) -> TextStream:
-        skips = params.skip_special_tokens
-        decoder = StreamDecoder(self._tokenizer, skip_special_tokens=skips, continues=True)
+        decoder = StreamDecoder(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_special_tokens=params.shown_special_tokens,
+            continues=True,
+        )
         return TextStream(decoder, params.stop, shows_stop=params.include_stop_str_in_output)
 
     def _word_mask(self, params: SamplingParams, ends: tuple[int, ...]) -> WordMask | None:

@@ -7,10 +7,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from serve.http.errors import invalid
+from serve.http.errors import ApiError, invalid
 from serve.http.generation import LOWEST, Reply, Service
 from serve.http.protocol import loads_object, sampling_params, without_nulls
-from serve.http.requests import ChatRequest, ChatTemplateArguments, Message, Tool
+from serve.http.requests import TOOL_VARIABLES, ChatRequest, ChatTemplateArguments, Message, Tool
 from serve.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -23,11 +23,16 @@ from serve.http.responses import (
     TopLogprob,
     Usage,
 )
+from serve.http.tools.answer import Answer, message_of
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
+    from serve.http.tools.formats import Formats
+
+TAIL_TOKENS = 32
+"""As many tokens of a prompt's end hold a tag, however it is spelled."""
 
 LONG_TEXT = 16_384
 """Characters; shorter conversations are tokenized as fast as their text is looked at."""
@@ -41,28 +46,47 @@ class ChatReply(Reply[ChatRequest]):
     def __init__(self, request: ChatRequest, service: Service) -> None:
         super().__init__(request, service)
         self._outputs: dict[int, list[RequestOutput]] = {}
+        self._tools = tools_to_call(request, service.formats)
+        self._is_plain = self._tools is None and service.formats.reasoning is None
+        """All text is content."""
+        self._answers: dict[int, Answer] = {}
+        self._thinks = False
 
     def tokenize(self) -> list[list[int]]:
         request = self.request
         ids = conversation_ids(
             self.tokenizer,
             request.messages,
+            tools=self._tools,
             arguments=request.chat_template_kwargs,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             check_text=self.check_text,
         )
+        self._thinks = self._begins_with_thoughts(ids)
         return [ids]
+
+    def _begins_with_thoughts(self, prompt: list[int]) -> bool:
+        """Whether the prompt has opened the thoughts of the answer."""
+        tags = self.service.formats.reasoning
+        if tags is None:
+            return False
+        if self.request.continue_final_message:
+            return tags.is_open_in(template_message(self.request.messages[-1])["content"])
+        end = self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        return tags.is_open_in(next((tag for tag in (tags.open, tags.close) if end.endswith(tag)), ""))
 
     def params(self, room: int) -> SamplingParams:
         if self.max_tokens == 0:
             raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
         logprobs = (self.request.top_logprobs or 0) if self.request.logprobs else None
+        formats, with_tools = self.service.formats, self._tools is not None
         return sampling_params(
             self.request,
             max_tokens=self.max_tokens or room,
             logprobs=logprobs,
             prompt_logprobs=self.request.prompt_logprobs,
+            shown_special_tokens=() if self._is_plain else formats.shown_token_ids(with_tools=with_tools),
         )
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
@@ -72,10 +96,31 @@ class ChatReply(Reply[ChatRequest]):
             yield first if self._outputs else replace(first, prompt_token_ids=self.shown_ids(self.prompt_ids[0]))
             self._outputs[output.index] = []
         logprobs, token_ids = self._logprobs([output]), self.shown_ids(output.new_token_ids)
-        if output.new_text or token_ids or (logprobs is not None and logprobs.content):
-            yield self._chunk(output.index, Delta(content=output.new_text), logprobs=logprobs, token_ids=token_ids)
+        deltas = self._deltas(output)
+        if not deltas and (token_ids or (logprobs is not None and logprobs.content)):
+            deltas = [Delta(content="")]
+        for delta in deltas:
+            yield self._chunk(output.index, delta, logprobs=logprobs, token_ids=token_ids)
+            logprobs, token_ids = None, UNSET  # what belongs to the tokens comes once
         if output.finish_reason is not None:
             yield self._chunk(output.index, Delta(), ended=output)
+
+    def _deltas(self, output: RequestOutput) -> list[Delta]:
+        """What an output adds to its choice's message."""
+        if self._is_plain:
+            return [Delta(content=output.new_text)] if output.new_text else []
+        if output.index not in self._answers:
+            one_call = self.request.parallel_tool_calls is False
+            self._answers[output.index] = self.service.formats.answer(
+                self._tools, thinks=self._thinks, one_call=one_call
+            )
+        return self._answers[output.index].deltas(output.new_text, ended=output.finished)
+
+    def _chat_finish_reason(self, output: RequestOutput) -> str | None:
+        """Why a choice ended: a model that has called tools stops for their results."""
+        answer = self._answers.get(output.index)
+        calls = answer is not None and answer.num_calls > 0
+        return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
 
     def _chunk(
         self,
@@ -90,7 +135,7 @@ class ChatReply(Reply[ChatRequest]):
             index=index,
             delta=delta,
             logprobs=logprobs,
-            finish_reason=None if ended is None else ended.finish_reason,
+            finish_reason=None if ended is None else self._chat_finish_reason(ended),
             stop_reason=UNSET if ended is None else ended.stop_reason,
             token_ids=token_ids,
         )
@@ -119,12 +164,17 @@ class ChatReply(Reply[ChatRequest]):
         last = outputs[-1]
         return ChatChoice(
             index=last.index,
-            message=AssistantMessage("".join(output.new_text for output in outputs)),
+            message=self._assistant_message(outputs),
             logprobs=self._logprobs(outputs),
-            finish_reason=last.finish_reason,
+            finish_reason=self._chat_finish_reason(last),
             stop_reason=last.stop_reason,
             token_ids=self.shown_ids([token for output in outputs for token in output.new_token_ids]),
         )
+
+    def _assistant_message(self, outputs: list[RequestOutput]) -> AssistantMessage:
+        if self._is_plain:
+            return AssistantMessage("".join(output.new_text for output in outputs))
+        return message_of(delta for output in outputs for delta in self._deltas(output))
 
     def _logprobs(self, outputs: Sequence[RequestOutput]) -> ChatLogprobs | None:
         if not self.request.logprobs:
@@ -169,7 +219,8 @@ def conversation_ids(
     """
     plain = [template_message(message) for message in messages]
     variables: dict[str, Any] = {} if arguments is None else msgspec.to_builtins(arguments)
-    variables["tools"] = None if not tools else [without_nulls(msgspec.to_builtins(tool)) for tool in tools]
+    shown = [without_nulls(msgspec.to_builtins(tool), 2) for tool in tools or ()]
+    variables |= dict.fromkeys(TOOL_VARIABLES, shown) if shown else {"tools": None}
     try:
         if check_text is not None and sum(len(message["content"]) for message in plain) > LONG_TEXT:
             check_text(tokenizer.apply_chat_template(plain, add_generation_prompt=False, **variables))
@@ -189,9 +240,33 @@ def template_message(message: Message) -> dict[str, Any]:
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)
     plain.setdefault("content", message.refusal or "")
+    if thoughts := message.reasoning or message.reasoning_content:
+        plain |= {"reasoning": thoughts, "reasoning_content": thoughts}
     for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = loads_object(call["function"]["arguments"].encode())
+        call["function"]["arguments"] = sent_arguments(call["function"]["arguments"])
     return plain
+
+
+def sent_arguments(text: str) -> dict[str, Any] | str:
+    """A call's arguments as templates expect them: an object; or, where a model wrote something else, just that."""
+    try:
+        return loads_object(text.encode()) if text.strip() else {}
+    except ApiError:
+        return text
+
+
+def tools_to_call(request: ChatRequest, formats: "Formats") -> Sequence[Tool] | None:
+    """The tools that an answer may call, if any. ApiError 400 when this model knows none, or not in which format."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    if not formats.shows_tools:
+        reason = "this model's chat template shows it none"
+    elif formats.tools is None:
+        reason = "in which format this model calls them is not known (the server's operator can say --tool-call-parser)"
+    else:
+        return request.tools
+    text = f'tools is not supported here: {reason}; leave it out, or give tool_choice "none"'
+    raise ApiError(400, text, code="unsupported_parameter", param="tools")
 
 
 def _open_ended_ids(tokenizer: "Tokenizer", messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:

@@ -33,6 +33,7 @@ from serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
+    from serve.http.tools.formats import Formats
 
 LOWEST = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold; vLLM writes the same."""
@@ -49,6 +50,7 @@ class Service:
     engine: EngineClient
     tokenizer: "Tokenizer"
     metrics: Metrics
+    formats: "Formats"
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from model.files.sources import KNOWN, source_name
 from serve.config import DRAFT_MODEL, DRAFTS, EngineConfig, target_and_draft
+from serve.http.tools.registry import AUTO, NONE, REASONING_FORMATS, TOOL_PARSERS
 
 API_KEY_VARIABLE = "POTSTILL_API_KEY"
 
@@ -55,6 +56,10 @@ class ServerOptions(RequestLimits):
     """Whether browsers may send what they store for the server."""
     chat_template: str | None = None
     """File that replaces the model's chat template."""
+    tool_call_parser: str = AUTO
+    """In which format the model calls tools, one of TOOL_PARSERS; AUTO: as its chat template shows; NONE: in none."""
+    reasoning_parser: str = AUTO
+    """How it marks its thoughts, one of REASONING_FORMATS; AUTO and NONE likewise."""
     max_queue: int = 64
     """Most choices that may wait for a place in the running batch; more are refused with 429."""
     queue_wait_s: float = 30.0
@@ -143,6 +148,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allowed-headers", "JSON list of headers that such pages may send; all", type=_names, metavar="JSON")
     add("--allow-credentials", "let browsers send what they store for the server", action="store_true")
     add("--chat-template", "Jinja file that replaces the model's chat template", metavar="FILE")
+    add("--tool-call-parser", "in which format the model calls tools: auto reads it off the chat template; none: "
+        "calls stay text", choices=[AUTO, NONE, *TOOL_PARSERS])  # fmt: skip
+    add("--reasoning-parser", "how the model marks its thoughts; auto and none likewise",
+        choices=[AUTO, NONE, *REASONING_FORMATS])  # fmt: skip
     add("--max-queue", "most sequences waiting; more are refused with 429", type=int, metavar="N")
     add("--max-n", "most choices that a request may ask for", type=int, metavar="N")
     add("--max-prompts", "most prompts in one request", type=int, metavar="N")

@@ -167,10 +167,7 @@ def _check_chat(request: ChatRequest, limits: RequestLimits) -> None:
         text = f"response_format {kind} is not supported: potstill does not constrain output yet"
         raise _unsupported(text, "response_format")
     if request.tool_choice not in (None, "auto", "none"):
-        raise _unsupported('tool_choice must be "auto" or "none": potstill cannot call tools yet', "tool_choice")
-    if request.tools and request.tool_choice != "none":
-        text = 'tools is not supported: potstill cannot call tools yet; leave it out, or give tool_choice "none"'
-        raise _unsupported(text, "tools")
+        raise _unsupported('tool_choice must be "auto" or "none": calls cannot be forced yet', "tool_choice")
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise invalid("continue_final_message excludes add_generation_prompt", "continue_final_message")
@@ -186,7 +183,12 @@ def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
 
 
 def sampling_params(
-    request: GenerationRequest, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    request: GenerationRequest,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    shown_special_tokens: tuple[int, ...] = (),
 ) -> SamplingParams:
     """The engine's parameters. Fields not given take OpenAI's defaults, which are those of SamplingParams."""
     names = (
@@ -203,6 +205,7 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        shown_special_tokens=shown_special_tokens,
     )
 
 

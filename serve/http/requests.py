@@ -16,6 +16,8 @@ MAX_STOP_BYTES = 1024
 MAX_BAD_WORDS = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+TOOL_VARIABLES = ("tools", "xml_tools")
+"""What chat templates call the tools; the second is SmolLM3's."""
 MAX_DEADLINE_S = 3600.0
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -151,6 +153,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: ShortText | None = None
     refusal: str | None = None
     """OpenAI: what an assistant said in place of content."""
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """What an assistant thought, by vLLM's newer and its older name; templates see it by both."""
     annotations: list[dict[str, Any]] | None = None
     """OpenAI: sources of an assistant's words; no template reads them."""
     parsed: Any = None
@@ -168,11 +173,11 @@ class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry of `tools`."""
+class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One entry of `tools`; templates show it in this order."""
 
-    function: FunctionDefinition
     type: Literal["function"] = "function"
+    function: FunctionDefinition
 
 
 class ResponseFormat(msgspec.Struct):
@@ -197,7 +202,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    """Taken where it asks for nothing: empty, or with tool_choice "none"."""
+    """What the model may call; shown to it unless tool_choice is "none"."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """OpenAI: whether one answer may hold several calls."""

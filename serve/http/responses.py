@@ -3,6 +3,8 @@
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serve.http.requests import ToolCall
+
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
@@ -96,9 +98,14 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    content: str
+    content: str | None
+    """null where there is nothing but tool calls or thoughts."""
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The same as reasoning, by the name that vLLM had for it before."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -121,9 +128,28 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     object: str = "chat.completion"
 
 
+class FunctionDelta(msgspec.Struct, frozen=True):
+    """The next part of a call: first its name, then pieces of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A part of the call number `index` of an answer; id and type come with the first."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

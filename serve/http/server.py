@@ -29,6 +29,7 @@ from serve.http.metrics import Metrics
 from serve.http.middleware import Middleware
 from serve.http.options import ServerOptions
 from serve.http.routes import Routes
+from serve.http.tools.formats import formats_of
 from serve.logs import configure_logging
 from serve.messages import Ready
 
@@ -141,7 +142,8 @@ async def _serve(
 ) -> int:
     metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
     engine = EngineClient(options, metrics, command=engine_command)
-    app = build_app(Service(options, engine, tokenizer, metrics), tracer)
+    formats = formats_of(tokenizer, options.tool_call_parser, options.reasoning_parser)
+    app = build_app(Service(options, engine, tokenizer, metrics, formats), tracer)
     web = _Uvicorn(
         uvicorn.Config(
             app,

@@ -126,8 +126,8 @@ class ScriptedEngine:
         ]
 
 
-def load(config: EngineConfig) -> tuple[ScriptedEngine, Ready]:
-    engine = ScriptedEngine(config)
+def load(config: EngineConfig, kind: type[ScriptedEngine] = ScriptedEngine) -> tuple[ScriptedEngine, Ready]:
+    engine = kind(config)
     return engine, Ready(
         model=config.model,
         draft=None,

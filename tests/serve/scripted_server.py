@@ -1,4 +1,4 @@
-"""`python -m serve` with the scripted engine in place of the real one."""
+"""`python -m serve` with the scripted engine in place of the real one, or the quoting one where its answers stand."""
 
 import argparse
 import sys
@@ -12,5 +12,7 @@ from serve.http.server import run_server
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
-    engine = (sys.executable, str(Path(__file__).with_name("scripted_engine.py")))
-    raise SystemExit(run_server(options_from_arguments(parser.parse_args()), engine_command=engine))
+    options = options_from_arguments(parser.parse_args())
+    quotes = (Path(options.engine.model) / "answers.json").exists()
+    engine = (sys.executable, str(Path(__file__).with_name("quoting_engine.py" if quotes else "scripted_engine.py")))
+    raise SystemExit(run_server(options, engine_command=engine))

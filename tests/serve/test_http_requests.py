@@ -139,8 +139,6 @@ MALFORMED: list[tuple[str, bytes]] = [
         b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}',
         b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}',
         b'{"messages": [{"role": "user", "content": "a"}], "continue_final_message": true}',
-        b'{"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": '
-        b'{"name": "f", "arguments": "{"}}]}]}',
     )
 ]
 

@@ -125,8 +125,6 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatRequest, CHAT | {"response_format": {"type": "xml"}}, "response_format.type"),
     (ChatRequest, CHAT | {"tool_choice": "required"}, "tool_choice"),
     (ChatRequest, CHAT | {"tools": [{"type": "function"}]}, "tools[0].function"),
-    (ChatRequest, CHAT | {"tools": [TOOL]}, "tools"),
-    (ChatRequest, CHAT | {"tools": [TOOL], "tool_choice": "auto"}, "tools"),
     (ChatRequest, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_cho"),
     (ChatRequest, CHAT | {"functions": [{"name": "f"}]}, "functions"),
     (ChatRequest, CHAT | {"reasoning_effort": "high"}, "reasoning_effort"),

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from model.text.detokenizer import StreamDecoder
 from serve.engine.requests import TextStream
-from tests.serve.toys import toy_tokenizer
+from serve.sampling_params import SamplingParams
+from tests.serve.toys import make_engine, toy_tokenizer
+from tests.tiny import tiny_model
 
 TOKENIZER = toy_tokenizer()
 
@@ -82,3 +84,28 @@ def test_an_unfinished_character_shows_at_the_end_only(stop: tuple[str, ...]) ->
         streamed.push(token)
         assert streamed.take() == ""
     assert streamed.finish() == "\ufffd"
+
+
+@pytest.mark.eager
+def test_control_tokens_that_are_to_be_shown_are_in_the_text() -> None:
+    """The engine may write <s> and a alone, and draws the same twice."""
+    engine = make_engine(tiny_model(seed=3))
+    bos, letter = TOKENIZER.bos_token_id, TOKENIZER.encode("a")[0]
+    assert bos is not None
+    texts = {}
+    for shown in ((), (bos,)):
+        params = SamplingParams(
+            max_tokens=12,
+            temperature=100.0,
+            ignore_eos=True,
+            allowed_token_ids=(bos, letter),
+            shown_special_tokens=shown,
+            seed=1,
+        )
+        engine.add_request(str(shown), [5, 6], params)
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+        texts[shown] = "".join(output.new_text for output in outputs)
+    assert 0 < texts[(bos,)].count("<s>") < 12
+    assert texts[(bos,)].replace("<s>", "") == texts[()]

@@ -56,6 +56,10 @@ class Translation(ChatReply):
     def __init__(self, chat: dict[str, Any], names: Mapping[str, str], service: Service) -> None:
         """`chat`: the body of that chat request; `names`: what the protocol calls fields that chat calls otherwise."""
         super().__init__(chat_request(chat, names, service.options), service)
+        if self._tools is not None:
+            text = "tools is not supported on this route yet: use /v1/chat/completions"
+            raise ApiError(400, text, code="unsupported_parameter", param="tools")
+        self._is_plain = True  # calls and thoughts stay text, since no translation has words for them
 
     @abstractmethod
     def translate(self, chunk: ChatChunk) -> Iterator[bytes]:

@@ -168,7 +168,7 @@ class MessagesReply(Translation):
     def translate_whole(self, whole: ChatCompletion) -> AnthropicMessage:
         [choice] = whole.choices
         end = _end(choice.finish_reason, choice.stop_reason)
-        return self._message([OutputBlock(choice.message.content)], whole.usage, **end)
+        return self._message([OutputBlock(choice.message.content or "")], whole.usage, **end)
 
     def _message(
         self, content: list[OutputBlock], usage: Usage, stop_reason: str | None = None, stop_sequence: str | None = None

@@ -167,7 +167,7 @@ class OllamaReply(Translation):
     def translate_whole(self, whole: ChatCompletion) -> OllamaAnswer:
         [choice] = whole.choices
         done = self._done(whole.usage, choice.finish_reason or "stop")
-        return self._answer(choice.message.content, choice.logprobs, done)
+        return self._answer(choice.message.content or "", choice.logprobs, done)
 
     def translate(self, chunk: ChatChunk) -> Iterator[bytes]:
         [choice] = chunk.choices

@@ -211,7 +211,7 @@ class ResponsesReply(Translation):
 
     def translate_whole(self, whole: ChatCompletion) -> Response:
         [choice] = whole.choices
-        text = OutputText(choice.message.content, _entries(choice.logprobs))
+        text = OutputText(choice.message.content or "", _entries(choice.logprobs))
         status = STATUS.get(choice.finish_reason or "", "completed")
         self._output = [OutputMessage(self._next_item_id(), status, [text])]
         return self._response(status, whole.usage)
