@@ -76,6 +76,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def cuts_tail(self) -> bool:
+        """Whether the least likely tokens are left out, by how many or how likely the others are."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0)
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

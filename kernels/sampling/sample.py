@@ -168,17 +168,17 @@ def _draw_kernel(
 
 
 def adjusted_probabilities(
-    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, cuts: bool = True
 ) -> Tensor:
     """Return the distribution that a request samples from, [N, V] fp32, each row summing to 1.
 
     logits [N, V]. In this order: temperature, top-k (0 = off), top-p (1 = off), min-p (0 = off), each given per row,
     [N]. Of tokens as probable as the last one kept all are kept. A row of temperature 0 is one-hot at its first
     maximum. On CUDA nothing is read by the host, and a row whose largest logit is not finite, or that holds a NaN, is
-    NaN.
+    NaN; `cuts=False`, where no row asks for top-k or top-p, saves their launches.
     """
     if runs_triton(logits):
-        return _launch_probabilities(logits, Filters(temperature, top_k, top_p, min_p))
+        return _launch_probabilities(logits, Filters(temperature, top_k, top_p, min_p), cuts=cuts)
     greedy = temperature == 0
     scores = logits.float() / torch.where(greedy, 1, temperature)[:, None]
     # A filter touches only the rows that ask for it: the others must not depend on their company.
@@ -222,14 +222,17 @@ def _keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
     return scores.masked_fill_(scores < scores.amax(dim=-1, keepdim=True) + min_p[:, None].log(), -math.inf)
 
 
-def sample_tokens(logits: Tensor, filters: Filters, stream: Stream, *, purpose: int = Purpose.TARGET) -> Tensor:
+def sample_tokens(
+    logits: Tensor, filters: Filters, stream: Stream, *, purpose: int = Purpose.TARGET, cuts: bool = True
+) -> Tensor:
     """Draw one token a row, [N] int64, from `adjusted_probabilities` of logits [N, V].
 
     The draw is the stream's own, so a row's token does not depend on the other rows. A row whose largest logit is not
-    finite, or that holds a NaN, gets the token −1. On CUDA launches follow from the shapes and the host reads nothing.
+    finite, or that holds a NaN, gets the token −1. On CUDA launches follow from the shapes and the host reads nothing;
+    `cuts=False`, where no row asks for top-k or top-p, saves theirs.
     """
     if runs_triton(logits):
-        return _launch_race(logits, filters, stream, int(purpose))
+        return _launch_race(logits, filters, stream, int(purpose), cuts=cuts)
     # fp32 first, because a CPU compares fp32 several times faster than bf16.
     scores = logits.float()
     tokens = scores.argmax(dim=-1)
@@ -273,12 +276,12 @@ def _check(logits: Tensor, filters: Filters) -> Filters:
     return Filters(*(x.contiguous() for x in filters))
 
 
-def _launch_probabilities(logits: Tensor, filters: Filters) -> Tensor:
+def _launch_probabilities(logits: Tensor, filters: Filters, *, cuts: bool) -> Tensor:
     filters = _check(logits, filters)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     rows, vocabulary = logits.shape
     if rows:
-        lows, best, _ = find_thresholds(logits, *filters[:3])
+        lows, best, _ = find_thresholds(logits, *filters[:3], cuts=cuts)
         grid, block = (rows, _race.num_blocks(vocabulary)), _race.block_size(vocabulary)
         masses, firsts = _race.partial_results(*grid, logits.device)
         found = logits, filters.temperature, filters.min_p, lows, best, masses, firsts
@@ -290,12 +293,12 @@ def _launch_probabilities(logits: Tensor, filters: Filters) -> Tensor:
     return out
 
 
-def _launch_race(logits: Tensor, filters: Filters, stream: Stream, purpose: int) -> Tensor:
+def _launch_race(logits: Tensor, filters: Filters, stream: Stream, purpose: int, *, cuts: bool) -> Tensor:
     filters, stream = _check(logits, filters), check_stream(stream, len(logits))
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        lows, best, arrived = find_thresholds(logits, *filters[:3])
+        lows, best, arrived = find_thresholds(logits, *filters[:3], cuts=cuts)
         splits = _race.num_splits(rows, vocabulary, logits.device)
         _race_kernel[(rows, splits)](
             logits, filters.temperature, filters.min_p, lows, best, *stream,

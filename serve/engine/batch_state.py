@@ -81,8 +81,9 @@ class BatchState:
         """Rows: seed, choice, top-k."""
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._biases = _no_biases(num_rows, 1, device)
-        self.facts = np.zeros((num_rows, 4), dtype=np.int64)
-        """[S, 4], on the host: adapter, prompt tokens, whether all scores are adjusted, min_tokens."""
+        self.facts = np.zeros((num_rows, 5), dtype=np.int64)
+        """[S, 5], on the host: adapter, prompt tokens, whether all scores are adjusted, min_tokens, whether top-k or
+        top-p is asked for."""
         self._holders = [NOBODY] * self.spare_row
         """Ids of the sequences whose state the rows hold."""
 
@@ -102,7 +103,7 @@ class BatchState:
         self._keys.index_copy_(1, rows, self._upload(keys, np.int64).T)
         for sequence, p in zip(new, params, strict=True):
             always, num_prompt_tokens = p.adjusts_all_scores, sequence.num_prompt_tokens
-            self.facts[sequence.batch_row] = sequence.adapter, num_prompt_tokens, always, p.min_tokens
+            self.facts[sequence.batch_row] = sequence.adapter, num_prompt_tokens, always, p.min_tokens, p.cuts_tail
             if p.adjusts_scores:
                 self._write_biases(sequence)
             if p.has_penalties:

@@ -111,6 +111,8 @@ class Shape(NamedTuple):
     has_adapters: bool
     bias_width: int
     """Room for biases where scores are adjusted; −1 where nobody's are."""
+    cuts_tail: bool
+    """Whether anybody asks for top-k or top-p."""
 
 
 class Batch(NamedTuple):
@@ -280,12 +282,13 @@ class UniformSteps:
         """
         (n, q), state = batch.tokens.shape, self._sampler.state
         rows, starts = np.array([sequence.batch_row for sequence in batch.sequences]), np.array(batch.starts)
-        adapters, prompts, always, min_tokens = state.facts[rows].T
+        adapters, prompts, always, min_tokens, cut = state.facts[rows].T
         positions = starts + (q if end.is_draft else 1) - prompts
         adjusted = np.where((always != 0) | (positions < min_tokens), rows, NOBODY)
         has_adapters = self._has_adapters and bool((adapters != NO_ADAPTER).any())
         bias_width = state.bias_width if end is not End.LOGITS and adjusted.max() != NOBODY else -1
-        shape = Shape(captured_size(n), q, end, has_adapters, bias_width)
+        cuts_tail = end is not End.LOGITS and bool(cut.any())
+        shape = Shape(captured_size(n), q, end, has_adapters, bias_width, cuts_tail)
         inputs = self._inputs_of(shape)
         columns = np.empty((8, n), dtype=np.int32)
         columns[:] = rows, self._first_to_list(batch), starts, batch.last, adapters, batch.counts, positions, adjusted
@@ -300,7 +303,7 @@ class UniformSteps:
     @torch.inference_mode()
     def prepare(self, size: int) -> None:
         """Run and capture plain decoding of so many sequences, with nobody in it."""
-        shape = Shape(size, num_tokens=1, end=End.MATCHING, has_adapters=False, bias_width=-1)
+        shape = Shape(size, num_tokens=1, end=End.MATCHING, has_adapters=False, bias_width=-1, cuts_tail=False)
         inputs = self._inputs_of(shape)
         for _ in range(2):
             inputs.upload(inputs.empty)
@@ -335,6 +338,7 @@ class UniformSteps:
             adjusted=adjusted,
             is_adjusted=shape.bias_width >= 0,
             most_before=self._sampler.state.max_drafts,
+            cuts_tail=shape.cuts_tail,
             masked=[],
         )
         q = shape.num_tokens
@@ -343,7 +347,7 @@ class UniformSteps:
     def _decide(self, shape: Shape, columns: Tensor, logits: Tensor) -> Tensor:
         """What each sequence emits, `[B, k + 3]`, and what the next step starts from."""
         k, (batch_rows, _, starts, _, _, counts, positions, adjusted) = shape.num_tokens - 1, columns
-        rows = _rows(batch_rows, positions, adjusted, k, is_adjusted=shape.bias_width >= 0)
+        rows = _rows(batch_rows, positions, adjusted, shape)
         counts = self._sampler.meant(counts, batch_rows.long(), k)
         decide = self._sampler.verify if shape.end is End.REJECTION else self._sampler.match
         found, num_accepted = decide(logits, rows, counts, k)
@@ -372,17 +376,18 @@ class UniformSteps:
         return self._runner.logits(run_pass(self._runner.model, self._runner.pages, step))
 
 
-def _rows(batch_rows: Tensor, positions: Tensor, adjusted: Tensor, k: int, *, is_adjusted: bool) -> Rows:
-    """The rows of a step, sequence after sequence, each after k draft tokens at most."""
-    before = torch.arange(k + 1, device=batch_rows.device)
+def _rows(batch_rows: Tensor, positions: Tensor, adjusted: Tensor, shape: Shape) -> Rows:
+    """The rows of a step, sequence after sequence, each after q − 1 draft tokens at most."""
+    before = torch.arange(shape.num_tokens, device=batch_rows.device)
     each = (part[:, None].long() for part in (batch_rows, positions, adjusted))
-    owners, first, adjusted_rows = (part.expand(-1, k + 1) for part in each)
+    owners, first, adjusted_rows = (part.expand(-1, shape.num_tokens) for part in each)
     return Rows(
         batch_rows=owners.flatten(),
         num_before=before.expand(len(batch_rows), -1).flatten(),
         positions=(first + before).flatten(),
         adjusted=adjusted_rows.flatten(),
-        is_adjusted=is_adjusted,
-        most_before=k,
+        is_adjusted=shape.bias_width >= 0,
+        most_before=shape.num_tokens - 1,
+        cuts_tail=shape.cuts_tail,
         masked=[],
     )

@@ -65,6 +65,8 @@ class Rows:
     is_adjusted: bool
     """Whether any is."""
     most_before: int
+    cuts_tail: bool
+    """Whether any row asks for top-k or top-p."""
     masked: list[tuple[int, Sequence, int]]
     """Rows whose sequence has a token mask: number, sequence, draft tokens before it."""
 
@@ -218,12 +220,13 @@ class Sampler:
         columns = np.array(table, dtype=np.int64).T.copy()
         is_adjusted = bool((columns[3] >= 0).any())
         rows, before, positions, adjusted_rows = upload(columns, self.state.device)
-        return Rows(rows, before, positions, adjusted_rows, is_adjusted, max(num_before), masked)
+        cuts_tail = any(sequence.params.cuts_tail for sequence in sequences)
+        return Rows(rows, before, positions, adjusted_rows, is_adjusted, max(num_before), cuts_tail, masked)
 
     def draw(self, logits: Tensor, rows: Rows) -> Tensor:
         """The target's token for each row, `[N]` int64, of `logits [N, V]`; -1 where the scores are not numbers."""
-        scores, state = self._scores(logits, rows), self.state
-        return sample_tokens(scores, state.filters(rows.batch_rows), state.stream(rows.batch_rows, rows.positions))
+        filters, stream = self.state.filters(rows.batch_rows), self.state.stream(rows.batch_rows, rows.positions)
+        return sample_tokens(self._scores(logits, rows), filters, stream, cuts=rows.cuts_tail)
 
     def guess(self, logits: Tensor, rows: Rows, *, by_rejection: bool) -> None:
         """Draw a draft's token for each row, of the draft's logits `[N, any]`, and leave it to the target's pass.
@@ -246,7 +249,7 @@ class Sampler:
     def probabilities(self, logits: Tensor, rows: Rows) -> Tensor:
         """`[N, V]` fp32: each row's distribution after bias, penalties, mask, temperature, top-k, top-p and min-p."""
         filters = self.state.filters(rows.batch_rows)
-        return adjusted_probabilities(self._scores(logits, rows), **filters._asdict())
+        return adjusted_probabilities(self._scores(logits, rows), **filters._asdict(), cuts=rows.cuts_tail)
 
     def blocks(self, numbers: list[int], *, num_rows: int = 1) -> list[list[int]]:
         """`numbers`, of `num_rows` rows each, in parts whose distributions are made at once."""

@@ -65,7 +65,7 @@ def _serve_all_kinds(engine: "Engine") -> None:
         {"temperature": 1.0},
         {"top_k": 8, "top_p": 0.9, "min_p": 0.01},
         penalties,
-        {"n": 2, "seed": 1, **penalties},
+        {"n": 2, "seed": 1, "top_k": 8, **penalties},
         {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
     ):
         _serve(engine, min(_LENGTH, most), options)

@@ -183,6 +183,11 @@ def test_rows_leave_passes_that_they_do_not_need(device: torch.device, monkeypat
     _thresholds.find_thresholds(logits, **settings)
     assert len(launches.arguments) == 2 * 16
     assert launches.arguments[-1][8].isnan().flatten(1).all(dim=1).tolist() == [True, True, False, True]
+    _thresholds.find_thresholds(logits.bfloat16(), **settings)
+    assert len(launches.arguments) == 2 * 16 + 8
+    lows, *_ = _thresholds.find_thresholds(logits, **settings, cuts=False)
+    smallest = logits.amin(dim=1).view(torch.int32) ^ 0x7FFFFFFF  # the key of a negative score
+    assert len(launches.arguments) == 2 * 16 + 8 and torch.equal(lows, smallest - 1)
 
 
 def test_a_token_does_not_depend_on_the_batch(device: torch.device) -> None:

@@ -36,23 +36,25 @@ def kept(row: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tupl
     return in_top_k & (margin > 1e-5), in_top_k & (margin > -1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(st.tuples(st.lists(scores, min_size=VOCABULARY, max_size=VOCABULARY), limits), min_size=1, max_size=3)
 )
 def test_thresholds_are_those_of_a_sort(
-    device: torch.device, rows: list[tuple[list[float], tuple[float, int, float]]]
+    device: torch.device, dtype: torch.dtype, rows: list[tuple[list[float], tuple[float, int, float]]]
 ) -> None:
     """In rows of three blocks."""
-    logits = torch.from_numpy(np.array([row for row, _ in rows], dtype=np.float32))
+    logits = torch.from_numpy(np.array([row for row, _ in rows], dtype=np.float32)).to(dtype)
+    logits = logits.nan_to_num(neginf=-math.inf)  # finite numbers that bf16 rounds to infinity
     asked = [torch.tensor(x) for x in zip(*(limit for _, limit in rows), strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_race, "BLOCK", BLOCK)
         found = _thresholds.find_thresholds(logits.to(device), *(x.to(device) for x in asked))
     lows, best_scores = found.lows.cpu(), found.best.cpu()
     assert not found.arrived.any()
-    for row, low, best, *limit in zip(logits, lows, best_scores, *asked, strict=True):
+    for row, low, best, *limit in zip(logits.float(), lows, best_scores, *asked, strict=True):
         if row.max() == -math.inf:
             assert best.isnan()
             continue
@@ -75,3 +77,16 @@ def test_neighbours_between_the_ends_of_all_numbers(device: torch.device) -> Non
     found = _thresholds.find_thresholds(logits, ones, top_k, ones)
     keys = torch.cat((row, ends[:1])).view(torch.int32)
     assert (keys[None, :] > found.lows[:, None]).sum(dim=1).tolist() == top_k.tolist()
+
+
+def test_neighbours_between_the_ends_of_all_numbers_in_bf16(device: torch.device) -> None:
+    steps = torch.arange(30, dtype=torch.int16, device=device)
+    row = (torch.tensor(1.0, dtype=torch.bfloat16, device=device).view(torch.int16) + steps).view(torch.bfloat16)
+    ends = torch.tensor([3e38, -3e38], dtype=torch.bfloat16, device=device)
+    for sign in (1, -1):
+        logits, top_k = sign * torch.cat((row, ends)).expand(30, -1), (steps + 1).int()
+        ones = torch.ones(30, device=device)
+        found = _thresholds.find_thresholds(logits, ones, top_k, ones)
+        keys = logits[0].float().view(torch.int32)
+        keys = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
+        assert (keys[None, :] > found.lows[:, None]).sum(dim=1).tolist() == top_k.tolist()
