@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 MAX_SEED = 2**63 - 1
+Pooling = Literal["mean", "last"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class SamplingParams:
     before penalties and temperature)."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first."""
+    pooling: Pooling | None = None
+    """Also report the prompt's embedding: the mean of its hidden states behind the final norm, or the last of them."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):

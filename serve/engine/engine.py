@@ -75,6 +75,11 @@ class Work:
         """Whether log-probabilities of prompt tokens are wanted from this chunk."""
         return self.sequence.prompt_logprobs is not None
 
+    @property
+    def pools_prompt(self) -> bool:
+        """Whether the chunk may hold hidden states that the prompt's embedding is made of."""
+        return self.sequence.params.pooling is not None and self.chunk.start < self.sequence.num_prompt_tokens
+
     def input(self, feed_width: int) -> SequenceInput:
         sequence, start, num_tokens = self.sequence, self.chunk.start, self.chunk.num_tokens
         tokens = sequence.tokens[start : start + num_tokens]
@@ -82,7 +87,7 @@ class Work:
         first = 1 if len(tokens) == num_tokens else 0
         columns = range(first, 1 + self.draft.num_tokens)
         tokens += [feed_reference(sequence.batch_row, column, feed_width) for column in columns]
-        num_rows = len(tokens) if self.scores_prompt else self.samples * (1 + self.draft.num_tokens)
+        num_rows = len(tokens) if self.sequence.needs_whole_prompt else self.samples * (1 + self.draft.num_tokens)
         return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter, sequence.batch_row)
 
 
@@ -93,6 +98,8 @@ class PendingStep:
     samples: list[PendingSamples] = field(default_factory=list)
     prompt_scores: list[tuple[Sequence, list[int], Download]] = field(default_factory=list)
     """Prompt tokens in order, and their log-probabilities on the way."""
+    pooled: list[tuple[Sequence, int, Download]] = field(default_factory=list)
+    """Sums of hidden states of a prompt up to a position."""
 
     def read(self) -> list[Sampled]:
         """Wait for the device, and read what it found, in the order of the batch."""
@@ -103,6 +110,10 @@ class PendingStep:
             entries = logprob_entries(tokens, Logprobs(*download.wait()), sequence.params.prompt_logprobs or 0)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += entries
+        for sequence, stop, download in self.pooled:
+            (rows,) = download.wait()
+            sequence.pooled = rows.numpy() + (0 if sequence.pooled is None else sequence.pooled)
+            sequence.num_pooled = stop
         return [found[number] for number in sorted(found)]
 
 
@@ -342,7 +353,8 @@ class Engine:
     def _is_uniform(self, work: list[Work]) -> bool:
         """Whether every sequence decodes."""
         for item in work:
-            if item.chunk.num_tokens > 1 or item.sequence.siblings or item.scores_prompt or not item.samples:
+            reads_prompt = item.scores_prompt or item.pools_prompt
+            if item.chunk.num_tokens > 1 or item.sequence.siblings or reads_prompt or not item.samples:
                 return False
         return True
 
@@ -359,6 +371,8 @@ class Engine:
                 rows += range(first + own.num_rows - 1 - item.draft.num_tokens, first + own.num_rows)
             if item.scores_prompt:
                 self._score_prompt(step, item, hidden[first : first + own.num_rows])
+            if item.pools_prompt:
+                _pool_prompt(step, item, hidden[first : first + own.num_rows])
             first += own.num_rows
         if asked:
             logits = self.runner.logits(hidden if len(rows) == len(hidden) else select(hidden, rows))
@@ -428,3 +442,16 @@ class Engine:
         counters.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             counters.accepted_per_position[position] += 1
+
+
+def _pool_prompt(step: PendingStep, work: Work, hidden: Tensor) -> None:
+    """`hidden [R, D]` of the chunk's last tokens and its draft tokens: what it adds to the prompt's embedding."""
+    sequence, end = work.sequence, work.chunk.start + work.chunk.num_tokens
+    first_row = end + work.draft.num_tokens - len(hidden)
+    first = max(work.chunk.start, sequence.num_pooled)  # a chunk that is computed again after preemption is in already
+    if sequence.params.pooling == "last":
+        first = max(first, sequence.num_prompt_tokens - 1)
+    stop = min(end, sequence.num_prompt_tokens)
+    if first < stop:
+        rows = hidden[first - first_row : stop - first_row]
+        step.pooled.append((sequence, stop, Download([rows.float().sum(dim=0)])))

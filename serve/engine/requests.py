@@ -131,6 +131,10 @@ class Sequence:
     """Prompt tokens found in the prefix cache on first admission."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Grows with the computed prompt, when asked for; None again once it is complete and has been reported."""
+    pooled: np.ndarray | None = None
+    """Sum of the hidden states that its `params.pooling` asks for, `[D]` fp32; grows with the computed prompt."""
+    num_pooled: int = 0
+    """Prompt tokens that have been considered for it."""
     num_drafted: int = 0
     num_accepted: int = 0
     recent_accepted: float = 0.0
@@ -142,6 +146,11 @@ class Sequence:
     def verifies_by_rejection(self) -> bool:
         """Nothing but the distribution of its tokens is promised, so drafts can be accepted as often as possible."""
         return self.params.seed is None and not self.params.is_greedy
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """What is reported of every prompt token, or of all together, is still missing: cached pages do not hold it."""
+        return self.prompt_logprobs is not None or (self.params.pooling == "mean" and self.num_output == 0)
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -383,6 +392,9 @@ class Requests:
         output.drafted_mask = [number < num_accepted for number in range(len(tokens))]
         output.logprobs = None if logprobs is None else logprobs[: len(tokens)]
         output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        if sequence.pooled is not None:
+            num_rows = sequence.num_prompt_tokens if sequence.params.pooling == "mean" else 1
+            output.embedding, sequence.pooled = (sequence.pooled / num_rows).tolist(), None
         return output
 
     def finish(self, sequence: Sequence) -> None:

@@ -155,9 +155,9 @@ class Scheduler:
             if sequence.num_unread:  # preempted a moment ago: what it will say last is still on its way
                 break
             # Each running sequence keeps a page to grow into, else the newcomer would soon be preempted again. Cached
-            # pages have no logits, so a prompt whose log-probabilities are wanted is computed in full.
+            # pages have no hidden states, so a prompt that is scored or pooled is computed in full.
             found = self.cache.admit(
-                sequence.table, sequence.tokens, headroom=num_batch_rows, may_share=sequence.prompt_logprobs is None
+                sequence.table, sequence.tokens, headroom=num_batch_rows, may_share=not sequence.needs_whole_prompt
             )
             if found is None:
                 break

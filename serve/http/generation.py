@@ -247,7 +247,7 @@ class GenerationResponse:
         if self._reply.request.stream:
             await self._stream(call, scope, send)
         else:
-            much = params.logprobs is not None or params.prompt_logprobs is not None
+            much = (params.logprobs, params.prompt_logprobs, params.pooling) != (None, None, None)
             await send_json(send, await self._whole(call, much=much))
 
     async def _submit(self, call: Call) -> SamplingParams:

@@ -16,14 +16,14 @@ from kernels import __version__
 from serve.http.chat import ChatReply, conversation_ids
 from serve.http.completions import CompletionReply
 from serve.http.errors import ApiError, invalid, unavailable
-from serve.http.generation import GenerationResponse, Service, token_text
+from serve.http.generation import GenerationResponse, Reply, Service, token_text
 from serve.http.load import load_of
 from serve.http.options import RequestLimits
 from serve.http.protocol import AnyRequest, loads_object, read
 from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
 from serve.http.translations import messages, ollama, ollama_models
-from serve.http.translations.base import Translation
+from serve.http.translations.embeddings import EmbeddingsReply, EmbeddingsRequest
 from serve.http.translations.messages import CountTokensRequest, MessagesReply, MessagesRequest
 from serve.http.translations.ollama import GenerateRequest, OllamaChatRequest, OllamaReply
 from serve.http.translations.responses import ResponsesReply, ResponsesRequest
@@ -51,6 +51,7 @@ class Routes:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
                 Route("/v1/responses", self.responses, methods=["POST"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
                 Route("/v1/messages", self.messages, methods=["POST"]),
                 Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
                 Route("/api/chat", self.ollama_chat, methods=["POST"]),
@@ -96,6 +97,9 @@ class Routes:
     async def responses(self, request: Request) -> GenerationResponse:
         return await self._translated(request, await self._read(request, ResponsesRequest), ResponsesReply)
 
+    async def embeddings(self, request: Request) -> GenerationResponse:
+        return await self._translated(request, await self._read(request, EmbeddingsRequest), EmbeddingsReply)
+
     async def messages(self, request: Request) -> GenerationResponse:
         return await self._translated(request, await self._read(request, MessagesRequest), MessagesReply)
 
@@ -110,7 +114,7 @@ class Routes:
         return await self._translated(request, wanted, OllamaReply) if loaded is None else json_response(loaded)
 
     async def _translated(
-        self, request: Request, wanted: Wanted, reply: Callable[[Wanted, Service], Translation]
+        self, request: Request, wanted: Wanted, reply: Callable[[Wanted, Service], Reply[Any]]
     ) -> GenerationResponse:
         """The answer to a request of another protocol, which is translated in a thread: it may be large."""
         return GenerationResponse(await asyncio.to_thread(reply, wanted, self._service), request.state.tenant)

@@ -16,7 +16,7 @@ from serve.http.chat import ChatReply
 from serve.http.errors import ApiError
 from serve.http.generation import Service
 from serve.http.options import RequestLimits
-from serve.http.protocol import read
+from serve.http.protocol import AnyRequest, read
 from serve.http.requests import ChatRequest, ChatTemplateArguments
 from serve.http.responses import ChatChunk, ChatCompletion, Usage, encoder
 from serve.outputs import RequestOutput
@@ -77,9 +77,16 @@ class Translation(ChatReply):
 
 
 def chat_request(chat: dict[str, Any], names: Mapping[str, str], limits: RequestLimits) -> ChatRequest:
-    """The checked chat request; an ApiError speaks of fields as the protocol calls them."""
+    """The checked chat request of a body; an ApiError speaks of fields as the protocol calls them."""
+    return meant_request(chat, ChatRequest, names, limits)
+
+
+def meant_request(
+    body: dict[str, Any], kind: type[AnyRequest], names: Mapping[str, str], limits: RequestLimits
+) -> AnyRequest:
+    """The checked request of this kind that a translated body is; an ApiError as `chat_request` has it."""
     try:
-        return read(chat, ChatRequest, limits)
+        return read(body, kind, limits)
     except ApiError as error:
         pattern = re.compile(rf"\b({'|'.join(names)})\b")
         message, param = (pattern.sub(lambda match: names[match[1]], text) for text in (str(error), error.param or ""))
