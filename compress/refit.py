@@ -47,7 +47,7 @@ def _refit(
     for own, parents in streams:
         heads = own.attended(layer).double()
         parents.pass_on(parent_layer)
-        wanted = parents.before_mlp.double() - own.value
+        wanted = (parents.before_mlp.double() - own.value) / layer.multiplier
         if projection.bias is not None:
             wanted -= projection.bias.double()
         squares += heads.T @ heads

@@ -27,7 +27,7 @@ class ResidualStream:
     @torch.no_grad()
     def __init__(self, model: Transformer, batch: PackedBatch) -> None:
         tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
-        self._delta: Tensor = model.model.embed_tokens(tokens)
+        self._delta: Tensor = model.embed(tokens)
         self._residual: Tensor | None = None
         self._rotary, self._attention = model.rotary(positions), PackedAttention(model.config, cu_seqlens)
 
@@ -39,7 +39,7 @@ class ResidualStream:
     @torch.no_grad()
     def normed(self, layer: DecoderLayer) -> Tensor:
         """What the attention of this, the next layer reads, `[T, D]`."""
-        return layer.input_layernorm.add(self._delta, self._residual)[0]
+        return layer.before_attention(self._delta, self._residual)[0]
 
     @torch.no_grad()
     def attended(self, layer: DecoderLayer) -> Tensor:

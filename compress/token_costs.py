@@ -91,7 +91,9 @@ class _Parts(PackedAttention):
             mask = seen[start:stop].to(v.dtype).expand(stop - start, -1).masked_fill(hidden, -torch.inf)
             rows = (x[start:stop].to(v.dtype).transpose(0, 1) for x in (q, k, v))
             heads, keys, values = (x.repeat_interleave(1 if n == 0 else group, dim=0) for n, x in enumerate(rows))
-            mixed.append(F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask).transpose(0, 1))
+            mixed.append(
+                F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=self.scale).transpose(0, 1)
+            )
         return torch.cat(mixed) * given.to(v.dtype)[:, None, None]
 
     def _variable(self, layer: int, like: Tensor) -> Tensor:

@@ -1,13 +1,6 @@
 """The shape of a model, read from and written to Hugging Face's `config.json`.
 
-Five decoder families share one transformer; what tells them apart is a handful of fields here:
-
-    family    what differs from Llama
-    llama     nothing (Llama 3 stretches its rope frequencies)
-    mistral   every layer may see only a sliding window of keys
-    qwen2     biases on q, k and v
-    qwen3     an RMSNorm on each query and key head
-    smollm3   some layers have no rotary embedding
+All decoder families share one transformer; what tells one from another stands in its file in model/families.
 
 In any of them some layers may have a router that lets only part of the tokens through (mixture of depths). No other
 tool computes such layers, so the file then names an architecture that no other tool knows: opening it there fails.
@@ -21,15 +14,8 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from model.config_fields import ConfigError, check_fields, shown
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-
+from model.families.base import Family
+from model.families.registry import FAMILIES
 
 ROUTED_ARCHITECTURE, ROUTED_MODEL_TYPE = "PotstillMixtureOfDepthsForCausalLM", "potstill_mixture_of_depths"
 Route = Literal["attention", "mlp", "block"]
@@ -113,6 +99,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     initializer_range: float = 0.02
+    embedding_multiplier: float = 1.0
+    """Of what the embeddings give to the first layer."""
+    residual_multiplier: float = 1.0
+    """Of what each block adds to the residual stream."""
+    attention_scale: float | None = None
+    """Of the scores; None: 1/√head_dim."""
+    logit_divisor: float = 1.0
     layer_kv_heads: tuple[int, ...] = ()
     """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
     mixture_of_depths: MixtureOfDepths | None = None
@@ -120,8 +113,8 @@ class ModelConfig:
     """The tokens, ascending, that the model says where it drafts for another; nothing: all. Alone it says all."""
 
     def __post_init__(self) -> None:
-        if self.family not in ARCHITECTURES:
-            raise ConfigError(f"Unknown model family {self.family!r}; known families are {', '.join(ARCHITECTURES)}.")
+        if self.family not in FAMILIES:
+            raise ConfigError(f"Unknown model family {self.family!r}; known families are {', '.join(FAMILIES)}.")
         for heads in sorted(set(self.kv_heads)):
             if heads < 1 or self.num_query_heads % heads:
                 raise ConfigError(
@@ -147,50 +140,16 @@ class ModelConfig:
             raw = raw | {name: block.get(name) for name in ("architectures", "model_type")}
         family = _family(raw)
         check_fields(raw)
-        try:
-            hidden_size, num_query_heads = raw["hidden_size"], raw["num_attention_heads"]
-            num_layers = raw["num_hidden_layers"]
-            sizes = {name: raw[name] for name in ("vocab_size", "intermediate_size")}
-        except KeyError as missing:
-            raise ConfigError(f"config.json has no field {missing}.") from None
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"config.json asks for hidden_act {raw['hidden_act']!r}; only 'silu' is supported.")
-        rope_theta, rope_scaling = _rope(raw)
-        attention_bias = bool(raw.get("attention_bias", False))
-        kv_heads = raw.get("num_key_value_heads") or num_query_heads
-        config = cls(
-            family=family,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_query_heads=num_query_heads,
-            num_kv_heads=max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
-            head_dim=raw.get("head_dim") or hidden_size // num_query_heads,
-            windows=_windows(family, raw, num_layers),
-            rope_layers=_rope_layers(family, raw, num_layers),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", family == "smollm3")),
-            qkv_bias=family == "qwen2" or attention_bias,
-            output_bias=family != "qwen2" and attention_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_as_tuple(raw.get("eos_token_id")),
-            pad_token_id=raw.get("pad_token_id"),
-            initializer_range=raw.get("initializer_range", 0.02),
-            mixture_of_depths=mixture_of_depths,
-            draft_vocabulary=_numbers_in(raw.get("draft_vocabulary", ""), below=sizes["vocab_size"]),
-            **sizes,
-        )
+        fields = _shared_fields(raw) | family.read(raw)
+        config = cls(family=family.name, mixture_of_depths=mixture_of_depths, **fields)
+        kv_heads = raw.get("num_key_value_heads")
         return config.with_kv_heads(kv_heads) if isinstance(kv_heads, list) else config
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` contents that transformers and vLLM read; with routers, that they refuse."""
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         raw: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self.family]],
+            "architectures": [self.kind.architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -212,7 +171,7 @@ class ModelConfig:
             "initializer_range": self.initializer_range,
             "use_cache": True,
         }
-        raw |= self._family_fields()
+        raw |= self.kind.write(vars(self))
         if self.draft_vocabulary:
             raw["draft_vocabulary"] = _ranges_of(self.draft_vocabulary)
         if self.mixture_of_depths is None:
@@ -225,27 +184,10 @@ class ModelConfig:
         routed = {"architectures": [ROUTED_ARCHITECTURE], "model_type": ROUTED_MODEL_TYPE}
         return raw | routed | {"mixture_of_depths": block | names}
 
-    def _family_fields(self) -> dict[str, Any]:
-        if self.family == "llama":
-            return {"attention_bias": self.qkv_bias, "mlp_bias": self.mlp_bias}
-        window = next((window for window in self.windows if window is not None), None)
-        if self.family == "mistral":
-            return {"sliding_window": window}
-        layer_types = ["full_attention" if window is None else "sliding_attention" for window in self.windows]
-        fields: dict[str, Any] = {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": layer_types,
-        }
-        if self.family == "qwen3":
-            fields["attention_bias"] = self.qkv_bias
-        if self.family == "smollm3":
-            fields |= {
-                "attention_bias": self.qkv_bias,
-                "mlp_bias": self.mlp_bias,
-                "no_rope_layers": [int(rotates) for rotates in self.rope_layers],
-            }
-        return fields
+    @property
+    def kind(self) -> Family:
+        """What all models of the family have in common."""
+        return FAMILIES[self.family]
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
@@ -329,15 +271,52 @@ class ModelConfig:
         )
 
 
-def _family(raw: dict[str, Any]) -> str:
+def _family(raw: dict[str, Any]) -> Family:
     named, kind = raw.get("architectures") or [], raw.get("model_type")
     if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
         raise ConfigError(f"config.json has architectures {shown(named)}; it must be a list of names.")
-    for family, architecture in ARCHITECTURES.items():
-        if architecture in named or (not named and kind == family):
+    for family in FAMILIES.values():
+        if family.architecture in named or (not named and kind == family.name):
             return family
     found = shown(", ".join(named) or kind or "nothing").strip("'")
-    raise ConfigError(f"config.json names the architecture {found}; supported are {', '.join(ARCHITECTURES.values())}.")
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    raise ConfigError(f"config.json names the architecture {found}; supported are {known}.")
+
+
+def _shared_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """What all families write alike, and what most of them have; a family says what is otherwise."""
+    try:
+        hidden_size, num_query_heads = raw["hidden_size"], raw["num_attention_heads"]
+        num_layers = raw["num_hidden_layers"]
+        sizes = {name: raw[name] for name in ("vocab_size", "intermediate_size")}
+    except KeyError as missing:
+        raise ConfigError(f"config.json has no field {missing}.") from None
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"config.json asks for hidden_act {raw['hidden_act']!r}; only 'silu' is supported.")
+    rope_theta, rope_scaling = _rope(raw)
+    attention_bias, kv_heads = bool(raw.get("attention_bias", False)), raw.get("num_key_value_heads") or num_query_heads
+    return sizes | {
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_query_heads": num_query_heads,
+        "num_kv_heads": max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
+        "head_dim": raw.get("head_dim") or hidden_size // num_query_heads,
+        "windows": (None,) * num_layers,
+        "rope_layers": (True,) * num_layers,
+        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "max_position_embeddings": raw.get("max_position_embeddings", 2048),
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "qkv_bias": attention_bias,
+        "output_bias": attention_bias,
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_ids": _as_tuple(raw.get("eos_token_id")),
+        "pad_token_id": raw.get("pad_token_id"),
+        "initializer_range": raw.get("initializer_range", 0.02),
+        "draft_vocabulary": _numbers_in(raw.get("draft_vocabulary", ""), below=sizes["vocab_size"]),
+    }
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -347,29 +326,6 @@ def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     return float(theta), None if kind == "default" else {"rope_type": kind, **parameters}
-
-
-def _windows(family: str, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    if family == "llama" or window is None:
-        return (None,) * num_layers
-    if family == "mistral":
-        return (window,) * num_layers
-    if raw.get("layer_types"):
-        return tuple(window if kind == "sliding_attention" else None for kind in raw["layer_types"])
-    if not raw.get("use_sliding_window"):
-        return (None,) * num_layers
-    first = raw.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-    return tuple(window if layer >= first else None for layer in range(num_layers))
-
-
-def _rope_layers(family: str, raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
-    if family != "smollm3":
-        return (True,) * num_layers
-    if raw.get("no_rope_layers"):
-        return tuple(bool(rotates) for rotates in raw["no_rope_layers"])
-    interval = raw.get("no_rope_layer_interval", 4)
-    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
 def _part(name: str, wanted: int | None, have: int) -> int:

@@ -17,7 +17,8 @@ SIZES = {
     "sliding_window": MOST_POSITIONS,
     "no_rope_layer_interval": MOST_LAYERS,
 }
-POSITIVE = ("rms_norm_eps", "rope_theta", "initializer_range")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+POSITIVE = ("rms_norm_eps", "rope_theta", "initializer_range", *MULTIPLIERS)
 OBJECTS = ("rope_parameters", "rope_scaling", "mixture_of_depths", "quantization_config")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 NAMES = ("model_type", "hidden_act")

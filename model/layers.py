@@ -20,21 +20,27 @@ from model.linear import Linear
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last dimension, computed in fp32.
+    """`x / rms(x) * weight * scale` over the last dimension, computed in fp32.
 
     The norms of heads hold their weights here and are applied by `kernels/attention/rotary_write.py`.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.scale = scale
+
+    @property
+    def factors(self) -> Tensor:
+        """What the normalised features are multiplied by, `[D]`."""
+        return self.weight if self.scale == 1 else self.weight * self.scale
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the norm of `x + residual`, and that sum."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return rms_norm(x, self.weight, self.eps, residual)
+            return rms_norm(x, self.factors, self.eps), x
+        return rms_norm(x, self.factors, self.eps, residual)
 
 
 class SelfAttention(nn.Module):
@@ -125,14 +131,55 @@ class Routing(Protocol):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP. Its input is what the last block added and the residual stream before it."""
+    """Attention and MLP, with norms where the family has them.
+
+    Its input is what the last block added and the residual stream before it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.names, self.multiplier = config.kind.norms, config.residual_multiplier
+        self._add_norms(config, self.names.before_attention)
         self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._add_norms(config, self.names.behind_attention, self.names.before_mlp)
         self.mlp = MLP(config)
+        self._add_norms(config, self.names.behind_mlp)
+
+    def _add_norms(self, config: ModelConfig, *names: str | None) -> None:
+        for name in filter(None, names):
+            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def norm(self, name: str | None) -> RMSNorm | None:
+        """One of `names`."""
+        return None if name is None else getattr(self, name)
+
+    def before_attention(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What attention reads of the stream `delta + residual`, and that sum, `[T, D]` each."""
+        return _enter(self.norm(self.names.before_attention), delta, residual)
+
+    def before_mlp(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same of the MLP."""
+        return _enter(self.norm(self.names.before_mlp), delta, residual)
+
+    def attend(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: AttentionOverBatch,
+        slots: Tensor | None,
+        count: Tensor | None = None,
+    ) -> Tensor:
+        """What attention adds to the stream; as `SelfAttention.forward`."""
+        return self._leave(self.names.behind_attention, self.self_attn(x, rotary, attention, slots, count))
+
+    def feed(self, x: Tensor, slots: Tensor | None, count: Tensor | None = None) -> Tensor:
+        """What the MLP adds to the stream; as `MLP.forward`."""
+        return self._leave(self.names.behind_mlp, self.mlp(x, slots, count))
+
+    def _leave(self, name: str | None, added: Tensor) -> Tensor:
+        if (norm := self.norm(name)) is not None:
+            added = norm.add(added, None)[0]
+        return added if self.multiplier == 1 else added * self.multiplier
 
     def forward(
         self,
@@ -149,7 +196,14 @@ class DecoderLayer(nn.Module):
         `routing` concerns layers with a router; None is the rule by which the model is served. `slots` as in
         `FusedLinear`.
         """
-        normed, residual = self.input_layernorm.add(delta, residual)
-        delta = self.self_attn(normed, rotary, attention, slots)
-        normed, residual = self.post_attention_layernorm.add(delta, residual)
-        return self.mlp(normed, slots), residual
+        x, residual = self.before_attention(delta, residual)
+        delta = self.attend(x, rotary, attention, slots)
+        x, residual = self.before_mlp(delta, residual)
+        return self.feed(x, slots), residual
+
+
+def _enter(norm: RMSNorm | None, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    if norm is not None:
+        return norm.add(delta, residual)
+    stream = delta if residual is None else delta + residual
+    return stream, stream

@@ -69,8 +69,8 @@ class RoutedLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """As `DecoderLayer.forward`."""
         if self.route == "mlp":
-            normed, residual = self.input_layernorm.add(delta, residual)
-            delta = self.self_attn(normed, rotary, attention, slots)
+            normed, residual = self.before_attention(delta, residual)
+            delta = self.attend(normed, rotary, attention, slots)
         x = delta if residual is None else delta + residual
         # A sum of our own may be written to; what we were given, and what backward needs, may not.
         in_place = residual is not None and not torch.is_grad_enabled()
@@ -83,15 +83,15 @@ class RoutedLayer(DecoderLayer):
             attention = attention.routed(self.layer, selected, index)
         gate = 1 + self.gate_range * torch.tanh(gather_rows(scores[:, None], index)[:, 0])
         if len(index) and self.route != "mlp":
-            normed, _ = self.input_layernorm.add(gather_rows(x, index), None)
-            added = self.self_attn(normed, _rows_of(rotary, index), attention, chosen, count)
+            normed, _ = self.before_attention(gather_rows(x, index), None)
+            added = self.attend(normed, _rows_of(rotary, index), attention, chosen, count)
             x = scatter_add_rows(x, index, added, gate, in_place=in_place)
         if self.route == "attention":
-            normed, x = self.post_attention_layernorm.add(x, None)
-            return self.mlp(normed, slots), x
+            normed, x = self.before_mlp(x, None)
+            return self.feed(normed, slots), x
         if len(index):
-            normed, _ = self.post_attention_layernorm.add(gather_rows(x, index), None)
-            x = scatter_add_rows(x, index, self.mlp(normed, chosen, count), gate, in_place=in_place)
+            normed, _ = self.before_mlp(gather_rows(x, index), None)
+            x = scatter_add_rows(x, index, self.feed(normed, chosen, count), gate, in_place=in_place)
         return x, None
 
     def _select(self, x: Tensor, scores: Tensor, routing: Routing | None) -> Tensor:

@@ -38,7 +38,7 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(
             (RoutedLayer if layer in routed else DecoderLayer)(config, layer) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, scale=1 / config.logit_divisor)
 
 
 class Transformer(nn.Module):
@@ -83,14 +83,14 @@ class Transformer(nn.Module):
         adapters: `[T]` int32, the number of each token's adapter among those given to `fuse`, −1 for none; None: nobody
         has one. Without any given, the adapter that the model carries, if it does, is everybody's.
         states: takes the residual stream behind each layer, `[T, D]`.
-        Returns the hidden states after the final norm, `[T, D]`.
+        Returns the hidden states after the final norm, divided by what the family divides its logits by, `[T, D]`.
         """
         if adapters is not None and not self.num_choices:
             raise ValueError("tokens choose among the adapters given to fuse(), and none were")
         if self._carries_adapter:
             adapters = torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device)
         rotary = self.rotary(positions)
-        delta, residual = self.model.embed_tokens(tokens), None
+        delta, residual = self.embed(tokens), None
         for layer in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 delta, residual = checkpoint(
@@ -103,6 +103,11 @@ class Transformer(nn.Module):
             if states is not None:
                 states.append(residual + delta)
         return self.model.norm.add(delta, residual)[0]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first layer reads, `[T, D]`, of tokens `[T]`."""
+        multiplier, embedded = self.config.embedding_multiplier, self.model.embed_tokens(tokens)
+        return embedded if multiplier == 1 else embedded * multiplier
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [N, D] -> [N, V]`. Training uses the chunked losses of `kernels` instead."""

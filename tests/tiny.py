@@ -8,10 +8,21 @@ from model.attention import PackedAttention
 from model.config import ModelConfig
 from model.transformer import Transformer
 
+SPECIAL: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_scale": 0.1,
+        "logit_divisor": 2.0,
+    },
+}
+"""What a family has that others have not."""
+
 
 def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
     """A small configuration of one family, with every feature of the family switched on."""
     num_layers = changes.get("num_layers", 2)
+    changes = SPECIAL.get(family, {}) | changes
     fields: dict[str, Any] = {
         "family": family,
         "vocab_size": 512,

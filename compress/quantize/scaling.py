@@ -34,15 +34,21 @@ def fold(layer: DecoderLayer, name: str, scales: Tensor, consumers: Sequence[Lin
     Those of o_proj must be alike for all query heads of a KV head (`shared_by_heads`).
     """
     if name == "self_attn.q_proj":
-        _divide(layer.input_layernorm, scales)
+        _divide(_found(layer.norm(layer.names.before_attention)), scales)
     elif name == "mlp.gate_proj":
-        _divide(layer.post_attention_layernorm, scales)
+        _divide(_found(layer.norm(layer.names.before_mlp)), scales)
     elif name == "mlp.down_proj":
         _divide(layer.mlp.up_proj, scales)
     else:
         _divide(layer.self_attn.v_proj, _by_kv_head(scales, layer)[:, 0].flatten())
     for consumer in consumers:
         consumer.weight.copy_(consumer.weight.float() * scales)
+
+
+def _found(norm: RMSNorm | None) -> RMSNorm:
+    if norm is None:
+        raise ValueError("the layer has no norm that scales could be divided by")
+    return norm
 
 
 def _divide(producer: RMSNorm | nn.Linear, scales: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compress.prune.depth import block_influence, keep_layers, perplexity_increase, prune_depth
 from model.attention import PackedAttention
+from model.families.registry import FAMILIES
 from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
 
@@ -91,7 +92,7 @@ def test_a_layer_that_does_nothing_is_the_least_important(measure: Measure) -> N
     torch.testing.assert_close(full_logits(prune_depth(model, keep), TOKENS), full_logits(model, TOKENS))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_pruned_model_computes_what_the_kept_layers_compute(family: str, tied: bool) -> None:
     changes = {"num_layers": 5, "tie_word_embeddings": tied}

@@ -17,7 +17,7 @@ from compress.gqa import (
 )
 from compress.prune.depth import prune_depth
 from kernels.attention.rotary import apply_rotary, rope_frequencies, rotary_tables
-from model.config import ARCHITECTURES
+from model.families.registry import FAMILIES
 from model.files.checkpoint import load_model, save_model
 from model.kv_format import KV_FORMATS
 from model.transformer import Transformer
@@ -48,7 +48,7 @@ def with_equal_heads(model: Transformer, group: list[int]) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("method", METHODS)
 def test_as_many_heads_as_before_are_the_same_model(method: Method, family: str) -> None:
     model = tiny_model(family)
@@ -71,7 +71,7 @@ def test_heads_that_differ_by_a_rotation_become_one_without_loss(method: Method,
     assert difference(model, convert(model, 2, "mean")) > 0.1
 
 
-@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_heads_become_one_without_loss(method: Method, family: str) -> None:
     if family == "qwen3" and method in TURNING:

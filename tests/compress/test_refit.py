@@ -37,7 +37,7 @@ def test_the_parent_itself_stays_as_it_is() -> None:
     assert difference(parent, again) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "granite"])
 def test_what_a_layer_computes_linearly_comes_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any projection is found again from what it does, biases included."""
     monkeypatch.setattr(compress.refit, "RIDGE", 1e-9)

@@ -50,7 +50,7 @@ def fold_everywhere(model: Transformer) -> None:
             fold(layer, name, scales, readers)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "mistral", "granite"])
 def test_folding_leaves_the_outputs_as_they_are(family: str) -> None:
     model = tiny_model(family, output_bias=family == "llama", mlp_bias=family == "llama")
     with torch.no_grad():

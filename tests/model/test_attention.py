@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from model.attention import AttentionOverBatch, PackedAttention, PagedAttention
+from model.families import registry
 from model.kv_format import KV_FORMATS
 from model.transformer import Transformer
 from tests.model.paged_cache import PagedCache, RoundedAttention
 from tests.tiny import full_logits, tiny_config, tiny_model
 
 LENGTHS = (37, 1, 16, 50)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+FAMILIES = sorted(registry.FAMILIES)
 
 
 def documents(seed: int = 0) -> list[list[int]]:

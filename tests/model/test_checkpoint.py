@@ -14,12 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from model.config import ConfigError, ModelConfig
+from model.families import registry
 from model.files.checkpoint import CheckpointError, load_config, load_model, save_model
 from tests.tiny import full_logits, tiny_config, tiny_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+FAMILIES = sorted(registry.FAMILIES)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

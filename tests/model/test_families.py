@@ -58,16 +58,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite-tied-biases": (
+        "granite",
+        {"logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
 }
 TOKENS = torch.randint(3, 96, (48,), generator=torch.Generator().manual_seed(5))
 
 
-def their_model(name: str) -> Any:
+def their_model(name: str, **sizes: Any) -> Any:
     """A transformers model with every parameter random, biases and norms included."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, fields = FAMILIES[name]
-    config = AutoConfig.for_model(family, **(SIZES | fields))
+    config = AutoConfig.for_model(family, **(SIZES | fields | sizes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

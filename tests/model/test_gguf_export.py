@@ -283,6 +283,7 @@ def refusal(folder: Path, path: Path, **options: Any) -> str:
         ({"family": "smollm3", "rope_layers": (True, False)}, "every fourth layer"),
         ({"family": "qwen3", "qkv_bias": True}, "no such biases in models of the family qwen3: qkv_bias"),
         ({"family": "qwen2", "rope_scaling": LLAMA3}, "no divisors of the rotary frequencies for the family qwen2"),
+        ({"family": "granite", "attention_scale": 0.1}, "granite models cannot be written as GGUF"),
         ({"eos_token_ids": (1, 2, 4, 5)}, "The model has 4 tokens that end a text"),
         ({"vocab_size": 499}, "token 500 has no row in the embeddings, which have 499"),
     ],

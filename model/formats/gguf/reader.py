@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention.rotary import rope_frequencies
-from model.config import ARCHITECTURES, ModelConfig
+from model.config import ModelConfig
+from model.families.registry import FAMILIES
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.files.safe_io import write_json, write_text
 from model.formats.ggml import Ggml
@@ -135,7 +136,7 @@ def _config(metadata: dict[str, Any], tensors: "dict[str, ReaderTensor]") -> Mod
         raise GGUFError(f"tokenizer.ggml.tokens lists {num_tokens} tokens for {vocab_size} rows of token_embd.weight.")
     bos, eos, pad = special_token_ids(metadata)
     raw = {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [FAMILIES[family].architecture],
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": field("feed_forward_length"),

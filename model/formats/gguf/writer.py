@@ -32,7 +32,14 @@ from model.files.checkpoint import (
 from model.files.safe_io import sync_file
 from model.formats.ggml import to_ggml
 from model.formats.gguf.blocks import BLOCK_TYPES
-from model.formats.gguf.names import INTERLEAVED_FAMILIES, ROPE_DIVISORS, gguf_name, is_rotated, pairs_from_halves
+from model.formats.gguf.names import (
+    INTERLEAVED_FAMILIES,
+    ROPE_DIVISORS,
+    SUPPORTED_FAMILIES,
+    gguf_name,
+    is_rotated,
+    pairs_from_halves,
+)
 from model.quantized import quantized_layers
 from model.text.gguf_tokenizer import GGUFError
 from model.text.gguf_vocabulary import tokenizer_metadata
@@ -183,6 +190,8 @@ def _check_weights(folder: Path, type: str) -> None:
 def _check_fits(config: ModelConfig) -> None:
     """GGUFError naming what llama.cpp would not compute, or would compute otherwise."""
     family = _family(config)
+    if family not in SUPPORTED_FAMILIES:
+        raise GGUFError(f"{family} models cannot be written as GGUF; supported are {', '.join(SUPPORTED_FAMILIES)}.")
     if config.mixture_of_depths is not None:
         raise GGUFError("GGUF holds no routers (mixture of depths); export a model of the recipe from before them.")
     if config.layer_kv_heads:

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from compress.mod import every_nth, measure_selections
-from model.config import ARCHITECTURES, ConfigError, MixtureOfDepths, ModelConfig
+from model.config import ConfigError, MixtureOfDepths, ModelConfig
 from model.cost import Setup, training_flops_per_token
+from model.families.registry import FAMILIES
 from model.text.tokenizer import Tokenizer, TokenizerError
 from model.transformer import Transformer
 from pipeline.errors import UserError
@@ -72,7 +73,7 @@ def model_config(shape: Architecture, tokenizer: Tokenizer | ModelConfig) -> Mod
     try:
         config = ModelConfig.from_hf(
             {
-                "architectures": [ARCHITECTURES[shape.family]],
+                "architectures": [FAMILIES[shape.family].architecture],
                 "vocab_size": shape.vocab_size or tokenizer.vocab_size,
                 "hidden_size": shape.hidden_size,
                 "intermediate_size": shape.intermediate_size,

@@ -1,0 +1,126 @@
+"""Every family through what is done with models, each step against transformers, peft and bitsandbytes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.lora import inject
+from compress.prune.depth import prune_depth
+from compress.quantize.round_to_nearest import quantize_folder
+from model.files.adapter import save_adapter
+from model.files.checkpoint import load_model, save_model
+from model.formats.bitsandbytes import NF4
+from model.lora import LoraConfig
+from model.transformer import Transformer
+from tests.model.paged_cache import PagedCache
+from tests.model.test_families import their_model
+from tests.serve.toys import generate, greedy, make_engine, random_prompts
+from tests.tiny import full_logits
+from tests.train.toy import batch_of
+from train.objectives import LanguageModelling
+
+NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows", "granite")
+"""One entry of each family in tests/model/test_families.py."""
+# Blocks of 64 weights fill rows, which bitsandbytes' compiled code needs.
+SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+PROMPTS = random_prompts(20, seed=2, high=40)
+FAMILIES = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture
+def folder(name: str, tmp_path: Path) -> Path:
+    their_model(name, **SIZES).save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def opened(folder: Path) -> Any:
+    """By transformers; with a complaint of any tensor that is missing or too many."""
+    from transformers import AutoModelForCausalLM
+
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return theirs.eval()
+
+
+def logits_of(theirs: Any, tokens: list[int]) -> Tensor:
+    theirs.train()  # bitsandbytes computes in fp32 on a CPU only then; nothing here has dropout
+    with torch.no_grad():
+        return theirs(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_same(ours: Transformer, theirs: Any) -> None:
+    for prompt in PROMPTS[:3]:
+        torch.testing.assert_close(full_logits(ours, prompt), logits_of(theirs, prompt), atol=1e-4, rtol=1e-4)
+
+
+@FAMILIES
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_over_pages_in_the_serving_form_give_their_logits(chunk: int, folder: Path) -> None:
+    ours, theirs, prompts = load_model(folder).fuse(), opened(folder), PROMPTS[:4]
+    cache, rows = PagedCache(ours, [len(prompt) for prompt in prompts]), [list[Tensor]() for _ in prompts]
+    for done in range(0, max(map(len, prompts)), chunk):
+        chunks = [(n, done, prompt[done : done + chunk]) for n, prompt in enumerate(prompts) if done < len(prompt)]
+        logits = cache.logits(chunks).split([len(new) for *_, new in chunks])
+        for (number, *_), part in zip(chunks, logits, strict=True):
+            rows[number].append(part)
+    for prompt, parts in zip(prompts, rows, strict=True):
+        torch.testing.assert_close(torch.cat(parts), logits_of(theirs, prompt), atol=1e-4, rtol=1e-4)
+
+
+@FAMILIES
+def test_the_engine_writes_their_greedy_text(folder: Path) -> None:
+    theirs, written = opened(folder), generate(make_engine(load_model(folder)), PROMPTS, greedy(16))
+    for prompt, tokens in zip(PROMPTS, written, strict=True):
+        told = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+        assert told[0, len(prompt) :].tolist() == tokens
+
+
+@FAMILIES
+def test_one_step_has_their_gradients(folder: Path) -> None:
+    ours, theirs, text = load_model(folder).requires_grad_(True), opened(folder), PROMPTS[0]
+    batch = batch_of([text])
+    LanguageModelling()(ours.train(), batch).loss_sum.backward()
+    theirs(torch.tensor([text]), labels=torch.tensor([text])).loss.mul(batch.num_labels).backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(
+            parameter.grad, expected[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+@FAMILIES
+def test_fewer_layers_are_theirs_without_the_others(folder: Path, tmp_path: Path) -> None:
+    save_model(prune_depth(load_model(folder), (0, 2)), tmp_path / "pruned")
+    theirs = opened(folder)
+    del theirs.model.layers[1]
+    pruned = opened(tmp_path / "pruned")
+    assert_same(load_model(tmp_path / "pruned"), pruned)
+    for mine, other in zip(pruned.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@FAMILIES
+def test_nf4_and_an_adapter_on_it_open_in_their_tools(folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    quantize_folder(folder, tmp_path / "nf4", NF4())
+    ours, theirs = load_model(tmp_path / "nf4"), opened(tmp_path / "nf4")
+    assert_same(ours, theirs)
+    assert_same(load_model(tmp_path / "nf4").fuse(), theirs)
+    config = LoraConfig(rank=4, dropout=0.0)
+    inject(ours, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    save_adapter(ours, tmp_path / "adapter", config, base=str(tmp_path / "nf4"))
+    with_adapter = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert_same(ours, with_adapter)
+    assert_same(ours.fuse(), with_adapter)
