@@ -24,12 +24,11 @@ from pipeline.processes import Processes
 from pipeline.results import Result, write_result
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe, Stage
-from pipeline.settings import to_plain
 from pipeline.stages.base import kind_of, read_result
 from pipeline.stages.shared.context import Input, StageContext, prepare_data
 from train.data import DamagedCacheError
 from train.sealed_folder import folder_digest
-from train.sources import open_source
+from train.sources import open_source, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +177,7 @@ class Run:
             return None
         source = self.recipe.data_set(name, self.folder.path)
         if kind.reads_documents:
-            return digest([open_source(source).fingerprint, to_plain(source)])
+            return digest([open_source(source).fingerprint, settings_of(source)])
         folders = {model: entry.folder for model, entry in self._inputs(stage).items()}
         tokenizer = kind.tokenizer(stage.config, folders)
         if (name, tokenizer.digest) not in self._data_digests:

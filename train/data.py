@@ -4,7 +4,7 @@ A cache folder is named by a hash of everything its content depends on: the sour
 settings. It holds two splits, `train` and `held_out`, and a manifest with the size and SHA-256 of every file:
 
     SPLIT.tokens    int32, all documents one after another
-    SPLIT.mask      uint8, 1 where a token may be a label; only for chat data
+    SPLIT.mask      uint8, 1 where a token may be a label; only where some may not
     SPLIT.offsets   int64, where each document starts, and the number of tokens
     SPLIT.bytes     int64, bytes of text in each document
 
@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,13 +28,16 @@ import numpy as np
 from model.text.tokenizer import Tokenizer
 from train.distributions import Distributions
 from train.progress import Progress
+from train.rows import Completion, Continuation
 from train.sealed_folder import check, seal
-from train.sources import DataConfig, Document, Source, open_source
+from train.sources import DataConfig, Document, Source, open_source, settings_of
 
 log = logging.getLogger(__name__)
 
 CACHE_VERSION = 1
 SPLITS = ("train", "held_out")
+NOT_OF_TOKENS = ("source", "distributions")
+"""Settings that are known by their content, or change no token."""
 DTYPES = {"tokens": "<i4", "mask": "u1", "offsets": "<i8", "bytes": "<i8"}
 
 __all__ = ["DamagedCacheError", "DataConfig", "PreparedData", "TokenizedDocuments", "prepare"]
@@ -106,6 +109,8 @@ def _tokenized(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, pro
         except DamagedCacheError as damage:
             log.warning("%s Tokenizing %s again.", damage, config.source)
             shutil.rmtree(folder)
+    for sentence in source.left_out:
+        log.warning("%s.", sentence)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".staging-", dir=folder.parent) as staging:
         _build(config, source, tokenizer, Path(staging), progress)
@@ -146,7 +151,7 @@ def _cache_key(config: DataConfig, source: Source, tokenizer: Tokenizer) -> str:
         "format": CACHE_VERSION,
         "source": source.fingerprint,
         "tokenizer": tokenizer.digest,
-        "config": {name: value for name, value in asdict(config).items() if name not in ("source", "distributions")},
+        "config": {name: value for name, value in settings_of(config).items() if name not in NOT_OF_TOKENS},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -201,14 +206,14 @@ class _SplitWriter:
 
 
 def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
-    train, held_out = (_SplitWriter(folder, split, masked=config.chat) for split in SPLITS)
+    train, held_out = (_SplitWriter(folder, split, masked=not source.learns_all) for split in SPLITS)
     windows: list[tuple[int, int, _Encoded]] = []  # (number of the window in its document, document, window)
-    smallest = 1.0
+    count, smallest = 0, 1.0
     with Progress(f"tokenizing {config.source}", source.size, enabled=progress) as bar:
         for document in source.documents():
             fraction = _hash_fraction(document, config.seed)
-            smallest = min(smallest, fraction)
-            encoded = _encode(document, tokenizer)
+            count, smallest = count + 1, min(smallest, fraction)
+            encoded = _encode_checked(document, tokenizer)
             if fraction < config.held_out:
                 windows += [
                     (at, held_out.num_documents + len(windows), window)
@@ -221,7 +226,7 @@ def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Pat
         held_out.append(window)
     for writer in (train, held_out):
         writer.close()
-    _check_supervision(config, train, held_out, smallest)
+    _check_supervision(config, source, (train, held_out), count, smallest)
     seal(folder)
 
 
@@ -232,17 +237,46 @@ def _hash_fraction(document: Document, seed: int) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
+def _encode_checked(document: Document, tokenizer: Tokenizer) -> _Encoded:
+    try:
+        return _encode(document, tokenizer)
+    except ValueError as reason:
+        raise ValueError(f"{document.where}: {reason}") from None
+
+
 def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
     """Text ends with the tokenizer's end-of-text token; a conversation ends as its template ends it."""
-    if not isinstance(document.content, str):
-        ids, mask = tokenizer.assistant_mask(document.content)
-        spoken = [m["content"] for m in document.content if m["role"] == "assistant" and isinstance(m["content"], str)]
-        num_bytes = sum(len(text.encode()) for text in spoken)
-        return _Encoded(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8), num_bytes)
-    ids = list(tokenizer.encode(document.content, add_special_tokens=True))
+    content = document.content
+    if isinstance(content, str):
+        ids = _ended(tokenizer.encode(content, add_special_tokens=True), tokenizer)
+        return _Encoded(np.array(ids, dtype=np.int32), None, len(content.encode()))
+    if isinstance(content, Completion):
+        return _encode_completion(content, tokenizer)
+    asked, answered = content if isinstance(content, Continuation) else ([], content)
+    ids, mask = tokenizer.assistant_mask([*asked, *answered])
+    if asked:  # earlier answers stand there to be read, not learnt
+        before = tokenizer.chat_token_ids(asked, add_generation_prompt=True)
+        if ids[: len(before)] != before:
+            raise ValueError("the chat template renders the prompt otherwise once a completion follows it")
+        mask = [0] * len(before) + mask[len(before) :]
+    spoken = [m["content"] for m in answered if m["role"] == "assistant" and isinstance(m["content"], str)]
+    num_bytes = sum(len(text.encode()) for text in spoken)
+    return _Encoded(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8), num_bytes)
+
+
+def _encode_completion(content: Completion, tokenizer: Tokenizer) -> _Encoded:
+    """One text; the end of it is learnt too."""
+    ids, mask = tokenizer.completion_mask(*content)
+    ended = _ended(ids, tokenizer)
+    mask += [1] * (len(ended) - len(ids))
+    return _Encoded(np.array(ended, dtype=np.int32), np.array(mask, dtype=np.uint8), len(content.completion.encode()))
+
+
+def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """With the end-of-text token, if the tokenizer has one, once."""
     if tokenizer.eos_token_ids and (not ids or ids[-1] not in tokenizer.eos_token_ids):
-        ids.append(tokenizer.eos_token_ids[0])
-    return _Encoded(np.array(ids, dtype=np.int32), None, len(document.content.encode()))
+        return [*ids, tokenizer.eos_token_ids[0]]
+    return ids
 
 
 def _cut_windows(document: _Encoded, sequence_length: int, tokenizer: Tokenizer) -> list[_Encoded]:
@@ -258,14 +292,24 @@ def _cut_windows(document: _Encoded, sequence_length: int, tokenizer: Tokenizer)
     return windows
 
 
-def _check_supervision(config: DataConfig, train: _SplitWriter, held_out: _SplitWriter, smallest: float) -> None:
-    kind = "assistant tokens in its conversations" if config.chat else "text of at least two tokens"
-    if train.num_labels == 0 and held_out.num_labels > 0:
-        raise ValueError(f"data source {config.source!r}: held_out={config.held_out} leaves nothing to train on")
+def _check_supervision(
+    config: DataConfig, source: Source, splits: tuple[_SplitWriter, _SplitWriter], count: int, smallest: float
+) -> None:
+    """Raises ValueError where a split is empty; `count` documents, the first of them by hash at `smallest`."""
+    train, held_out = splits
+    name = f"data source {config.source!r}"
+    if train.num_labels == 0 and held_out.num_labels == 0:
+        kind = "text of at least two tokens" if source.learns_all else "answers of an assistant, and no completions"
+        raise ValueError(f"{name} supervises no token: it has no {kind}")
+    if config.held_out > 0 and count == 1:
+        raise ValueError(
+            f"{name} is a single document, which cannot be both learnt and held out: give it as several files, or as "
+            'rows of a .jsonl file, {"text": …} on each line'
+        )
     if train.num_labels == 0:
-        raise ValueError(f"data source {config.source!r} supervises no token: it has no {kind}")
+        raise ValueError(f"{name}: held_out={config.held_out} leaves nothing to train on")
     if config.held_out > 0 and held_out.num_labels == 0:
         raise ValueError(
-            f"data source {config.source!r}: held_out={config.held_out} selects none of its {train.num_documents} "
+            f"{name}: held_out={config.held_out} selects none of its {count} "
             f"documents; set held_out above {smallest:.4f} to select at least one, or to 0 to evaluate on nothing"
         )

@@ -1,29 +1,38 @@
 """Where training text comes from: the hub, local files, or the Python standard library's own source.
 
 A source is an ordered stream of documents with a fingerprint of its content. Text files are one document each, in the
-order of a hash of their names, so that the first N are a fair sample of a folder; rows of jsonl, parquet and hub data
-sets keep their order.
+order of a hash of their names, so that the first N are a fair sample of a folder; rows of tables keep their order.
+What a row holds is recognised (`train.rows`); which files hold rows, `train.tables` knows.
 """
 
 import hashlib
 import itertools
-import json
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.files.safe_io import sha256_of
 from model.settings import COUNTS, check, setting
+from train.rows import Content, Message, RowFormat, fields_of, recognise
+from train.tables import TABLES, first_fields, rows_of, table_suffix
+
+__all__ = ["DataConfig", "Document", "Message", "Source", "open_source", "settings_of"]
 
 PYTHON_STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-ROW_SUFFIXES = (".jsonl", ".parquet")
+COMPANIONS = ("json", "csv")
+"""Tables that lie beside other data as often as they are data: in a folder they are read where nothing else is."""
+CARD = "README.md"
+SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""Files by which a folder of `save_to_disk` is known: one table, or several splits."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+NAMES_SHOWN = 5
 
-Message = dict[str, Any]
+NamedFile = tuple[str, Path]
+"""A file with its name inside the source."""
 
 
 @dataclass(frozen=True)
@@ -31,38 +40,55 @@ class DataConfig:
     """Text to train and to measure on. It is tokenized once and cached by its content."""
 
     source: str
-    """`python-stdlib` or a folder of it (`python-stdlib/email`), a local file or folder (.txt, .md, .py, .jsonl,
-    .parquet), or a hub id `org/name`."""
+    """`python-stdlib` or a folder of it (`python-stdlib/email`); a local file or folder: .txt, .md and .py are a text
+    each, .jsonl, .json, .csv (also .gz and .zst) and .parquet hold a document a row, as do folders of `save_to_disk`;
+    or a hub id `org/name`. Rows may hold text, messages, ShareGPT's conversations, Alpaca's instructions, or a prompt
+    and its completion; their fields tell which."""
     sequence_length: int = setting(1024, count=True, range=(2, 1e7))
     """Most tokens a position can look back on; longer documents are cut."""
     held_out: float = setting(0.02, range=(0.0, 0.999))
     """Fraction of the documents that training never sees; chosen by a hash of the document, so that none ever moves."""
     chat: bool = False
-    """Documents are conversations; only the assistant's tokens are labels."""
+    """Read rows that hold both as conversations instead of as text, and a prompt with its completion as two messages.
+    Of conversations only the assistant's tokens are labels."""
     text_field: str = "text"
-    """Field of a record that holds its text."""
+    """Field of a row that holds its text."""
     messages_field: str = "messages"
-    """Field of a record that holds its conversation, with `chat`."""
+    """Field of a row that holds its conversation."""
     subset: str | None = None
     """Configuration of a hub data set."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set, or of a folder of `save_to_disk`."""
     max_documents: int | None = setting(None, count=True, range=COUNTS)
     """Stop after this many documents, counting held-out ones."""
     seed: int = 0
     """Decides which documents are held out."""
     distributions: str | None = None
     """Folder of a teacher's distributions for these documents, as the stage that stores them made it."""
+    prompt_field: str = setting("prompt", later=True)
+    """Field of a row that holds what comes before its completion, which is no label."""
+    completion_field: str = setting("completion", later=True)
+    """Field of a row that holds what is learnt after its prompt."""
 
     def __post_init__(self) -> None:
         check(self)
 
 
-class Document(NamedTuple):
-    """One text, or one conversation, and how much of the source's `size` it stands for."""
+def settings_of(config: DataConfig) -> dict[str, Any]:
+    """As plain data, without settings that came later and are at their default: what caches are named by."""
+    later = [
+        one.name for one in fields(config) if one.metadata.get("later") and getattr(config, one.name) == one.default
+    ]
+    return {name: value for name, value in asdict(config).items() if name not in later}
 
-    content: str | list[Message]
+
+class Document(NamedTuple):
+    """One text, conversation or completion, and how much of the source's `size` it stands for."""
+
+    content: Content
     weight: int
+    where: str
+    """The file or the row that it stands in."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +100,12 @@ class Source:
     size: int
     """Sum of the documents' weights (bytes for files, rows for tables): what progress is measured against."""
     documents: Callable[[], Iterator[Document]]
+    learns_all: bool = True
+    """Whether every token of every document is a label."""
+    format: str = "text"
+    """What a row holds, in words."""
+    left_out: tuple[str, ...] = ()
+    """A sentence for each kind of file that is there and not read."""
 
 
 def open_source(config: DataConfig) -> Source:
@@ -83,7 +115,7 @@ def open_source(config: DataConfig) -> Source:
     path = Path(config.source).expanduser()
     if path.exists():
         return _local(path, config)
-    if path.suffix in TEXT_SUFFIXES + ROW_SUFFIXES or not HUB_ID.fullmatch(config.source):
+    if path.suffix in TEXT_SUFFIXES or table_suffix(path) or not HUB_ID.fullmatch(config.source):
         raise ValueError(f"data source {config.source!r} does not exist on this machine and is no hub id (org/name)")
     return _hub(config)
 
@@ -95,124 +127,159 @@ def _standard_library(config: DataConfig) -> Source:
     root = Path(sysconfig.get_path("stdlib")) / part
     if not root.is_dir():
         raise ValueError(f"the Python standard library has no folder {part!r}")
-    return _text_files(root, config, suffixes=(".py",), skip_folders=("site-packages", "dist-packages"))
+    skipped = {"site-packages", "dist-packages"}
+    found = ((name, file) for name, file in _files_below(root) if file.suffix == ".py")
+    return _text_files([(name, file) for name, file in found if not skipped & set(Path(name).parts)], config)
 
 
 def _local(path: Path, config: DataConfig) -> Source:
-    suffixes = [path.suffix] if path.is_file() else [file.suffix for file in path.rglob("*")]
-    has_text, has_rows = (any(suffix in known for suffix in suffixes) for known in (TEXT_SUFFIXES, ROW_SUFFIXES))
-    if has_text and has_rows and path.is_dir() and not config.chat:
-        raise ValueError(f"{path} holds both text files and tables ({', '.join(ROW_SUFFIXES)}): name one kind")
-    if has_rows:
-        return _row_files(path, config)
-    if config.chat:
-        raise ValueError(f"{path} holds no conversations: chat data is read from {' or '.join(ROW_SUFFIXES)} files")
-    if has_text:
-        return _text_files(path, config)
-    raise ValueError(f"{path} holds no file that can be read as data: {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}")
+    if (path / SAVED).exists() or (path / SAVED_SPLITS).exists():
+        return _saved(path, config)
+    files = _files_below(path)
+    chosen = _chosen(path, files, config)
+    others = [name for name, _ in files if name not in dict(chosen) and not any(map(_is_hidden, Path(name).parts))]
+    left_out = _left_out(path, "of another kind than those that are read", others)
+    if chosen[0][1].suffix in TEXT_SUFFIXES:
+        return _text_files(chosen, config, left_out)
+    return _table_files(path, chosen, config, left_out)
 
 
-def _files_below(path: Path, suffixes: tuple[str, ...], skip_folders: tuple[str, ...] = ()) -> list[tuple[str, Path]]:
-    """Pairs of the name inside `path` and the file, sorted by name."""
+def _chosen(path: Path, files: Sequence[NamedFile], config: DataConfig) -> list[NamedFile]:
+    """The files that are read: of one kind, text or tables."""
+    tables = [(name, file) for name, file in files if table_suffix(file)]
+    rows = [(name, file) for name, file in tables if table_suffix(file).split(".")[1] not in COMPANIONS]
+    texts = [(name, file) for name, file in files if file.suffix in TEXT_SUFFIXES and not (rows and name == CARD)]
+    if config.chat and texts and not tables:
+        raise ValueError(f"{path} holds no conversations: chat data is read from {', '.join(TABLES)} files")
+    if rows and texts and not config.chat:
+        raise ValueError(f"{path} holds both text files ({texts[0][0]}) and tables ({rows[0][0]}): name one kind")
+    chosen = rows or ([] if config.chat else texts) or tables
+    if not chosen:
+        known = ", ".join((*TEXT_SUFFIXES, *TABLES))
+        raise ValueError(f"{path} holds no file that can be read as data: {known}, or a folder of `save_to_disk`")
+    return chosen
+
+
+def _is_hidden(part: str) -> bool:
+    return part.startswith(".")
+
+
+def _left_out(source: str | Path, why: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A sentence about files that are not read, if there are any."""
+    if not names:
+        return ()
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    count = "1 file was" if len(names) == 1 else f"{len(names):,} files were"
+    return (f"{source}: {count} left out ({why}): {', '.join(names[:NAMES_SHOWN])}{more}",)
+
+
+def _files_below(path: Path) -> list[NamedFile]:
+    """All files, sorted by their names inside `path`."""
     if path.is_file():
         return [(path.name, path)]
-    found = ((file.relative_to(path), file) for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-    return sorted((name.as_posix(), file) for name, file in found if not set(name.parts) & set(skip_folders))
+    return sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
 
 
 def _fingerprint(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _text_files(
-    path: Path, config: DataConfig, *, suffixes: tuple[str, ...] = TEXT_SUFFIXES, skip_folders: tuple[str, ...] = ()
-) -> Source:
+def _text_files(files: Sequence[NamedFile], config: DataConfig, left_out: tuple[str, ...] = ()) -> Source:
     """Files that are not UTF-8 are no text and are left out (the standard library tests itself with a few)."""
-    files = _files_below(path, suffixes, skip_folders)
-    files.sort(key=lambda entry: hashlib.sha256(entry[0].encode()).digest())
-    files = files[: config.max_documents]
+    files = sorted(files, key=lambda entry: hashlib.sha256(entry[0].encode()).digest())[: config.max_documents]
+    digests, strange = [], []
+    for name, file in files:
+        raw = file.read_bytes()
+        digests.append(f"{name} {hashlib.sha256(raw).hexdigest()}")
+        if not _is_text(raw):
+            strange.append(name)
+
+    def documents() -> Iterator[Document]:
+        for name, file in files:
+            if name not in strange:
+                raw = file.read_bytes()
+                yield Document(raw.decode("utf-8"), len(raw), str(file))
+
+    left_out += _left_out(config.source, "not UTF-8 text", strange)
+    size = sum(file.stat().st_size for _, file in files)
+    return Source(_fingerprint(digests), size, documents, left_out=left_out)
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _table_files(path: Path, files: Sequence[NamedFile], config: DataConfig, left_out: tuple[str, ...]) -> Source:
+    first = next((found for _, file in files if (found := first_fields(file))), None)
+    if first is None:
+        raise ValueError(f"{path} holds no row")
+    form = recognise(fields_of(first[1], first[0]), config, first[0])
 
     def documents() -> Iterator[Document]:
         for _, file in files:
-            raw = file.read_bytes()
-            try:
-                yield Document(raw.decode("utf-8"), len(raw))
-            except UnicodeDecodeError:
-                continue
-
-    fingerprint = _fingerprint(f"{name} {sha256_of(file)}" for name, file in files)
-    return Source(fingerprint, sum(file.stat().st_size for _, file in files), documents)
-
-
-def _row_files(path: Path, config: DataConfig) -> Source:
-    files = _files_below(path, ROW_SUFFIXES)
-
-    def documents() -> Iterator[Document]:
-        for _, file in files:
-            yield from _jsonl_rows(file, config) if file.suffix == ".jsonl" else _parquet_rows(file, config)
+            for row in rows_of(file, (*form.fields, *form.more_fields)):
+                yield Document(form.content(row.value, row.where), row.weight, row.where)
 
     fingerprint = _fingerprint(f"{name} {sha256_of(file)}" for name, file in files)
     size = sum(file.stat().st_size for _, file in files)
-    return Source(fingerprint, size, lambda: itertools.islice(documents(), config.max_documents))
+    return _of_rows(fingerprint, size, lambda: itertools.islice(documents(), config.max_documents), form, left_out)
 
 
-def _jsonl_rows(file: Path, config: DataConfig) -> Iterator[Document]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as reason:
-                raise ValueError(f"{file}, line {number} is not valid JSON: {reason}") from None
-            yield Document(_content(row, config, f"{file}, line {number}"), len(line))
+def _saved(path: Path, config: DataConfig) -> Source:
+    """A folder that the `datasets` library wrote by `save_to_disk`."""
+    from datasets import load_from_disk
 
-
-def _parquet_rows(file: Path, config: DataConfig) -> Iterator[Document]:
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile
-
-    field = config.messages_field if config.chat else config.text_field
+    if (path / SAVED_SPLITS).exists():
+        path = path / config.split
+        if not path.is_dir():
+            splits = ", ".join(sorted(folder.name for folder in path.parent.iterdir() if folder.is_dir()))
+            raise ValueError(f"{path.parent} has no split {config.split!r}; `split` can be {splits}")
     try:
-        table = ParquetFile(file)
-    except ArrowInvalid as reason:
-        raise ValueError(f"{file} is not a readable parquet file: {reason}") from None
-    if field not in table.schema_arrow.names:
-        raise ValueError(f"{file} has no column {field!r}; its columns are {', '.join(table.schema_arrow.names)}")
-    weight = file.stat().st_size // max(table.metadata.num_rows, 1)
-    number = 0
-    for batch in table.iter_batches(columns=[field]):
-        for row in batch.to_pylist():
-            number += 1
-            yield Document(_content(row, config, f"{file}, row {number}"), weight)
+        table = load_from_disk(str(path))
+    except Exception as reason:  # whatever the library makes of damaged files
+        raise ValueError(f"{path} is no readable folder of `save_to_disk`: {_one_line(reason)}") from None
+    digests = [f"{name} {sha256_of(file)}" for name, file in _files_below(path)]
+    return _dataset(table, config, str(path), lambda table: digests)
 
 
 def _hub(config: DataConfig) -> Source:
     from datasets import load_dataset
 
-    table = load_dataset(config.source, config.subset, split=config.split)
+    try:
+        table = load_dataset(config.source, config.subset, split=config.split)
+    except Exception as reason:  # of the network, the hub, or the files there
+        raise ValueError(f"data source {config.source!r} cannot be loaded from the hub: {_one_line(reason)}") from None
+    return _dataset(table, config, config.source, lambda table: [config.source, table._fingerprint])
+
+
+def _one_line(reason: Exception) -> str:
+    return " ".join(str(reason).split())[:300].rstrip(".") or type(reason).__name__
+
+
+def _dataset(table: Any, config: DataConfig, name: str, identity: Callable[[Any], list[str]]) -> Source:
+    """A table of the `datasets` library."""
     if config.max_documents is not None:
         table = table.select(range(min(config.max_documents, len(table))))
+    form = recognise(table.column_names, config, f"{name}, row 1")
+    wanted = [field for field in (*form.fields, *form.more_fields) if field in table.column_names]
 
     def documents() -> Iterator[Document]:
-        for number, row in enumerate(table, 1):
-            yield Document(_content(row, config, f"{config.source}, row {number}"), 1)
+        for number, row in enumerate(table.select_columns(wanted), 1):
+            where = f"{name}, row {number}"
+            yield Document(form.content(row, where), 1, where)
 
-    return Source(_fingerprint([config.source, table._fingerprint]), len(table), documents)
+    return _of_rows(_fingerprint(identity(table)), len(table), documents, form)
 
 
-def _content(row: Any, config: DataConfig, where: str) -> str | list[Message]:
-    """The text or the conversation in a row, checked; `where` names the row in the error."""
-    field = config.messages_field if config.chat else config.text_field
-    if not isinstance(row, dict) or field not in row:
-        found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no field {field!r} (found: {found})")
-    content = row[field]
-    if not config.chat:
-        if not isinstance(content, str):
-            raise ValueError(f"{where}: {field!r} must be text, not {type(content).__name__}")
-        return content
-    is_list = isinstance(content, list)
-    if not is_list or not all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in content):
-        raise ValueError(f"{where}: {field!r} must be a list of messages, each with a role and a content")
-    return content
+def _of_rows(
+    fingerprint: str,
+    size: int,
+    documents: Callable[[], Iterator[Document]],
+    form: RowFormat,
+    left_out: tuple[str, ...] = (),
+) -> Source:
+    return Source(fingerprint, size, documents, learns_all=form.learns_all, format=form.name, left_out=left_out)

@@ -229,6 +229,19 @@ class Tokenizer:
             tokens = [token for token in tokens if token[1] < end]
         return [index for index, _, _ in tokens], _mark_overlaps(tokens, spans)
 
+    def completion_mask(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Ids of both texts as one, and 1 for each token that holds some of the second, 0 for the others.
+
+        What the tokenizer puts around a text is there too; at its end it belongs to the completion.
+        """
+        try:
+            encoding = self._plain.encode(prompt + completion, add_special_tokens=True)
+        except (TypeError, UnicodeError):
+            raise TokenizerError("Only valid Unicode text can be encoded: no lone surrogates, no bytes.") from None
+        mask = [int(stop > len(prompt)) for _, stop in encoding.offsets]
+        first = mask.index(1) if 1 in mask else len(mask)
+        return encoding.ids, mask[:first] + [1] * (len(mask) - first)
+
     def _hide(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
     ) -> tuple[HiddenText, dict[str, Any]]:

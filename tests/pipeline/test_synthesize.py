@@ -194,8 +194,8 @@ def run_with_data(home: Path, data: str, **settings: Any) -> list[Result]:
 
 
 def test_what_cannot_be_asked_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "asked.jsonl").write_text("")
-    data = f"data.asked={{source: {tmp_path / 'asked.jsonl'}, chat: true}}"
+    (tmp_path / "asked.txt").write_bytes(b"\xff is no text")
+    data = f"data.asked={{source: {tmp_path / 'asked.txt'}}}"
     with pytest.raises(UserError, match="the data set asked holds no prompt"):
         run_with_data(tmp_path, data, prompts="asked")
     with pytest.raises(StageFailed, match=r"keeps no conversation of 9 prompts \(\d prompts: .*too short"):

@@ -161,11 +161,11 @@ def test_a_held_out_document_never_moves(tmp_path: Path, tokenizer: Tokenizer) -
     [
         ([{"text": ""}], {}, "supervises no token"),
         ([{"messages": [{"role": "user", "content": "Hi"}]}], {"chat": True}, "supervises no token: .* assistant"),
-        ([{"text": "abc"}], {"held_out": 0.001}, r"held_out=0.001 selects none of its 1 documents; set held_out above"),
-        ([{"text": "abc"}], {"held_out": 0.999}, "leaves nothing to train on"),
-        ([{"body": "abc"}], {}, r"a.jsonl, line 1 has no field 'text' \(found: body\)"),
+        ([{"text": "ab"}, {"text": "c"}], {"held_out": 1e-3}, r"held_out=0.001 selects none of its 2 documents; set"),
+        ([{"text": "ab"}, {"text": "c"}], {"held_out": 0.999}, "leaves nothing to train on"),
+        ([{"text": "abc"}], {"held_out": 0.001}, "a.jsonl' is a single document, which cannot be both learnt and held"),
+        ([{"text": "abc"}], {"held_out": 0.999}, "a.jsonl' is a single document, which cannot be both learnt and held"),
         ([{"text": 3}], {}, "'text' must be text, not int"),
-        ([[]], {}, "line 1 has no field 'text'"),
         ([{"messages": "Hi"}], {"chat": True}, "must be a list of messages"),
     ],
 )

@@ -16,6 +16,7 @@ from pipeline.stages.synthesize import filters
 from pipeline.stages.synthesize.config import FILE_NAME, Synthesize
 from pipeline.stages.synthesize.report import Drop, Sample, SynthesizeDetails
 from pipeline.stages.synthesize.writer import CUT, LEAKED, ServedWriter, Writer, Written
+from train.rows import Completion, Continuation
 from train.sources import Document, Message, open_source
 
 log = logging.getLogger(__name__)
@@ -149,11 +150,12 @@ def _given_prompts(context: StageContext) -> Asked:
 
 def _asked_in(document: Document) -> Conversation:
     """All that comes before the last answer of a conversation; a text is what a user says."""
-    if isinstance(document.content, str):
-        return [{"role": "user", "content": document.content.strip()}]
-    roles = [message["role"] for message in document.content]
+    content = document.content.prompt if isinstance(document.content, Completion | Continuation) else document.content
+    if isinstance(content, str):
+        return [{"role": "user", "content": content.strip()}]
+    roles = [message["role"] for message in content]
     last = len(roles) - roles[::-1].index("user") if "user" in roles else 0
-    return document.content[:last]
+    return content[:last]
 
 
 def _says_something(prompt: Conversation) -> bool:
