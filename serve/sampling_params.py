@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 MAX_SEED = 2**63 - 1
 Pooling = Literal["mean", "last"]
+MAX_GRAMMAR_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class SamplingParams:
     """How to continue one prompt. Names and meanings follow vLLM and OpenAI; the defaults sample from the model itself.
 
     The distribution of a token is built in this order: `min_tokens` mask, `logit_bias`, repetition, frequency and
-    presence penalty, `allowed_token_ids` and `bad_words`, temperature, then `top_k`, `top_p` and `min_p` cut its tail.
+    presence penalty, `grammar`, `allowed_token_ids` and `bad_words`, temperature, then `top_k`, `top_p` and `min_p`
+    cut its tail.
     """
 
     temperature: float = 1.0
@@ -49,6 +51,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """The token that would complete one of these words, as the tokenizer spells it at the beginning of a text or behind
     a space, has probability 0, unless nothing else is allowed."""
+    grammar: str | None = None
+    """What the output must be, as `serve.grammar` writes it of a JSON schema, a regular expression, a list of choices.
+    It ends where the grammar may, or at a stop condition."""
     max_tokens: int = 16
     """Most output tokens of each choice."""
     min_tokens: int = 0
@@ -126,9 +131,19 @@ class SamplingParams:
                 _require_integer(name, token, 0, vocab_size - 1)
         if self.allowed_token_ids == ():
             raise ValueError("allowed_token_ids must name at least one token")
+        self._check_grammar()
         for token, bias in self.logit_bias.items():
             _require_integer("logit_bias token id", token, 0, vocab_size - 1)
             _require_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, str) or len(self.grammar.encode()) > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"grammar must be a text of at most {MAX_GRAMMAR_BYTES} bytes")
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with a grammar, which alone says where an output may end")
 
 
 def _require_integer(name: str, value: Any, low: int, high: int | None) -> None:

@@ -151,6 +151,7 @@ class Engine:
         )
         self.add_request, self.abort = self.requests.add, self.requests.abort
         self.set_token_mask = self.requests.set_token_mask
+        self.grammars = self.requests.grammars
         kind = draft_kind(config.draft or (None if models.draft is None else DRAFT_MODEL))
         self.state = BatchState(
             config.max_num_seqs,

@@ -6,6 +6,7 @@ HTTP process starts a fresh one, which is safer than going on with half a step a
 """
 
 import argparse
+import concurrent.futures
 import ctypes
 import logging
 import os
@@ -14,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from serve.engine.engine import Engine
 
 PR_SET_PDEATHSIG = 1
+COMPILE_POLL_S = 0.02
+"""How long an idle engine waits for a grammar before it listens again."""
 log = logging.getLogger("potstill.engine")
 
 
@@ -72,6 +76,39 @@ class EngineSocket:
         return data
 
 
+class GrammarQueue:
+    """Requests whose grammar is being compiled, in a thread, while the others' steps go on."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._pool = ThreadPoolExecutor(1, "grammars")
+        self._waiting: dict[str, tuple[Add, Future[object]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def takes(self, message: Add) -> bool:
+        """Whether the request has to wait; then it does so here."""
+        grammar = message.params.grammar
+        if grammar is None or self._engine.grammars.has(grammar):
+            return False
+        self._waiting[message.request_id] = message, self._pool.submit(self._engine.grammars.compile, grammar)
+        return True
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, if it waits here."""
+        self._waiting.pop(request_id, None)
+
+    def take_ready(self, *, wait: bool) -> list[Add]:
+        """Those that need wait no longer, whatever became of their grammar; `wait`: nothing else is to be done."""
+        if wait and self._waiting:
+            concurrent.futures.wait([work for _, work in self._waiting.values()], COMPILE_POLL_S, FIRST_COMPLETED)
+        ready = [message for message, work in self._waiting.values() if work.done()]
+        for message in ready:
+            del self._waiting[message.request_id]
+        return ready
+
+
 class EngineLoop:
     """Drives an engine for the HTTP process until told to stop."""
 
@@ -79,6 +116,7 @@ class EngineLoop:
         self._engine = engine
         self._connection = connection
         self._queue_wait_s = queue_wait_s
+        self._grammars = GrammarQueue(engine)
         self._queued: set[str] = set()
         self._stopping = False
 
@@ -86,8 +124,10 @@ class EngineLoop:
         """Returns on Shutdown; raises EOFError when the other side is gone."""
         self._engine.on_schedule = self._report_starts
         while True:
-            for message in self._connection.receive(wait=not self._engine.has_work()):
+            for message in self._connection.receive(wait=not (self._engine.has_work() or self._grammars)):
                 self._handle(message)
+            for waited in self._grammars.take_ready(wait=not self._engine.has_work()):
+                self._add(waited)
             if self._stopping:
                 return
             if self._engine.has_work():
@@ -120,7 +160,8 @@ class EngineLoop:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Add():
-                self._add(message)
+                if not self._grammars.takes(message):
+                    self._add(message)
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._abort(request_id)
@@ -139,6 +180,7 @@ class EngineLoop:
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
+        self._grammars.abort(request_id)
         self._queued.discard(request_id)
 
 
@@ -160,6 +202,7 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
     began = time.monotonic()
     engine = Engine(config)
     warm_up(engine)
+    engine.grammars.prepare()
     return engine, Ready(
         model=config.model,
         draft=config.draft,

@@ -15,8 +15,10 @@ import numpy as np
 from model.text.detokenizer import StreamDecoder
 from model.text.tokenizer import Tokenizer
 from serve.config import NO_ADAPTER, EngineConfig
+from serve.engine.grammars import Grammars
 from serve.engine.kv_cache import BlockTable, pages_for
 from serve.engine.token_mask import BothMasks, TokenMask, WordMask
+from serve.grammar import GrammarError
 from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from serve.sampling_params import MAX_SEED, SamplingParams
 
@@ -117,7 +119,7 @@ class Sequence:
 
     mask: TokenMask | None = None
     """Which tokens may come next; None: all."""
-    word_mask: WordMask | None = None
+    own_mask: TokenMask | None = None
     """What its parameters say of that; part of `mask`."""
     batch_row: int = -1
     """Its row in the running batch, where the device keeps its state; -1 while it has none."""
@@ -213,6 +215,8 @@ class Requests:
     ) -> None:
         """`enqueue` takes the first choice of a new request; `release` frees whatever a sequence still holds."""
         self.limits = limits
+        self.grammars = Grammars(tokenizer, num_scores=limits.num_scores, eos_token_ids=limits.eos_token_ids)
+        """What grammars of requests are compiled to."""
         self.num_prompt_tokens = self.num_generation_tokens = 0
         """Of all requests since the engine started; prompts count once they have been computed."""
         self._tokenizer = tokenizer
@@ -250,7 +254,7 @@ class Requests:
         self._check(request_id, prompt_token_ids, params)
         number = self._adapter_number(adapter)
         ends = (() if params.ignore_eos else self.limits.eos_token_ids) + params.stop_token_ids
-        mask = self._word_mask(params, ends)
+        masks = self._own_masks(params, ends)
         choices = [
             Sequence(
                 id=self._next_id + index,
@@ -268,9 +272,9 @@ class Requests:
                 text=self._text_stream(params),
                 adapter=number,
                 mask=mask,
-                word_mask=mask,
+                own_mask=mask,
             )
-            for index in range(params.n)
+            for index, mask in enumerate(masks)
         ]
         self._next_id += params.n
         leader = choices[0]
@@ -278,8 +282,7 @@ class Requests:
         leader.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         self._requests[request_id] = choices
         self._sequences |= {sequence.id: sequence for sequence in choices}
-        if mask is not None:
-            self._masked |= {sequence.id for sequence in choices}
+        self._masked |= {sequence.id for sequence in choices if sequence.mask is not None}
         self._enqueue(leader)
 
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
@@ -316,6 +319,14 @@ class Requests:
         )
         return TextStream(decoder, params.stop, shows_stop=params.include_stop_str_in_output)
 
+    def _own_masks(self, params: SamplingParams, ends: tuple[int, ...]) -> list[TokenMask | None]:
+        """Of each choice."""
+        words = self._word_mask(params, ends)
+        if params.grammar is None:
+            return [words] * params.n
+        grammars = [self.grammars.mask(params.grammar) for _ in range(params.n)]
+        return [grammar if words is None else BothMasks(words, grammar) for grammar in grammars]
+
     def _word_mask(self, params: SamplingParams, ends: tuple[int, ...]) -> WordMask | None:
         if params.allowed_token_ids is None and not params.bad_words:
             return None
@@ -330,7 +341,7 @@ class Requests:
     def set_token_mask(self, request_id: str, mask: TokenMask) -> None:
         """From here on let all choices of a request emit only what the mask allows. KeyError for an unknown request."""
         for sequence in self._requests[request_id]:
-            sequence.mask = mask if sequence.word_mask is None else BothMasks(sequence.word_mask, mask)
+            sequence.mask = mask if sequence.own_mask is None else BothMasks(sequence.own_mask, mask)
             self._masked.add(sequence.id)
 
     @property
@@ -369,9 +380,9 @@ class Requests:
         """End sequences whose computation raised; clients get one sentence without internals, the log gets it all."""
         log.error("request %s failed", sequences[0].request_id, exc_info=error)
         outputs = self._finish_all(sequences, "error")
-        is_numeric = isinstance(error, NonFiniteLogitsError)
+        is_told = isinstance(error, NonFiniteLogitsError | GrammarError)
         for output in outputs:
-            output.error = "the model's scores are not numbers" if is_numeric else "the engine failed on this request"
+            output.error = str(error) if is_told else "the engine failed on this request"
         return outputs
 
     def extend(

@@ -43,9 +43,11 @@ from kernels.sampling.verification import match_drafts, verify
 from serve.engine.batch_state import BatchState, Download, upload
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.requests import NonFiniteLogitsError, Sequence
-from serve.engine.token_mask import allowed_tokens, forbid
+from serve.engine.token_mask import WORD_BITS, forbid
 from serve.outputs import TokenLogprobs
 
+LEAST_GUESS = -1e4
+"""What a draft at least says of a token: where a mask allows only those that it never says, it must guess one."""
 GPU_ROWS_PER_BLOCK = 512
 """Enough to keep a GPU busy; more distributions at a time would take memory from the pages."""
 
@@ -115,7 +117,7 @@ class PendingSamples:
         for at, (number, sequence) in enumerate(zip(self.numbers, self.sequences, strict=True)):
             emitted, num_top = tokens[at][: accepted[at] + 1], sequence.params.logprobs
             if emitted[-1] < 0:
-                samples[number] = Sampled(sequence, error=NonFiniteLogitsError("logits are not finite"))
+                samples[number] = Sampled(sequence, error=NonFiniteLogitsError("the model's scores are not numbers"))
                 continue
             entries = None
             if scores is not None and num_top is not None:
@@ -234,6 +236,8 @@ class Sampler:
         by_rejection: it will be verified by rejection, which asks for what it was drawn from.
         """
         logits, probabilities = self._on_own_vocabulary(logits), None
+        if rows.masked:
+            logits = logits.clamp_min(LEAST_GUESS)
         if by_rejection:
             probabilities = self.probabilities(logits, rows)
             tokens = race(probabilities, self.state.stream(rows.batch_rows, rows.positions), Purpose.DRAFT)
@@ -272,13 +276,14 @@ class Sampler:
     def _mask(self, scores: Tensor, rows: Rows) -> Tensor:
         """The scores with minus infinity for what masks forbid; the host reads the draft tokens that decide it."""
         numbers = [number for number, _, _ in rows.masked]
-        drafted = self.state.drafts(rows.batch_rows[numbers], rows.most_before).tolist()
-        allowed = [
-            allowed_tokens(sequence.mask, sequence.tokens[sequence.num_prompt_tokens :], tokens[:ahead])
-            for (_, sequence, ahead), tokens in zip(rows.masked, drafted, strict=True)
-            if sequence.mask is not None
-        ]
-        return forbid(scores, numbers, allowed)
+        drafted: list[list[int]] = [[] for _ in numbers]
+        if rows.most_before:
+            drafted = self.state.drafts(rows.batch_rows[numbers], rows.most_before).tolist()
+        words = np.zeros((len(numbers), -(-scores.shape[1] // WORD_BITS)), dtype=np.int32)
+        for row, (_, sequence, ahead), tokens in zip(words, rows.masked, drafted, strict=True):
+            if sequence.mask is not None:
+                sequence.mask.fill(row, sequence.tokens[sequence.num_prompt_tokens :], tokens[:ahead])
+        return forbid(scores, numbers, words)
 
 
 def _adjusts(sequence: Sequence, position: int) -> bool:

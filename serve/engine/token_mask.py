@@ -7,26 +7,52 @@ after the draft tokens before that row; so with draft tokens the output is distr
 The host must know a token before it can say what may follow: while a request with a mask runs, each step is read before
 the next is launched, and draft tokens are read between two passes of the draft. Without masks nothing here is entered.
 
-V vocabulary, M rows with a mask.
+On its way to the scores a row of a mask is words of 32 bits, the lowest bit of the first for token 0.
+
+V vocabulary, M rows with a mask, W words of a row.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+WORD_BITS = 32
 
-class TokenMask(Protocol):
+
+class TokenMask(ABC):
     """What may follow; `Engine.set_token_mask` gives one to a request."""
 
+    @abstractmethod
+    def fill(self, row: np.ndarray, output: SequenceOf[int], drafted: SequenceOf[int]) -> None:
+        """Write into `row [W]` int32 which tokens may follow these output and draft tokens; at least one must.
+
+        Behind a draft token that was not allowed it may be anything: nobody looks at what follows.
+        """
+
+
+class PlainMask(TokenMask):
+    """A mask that is worked out anew for every row."""
+
+    @abstractmethod
     def allowed(self, output: SequenceOf[int]) -> np.ndarray:
         """`[V]` bool: which tokens may follow these output tokens, all allowed ones; at least one must be."""
 
+    def fill(self, row: np.ndarray, output: SequenceOf[int], drafted: SequenceOf[int]) -> None:
+        allowed = self.allowed(output)
+        for number, token in enumerate(drafted, 1):
+            if not allowed[token]:
+                row.fill(-1)
+                return
+            allowed = self.allowed([*output, *drafted[:number]])
+        bits = np.packbits(allowed, bitorder="little")
+        row.view(np.uint8)[: len(bits)] = bits
 
-class WordMask:
+
+class WordMask(PlainMask):
     """`allowed_token_ids` and `bad_words` of a request: the last token of a word may not follow those before it.
 
     Where that would leave nothing, a bad word is written: some token must follow.
@@ -54,33 +80,33 @@ class WordMask:
         return free if free.any() else base
 
 
-class BothMasks:
+class BothMasks(TokenMask):
     """What both masks allow; where they allow nothing in common, what the second does."""
 
     def __init__(self, first: TokenMask, second: TokenMask) -> None:
         self._first, self._second = first, second
 
-    def allowed(self, output: SequenceOf[int]) -> np.ndarray:
-        second = self._second.allowed(output)
-        both = self._first.allowed(output) & second
-        return both if both.any() else second
+    def fill(self, row: np.ndarray, output: SequenceOf[int], drafted: SequenceOf[int]) -> None:
+        other = np.zeros_like(row)
+        self._first.fill(other, output, drafted)
+        self._second.fill(row, output, drafted)
+        if (row & other).any():
+            row &= other
 
 
-def allowed_tokens(mask: TokenMask, output: SequenceOf[int], drafted: SequenceOf[int]) -> np.ndarray:
-    """`[V]` bool: what may follow the output and draft tokens; everything behind a token that was not allowed.
-
-    Such a token is never accepted, so nobody looks at what is behind it, and the mask is not asked.
-    """
-    allowed = mask.allowed(output)
-    for number, token in enumerate(drafted, 1):
-        if not allowed[token]:
-            return np.ones_like(allowed)
-        allowed = mask.allowed([*output, *drafted[:number]])
-    return allowed
-
-
-def forbid(scores: Tensor, rows: list[int], allowed: list[np.ndarray]) -> Tensor:
-    """`scores [N, V]` with minus infinity for what is not allowed, `[V]` bool for each of `rows`; others unchanged."""
+def forbid(scores: Tensor, rows: list[int], words: np.ndarray) -> Tensor:
+    """`scores [N, V]` with minus infinity for what `words [M, W]` forbid in each of `rows`; other rows unchanged."""
+    allowed = _bits(words, scores.shape[1], scores.device)
+    if len(rows) == len(scores):
+        return torch.where(allowed, scores, -torch.inf)
     index = torch.tensor(rows, device=scores.device)
-    masks = torch.from_numpy(np.stack(allowed)).to(scores.device)
-    return scores.index_copy(0, index, scores.index_select(0, index).masked_fill(~masks, -torch.inf))
+    return scores.index_copy(0, index, torch.where(allowed, scores.index_select(0, index), -torch.inf))
+
+
+def _bits(words: np.ndarray, count: int, device: torch.device) -> Tensor:
+    """The first `count` bits of each row, `[M, count]` bool, on the device."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(words.view(np.uint8), axis=1, count=count, bitorder="little").view(bool))
+    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
+    on_device = torch.from_numpy(words).pin_memory().to(device, non_blocking=True)
+    return ((on_device[:, :, None] >> shifts) & 1).flatten(1)[:, :count].bool()

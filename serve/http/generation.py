@@ -13,8 +13,9 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -23,10 +24,12 @@ from starlette.types import Receive, Scope, Send
 
 from serve.http.engine_client import Call, EngineClient
 from serve.http.errors import ApiError, invalid, late
+from serve.http.grammar_check import GrammarChecker
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions
-from serve.http.requests import GenerationRequest, StreamOptions
+from serve.http.requests import GRAMMAR_FIELDS, GenerationRequest, StreamOptions
 from serve.http.responses import DONE, CompletionTokensDetails, PromptLogprob, PromptTokensDetails, Usage, encoder
+from serve.http.structured_outputs import Grammar, grammar_of
 from serve.messages import Ready
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
     from serve.http.tools.formats import Formats
 
+Result = TypeVar("Result")
 LOWEST = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold; vLLM writes the same."""
 SEND_S = 30.0
@@ -53,6 +57,11 @@ class Service:
     formats: "Formats"
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+    @cached_property
+    def grammars(self) -> GrammarChecker:
+        """Tries what requests want their output to be."""
+        return GrammarChecker(self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 unless the request means the model that is served, or one of its adapters."""
@@ -129,6 +138,12 @@ class Reply(ABC, Generic[Request]):
     def shown_ids(self, token_ids: list[int]) -> list[int] | msgspec.UnsetType:
         """Token ids for the response, where return_token_ids asks for them."""
         return token_ids if self.request.return_token_ids else msgspec.UNSET
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the output must be, if the request says so. ApiError 400 where it says it wrongly."""
+        said = any(getattr(self.request, name) is not None for name in GRAMMAR_FIELDS)
+        return grammar_of(self.request) if said else None
 
     @abstractmethod
     def tokenize(self) -> list[list[int]]:
@@ -256,11 +271,10 @@ class GenerationResponse:
         if engine.info is None:
             raise engine.absence()
         prompts = reply.prompt_ids = [reply.truncated(prompt, engine.info.max_model_len) for prompt in prompts]
-        params = reply.params(check_prompts(prompts, reply.max_tokens or 1, engine.info))
-        try:
-            params.validate(engine.info.vocab_size)
-        except ValueError as error:
-            raise invalid(str(error), str(error).split()[0]) from None
+        room = check_prompts(prompts, reply.max_tokens or 1, engine.info)
+        params = self._params(room, engine.info.vocab_size)
+        if reply.grammar is not None:
+            await self._in_time(call, self._service.grammars.check(reply.grammar))
         call.submit(
             prompts,
             params,
@@ -270,10 +284,23 @@ class GenerationResponse:
         )
         return params
 
+    def _params(self, room: int, vocab_size: int) -> SamplingParams:
+        params, grammar = self._reply.params(room), self._reply.grammar
+        if grammar is not None:
+            params = replace(params, grammar=grammar.text)
+        try:
+            params.validate(vocab_size)
+        except ValueError as error:
+            raise invalid(str(error), str(error).split()[0]) from None
+        return params
+
     async def _tokenize(self, call: Call) -> list[list[int]]:
+        return await self._in_time(call, asyncio.to_thread(self._reply.tokenize))
+
+    async def _in_time(self, call: Call, work: Awaitable[Result]) -> Result:
         try:
             async with asyncio.timeout_at(call.deadline):
-                return await asyncio.to_thread(self._reply.tokenize)
+                return await work
         except TimeoutError:
             raise late() from None
 

@@ -33,13 +33,9 @@ UNSUPPORTED = {
     "prediction": "prediction is not supported: drafts come from the server's own",
     "web_search_options": "web_search_options is not supported: potstill reads nothing but the request",
     "reasoning_effort": "reasoning_effort is not supported: use chat_template_kwargs.enable_thinking",
-    "guided_json": "guided_json is not supported: potstill does not constrain output yet",
-    "guided_regex": "guided_regex is not supported: potstill does not constrain output yet",
-    "guided_grammar": "guided_grammar is not supported: potstill does not constrain output yet",
-    "guided_choice": "guided_choice is not supported: potstill does not constrain output yet",
 }
 """Fields that clients do send, with a better sentence than "unknown", unless a kind of request has them."""
-NULL_DEPTHS = {"messages": 3, "tools": 2, "response_format": 2, "stream_options": 1}
+NULL_DEPTHS = {"messages": 3, "tools": 2, "response_format": 2, "structured_outputs": 1, "stream_options": 1}
 """How deep in these fields null means "not given"; further in are JSON schemas, where it is a value."""
 
 AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
@@ -162,10 +158,6 @@ def _check_chat(request: ChatRequest, limits: RequestLimits) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     _check_limit("top_logprobs", request.top_logprobs or 0, limits.max_logprobs)
-    if request.response_format is not None and request.response_format.type != "text":
-        kind = request.response_format.type
-        text = f"response_format {kind} is not supported: potstill does not constrain output yet"
-        raise _unsupported(text, "response_format")
     if request.tool_choice not in (None, "auto", "none"):
         raise _unsupported('tool_choice must be "auto" or "none": calls cannot be forced yet', "tool_choice")
     if request.continue_final_message:

@@ -26,6 +26,13 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 SomeText = Annotated[str, Meta(min_length=1)]
 ShortText = Annotated[str, Meta(max_length=512)]
+JsonSchema = dict[str, Any] | bool
+Choices = Annotated[list[str], Meta(min_length=1)]
+GRAMMAR_FIELDS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "guided_whitespace_pattern",
+)
+"""What says in a request what the output must be."""
 Labels = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)]
 
 
@@ -40,6 +47,41 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM: usage so far in every chunk."""
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The schema of a response format; name and description are labels."""
+
+    schema: JsonSchema
+    name: ShortText | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """It is always kept to."""
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI: what the output must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM: what the output must be, said by exactly one of the first five."""
+
+    json: str | JsonSchema | None = None
+    """A JSON schema, as an object or as its text."""
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    """Context-free: in Lark, or in GBNF."""
+    json_object: Literal[True] | None = None
+    whitespace_pattern: str | None = None
+    """Of JSON: a regular expression of what may stand between its parts."""
+    disable_any_whitespace: bool | None = None
+    """Of JSON: nothing may."""
+    disable_fallback: bool | None = None
+    """There is one library, and no other to fall back to."""
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -88,6 +130,14 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """OpenAI, earlier: how many choices are made to choose n from; 1, or n."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    """vLLM, earlier: the fields of structured_outputs, one by one."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -180,12 +230,6 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     function: FunctionDefinition
 
 
-class ResponseFormat(msgspec.Struct):
-    """Only `{"type": "text"}` is served; other types are refused before this is read."""
-
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class ChatTemplateArguments(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The arguments that a request may hand to the chat template: a closed list, since templates are programs."""
 
@@ -213,7 +257,6 @@ class ChatRequest(GenerationRequest):
     documents: Annotated[list[dict[str, Any]], only([], because="put them into a message")] | None = None
     echo: Annotated[bool, only(False, because="potstill does not repeat the last message")] | None = None
     add_special_tokens: Annotated[bool, only(False, because="the template writes them")] | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: ChatTemplateArguments | None = None

@@ -143,7 +143,8 @@ async def _serve(
     metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
     engine = EngineClient(options, metrics, command=engine_command)
     formats = formats_of(tokenizer, options.tool_call_parser, options.reasoning_parser)
-    app = build_app(Service(options, engine, tokenizer, metrics, formats), tracer)
+    service = Service(options, engine, tokenizer, metrics, formats)
+    app = build_app(service, tracer)
     web = _Uvicorn(
         uvicorn.Config(
             app,
@@ -172,6 +173,7 @@ async def _serve(
         await _drain(engine, options.drain_s, hurry)
     finally:
         await engine.stop()
+        await service.grammars.close()
         web.should_exit = True
         await serving
     if engine.failure is not None:

@@ -46,6 +46,13 @@ class Queues:
     running: list[Scripted] = field(default_factory=list)
 
 
+class NoGrammars:
+    """What stands in for compiled grammars: none is compiled, and all output is the script's."""
+
+    def has(self, grammar: str) -> bool:
+        return True
+
+
 class ScriptedEngine:
     """The part of `serve.engine.engine.Engine` that the engine process uses."""
 
@@ -56,6 +63,7 @@ class ScriptedEngine:
             time.sleep(3)
         self.config = config
         self.scheduler = Queues()
+        self.grammars = NoGrammars()
         self.steps = 0
         self.on_schedule: Callable[[], None] = lambda: None
 

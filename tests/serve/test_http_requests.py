@@ -136,7 +136,7 @@ MALFORMED: list[tuple[str, bytes]] = [
         b'{"messages": [{"role": "user", "content": 5}]}',
         b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}',
         b'{"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 0}',
-        b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}',
+        b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema"}}',
         b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}',
         b'{"messages": [{"role": "user", "content": "a"}], "continue_final_message": true}',
     )

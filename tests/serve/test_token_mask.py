@@ -11,6 +11,7 @@ import torch
 
 from model.transformer import Transformer
 from serve.engine.engine import Engine
+from serve.engine.token_mask import PlainMask
 from serve.sampling_params import SamplingParams
 from tests.serve.test_speculation import FIRST, NUM_SEQUENCES, V, exact_joint, noisy_twin, p_value, tables
 from tests.serve.toys import VOCAB_SIZE, TableModel, drain, generate, greedy, make_engine, random_prompts
@@ -20,7 +21,7 @@ PROMPTS = random_prompts(6, seed=1)
 NUM_TOKENS = 20
 
 
-class Alternating:
+class Alternating(PlainMask):
     """Even and odd tokens in turn, even ones first."""
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
