@@ -229,6 +229,8 @@ class ModelConfig:
         transformers refuses a Llama whose heads do not divide its channels, though none else: such a one becomes a
         Mistral without a window, which is the same function. Raises ConfigError for what cannot be.
         """
+        if not self.kind.has_norms_before_alone:
+            raise ConfigError(f"{self.family} norms what its blocks add, so only whole layers can leave such a model")
         heads = _part("heads", heads, self.num_query_heads)
         mlp = _part("mlp", mlp, self.intermediate_size)
         hidden = _part("hidden", hidden, self.hidden_size)
@@ -257,14 +259,15 @@ class ModelConfig:
         layers, query, kv = self.num_layers, self.num_query_heads * self.head_dim, sum(self.kv_heads) * self.head_dim
         attention = self.hidden_size * 2 * (layers * query + kv)
         attention += self.qkv_bias * (layers * query + 2 * kv) + self.output_bias * layers * self.hidden_size
-        attention += self.qk_norm * layers * 2 * self.head_dim
+        normed = layers * query + kv if self.kind.norms_whole_projections else layers * 2 * self.head_dim
+        attention += self.qk_norm * normed
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         routers = len(self.mixture_of_depths.layers) if self.mixture_of_depths else 0
         return (
             attention
-            + layers * (mlp + 2 * self.hidden_size)
+            + layers * (mlp + self.kind.num_norms * self.hidden_size)
             + embeddings
             + self.hidden_size
             + routers * (self.hidden_size + 1)

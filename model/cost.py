@@ -355,10 +355,14 @@ class _Arithmetic:
         """Kept by one layer where nothing is recomputed."""
         config, item = self.config, self.item
         queries, keys = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        token = 2 * (self.stream * config.hidden_size + FULL) + item * (queries + 2 * keys)
+        norms = config.kind.norms
+        before, behind = (sum(name is not None for name in names) for names in (norms[::2], norms[1::2]))
+        token = before * self.stream * config.hidden_size + behind * item * config.hidden_size
+        token += FULL * config.kind.num_norms + item * (queries + 2 * keys)
         token += 2 * item * config.intermediate_size
         if config.qk_norm:
-            token += item * (queries + keys) + FULL * (config.num_query_heads + config.num_kv_heads)
+            rows = 2 if config.kind.norms_whole_projections else config.num_query_heads + config.num_kv_heads
+            token += item * (queries + keys) + FULL * rows
         inputs = {"q_proj k_proj v_proj": config.hidden_size, "o_proj": queries}
         inputs |= {"gate_proj up_proj": config.hidden_size, "down_proj": config.intermediate_size}
         saved = sum(self._inputs(names.split(), size) for names, size in inputs.items())

@@ -59,8 +59,10 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
         self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.norms_whole = config.qk_norm and config.kind.norms_whole_projections
+        normed = (query, kv) if self.norms_whole else (config.head_dim, config.head_dim)
+        self.q_norm = RMSNorm(normed[0], config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(normed[1], config.rms_norm_eps) if config.qk_norm else None
         self.qkv: FusedLinear | None = None
         self.output: FusedLinear | None = None
 
@@ -84,14 +86,18 @@ class SelfAttention(nn.Module):
         return self.o_proj(mixed) if output is None else output.outputs(mixed, slots, count)[0]
 
     def _norms(self) -> HeadNorms | None:
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None or self.k_norm is None or self.norms_whole:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def _project(self, x: Tensor, slots: Tensor | None, count: Tensor | None) -> tuple[Tensor, ...]:
         if (qkv := self.qkv) is not None:
-            return qkv.outputs(x, slots, count)
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            q, k, v = qkv.outputs(x, slots, count)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.norms_whole and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.add(q, None)[0], self.k_norm.add(k, None)[0]
+        return q, k, v
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
         self.qkv = FusedLinear({"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}, choices, dtype)

@@ -38,7 +38,7 @@ def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
         "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "olmo2"),
         "bos_token_id": 0,
         "eos_token_ids": (1,),
         # Wide enough that logits differ clearly from token to token.

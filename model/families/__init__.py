@@ -1,1 +1,1 @@
-"""Model families: one file each, with how its fields["json"] is read and written and what its layers have."""
+"""Model families: one file each, with how its config.json is read and written and what its layers have."""

@@ -27,6 +27,7 @@ class NormNames(NamedTuple):
 
 
 LLAMA_NORMS = NormNames()
+NORMS_BEHIND = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
 def _nothing(of: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,12 +46,23 @@ class Family:
     write: Callable[[Fields], dict[str, Any]] = _nothing
     """What config.json has besides the shared fields, to be read back by `read` and by transformers."""
     norms: NormNames = LLAMA_NORMS
+    norms_whole_projections: bool = False
+    """Whether norms of queries and keys, where there are some, are over all heads together."""
+
+    @property
+    def num_norms(self) -> int:
+        """Of a layer's stream and of what its blocks add."""
+        return sum(name is not None for name in self.norms)
 
     @property
     def has_norms_before_alone(self) -> bool:
         """Whether each block reads a norm of the stream, and adds to the stream just what it computes."""
-        names = self.norms
-        return None not in (names.before_attention, names.before_mlp) and names.behind_attention is names.behind_mlp
+        return self.has_norms_before and self.norms.behind_attention is None and self.norms.behind_mlp is None
+
+    @property
+    def has_norms_before(self) -> bool:
+        """Whether each block reads a norm of the stream."""
+        return self.norms.before_attention is not None and self.norms.before_mlp is not None
 
 
 def all_layers(raw: Raw, value: Any) -> tuple[Any, ...]:

@@ -68,6 +68,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "olmo2": ("olmo2", {"tie_word_embeddings": False}),
+    "olmo2-biases-tied": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "granite-tied-biases": (
         "granite",
         {"logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},

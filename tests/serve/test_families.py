@@ -18,11 +18,11 @@ from model.transformer import Transformer
 from tests.model.paged_cache import PagedCache
 from tests.model.test_families import their_model
 from tests.serve.toys import generate, greedy, make_engine, random_prompts
-from tests.tiny import full_logits
+from tests.tiny import full_logits, tiny_config
 from tests.train.toy import batch_of
 from train.objectives import LanguageModelling
 
-NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows", "granite")
+NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows", "granite", "olmo2")
 """One entry of each family in tests/model/test_families.py."""
 # Blocks of 64 weights fill rows, which bitsandbytes' compiled code needs.
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -124,3 +124,21 @@ def test_nf4_and_an_adapter_on_it_open_in_their_tools(folder: Path, tmp_path: Pa
     with_adapter = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert_same(ours, with_adapter)
     assert_same(ours.fuse(), with_adapter)
+
+
+def test_what_a_family_cannot_go_through_is_one_sentence() -> None:
+    """Norms behind the blocks leave nothing to fold scales into, and no narrower or routed layer that is known."""
+    from compress.gqa import GroupingError, check_convertible
+    from model.config import ConfigError
+    from pipeline.errors import UserError
+    from pipeline.stages.quantize import run as quantize
+    from pipeline.stages.quantize.config import Quantize
+
+    olmo2 = tiny_config("olmo2")
+    with pytest.raises(ConfigError, match="olmo2 norms what its blocks add, so only whole layers can leave"):
+        olmo2.narrow(mlp=64)
+    with pytest.raises(GroupingError, match="olmo2 normalises all keys of a token together"):
+        check_convertible(olmo2, [1, 1], "mean")
+    with pytest.raises(UserError, match="quantize: awq divides norms by its scales, but models of the family olmo2"):
+        quantize.weight_bytes(Quantize(model="it", data="text", method="awq"), {"it": olmo2})
+    assert quantize.weight_bytes(Quantize(model="it", data="text", method="gptq"), {"it": olmo2}) > 0

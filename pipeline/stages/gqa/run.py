@@ -100,6 +100,8 @@ def _check(model: ModelConfig, config: Gqa) -> None:
             check_convertible(model, config.layer_kv_heads(model.num_layers), method)
     except GroupingError as error:
         raise UserError(f"gqa: {error}") from None
+    if not model.kind.has_norms_before_alone and any(method.endswith(REFIT) for method in _methods(config)):
+        raise UserError(f"gqa: {model.family} norms what attention adds, so no projection can be fitted; omit {REFIT}.")
     if model.mixture_of_depths is not None and any(method.endswith(REFIT) for method in _methods(config)):
         raise UserError(f"gqa: {config.model} has routers; {REFIT} fits only models whose layers every token passes.")
 

@@ -96,6 +96,10 @@ def setup(config: Mod, shapes: Mapping[str, ModelConfig]) -> Setup:
 def _check(model: ModelConfig, config: Mod) -> None:
     if model.mixture_of_depths is not None:
         raise UserError(f"mod: {config.model} already has routers; name its dense parent.")
+    if not model.kind.has_norms_before_alone:
+        raise UserError(
+            f"mod: {config.model} is a model of the family {model.family}, which norms what its blocks add."
+        )
     asked = max((*config.layers, (config.least_important or 1) - 1))
     if asked >= model.num_layers:
         raise UserError(f"mod: {config.model} has {model.num_layers} layers, 0 to {model.num_layers - 1}.")

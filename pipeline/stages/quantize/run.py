@@ -161,6 +161,7 @@ def _formats(
     config: Quantize, shape: ModelConfig, enlarged: Mapping[str, WeightFormat[Any] | None]
 ) -> dict[str, WeightFormat[Any]]:
     """Of each layer that is quantized, by its name; `enlarged` before what the recipe says of all layers."""
+    _check_method(config, shape)
     ends = ["embed_tokens"] if shape.tie_word_embeddings else ["embed_tokens", "lm_head"]
     try:
         weights: Any = format_named(config.weights.format, **config.weights.options())
@@ -172,6 +173,15 @@ def _formats(
         return formats
     except ValueError as error:
         raise UserError(f"quantize: {error}") from None
+
+
+def _check_method(config: Quantize, shape: ModelConfig) -> None:
+    scaled = [method for method in (config.method, *config.compare) if METHODS[method].scaling != "none"]
+    if scaled and not shape.kind.has_norms_before:
+        raise UserError(
+            f"quantize: {scaled[0]} divides norms by its scales, but models of the family {shape.family} have none "
+            "before their projections; gptq, autoround, weighted and round need none."
+        )
 
 
 def _larger(config: Quantize) -> WeightFormat[Any]:
