@@ -223,10 +223,11 @@ def test_the_wheel_works_in_a_foreign_folder(tmp_path: Path) -> None:
     data = {
         name
         for name in tracked
-        if name.endswith((".c", ".h", ".json")) and not name.startswith(("tests", "bench", "configs"))
+        if name.endswith((".c", ".h", ".json", ".html", ".css", ".js", ".svg"))
+        and not name.startswith(("tests", "bench", "configs"))
     }
     assert data - set(zipfile.ZipFile(wheel).namelist()) == set(), (
-        "the C forms and prompts are missing where it is installed"
+        "the C forms, prompts and the page are missing where it is installed"
     )
     target = tmp_path / "installed"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)

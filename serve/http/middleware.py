@@ -1,6 +1,6 @@
 """The outermost layer of the server: request id, keys, errors, one log line and one count for every request.
 
-Every path needs a key, if there are keys, but the probes: a route added later is closed until somebody opens it.
+Every path needs a key, if there are keys, but the probes and the page: a later route is closed until somebody opens it.
 """
 
 import hashlib
@@ -18,11 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.http.errors import ApiError
 from serve.http.metrics import Metrics, RequestSummary
+from serve.http.page import PAGE_PATHS
 
 if TYPE_CHECKING:
     from serve.http.tracing import Tracer
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", *PAGE_PATHS})
+QUIET_PATHS = OPEN_PATHS | {"/load"}
+"""What is asked every few seconds and says nothing new in the log."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 log = logging.getLogger("potstill.server")
 
@@ -97,7 +100,7 @@ class Middleware:
     def _record(self, scope: Scope, exchange: "_Exchange") -> None:
         route = scope["path"] if scope["path"] in self._routes else "other"
         self._metrics.http_requests.labels(route=route, status=str(exchange.status or 500)).inc()
-        level = logging.DEBUG if route in OPEN_PATHS else logging.INFO
+        level = logging.DEBUG if route in QUIET_PATHS else logging.INFO
         call = scope["state"].get("call")
         summary = None if call is None else call.summary()
         e2e_s = time.monotonic() - exchange.began

@@ -19,6 +19,7 @@ from serve.http.errors import ApiError, invalid, unavailable
 from serve.http.generation import GenerationResponse, Reply, Service, token_text
 from serve.http.load import load_of
 from serve.http.options import RequestLimits
+from serve.http.page import page_routes
 from serve.http.protocol import AnyRequest, loads_object, read
 from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
@@ -68,6 +69,7 @@ class Routes:
                 Route("/metrics", self.metrics),
                 Route("/version", self.version),
                 Route("/load", self.load),
+                *page_routes(),
             ],
             redirect_slashes=False,
         )
