@@ -7,6 +7,8 @@ settings. It holds two splits, `train` and `held_out`, and a manifest with the s
     SPLIT.mask      uint8, 1 where a token may be a label; only where some may not
     SPLIT.offsets   int64, where each document starts, and the number of tokens
     SPLIT.bytes     int64, bytes of text in each document
+    SPLIT.parts     int32, which source of a mixture each document is from; only for mixtures
+    SPLIT.weights   float64, of each source of a mixture
 
 All files are little-endian and have no header. Held-out documents are already cut into windows of
 `sequence_length + 1` tokens (one more than the positions they fill, since the last is only a label), the first windows
@@ -19,7 +21,9 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +31,7 @@ import numpy as np
 
 from model.text.tokenizer import Tokenizer
 from train.distributions import Distributions
+from train.mixture import Mixture, document_order
 from train.progress import Progress
 from train.rows import Completion, Continuation
 from train.sealed_folder import check, seal
@@ -38,7 +43,7 @@ CACHE_VERSION = 1
 SPLITS = ("train", "held_out")
 NOT_OF_TOKENS = ("source", "distributions")
 """Settings that are known by their content, or change no token."""
-DTYPES = {"tokens": "<i4", "mask": "u1", "offsets": "<i8", "bytes": "<i8"}
+DTYPES = {"tokens": "<i4", "mask": "u1", "offsets": "<i8", "bytes": "<i8", "parts": "<i4", "weights": "<f8"}
 
 __all__ = ["DamagedCacheError", "DataConfig", "PreparedData", "TokenizedDocuments", "prepare"]
 
@@ -62,6 +67,8 @@ class TokenizedDocuments:
     """int64."""
     digest: str
     """SHA-256 over the hashes of its files: equal digests mean equal documents."""
+    mixture: Mixture | None = None
+    """Of several sources: which document is from which, and their weights."""
     distributions: Distributions | None = None
     """What a teacher says at each of their positions, if it was stored."""
 
@@ -101,21 +108,54 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, *, pro
 
 
 def _tokenized(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, progress: bool) -> PreparedData:
+    if config.mix:
+        return _mixed(
+            config, [_tokenized(part, tokenizer, cache_folder, progress) for part in config.parts()], cache_folder
+        )
     source = open_source(config)
     folder = Path(cache_folder) / _cache_key(config, source, tokenizer)
+    return _cached(config, folder, partial(_build, config, source, tokenizer, progress=progress))
+
+
+def _mixed(config: DataConfig, parts: Sequence[PreparedData], cache_folder: Path) -> PreparedData:
+    """The documents of all parts in one cache, nothing tokenized again; both splits begin with some of each."""
+    weights = [part.weight for part in config.mix]
+    content = [[part.train.digest, part.held_out.digest] for part in parts]
+    key = hashlib.sha256(json.dumps([CACHE_VERSION, content, weights]).encode()).hexdigest()[:24]
+
+    def build(folder: Path) -> None:
+        for split in SPLITS:
+            _write_mixed(folder, split, [getattr(part, split) for part in parts], weights)
+        seal(folder)
+
+    return _cached(config, Path(cache_folder) / key, build)
+
+
+def _write_mixed(folder: Path, split: str, parts: Sequence[TokenizedDocuments], weights: Sequence[float]) -> None:
+    writer = _SplitWriter(folder, split, masked=any(part.labels_mask is not None for part in parts), mixed=True)
+    for part, number in document_order([np.diff(part.offsets) for part in parts], weights):
+        documents = parts[part]
+        where = slice(documents.offsets[number], documents.offsets[number + 1])
+        mask = None if documents.labels_mask is None else documents.labels_mask[where]
+        encoded = _Encoded(documents.tokens[where], mask, int(documents.num_bytes_per_document[number]))
+        writer.append(encoded, part)
+    writer.set_weights(weights)
+    writer.close()
+
+
+def _cached(config: DataConfig, folder: Path, build: Callable[[Path], None]) -> PreparedData:
+    """What lies in `folder`, built first where it is not there or damaged."""
     if folder.exists():
         try:
-            return load_cache(folder, config.source)
+            return load_cache(folder, config.name)
         except DamagedCacheError as damage:
-            log.warning("%s Tokenizing %s again.", damage, config.source)
+            log.warning("%s Tokenizing %s again.", damage, config.name)
             shutil.rmtree(folder)
-    for sentence in source.left_out:
-        log.warning("%s.", sentence)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".staging-", dir=folder.parent) as staging:
-        _build(config, source, tokenizer, Path(staging), progress)
+        build(Path(staging))
         _publish(Path(staging), folder)
-    return load_cache(folder, config.source)
+    return load_cache(folder, config.name)
 
 
 def load_cache(folder: Path, name: str) -> PreparedData:
@@ -134,13 +174,14 @@ def _open_split(folder: Path, split: str, entries: dict[str, dict[str, Any]], na
         tokens=arrays["tokens"],
         offsets=np.array(arrays["offsets"]),
         labels_mask=arrays["mask"] if f"{split}.mask" in files else None,
+        mixture=Mixture(arrays["parts"], arrays["weights"]) if f"{split}.parts" in files else None,
         num_bytes_per_document=np.array(arrays["bytes"]),
         digest=hashlib.sha256(hashes.encode()).hexdigest(),
     )
 
 
 def _map(path: Path, dtype: str) -> np.ndarray:
-    """An empty file cannot be mapped, a missing one (the mask of plain text) is empty."""
+    """An empty file cannot be mapped, a missing one (such as the mask of plain text) is empty."""
     if not path.exists() or path.stat().st_size == 0:
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
@@ -178,17 +219,20 @@ class _Encoded:
 class _SplitWriter:
     """Appends documents to the files of one split, so that memory never holds more than one of them."""
 
-    def __init__(self, folder: Path, split: str, *, masked: bool) -> None:
-        kinds = [kind for kind in DTYPES if masked or kind != "mask"]
+    def __init__(self, folder: Path, split: str, *, masked: bool, mixed: bool = False) -> None:
+        wanted = {"mask": masked, "parts": mixed, "weights": mixed}
+        kinds = [kind for kind in DTYPES if wanted.get(kind, True)]
         # Closed by `close`, which a failure does not need: the staging folder goes away whole.
         self.files: dict[str, BinaryIO] = {kind: (folder / f"{split}.{kind}").open("wb") for kind in kinds}
         self.num_tokens, self.num_documents, self.num_labels = 0, 0, 0
         self._write("offsets", 0)
 
-    def append(self, document: _Encoded) -> None:
+    def append(self, document: _Encoded, part: int = 0) -> None:
         self._write("tokens", document.ids)
-        if document.mask is not None:
-            self._write("mask", document.mask)
+        if "mask" in self.files:
+            self._write("mask", np.ones(len(document.ids)) if document.mask is None else document.mask)
+        if "parts" in self.files:
+            self._write("parts", part)
         self.num_tokens += len(document.ids)
         self.num_documents += 1
         # A document's first token has no position before it that could predict it.
@@ -196,6 +240,9 @@ class _SplitWriter:
         self.num_labels += max(labels, 0)
         self._write("offsets", self.num_tokens)
         self._write("bytes", document.num_bytes)
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        self._write("weights", np.array(weights))
 
     def close(self) -> None:
         for file in self.files.values():
@@ -205,7 +252,9 @@ class _SplitWriter:
         self.files[kind].write(np.asarray(values, dtype=DTYPES[kind]).tobytes())
 
 
-def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Path, progress: bool) -> None:
+def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Path, *, progress: bool) -> None:
+    for sentence in source.left_out:
+        log.warning("%s.", sentence)
     train, held_out = (_SplitWriter(folder, split, masked=not source.learns_all) for split in SPLITS)
     windows: list[tuple[int, int, _Encoded]] = []  # (number of the window in its document, document, window)
     count, smallest = 0, 1.0

@@ -1,4 +1,5 @@
-"""The order in which pieces of documents are trained on: shuffled anew each epoch, a pure function of the seed.
+"""The order in which pieces of documents are trained on: shuffled anew each epoch, a pure function of the seed. What an
+epoch of several weighted sources is, `train.mixture` says.
 
 The sampler counts micro-batches for all processes together: micro-batch g of a step goes to process g % world, so the
 same data is seen in the same steps by any number of processes, and the position to save is one epoch and one index.
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from train.data import TokenizedDocuments
+from train.mixture import epoch_order
 from train.packing import Batch, cut, pack, plan_batches
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def shuffled(count: int, *, seed: int, epoch: int) -> np.ndarray:
+def shuffled(count: int, *, seed: int | str, epoch: int) -> np.ndarray:
     """A permutation of `range(count)`, the same on every machine and with every numpy: sorted by a SplitMix64 hash."""
     return np.argsort(hashed_numbers(np.arange(count), f"{seed}:{epoch}"), kind="stable")
 
@@ -82,5 +84,17 @@ class Sampler:
         self._plan = self._plan_epoch()
 
     def _plan_epoch(self) -> list[np.ndarray]:
-        order = shuffled(len(self.pieces), seed=self.seed, epoch=self.epoch)
+        order = self._order()
         return [order[numbers] for numbers in plan_batches(self.pieces.length[order], self.micro_batch_tokens)]
+
+    def _order(self) -> np.ndarray:
+        """The pieces of this epoch: each once, or of a mixture as the weights say."""
+        mixture, pieces = self.documents.mixture, self.pieces
+        if mixture is None:
+            return shuffled(len(pieces), seed=self.seed, epoch=self.epoch)
+
+        def shuffle(count: int, name: str, number: int) -> np.ndarray:
+            return shuffled(count, seed=f"{self.seed}/{name}" if name else self.seed, epoch=number)
+
+        sources = mixture.parts[pieces.document]
+        return epoch_order(pieces.length, sources, mixture.weights, epoch=self.epoch, shuffle=shuffle)

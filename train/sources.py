@@ -6,20 +6,22 @@ What a row holds is recognised (`train.rows`); which files hold rows, `train.tab
 """
 
 import hashlib
+import heapq
 import itertools
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.files.safe_io import sha256_of
-from model.settings import COUNTS, check, setting
+from model.settings import COUNTS, POSITIVE, check, setting
 from train.rows import Content, Message, RowFormat, fields_of, recognise
 from train.tables import TABLES, first_fields, rows_of, table_suffix
 
-__all__ = ["DataConfig", "Document", "Message", "Source", "open_source", "settings_of"]
+__all__ = ["DataConfig", "Document", "Message", "Part", "Source", "open_source", "settings_of"]
 
 PYTHON_STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -36,18 +38,14 @@ NamedFile = tuple[str, Path]
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Text to train and to measure on. It is tokenized once and cached by its content."""
+class SourceConfig:
+    """One source, and how it is read."""
 
     source: str
     """`python-stdlib` or a folder of it (`python-stdlib/email`); a local file or folder: .txt, .md and .py are a text
     each, .jsonl, .json, .csv (also .gz and .zst) and .parquet hold a document a row, as do folders of `save_to_disk`;
     or a hub id `org/name`. Rows may hold text, messages, ShareGPT's conversations, Alpaca's instructions, or a prompt
     and its completion; their fields tell which."""
-    sequence_length: int = setting(1024, count=True, range=(2, 1e7))
-    """Most tokens a position can look back on; longer documents are cut."""
-    held_out: float = setting(0.02, range=(0.0, 0.999))
-    """Fraction of the documents that training never sees; chosen by a hash of the document, so that none ever moves."""
     chat: bool = False
     """Read rows that hold both as conversations instead of as text, and a prompt with its completion as two messages.
     Of conversations only the assistant's tokens are labels."""
@@ -61,10 +59,6 @@ class DataConfig:
     """Split of a hub data set, or of a folder of `save_to_disk`."""
     max_documents: int | None = setting(None, count=True, range=COUNTS)
     """Stop after this many documents, counting held-out ones."""
-    seed: int = 0
-    """Decides which documents are held out."""
-    distributions: str | None = None
-    """Folder of a teacher's distributions for these documents, as the stage that stores them made it."""
     prompt_field: str = setting("prompt", later=True)
     """Field of a row that holds what comes before its completion, which is no label."""
     completion_field: str = setting("completion", later=True)
@@ -72,6 +66,53 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True)
+class Part(SourceConfig):
+    """One source of several."""
+
+    weight: float = setting(1.0, range=POSITIVE)
+    """Its part of the tokens that are trained on, beside the weights of the others."""
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """Text to train and to measure on. It is tokenized once and cached by its content."""
+
+    source: str = ""
+    mix: tuple[Part, ...] = setting((), later=True)
+    """Several sources instead of one. Each has its weight in tokens: smaller ones are read again while larger ones are
+    not through. What an epoch is follows from that: as many tokens as all of them hold together."""
+    sequence_length: int = setting(1024, count=True, range=(2, 1e7))
+    """Most tokens a position can look back on; longer documents are cut."""
+    held_out: float = setting(0.02, range=(0.0, 0.999))
+    """Fraction of the documents that training never sees; chosen by a hash of the document, so that none ever moves."""
+    seed: int = 0
+    """Decides which documents are held out."""
+    distributions: str | None = None
+    """Folder of a teacher's distributions for these documents, as the stage that stores them made it."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.mix:
+            if not self.source:
+                raise ValueError("source is missing; name one, or several as a list in `mix`")
+            return
+        for one in fields(SourceConfig):
+            if getattr(self, one.name) != (one.default if one.name != "source" else ""):
+                raise ValueError(f"{one.name} stands beside mix; it belongs to each source in that list")
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.source or " + ".join(part.source for part in self.mix)
+
+    def parts(self) -> "list[DataConfig]":
+        """Each source of a mixture as a data set of its own."""
+        common = {name: getattr(self, name) for name in ("sequence_length", "held_out", "seed")}
+        own = [one.name for one in fields(SourceConfig)]
+        return [DataConfig(**{name: getattr(part, name) for name in own}, **common) for part in self.mix]
 
 
 def settings_of(config: DataConfig) -> dict[str, Any]:
@@ -110,6 +151,8 @@ class Source:
 
 def open_source(config: DataConfig) -> Source:
     """Finds the data set that `config` names; raises ValueError naming the source when there is none."""
+    if config.mix:
+        return _mixture(config)
     if config.source.split("/")[0] == PYTHON_STDLIB:
         return _standard_library(config)
     path = Path(config.source).expanduser()
@@ -118,6 +161,28 @@ def open_source(config: DataConfig) -> Source:
     if path.suffix in TEXT_SUFFIXES or table_suffix(path) or not HUB_ID.fullmatch(config.source):
         raise ValueError(f"data source {config.source!r} does not exist on this machine and is no hub id (org/name)")
     return _hub(config)
+
+
+def _mixture(config: DataConfig) -> Source:
+    """Documents of all parts, each part's in its order, as many of each as its weight says, as long as they last."""
+    sources, weights = [open_source(part) for part in config.parts()], [part.weight for part in config.mix]
+
+    def turns(source: Source, weight: float) -> Iterator[tuple[float, Document]]:
+        for number, document in enumerate(source.documents(), 1):
+            yield number / weight, document
+
+    def documents() -> Iterator[Document]:
+        for _, document in heapq.merge(*map(turns, sources, weights), key=itemgetter(0)):
+            yield document
+
+    return Source(
+        _fingerprint(f"{source.fingerprint} {weight}" for source, weight in zip(sources, weights, strict=True)),
+        sum(source.size for source in sources),
+        documents,
+        learns_all=all(source.learns_all for source in sources),
+        format=", ".join(dict.fromkeys(source.format for source in sources)),
+        left_out=tuple(sentence for source in sources for sentence in source.left_out),
+    )
 
 
 def _standard_library(config: DataConfig) -> Source:

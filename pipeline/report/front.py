@@ -145,7 +145,7 @@ def _cells(one: Candidate, first: Candidate) -> list[str]:
 def run_sections(recipe: Recipe, results: Sequence[Result[Any]]) -> list[Section]:
     """One for each data set that models were measured on."""
     found = {data: candidates for data, candidates in candidates_of(recipe, results).items() if len(candidates) > 1}
-    titles = [TITLE if len(found) == 1 else f"{TITLE}: {data.source}" for data in found]
+    titles = [TITLE if len(found) == 1 else f"{TITLE}: {data.name}" for data in found]
     return [front_section(candidates, title) for title, candidates in zip(titles, found.values(), strict=True)]
 
 
@@ -160,4 +160,4 @@ def compare_sections(runs: Mapping[str, tuple[Recipe, Sequence[Result[Any]]]]) -
             for one in candidates:
                 identity = (one.weight_bytes, one.perplexity, one.name)
                 together.setdefault(data, {}).setdefault(identity, replace(one, name=f"{name}: {one.name}"))
-    return [front_section(list(found.values()), f"{TITLE}: {data.source}") for data, found in together.items()]
+    return [front_section(list(found.values()), f"{TITLE}: {data.name}") for data, found in together.items()]
