@@ -39,8 +39,6 @@ class RequestOutput:
     """One for each new token, when asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each prompt token (the first is None), once, with the first output of choice 0."""
-    embedding: list[float] | None = None
-    """The prompt's, when asked for, once, with the first output of choice 0; not normalised."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
@@ -54,6 +52,8 @@ class RequestOutput:
     """True where a new token was proposed by the draft and accepted."""
     error: str | None = None
     """One sentence for the client, with finish_reason "error"."""
+    embedding: list[float] | None = None
+    """The prompt's, when asked for, once, with the first output of choice 0; not normalised."""
 
     @property
     def finished(self) -> bool:

@@ -36,7 +36,10 @@ UNSUPPORTED = {
 }
 """Fields that clients do send, with a better sentence than "unknown", unless a kind of request has them."""
 NULL_DEPTHS = {"messages": 3, "tools": 2, "response_format": 2, "structured_outputs": 1, "stream_options": 1}
-"""How deep in these fields null means "not given"; further in are JSON schemas, where it is a value."""
+"""How deep in these fields null means "not given"; further in are JSON schemas, where it is a value.
+
+A kind of request of another protocol has its own, as `null_depths`.
+"""
 
 AnyRequest = TypeVar("AnyRequest", bound=msgspec.Struct)
 DEFAULT_LIMITS = RequestLimits()
@@ -59,8 +62,9 @@ def read(value: dict[str, Any], kind: type[AnyRequest], limits: RequestLimits = 
     known = without_nulls(value)
     for name in (UNSUPPORTED.keys() - set(kind.__struct_fields__)) & known.keys():
         raise _unsupported(UNSUPPORTED[name], name)
-    for name in NULL_DEPTHS.keys() & known.keys():
-        known[name] = without_nulls(known[name], NULL_DEPTHS[name])
+    depths = getattr(kind, "null_depths", NULL_DEPTHS)
+    for name in depths.keys() & known.keys():
+        known[name] = without_nulls(known[name], depths[name])
     try:
         request = msgspec.convert(known, kind)
     except msgspec.ValidationError as error:

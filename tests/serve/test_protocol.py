@@ -311,7 +311,9 @@ def test_messages_survive_the_wire() -> None:
     assert decode_to_engine(frame(add)[LENGTH.size :]) == add
     assert decode_to_engine(frame(Abort(["r"]))[LENGTH.size :]) == Abort(["r"])
     position = TokenLogprobs(1, -math.inf, 2, ((5, -0.5), (6, -1.0)))
-    output = RequestOutput("r", 1, [7], "é", "stop", 9, [position], [None, position], 2, 0, 1, 3, 2, [True])
+    output = RequestOutput(
+        "r", 1, [7], "é", "stop", 9, [position], [None, position], 2, 0, 1, 3, 2, [True], None, [0.5]
+    )
     report = Report([output], EngineStats(accepted_per_position=(2, 1)), ["r"])
     assert decode_from_engine(frame(report)[LENGTH.size :]) == report
 

@@ -16,8 +16,8 @@ from serve.http.chat import ChatReply
 from serve.http.errors import ApiError
 from serve.http.generation import Service
 from serve.http.options import RequestLimits
-from serve.http.protocol import AnyRequest, read
-from serve.http.requests import ChatRequest, ChatTemplateArguments
+from serve.http.protocol import AnyRequest, loads_object, read
+from serve.http.requests import ChatRequest, ChatTemplateArguments, ToolCall
 from serve.http.responses import ChatChunk, ChatCompletion, Usage, encoder
 from serve.outputs import RequestOutput
 
@@ -56,10 +56,6 @@ class Translation(ChatReply):
     def __init__(self, chat: dict[str, Any], names: Mapping[str, str], service: Service) -> None:
         """`chat`: the body of that chat request; `names`: what the protocol calls fields that chat calls otherwise."""
         super().__init__(chat_request(chat, names, service.options), service)
-        if self._tools is not None:
-            text = "tools is not supported on this route yet: use /v1/chat/completions"
-            raise ApiError(400, text, code="unsupported_parameter", param="tools")
-        self._is_plain = True  # calls and thoughts stay text, since no translation has words for them
 
     @abstractmethod
     def translate(self, chunk: ChatChunk) -> Iterator[bytes]:
@@ -101,3 +97,11 @@ def named_event(name: str, data: Any) -> bytes:
 def said(value: str | UnsetType) -> str:
     """The text of a part of a chunk; empty where the chunk has none."""
     return "" if value is UNSET else str(value)
+
+
+def call_input(call: ToolCall) -> dict[str, Any]:
+    """A call's arguments as an object; empty where max_tokens cut them."""
+    try:
+        return loads_object(call.function.arguments.encode())
+    except ApiError:
+        return {}

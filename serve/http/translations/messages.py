@@ -5,20 +5,22 @@ Source: https://docs.anthropic.com/en/api/messages
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from serve.http.chat import conversation_ids
+from serve.http.chat import conversation_ids, tools_to_call
 from serve.http.errors import ApiError, invalid
 from serve.http.generation import Service
 from serve.http.requests import ShortText, only
-from serve.http.responses import ChatChunk, ChatCompletion, Usage, encoder
-from serve.http.translations.base import Extras, Translation, chat_request, named_event, said
+from serve.http.responses import AssistantMessage, ChatChunk, ChatCompletion, Usage, encoder
+from serve.http.translations.base import Extras, Translation, call_input, chat_request, named_event, said
 
 NAMES = {"stop": "stop_sequences"}
 """What chat calls otherwise."""
+ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""What Anthropic calls finish reasons that have but one meaning."""
 ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -55,13 +57,21 @@ class ToolUseBlock(Block, tag="tool_use"):
     caller: dict[str, Any] | None = None
 
 
+class ThinkingBlock(Block, tag="thinking"):
+    """What an assistant thought before; nothing here is signed."""
+
+    thinking: str
+    signature: str | None = None
+
+
 class ToolResultBlock(Block, tag="tool_result"):
     tool_use_id: ShortText
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
+    """No template knows of errors: the content says it."""
 
 
-AnyBlock = TextBlock | ToolUseBlock | ToolResultBlock
+AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -91,9 +101,9 @@ class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether the model thinks before it answers."""
+    """Whether the model thinks before it answers; how long it may, cannot be said."""
 
-    type: Literal["disabled"]
+    type: Literal["disabled", "adaptive"]
 
 
 class RequestMetadata(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,6 +115,7 @@ class RequestMetadata(msgspec.Struct, forbid_unknown_fields=True):
 class CountTokensRequest(Extras, kw_only=True):
     """POST /v1/messages/count_tokens, and what both requests share."""
 
+    null_depths: ClassVar = {"messages": 2, "tools": 1}
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
@@ -131,9 +142,23 @@ class AnthropicUsage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int = 0
 
 
-class OutputBlock(msgspec.Struct, frozen=True):
-    text: str
-    type: str = "text"
+class OutputBlock(msgspec.Struct, frozen=True, tag_field="type"):
+    """A part of an answer; while it is streamed it begins without content."""
+
+
+class OutputText(OutputBlock, frozen=True, tag="text"):
+    text: str = ""
+
+
+class OutputThinking(OutputBlock, frozen=True, tag="thinking"):
+    thinking: str = ""
+    signature: str = ""
+
+
+class OutputToolUse(OutputBlock, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True):
@@ -162,13 +187,15 @@ class MessagesReply(Translation):
         own = {"max_tokens": asked.max_tokens, "stop": asked.stop_sequences or None}
         super().__init__(chat_body(asked) | own, NAMES, service)
         self._has_started = False
-        self._has_block = False
+        self._num_blocks = 0
+        self._open: type[OutputBlock] | None = None
+        """Of what type the block is that is being streamed, the last of them."""
         self._end: dict[str, str | None] = {}
 
     def translate_whole(self, whole: ChatCompletion) -> AnthropicMessage:
         [choice] = whole.choices
         end = _end(choice.finish_reason, choice.stop_reason)
-        return self._message([OutputBlock(choice.message.content or "")], whole.usage, **end)
+        return self._message(_blocks(choice.message), whole.usage, **end)
 
     def _message(
         self, content: list[OutputBlock], usage: Usage, stop_reason: str | None = None, stop_sequence: str | None = None
@@ -182,18 +209,41 @@ class MessagesReply(Translation):
         if not self._has_started:
             self._has_started = True
             yield _event("message_start", message=self._message([], self.usage.total(self.speculates)))
+        if thoughts := said(choice.delta.reasoning):
+            yield from self._begin(OutputThinking())
+            yield self._delta("thinking_delta", thinking=thoughts)
         if text := said(choice.delta.content):
-            if not self._has_block:
-                self._has_block = True
-                yield _event("content_block_start", index=0, content_block=OutputBlock(""))
-            yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+            yield from self._begin(OutputText())
+            yield self._delta("text_delta", text=text)
+        for call in choice.delta.tool_calls or ():
+            if call.id:
+                yield from self._begin(OutputToolUse(said(call.id), said(call.function.name)))
+            if arguments := said(call.function.arguments):
+                yield self._delta("input_json_delta", partial_json=arguments)
         if choice.finish_reason is not None:
             stop_reason = None if choice.stop_reason is msgspec.UNSET else choice.stop_reason
             self._end = _end(choice.finish_reason, stop_reason)
 
     def last_events(self, usage: Usage) -> bytes:
-        closing = _event("content_block_stop", index=0) if self._has_block else b""
+        closing = b"".join(self._close())
         return closing + _event("message_delta", delta=self._end, usage=_usage(usage)) + _event("message_stop")
+
+    def _begin(self, block: OutputBlock) -> Iterator[bytes]:
+        """Begins a block, unless the one that is open goes on; every call has its own."""
+        if self._open is type(block) and not isinstance(block, OutputToolUse):
+            return
+        yield from self._close()
+        self._open = type(block)
+        yield _event("content_block_start", index=self._num_blocks, content_block=block)
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks, delta={"type": kind} | fields)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._num_blocks)
+            self._open = None
+            self._num_blocks += 1
 
     def failure_events(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
@@ -203,10 +253,18 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind} | fields)
 
 
+def _blocks(message: AssistantMessage) -> list[OutputBlock]:
+    blocks: list[OutputBlock] = [OutputThinking(message.reasoning)] if message.reasoning else []
+    if message.content:
+        blocks.append(OutputText(message.content))
+    calls = [OutputToolUse(call.id, call.function.name, call_input(call)) for call in message.tool_calls or ()]
+    return [*blocks, *calls]
+
+
 def _end(finish_reason: str | None, stop_reason: Any) -> dict[str, str | None]:
     """Why an answer ended, in Anthropic's words."""
-    if finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if finish_reason in ENDS:
+        return {"stop_reason": ENDS[finish_reason], "stop_sequence": None}
     if isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": "end_turn", "stop_sequence": None}
@@ -229,6 +287,7 @@ def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCount:
     ids = conversation_ids(
         service.tokenizer,
         chat.messages,
+        tools=tools_to_call(chat, service.formats),
         arguments=chat.chat_template_kwargs,
         add_generation_prompt=None,
         continue_final_message=bool(chat.continue_final_message),
@@ -252,7 +311,8 @@ def chat_body(asked: CountTokensRequest) -> dict[str, Any]:
     if asked.tools and asked.tool_choice is not None:
         body |= _tool_choice(asked.tool_choice)
     if asked.thinking is not None:
-        body["chat_template_kwargs"] = body.get("chat_template_kwargs", {}) | {"enable_thinking": False}
+        thinks = asked.thinking.type != "disabled"
+        body["chat_template_kwargs"] = body.get("chat_template_kwargs", {}) | {"enable_thinking": thinks}
     return body
 
 
@@ -269,8 +329,9 @@ def _chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
     texts = [block for block in message.content if isinstance(block, TextBlock)]
     calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
-    if calls and message.role != "assistant":
-        raise invalid(f"{where}: only an assistant's message holds tool_use", where)
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    if (calls or thoughts) and message.role != "assistant":
+        raise invalid(f"{where}: only an assistant's message holds tool_use and thinking", where)
     if results and message.role != "user":
         raise invalid(f"{where}: only a user's message holds tool_result", where)
     messages: list[dict[str, Any]] = [
@@ -279,6 +340,8 @@ def _chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
     ]
     if texts or not results:
         messages.append({"role": message.role, "content": _chat_content(texts)})
+    if thoughts:
+        messages[-1]["reasoning"] = "\n".join(thoughts)
     if calls:
         messages[-1]["tool_calls"] = [_chat_call(call) for call in calls]
     return messages

@@ -15,9 +15,20 @@ from msgspec import UNSET, Meta, UnsetType
 from serve.http.errors import ApiError, invalid
 from serve.http.generation import Service
 from serve.http.protocol import check_only
-from serve.http.requests import Count, ShortText, Tool, only
-from serve.http.responses import ChatChunk, ChatCompletion, ChatLogprobs, TokenLogprob, Usage, encoder
-from serve.http.translations.base import Translation, said
+from serve.http.requests import Count, ShortText, Tool, ToolCall, only
+from serve.http.responses import (
+    AssistantMessage,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    Delta,
+    TokenLogprob,
+    ToolCallDelta,
+    Usage,
+    encoder,
+)
+from serve.http.tools.answer import message_of
+from serve.http.translations.base import Translation, call_input, said
 from serve.outputs import RequestOutput
 
 SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
@@ -104,6 +115,7 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: list[OllamaCall] | None = None
     tool_name: ShortText | None = None
     tool_call_id: ShortText | None = None
+    thinking: str | None = None
     images: NoImages | None = None
 
 
@@ -135,6 +147,8 @@ class OllamaAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """In an answer to /api/chat."""
     response: str | UnsetType = UNSET
     """In an answer to /api/generate."""
+    thinking: str | UnsetType = UNSET
+    """In an answer to /api/generate; one to /api/chat has it in the message."""
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     done: bool = False
     done_reason: str | UnsetType = UNSET
@@ -158,7 +172,9 @@ class OllamaReply(Translation):
         self._is_chat = isinstance(asked, OllamaChatRequest)
         self._began_ns = time.monotonic_ns()
         self._first_ns: int | None = None
-        self._finish_reason = "stop"
+        self._reason = "stop"
+        self._calls: list[ToolCallDelta] = []
+        """Parts of calls, which are sent when all is said."""
 
     def received(self, output: RequestOutput) -> RequestOutput:
         self._first_ns = self._first_ns or time.monotonic_ns()
@@ -167,23 +183,34 @@ class OllamaReply(Translation):
     def translate_whole(self, whole: ChatCompletion) -> OllamaAnswer:
         [choice] = whole.choices
         done = self._done(whole.usage, choice.finish_reason or "stop")
-        return self._answer(choice.message.content or "", choice.logprobs, done)
+        return self._answer(choice.message, choice.logprobs, done)
 
     def translate(self, chunk: ChatChunk) -> Iterator[bytes]:
         [choice] = chunk.choices
-        text = said(choice.delta.content)
-        if text or choice.logprobs is not None:
-            yield _line(self._answer(text, choice.logprobs))
-        self._finish_reason = choice.finish_reason or self._finish_reason
+        text, thoughts = said(choice.delta.content), choice.delta.reasoning
+        self._calls += choice.delta.tool_calls or ()
+        if text or thoughts or choice.logprobs is not None:
+            yield _line(self._answer(AssistantMessage(text, reasoning=thoughts), choice.logprobs))
+        self._reason = choice.finish_reason or self._reason
 
     def last_events(self, usage: Usage) -> bytes:
-        return _line(self._answer("", None, self._done(usage, self._finish_reason)))
+        calls = message_of([Delta(tool_calls=self._calls)])
+        lines = _line(self._answer(calls, None)) if self._calls else b""
+        return lines + _line(self._answer(AssistantMessage(""), None, self._done(usage, self._reason)))
 
     def failure_events(self, error: ApiError) -> bytes:
         return error_body(error) + b"\n"
 
-    def _answer(self, text: str, logprobs: ChatLogprobs | None, done: dict[str, Any] | None = None) -> OllamaAnswer:
-        own: Any = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"response": text}
+    def _answer(
+        self, message: AssistantMessage, logprobs: ChatLogprobs | None, done: dict[str, Any] | None = None
+    ) -> OllamaAnswer:
+        text = message.content or ""
+        thoughts = {"thinking": message.reasoning} if message.reasoning else {}
+        own: dict[str, Any] = {"response": text} | thoughts
+        if self._is_chat:
+            calls = [_call(call) for call in message.tool_calls or ()]
+            called = {"tool_calls": calls} if calls else {}
+            own = {"message": {"role": "assistant", "content": text} | thoughts | called}
         entries = UNSET if logprobs is None else logprobs.content
         return OllamaAnswer(model=self.model, created_at=now(), logprobs=entries, **own, **(done or {}))
 
@@ -193,7 +220,7 @@ class OllamaReply(Translation):
         first_ns = self._first_ns or ended_ns
         return {
             "done": True,
-            "done_reason": reason,
+            "done_reason": "length" if reason == "length" else "stop",
             "total_duration": ended_ns - self._began_ns,
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
@@ -201,6 +228,10 @@ class OllamaReply(Translation):
             "eval_count": usage.completion_tokens,
             "eval_duration": ended_ns - first_ns,
         }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "function": {"name": call.function.name, "arguments": call_input(call)}}
 
 
 def _line(answer: OllamaAnswer) -> bytes:
@@ -272,7 +303,7 @@ def _messages(asked: OllamaChatRequest | GenerateRequest) -> list[dict[str, Any]
 def _chat_message(message: OllamaMessage, where: str) -> dict[str, Any]:
     check_only(message, where)
     chat: dict[str, Any] = {"role": message.role, "content": message.content}
-    chat |= {"name": message.tool_name, "tool_call_id": message.tool_call_id}
+    chat |= {"name": message.tool_name, "tool_call_id": message.tool_call_id, "reasoning": message.thinking}
     if message.tool_calls:
         chat["tool_calls"] = [_chat_call(call, number) for number, call in enumerate(message.tool_calls)]
     return chat

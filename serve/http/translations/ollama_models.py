@@ -72,8 +72,16 @@ def show(service: Service, info: Ready, name: str) -> ShownModel:
         "" if template is None else template.source,
         _details(service, info, options.model_names[0] if adapter else ""),
         {"general.architecture": family, f"{family}.context_length": info.max_model_len},
-        ["completion"],
+        _capabilities(service),
     )
+
+
+def _capabilities(service: Service) -> list[str]:
+    """What Ollama's clients look for before they send tools, or ask for thoughts."""
+    formats = service.formats
+    calls = formats.shows_tools and formats.tools is not None
+    found = {"completion": True, "tools": calls, "thinking": formats.reasoning is not None}
+    return [name for name, has in found.items() if has]
 
 
 def _family(service: Service) -> str:

@@ -5,7 +5,7 @@ Source: https://platform.openai.com/docs/api-reference/responses
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,8 +13,18 @@ from msgspec import Meta
 from serve.http.errors import ApiError, invalid
 from serve.http.generation import Service
 from serve.http.requests import Count, Labels, ShortText, only
-from serve.http.responses import ChatChunk, ChatChunkChoice, ChatCompletion, ChatLogprobs, TokenLogprob, Usage
-from serve.http.translations.base import Extras, Translation, named_event, said
+from serve.http.responses import (
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    Delta,
+    FunctionDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    Usage,
+)
+from serve.http.translations.base import Extras, Translation, named_event
+from serve.http.translations.response_items import Item, ItemStream
 
 LOGPROBS = "message.output_text.logprobs"
 NAMES = {
@@ -38,7 +48,7 @@ STATUS = {"length": "incomplete"}
 class InputPart(msgspec.Struct, forbid_unknown_fields=True):
     """A part of an item's content; potstill's models read text only."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
     annotations: list[dict[str, Any]] | None = None
     logprobs: list[dict[str, Any]] | None = None
@@ -48,15 +58,17 @@ Content = str | list[InputPart]
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """A message, a call that the model made, or what came of it; what was answered comes back as it was."""
+    """A message, thoughts, a call that the model made, or what came of it; what was answered comes back as it was."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     call_id: ShortText | None = None
     name: ShortText | None = None
     arguments: str | None = None
     output: Content | None = None
+    summary: list[InputPart] | None = None
+    """Of thoughts; what they say stands in the content."""
     id: ShortText | None = None
     status: ShortText | None = None
     phase: ShortText | None = None
@@ -106,6 +118,7 @@ class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(Extras, kw_only=True):
     """POST /v1/responses."""
 
+    null_depths: ClassVar = {"input": 2, "tools": 1}
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -135,21 +148,6 @@ class ResponsesRequest(Extras, kw_only=True):
     max_tool_calls: Count | None = None
 
 
-class OutputText(msgspec.Struct, frozen=True):
-    text: str
-    logprobs: list[TokenLogprob]
-    annotations: tuple[()] = ()
-    type: str = "output_text"
-
-
-class OutputMessage(msgspec.Struct, frozen=True):
-    id: str
-    status: str
-    content: list[OutputText]
-    role: str = "assistant"
-    type: str = "message"
-
-
 class InputDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
@@ -173,7 +171,7 @@ class Response(msgspec.Struct, frozen=True):
     created_at: int
     status: str
     model: str
-    output: list[OutputMessage]
+    output: list[Item]
     usage: ResponsesUsage | None
     error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
@@ -202,19 +200,22 @@ class ResponsesReply(Translation):
         super().__init__(chat_body(asked), NAMES, service)
         self._asked = asked
         self._num_events = 0
-        self._output: list[OutputMessage] = []
-        self._item_id: str | None = None
-        """Of the item that is being streamed."""
-        self._text: list[str] = []
-        self._spoken: list[TokenLogprob] = []
-        self._finish_reason: str | None = None
+        self._items = ItemStream(self.id.removeprefix(f"{self.id_prefix}-"))
+        self._status = "completed"
 
     def translate_whole(self, whole: ChatCompletion) -> Response:
         [choice] = whole.choices
-        text = OutputText(choice.message.content or "", _entries(choice.logprobs))
-        status = STATUS.get(choice.finish_reason or "", "completed")
-        self._output = [OutputMessage(self._next_item_id(), status, [text])]
-        return self._response(status, whole.usage)
+        message, entries = choice.message, _entries(choice.logprobs)
+        calls = [
+            ToolCallDelta(number, FunctionDelta(call.function.name, call.function.arguments), call.id)
+            for number, call in enumerate(message.tool_calls or ())
+        ]
+        self._status = STATUS.get(choice.finish_reason or "", "completed")
+        deltas = Delta(reasoning=message.reasoning), Delta(content=message.content or ""), Delta(tool_calls=calls)
+        for delta in deltas:
+            list(self._items.add(delta, entries if delta.content else []))
+        list(self._items.finish(self._status))
+        return self._response(self._status, whole.usage)
 
     def _response(self, status: str, usage: Usage | None = None, error: ApiError | None = None) -> Response:
         asked = self._asked
@@ -224,7 +225,7 @@ class ResponsesReply(Translation):
             created_at=self.created,
             status=status,
             model=self.model,
-            output=self._output,
+            output=self._items.items,
             usage=None if usage is None else _usage(usage),
             error=None if error is None else {"code": "server_error", "message": error.message},
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -239,63 +240,30 @@ class ResponsesReply(Translation):
             top_p=asked.top_p,
         )
 
-    def _next_item_id(self) -> str:
-        return f"msg{self.id.removeprefix(self.id_prefix)}-{len(self._output)}"
-
     # A stream
 
     def translate(self, chunk: ChatChunk) -> Iterator[bytes]:
         [choice] = chunk.choices
         if not self._num_events:
-            yield self._event("response.created", response=self._response("in_progress"))
-            yield self._event("response.in_progress", response=self._response("in_progress"))
-        if said(choice.delta.content) or _entries(choice.logprobs):
-            yield from self._say(choice)
+            yield self._event("created", response=self._response("in_progress"))
+            yield self._event("in_progress", response=self._response("in_progress"))
+        for kind, fields in self._items.add(choice.delta, _entries(choice.logprobs)):
+            yield self._event(kind, **fields)
         if choice.finish_reason is not None:
-            self._finish_reason = choice.finish_reason
-            yield from self._close(choice.finish_reason)
+            self._status = STATUS.get(choice.finish_reason, "completed")
+            for kind, fields in self._items.finish(self._status):
+                yield self._event(kind, **fields)
 
     def last_events(self, usage: Usage) -> bytes:
-        status = STATUS.get(self._finish_reason or "", "completed")
-        return self._event(f"response.{status}", response=self._response(status, usage))
+        return self._event(self._status, response=self._response(self._status, usage))
 
     def failure_events(self, error: ApiError) -> bytes:
-        return self._event("response.failed", response=self._response("failed", error=error))
+        return self._event("failed", response=self._response("failed", error=error))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        fields = {"type": kind, "sequence_number": self._num_events} | fields
+        named = {"type": f"response.{kind}", "sequence_number": self._num_events} | fields
         self._num_events += 1
-        return named_event(kind, fields)
-
-    def _place(self) -> dict[str, Any]:
-        """Where the text goes that is being streamed."""
-        return {"item_id": self._item_id, "output_index": len(self._output), "content_index": 0}
-
-    def _open(self) -> Iterator[bytes]:
-        self._item_id = self._next_item_id()
-        item = OutputMessage(self._item_id, "in_progress", [])
-        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
-        yield self._event("response.content_part.added", **self._place(), part=OutputText("", []))
-
-    def _say(self, choice: ChatChunkChoice) -> Iterator[bytes]:
-        if self._item_id is None:
-            yield from self._open()
-        delta, entries = said(choice.delta.content), _entries(choice.logprobs)
-        self._text.append(delta)
-        self._spoken += entries
-        yield self._event("response.output_text.delta", **self._place(), delta=delta, logprobs=entries)
-
-    def _close(self, finish_reason: str) -> Iterator[bytes]:
-        """Ends the message; one without words is shown as such."""
-        if self._item_id is None:
-            yield from self._open()
-        part = OutputText("".join(self._text), self._spoken)
-        item = OutputMessage(str(self._item_id), STATUS.get(finish_reason, "completed"), [part])
-        place = self._place()
-        yield self._event("response.output_text.done", **place, text=part.text, logprobs=part.logprobs)
-        yield self._event("response.content_part.done", **place, part=part)
-        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
-        self._output.append(item)
+        return named_event(f"response.{kind}", named)
 
 
 def _entries(logprobs: ChatLogprobs | None) -> list[TokenLogprob]:
@@ -332,6 +300,7 @@ def chat_body(asked: ResponsesRequest) -> dict[str, Any]:
         "verbosity": asked.text.verbosity if asked.text else None,
         "tools": [_chat_tool(tool) for tool in asked.tools or ()] or None,
         "tool_choice": _tool_choice(asked.tool_choice) if asked.tools else None,
+        "parallel_tool_calls": asked.parallel_tool_calls if asked.tools else None,
         "logprobs": wants_logprobs or None,
         "top_logprobs": asked.top_logprobs,
     }
@@ -347,20 +316,37 @@ def chat_messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": asked.input}]
     for number, item in enumerate(asked.input):
         _check_item(item, f"input[{number}]")
-        if item.type == "message":
-            messages.append({"role": item.role, "content": _chat_content(item.content)})
-        elif item.type == "function_call_output":
+        if item.type == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)})
+        elif item.type == "message" and item.role != "assistant":
+            messages.append({"role": item.role, "content": _chat_content(item.content)})
         else:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            function = {"name": item.name, "arguments": item.arguments}
-            messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            _add_to_assistant(messages, item)
     return messages
+
+
+def _add_to_assistant(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """An answer's items, which are thoughts, then words, then calls, make up one message."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+    if not last or (item.type != "function_call" and (item.type == "reasoning" or last["content"] is not None)):
+        last = {"role": "assistant", "content": None}
+        messages.append(last)
+    if item.type == "reasoning":
+        last["reasoning"] = _plain_text(item.content)
+    elif item.type == "message":
+        last["content"] = _chat_content(item.content)
+    else:
+        function = {"name": item.name, "arguments": item.arguments}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+
+
+def _plain_text(content: Content | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 NEEDED = {
     "message": ("role", "content"),
+    "reasoning": ("content",),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
