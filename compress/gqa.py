@@ -97,6 +97,8 @@ def check_convertible(config: ModelConfig, kv_heads: Sequence[int], method: Meth
                 f"kv_heads is {wanted}; {config.num_query_heads} query and {before} KV heads can be "
                 f"grouped into {', '.join(map(str, fit))}."
             )
+    if config.kind.joins_projections:
+        raise GroupingError(f"{config.family} keeps q, k and v in one matrix; its KV heads cannot be grouped.")
     if config.qk_norm and config.kind.norms_whole_projections:
         raise GroupingError(
             f"{config.family} normalises all keys of a token together, so fewer of them would be other keys; its KV "

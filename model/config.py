@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from model.config_fields import ConfigError, check_fields, shown
+from model.config_fields import MOST_POSITIONS, ConfigError, check_fields, is_count, is_positive, shown
 from model.families.base import Family
 from model.families.registry import FAMILIES
 
@@ -89,6 +89,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
+    rotary_factor: float = 1.0
+    """The part of each head, its first features, that is rotated."""
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
@@ -122,6 +124,7 @@ class ModelConfig:
                 )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, not {self.head_dim}.")
+        self._check_rotation()
         for name in ("windows", "rope_layers", "kv_heads"):
             if len(getattr(self, name)) != self.num_layers:
                 raise ConfigError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
@@ -184,6 +187,37 @@ class ModelConfig:
         routed = {"architectures": [ROUTED_ARCHITECTURE], "model_type": ROUTED_MODEL_TYPE}
         return raw | routed | {"mixture_of_depths": block | names}
 
+    def _check_rotation(self) -> None:
+        if self.rotary_factor > 1 or self.rotary_dims < 2 or self.rotary_dims % 2:
+            raise ConfigError(
+                f"partial_rotary_factor is {self.rotary_factor}; it must leave an even part of the {self.head_dim} "
+                "features of a head to be rotated."
+            )
+        if (scaling := self.rope_scaling) is None or scaling["rope_type"] != "longrope":
+            return
+        factors, length = scaling.get("short_factor"), scaling.get("original_max_position_embeddings")
+        if not isinstance(factors, list) or len(factors) != self.rotary_dims // 2 or not all(map(is_positive, factors)):
+            raise ConfigError(f"longrope needs a short_factor of {self.rotary_dims // 2} positive numbers.")
+        if not is_count(length, MOST_POSITIONS):
+            raise ConfigError("longrope needs original_max_position_embeddings, a whole number.")
+
+    @property
+    def rotary_dims(self) -> int:
+        """Features of each head that are rotated."""
+        return int(self.head_dim * self.rotary_factor)
+
+    @property
+    def num_positions(self) -> int:
+        """The longest text that the model is computed faithfully for.
+
+        LongRoPE turns all keys of a text otherwise once it is longer than in the first training, those that are in a
+        cache included: longer texts are not served.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or scaling["rope_type"] != "longrope":
+            return self.max_position_embeddings
+        return min(self.max_position_embeddings, int(scaling["original_max_position_embeddings"]))
+
     @property
     def kind(self) -> Family:
         """What all models of the family have in common."""
@@ -230,7 +264,9 @@ class ModelConfig:
         Mistral without a window, which is the same function. Raises ConfigError for what cannot be.
         """
         if not self.kind.has_norms_before_alone:
-            raise ConfigError(f"{self.family} norms what its blocks add, so only whole layers can leave such a model")
+            raise ConfigError(f"{self.family} norms what its blocks add; only whole layers can leave such a model")
+        if self.kind.joins_projections:
+            raise ConfigError(f"{self.family} joins projections; only whole layers can leave such a model")
         heads = _part("heads", heads, self.num_query_heads)
         mlp = _part("mlp", mlp, self.intermediate_size)
         hidden = _part("hidden", hidden, self.hidden_size)

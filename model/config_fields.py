@@ -14,16 +14,18 @@ SIZES = {
     "num_attention_heads": MOST_HEADS,
     "head_dim": MOST_HEADS,
     "max_position_embeddings": MOST_POSITIONS,
+    "original_max_position_embeddings": MOST_POSITIONS,
     "sliding_window": MOST_POSITIONS,
     "no_rope_layer_interval": MOST_LAYERS,
 }
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-POSITIVE = ("rms_norm_eps", "rope_theta", "initializer_range", *MULTIPLIERS)
+POSITIVE = ("rms_norm_eps", "rope_theta", "initializer_range", "partial_rotary_factor", *MULTIPLIERS)
 OBJECTS = ("rope_parameters", "rope_scaling", "mixture_of_depths", "quantization_config")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 NAMES = ("model_type", "hidden_act")
 LISTS = ("layer_types", "no_rope_layers")
-MAY_BE_NULL = {"head_dim", "sliding_window", "max_position_embeddings", *POSITIVE, *OBJECTS, *SWITCHES, *NAMES, *LISTS}
+_NULL_SIZES = ("head_dim", "sliding_window", "max_position_embeddings", "original_max_position_embeddings")
+MAY_BE_NULL = {*_NULL_SIZES, *POSITIVE, *OBJECTS, *SWITCHES, *NAMES, *LISTS}
 
 
 class ConfigError(ValueError):

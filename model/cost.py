@@ -363,8 +363,10 @@ class _Arithmetic:
         if config.qk_norm:
             rows = 2 if config.kind.norms_whole_projections else config.num_query_heads + config.num_kv_heads
             token += item * (queries + keys) + FULL * rows
-        inputs = {"q_proj k_proj v_proj": config.hidden_size, "o_proj": queries}
-        inputs |= {"gate_proj up_proj": config.hidden_size, "down_proj": config.intermediate_size}
+        joins = config.kind.joins_projections
+        inputs = {"qkv_proj" if joins else "q_proj k_proj v_proj": config.hidden_size, "o_proj": queries}
+        inputs["gate_up_proj" if joins else "gate_proj up_proj"] = config.hidden_size
+        inputs["down_proj"] = config.intermediate_size
         saved = sum(self._inputs(names.split(), size) for names, size in inputs.items())
         if self.setup.on_gpu or item == FULL:  # attention's own output, which is o_proj's input, and its normalizers
             shared = not self.frozen or (self._adapts("o_proj") and not self._dropout)

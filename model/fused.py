@@ -127,14 +127,17 @@ class FusedLinear(Fused):
 
 
 class FusedGate(Fused):
-    """`silu(gate(x)) * up(x)` of the layers gate and up."""
+    """`silu(gate(x)) * up(x)` of the layers gate and up, or of one that makes both."""
 
     def forward(self, x: Tensor, slots: Tensor | None = None, count: Tensor | None = None) -> Tensor:
         """`x [T, K] -> [T, N]`; `slots` and `count` as in `FusedLinear`."""
         first, *others = self.products
         adapters = None if slots is None else first.adapters
         is_dora = adapters is not None and adapters.factors is not None
-        return swiglu(*self.outputs(x, slots, count)) if others or is_dora else first.swiglu(x, slots, count)
+        if not others and not is_dora:
+            return first.swiglu(x, slots, count)
+        made = self.outputs(x, slots, count)
+        return swiglu(*made) if len(made) > 1 else swiglu_of_halves(made[0])
 
 
 def _products(parts: Sequence[AnyLinear], choices: AdapterChoices, dtype: torch.dtype) -> list[Product]:

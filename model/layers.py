@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.attention.rotary import halves_apart
 from kernels.attention.rotary_write import HeadNorms
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
@@ -46,8 +47,12 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Projections around an attention that knows where keys and values live.
 
-    Each projection is a Linear, or a QuantizedLinear in its place.
+    Each projection is a Linear, or a QuantizedLinear in its place. Some families join q, k and v to `qkv_proj`.
     """
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -55,9 +60,15 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.rotates = config.rope_layers[layer]
         query, kv = config.num_query_heads * config.head_dim, config.kv_heads[layer] * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query, bias=config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, kv, bias=config.qkv_bias)
+        self.rotary_dims = config.rotary_dims
+        sizes = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        self.sizes = tuple(sizes.values())
+        if config.kind.joins_projections:
+            sizes = {"qkv_proj": sum(self.sizes)}
+        self.parts = tuple(sizes)
+        """The names of what makes queries, keys and values."""
+        for name, size in sizes.items():
+            self.add_module(name, Linear(config.hidden_size, size, bias=config.qkv_bias))
         self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_whole = config.qk_norm and config.kind.norms_whole_projections
         normed = (query, kv) if self.norms_whole else (config.head_dim, config.head_dim)
@@ -80,6 +91,8 @@ class SelfAttention(nn.Module):
         """
         rows = x.shape[0], -1, self.head_dim
         q, k, v = [part.view(rows) for part in self._project(x, slots, count)]
+        if self.rotary_dims < self.head_dim:
+            q, k = halves_apart(q, self.rotary_dims), halves_apart(k, self.rotary_dims)
         norm_rope = NormRope(self._norms(), rotary if self.rotates else None)
         mixed = attention(self.layer, q, k, v, norm_rope).reshape(x.shape[0], -1)
         output = self.output  # looked up once: a module finds its parts slowly
@@ -92,26 +105,36 @@ class SelfAttention(nn.Module):
 
     def _project(self, x: Tensor, slots: Tensor | None, count: Tensor | None) -> tuple[Tensor, ...]:
         if (qkv := self.qkv) is not None:
-            q, k, v = qkv.outputs(x, slots, count)
+            made = qkv.outputs(x, slots, count)
         else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            made = tuple([getattr(self, name)(x) for name in self.parts])
+        q, k, v = made if len(made) > 1 else made[0].split_with_sizes(self.sizes, -1)
         if self.norms_whole and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.add(q, None)[0], self.k_norm.add(k, None)[0]
         return q, k, v
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
-        self.qkv = FusedLinear({"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}, choices, dtype)
+        self.qkv = FusedLinear({name: getattr(self, name) for name in self.parts}, choices, dtype)
         self.output = FusedLinear({"o_proj": self.o_proj}, choices, dtype)
-        del self.q_proj, self.k_proj, self.v_proj, self.o_proj
+        for name in (*self.parts, "o_proj"):
+            delattr(self, name)
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, each a Linear, or a QuantizedLinear in its place."""
+    """`down(silu(gate(x)) * up(x))`, each a Linear or a QuantizedLinear; some families have `gate_up_proj` for two."""
+
+    gate_proj: Linear
+    up_proj: Linear
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        if config.kind.joins_projections:
+            sizes = {"gate_up_proj": 2 * config.intermediate_size}
+        self.parts = tuple(sizes)
+        """The names of what makes gate and up."""
+        for name, size in sizes.items():
+            self.add_module(name, Linear(config.hidden_size, size, bias=config.mlp_bias))
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.gate_up: FusedGate | None = None
         self.down: FusedLinear | None = None
@@ -120,12 +143,15 @@ class MLP(nn.Module):
         """`x [T, D] -> [T, D]`; `slots` and `count` as in `FusedLinear`."""
         if (gate_up := self.gate_up) is not None and (down := self.down) is not None:
             return down.outputs(gate_up(x, slots, count), slots, count)[0]
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        made = [getattr(self, name)(x) for name in self.parts]
+        gate, up = made if len(made) > 1 else made[0].chunk(2, dim=-1)
+        return self.down_proj(swiglu(gate, up))
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
-        self.gate_up = FusedGate({"gate_proj": self.gate_proj, "up_proj": self.up_proj}, choices, dtype)
+        self.gate_up = FusedGate({name: getattr(self, name) for name in self.parts}, choices, dtype)
         self.down = FusedLinear({"down_proj": self.down_proj}, choices, dtype)
-        del self.gate_proj, self.up_proj, self.down_proj
+        for name in (*self.parts, "down_proj"):
+            delattr(self, name)
 
 
 class Routing(Protocol):

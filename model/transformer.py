@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.attention.rotary import rope_frequencies, rotary_tables
+from kernels.attention.rotary import partial_frequencies, rope_frequencies, rope_magnitude, rotary_tables
 from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
@@ -65,6 +65,7 @@ class Transformer(nn.Module):
         """`[v]` int64: those of the head's rows, once trimmed."""
         # Not a buffer: `model.to(torch.bfloat16)` must not round the angles.
         self._frequencies: dict[torch.device, Tensor] = {}
+        self._rope_magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
 
     def forward(
         self,
@@ -145,13 +146,17 @@ class Transformer(nn.Module):
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each token's angles, `[T, 1, d]` fp32 each, for positions `[T]` int64."""
-        return rotary_tables(positions, self._rope_frequencies(positions.device))
+        cos, sin = rotary_tables(positions, frequencies := self._rope_frequencies(positions.device))
+        if self._rope_magnitude == 1:
+            return cos, sin
+        factors = torch.where(frequencies == 0, 1.0, self._rope_magnitude).repeat(2)
+        return cos * factors, sin * factors
 
     def _rope_frequencies(self, device: torch.device) -> Tensor:
         if device not in self._frequencies:
             config = self.config
-            frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-            self._frequencies[device] = frequencies.to(device)
+            frequencies = rope_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling)
+            self._frequencies[device] = partial_frequencies(frequencies, config.head_dim).to(device)
         return self._frequencies[device]
 
     @torch.no_grad()

@@ -102,5 +102,5 @@ def note(plans: Sequence[StagePlan]) -> str:
         "Tensors of one process on a GPU; driver and allocator come on top. The parts do not all exist at once, so the "
         "peak is below their sum. A micro-batch may be one sequence, so its largest size is also the longest context"
     )
-    limits = {plan.setup.model.max_position_embeddings for plan in plans}
+    limits = {plan.setup.model.num_positions for plan in plans}
     return f"{text} (the model knows {', '.join(f'{limit:,}' for limit in sorted(limits))} positions)."

@@ -15,6 +15,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_scale": 0.1,
         "logit_divisor": 2.0,
     },
+    "phi3": {"rotary_factor": 0.5},
 }
 """What a family has that others have not."""
 

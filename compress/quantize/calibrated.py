@@ -21,7 +21,7 @@ from compress.prune.depth import PackedBatch
 from compress.quantize.awq import awq_scales
 from compress.quantize.gptq import gptq_levels, output_error
 from compress.quantize.grid import covered, diagonal_blocks, group_size, min_max, searched
-from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.quantize.inputs import InputMoments, consumers_in, input_moments, projection
 from compress.quantize.learned import learn_rounding, output_errors
 from compress.quantize.methods import Method
 from compress.quantize.propagation import corrected, moments_and_shift
@@ -154,7 +154,7 @@ class _Parent:
 def _pass_on_parent(layer: DecoderLayer, streams: Sequence[ResidualStream], method: Method) -> _Parent:
     """Not behind a router are weights moved: it chooses other tokens than it did."""
     moves = method.propagation and not isinstance(layer, RoutedLayer)
-    return _Parent([stream.pass_on(layer, list(CONSUMERS) if moves else ()) for stream in streams], streams)
+    return _Parent([stream.pass_on(layer, list(consumers_in(layer)) if moves else ()) for stream in streams], streams)
 
 
 def _quantize_layer(
@@ -165,7 +165,7 @@ def _quantize_layer(
     parent: _Parent,
 ) -> QuantizedLayerReport:
     began, prefix = time.monotonic(), f"model.layers.{number}."
-    formats = {name: rounding.choose(prefix + name) for consumers in CONSUMERS.values() for name in consumers}
+    formats = {name: rounding.choose(prefix + name) for consumers in consumers_in(layer).values() for name in consumers}
     if rounding.method.scaling != "none":
         _scale_layer(layer, streams, formats, rounding.method)
     if rounding.method.rounding == "learned":
@@ -189,7 +189,7 @@ def _quantize_projections(
 ) -> dict[str, float]:
     """Replaces them one input after another; returns the relative squared error of each, by its name in the model."""
     errors = {}
-    for name, consumers in CONSUMERS.items():
+    for name, consumers in consumers_in(layer).items():
         chosen = {consumer: format for consumer in consumers if (format := formats[consumer]) is not None}
         if not chosen:
             continue
@@ -268,9 +268,10 @@ def _scale_layer(
     method: Method,
 ) -> None:
     """Folds scales into the layer for every input of which some reader is quantized."""
-    for name, moments in input_moments(streams, layer, list(CONSUMERS)).items():
-        readers = [projection(layer, consumer) for consumer in CONSUMERS[name]]
-        chosen = [formats[consumer] for consumer in CONSUMERS[name]]
+    inputs = consumers_in(layer)
+    for name, moments in input_moments(streams, layer, list(inputs)).items():
+        readers = [projection(layer, consumer) for consumer in inputs[name]]
+        chosen = [formats[consumer] for consumer in inputs[name]]
         scales = None
         if not moments.tokens or not any(chosen):
             continue

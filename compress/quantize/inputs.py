@@ -16,11 +16,19 @@ from model.linear import Linear
 
 CONSUMERS = {
     "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.qkv_proj": ("self_attn.qkv_proj",),
     "self_attn.o_proj": ("self_attn.o_proj",),
     "mlp.gate_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_up_proj",),
     "mlp.down_proj": ("mlp.down_proj",),
 }
-"""The distinct inputs of a layer, by the first projection that reads each, in the order of computation."""
+"""The distinct inputs of layers, by the first projection that reads each, in the order of computation."""
+
+
+def consumers_in(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
+    """Those of this layer."""
+    there = {name for name, _ in layer.named_modules()}
+    return {first: names for first, names in CONSUMERS.items() if first in there}
 
 
 def projection(layer: DecoderLayer, name: str) -> Linear:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.quantize.inputs import CONSUMERS
+from compress.quantize.inputs import consumers_in
 from compress.residual_stream import ResidualStream
 from kernels.linear.quantization import IntegerWeight
 from model.formats.base import IntegerFormat
@@ -69,9 +69,10 @@ def output_errors(
     rounded = quantized_layers(layer)
     differences = {name: rounded[name].weight.dequantize() - weight for name, weight in dense.items()}
     errors, squares = dict.fromkeys(dense, 0.0), dict.fromkeys(dense, 0.0)
+    inputs = consumers_in(layer)
     for stream in streams:
-        for first, x in stream.inputs(layer, list(CONSUMERS)).items():
-            for name in set(CONSUMERS[first]) & dense.keys():
+        for first, x in stream.inputs(layer, list(inputs)).items():
+            for name in set(inputs[first]) & dense.keys():
                 errors[name] += float((x.float() @ differences[name].T).square().sum())
                 squares[name] += float((x.float() @ dense[name].float().T).square().sum())
     return {name: error / squares[name] if squares[name] else 0.0 for name, error in errors.items()}

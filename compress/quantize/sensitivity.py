@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch
-from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.quantize.inputs import CONSUMERS, InputMoments, consumers_in, input_moments, projection
 from compress.residual_stream import ResidualStream, layers_of
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from model.attention import PackedAttention
@@ -40,7 +40,7 @@ def rounding_costs(
     streams = [ResidualStream(model, batch) for batch in batches]
     costs: dict[str, dict[Format, float]] = {}
     for number, layer in enumerate(layers_of(model)):
-        for first, moments in input_moments(streams, layer, list(CONSUMERS)).items():
+        for first, moments in input_moments(streams, layer, list(consumers_in(layer))).items():
             for name in CONSUMERS[first]:
                 full, weight = f"model.layers.{number}.{name}", projection(layer, name).weight.detach()
                 costs[full] = {one: _cost(weight, one, moments, gradients[full]) for one in candidates}

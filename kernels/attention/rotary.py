@@ -26,7 +26,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None
     """Return the angle per position of each feature pair, [d/2] fp32.
 
     `scaling` is the block `rope_scaling` (newer: `rope_parameters`) of a Hugging Face config: None or rope_type
-    "default", "linear" or "llama3". Raises ValueError for any other type.
+    "default", "linear", "llama3" or "longrope" (of texts as long as in the first training). Raises ValueError for any
+    other type.
     """
     inv_freq = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     kind = "default" if scaling is None else scaling.get("rope_type", scaling.get("type", "default"))
@@ -36,7 +37,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None
         return inv_freq / scaling["factor"]
     if kind == "llama3":
         return _llama3_frequencies(inv_freq, scaling)
-    raise ValueError(f"rope scaling {kind!r} is not supported; supported are 'default', 'linear' and 'llama3'")
+    if kind == "longrope":
+        return inv_freq / torch.tensor(scaling["short_factor"], dtype=torch.float32)
+    known = "'default', 'linear', 'llama3' and 'longrope'"
+    raise ValueError(f"rope scaling {kind!r} is not supported; supported are {known}")
 
 
 def _llama3_frequencies(inv_freq: Tensor, scaling: dict[str, Any]) -> Tensor:
@@ -47,6 +51,30 @@ def _llama3_frequencies(inv_freq: Tensor, scaling: dict[str, Any]) -> Tensor:
     # 1 keeps the frequency (many rotations within the original context), 0 divides it by the factor.
     keep = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * inv_freq / scaling["factor"] + keep * inv_freq
+
+
+def rope_magnitude(scaling: dict[str, Any] | None, num_positions: int) -> float:
+    """What cosine and sine are multiplied by: 1, but for LongRoPE (https://arxiv.org/abs/2402.13753).
+
+    `num_positions` is what the configuration says of the longest text.
+    """
+    if scaling is None or scaling["rope_type"] != "longrope":
+        return 1.0
+    original = scaling["original_max_position_embeddings"]
+    stretch = scaling.get("factor") or num_positions / original
+    return scaling.get("attention_factor") or math.sqrt(1 + max(0.0, math.log(stretch)) / math.log(original))
+
+
+def partial_frequencies(inv_freq: Tensor, head_dim: int) -> Tensor:
+    """Frequencies [d/2] of heads as `halves_apart` orders them, of those [r/2] of the r features that are rotated."""
+    return torch.cat((inv_freq, inv_freq.new_zeros(head_dim // 2 - len(inv_freq))))
+
+
+def halves_apart(x: Tensor, rotated: int) -> Tensor:
+    """Heads [T, H, d] whose first `rotated` features are rotated, in the order in which whole heads are."""
+    half, rest = rotated // 2, (x.shape[-1] - rotated) // 2
+    first, second, left, right = x.split((half, half, rest, rest), dim=-1)
+    return torch.cat((first, left, second, right), dim=-1)
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

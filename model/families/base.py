@@ -49,6 +49,9 @@ class Family:
     norms_whole_projections: bool = False
     """Whether norms of queries and keys, where there are some, are over all heads together."""
 
+    joins_projections: bool = False
+    """Whether one matrix makes queries, keys and values, and one gate and up."""
+
     @property
     def num_norms(self) -> int:
         """Of a layer's stream and of what its blocks add."""

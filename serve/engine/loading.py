@@ -174,7 +174,7 @@ def most_draft_tokens(config: EngineConfig, models: Models) -> int:
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
     """Most tokens of one sequence: it must fit the pages all alone, so that somebody can always go on."""
-    trained, held = model.max_position_embeddings, num_pages * PAGE_SIZE
+    trained, held = model.num_positions, num_pages * PAGE_SIZE
     wanted = config.max_model_len
     if wanted is None:
         return min(trained, held)
@@ -187,7 +187,7 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: in
 
 def _useful_pages(config: EngineConfig, model: ModelConfig) -> int:
     """Pages that every sequence could fill at once."""
-    return config.max_num_seqs * pages_for(config.max_model_len or model.max_position_embeddings)
+    return config.max_num_seqs * pages_for(config.max_model_len or model.num_positions)
 
 
 def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
@@ -205,7 +205,7 @@ def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
 def _pages_in(num_bytes: int, page_bytes: int, config: EngineConfig, models: Models) -> int:
     """Pages that fit beside the lists of visible slots, which are as long as the longest sequence may be."""
     rows, most_drafts = 1 + config.max_num_seqs, most_draft_tokens(config, models)
-    longest = config.max_model_len or models.target.config.max_position_embeddings
+    longest = config.max_model_len or models.target.config.num_positions
     lists = models.visible_list_bytes(rows=rows, tokens=longest + most_drafts + PAGE_SIZE)
     beside = (num_bytes - lists) // page_bytes
     if config.max_model_len is not None:

@@ -14,6 +14,7 @@ from compress.quantize.methods import METHODS, Method
 from compress.quantize.round_to_nearest import QuantizationError, quantize_model
 from compress.residual_stream import ResidualStream, layers_of
 from model.config import MixtureOfDepths
+from model.families.registry import FAMILIES
 from model.files.checkpoint import open_layerwise, save_model
 from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
@@ -57,6 +58,12 @@ def test_methods_err_less_than_rounding() -> None:
     found = {name: errors_of(model, method) / plain for name, method in METHODS.items() if name != "autoround"}
     assert found["weighted"] < 0.9 and found["awq"] < 0.9, found
     assert found["gptq"] < 0.8 and found["awq+gptq"] < 0.8, found
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_gptq_errs_less_than_rounding_in_every_family(family: str) -> None:
+    model = tiny_model(family)
+    assert errors_of(model, METHODS["gptq"]) < 0.9 * errors_of(model, METHODS["round"])
 
 
 def test_each_layer_sees_what_the_quantized_ones_make_of_the_text() -> None:

@@ -50,7 +50,7 @@ def with_equal_heads(model: Transformer, group: list[int]) -> Transformer:
 
 def can_group(family: str, method: Method) -> bool:
     """Whether norms of keys allow it."""
-    return family != "olmo2" and not (family == "qwen3" and method in TURNING)
+    return family not in ("olmo2", "phi3") and not (family == "qwen3" and method in TURNING)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -58,7 +58,7 @@ def can_group(family: str, method: Method) -> bool:
 def test_as_many_heads_as_before_are_the_same_model(method: Method, family: str) -> None:
     model = tiny_model(family)
     if not can_group(family, method):
-        with pytest.raises(GroupingError, match=f"{family} normalises"):
+        with pytest.raises(GroupingError, match=f"{family} (normalises|keeps q, k and v in one matrix)"):
             check_convertible(model.config, [2, 2], method)
         return
     check_convertible(model.config, [2, 2], method)

@@ -70,6 +70,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {"tie_word_embeddings": False}),
     "olmo2-biases-tied": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "phi3": ("phi3", {"tie_word_embeddings": False, "sliding_window": 8}),
+    "phi3-tied-partial": ("phi3", {"tie_word_embeddings": True, "partial_rotary_factor": 0.5}),
+    "phi3-partial-longrope": (
+        "phi3",
+        {
+            "head_dim": 16,
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.5, 4.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
     "granite-tied-biases": (
         "granite",
         {"logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},

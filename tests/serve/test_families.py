@@ -10,8 +10,9 @@ from torch import Tensor
 from compress.lora import inject
 from compress.prune.depth import prune_depth
 from compress.quantize.round_to_nearest import quantize_folder
+from model.config import ConfigError, ModelConfig
 from model.files.adapter import save_adapter
-from model.files.checkpoint import load_model, save_model
+from model.files.checkpoint import load_config, load_model, save_model
 from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig
 from model.transformer import Transformer
@@ -22,7 +23,7 @@ from tests.tiny import full_logits, tiny_config
 from tests.train.toy import batch_of
 from train.objectives import LanguageModelling
 
-NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows", "granite", "olmo2")
+NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows", "granite", "olmo2", "phi3-partial-longrope")
 """One entry of each family in tests/model/test_families.py."""
 # Blocks of 64 weights fill rows, which bitsandbytes' compiled code needs.
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -74,7 +75,7 @@ def test_chunks_over_pages_in_the_serving_form_give_their_logits(chunk: int, fol
 
 @FAMILIES
 def test_the_engine_writes_their_greedy_text(folder: Path) -> None:
-    theirs, written = opened(folder), generate(make_engine(load_model(folder)), PROMPTS, greedy(16))
+    theirs, written = opened(folder), generate(make_engine(load_model(folder), max_model_len=64), PROMPTS, greedy(16))
     for prompt, tokens in zip(PROMPTS, written, strict=True):
         told = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
         assert told[0, len(prompt) :].tolist() == tokens
@@ -129,16 +130,45 @@ def test_nf4_and_an_adapter_on_it_open_in_their_tools(folder: Path, tmp_path: Pa
 def test_what_a_family_cannot_go_through_is_one_sentence() -> None:
     """Norms behind the blocks leave nothing to fold scales into, and no narrower or routed layer that is known."""
     from compress.gqa import GroupingError, check_convertible
-    from model.config import ConfigError
     from pipeline.errors import UserError
     from pipeline.stages.quantize import run as quantize
     from pipeline.stages.quantize.config import Quantize
 
-    olmo2 = tiny_config("olmo2")
-    with pytest.raises(ConfigError, match="olmo2 norms what its blocks add, so only whole layers can leave"):
-        olmo2.narrow(mlp=64)
-    with pytest.raises(GroupingError, match="olmo2 normalises all keys of a token together"):
-        check_convertible(olmo2, [1, 1], "mean")
-    with pytest.raises(UserError, match="quantize: awq divides norms by its scales, but models of the family olmo2"):
-        quantize.weight_bytes(Quantize(model="it", data="text", method="awq"), {"it": olmo2})
-    assert quantize.weight_bytes(Quantize(model="it", data="text", method="gptq"), {"it": olmo2}) > 0
+    for family, why in (("olmo2", "norms what its blocks add"), ("phi3", "joins projections")):
+        config = tiny_config(family)
+        with pytest.raises(ConfigError, match=f"{family} {why}; only whole layers can leave such a model"):
+            config.narrow(mlp=64)
+        with pytest.raises(GroupingError, match=f"{family} .*; its KV heads cannot be grouped"):
+            check_convertible(config, [1, 1], "mean")
+        with pytest.raises(UserError, match=f"quantize: awq divides norms .* of the family {family} do not"):
+            quantize.weight_bytes(Quantize(model="it", data="text", method="awq"), {"it": config})
+        assert quantize.weight_bytes(Quantize(model="it", data="text", method="gptq"), {"it": config}) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rope_scaling": {"rope_type": "martian"}}, "the rope type 'martian'; phi3 models have default or longrope"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2; it must leave an even part of the 16 features"),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+            "longrope needs a short_factor of 4 positive numbers",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4}},
+            "longrope needs original_max_position_embeddings",
+        ),
+    ],
+)
+def test_a_rotation_that_is_not_known_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    raw = {name: value for name, value in tiny_config("phi3").to_hf().items() if name != "rope_parameters"}
+    with pytest.raises(ConfigError, match=sentence):
+        ModelConfig.from_hf(raw | changes)
+
+
+def test_a_longrope_model_ends_where_its_other_factors_would_begin(tmp_path: Path) -> None:
+    their_model("phi3-partial-longrope").save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    assert (config.max_position_embeddings, config.num_positions) == (256, 64)
+    with pytest.raises(ValueError, match="between 2 and the 64 positions of the model, not 65"):
+        make_engine(load_model(tmp_path), max_model_len=65)

@@ -130,9 +130,9 @@ def _check_on_policy(stage: DistillStage, student: ModelConfig) -> None:
     policy = stage.config.on_policy
     if policy.share and student.mixture_of_depths is not None:
         raise UserError("The student has routers, which learn from the data alone; set on_policy.share to 0.")
-    if policy.share and stage.sequence_length + policy.max_tokens > student.max_position_embeddings:
+    if policy.share and stage.sequence_length + policy.max_tokens > student.num_positions:
         raise UserError(
-            f"The student has {student.max_position_embeddings:,} positions, too few for a sequence_length of "
+            f"The student has {student.num_positions:,} positions, too few for a sequence_length of "
             f"{stage.sequence_length:,} and on_policy.max_tokens of {policy.max_tokens:,} behind it."
         )
 

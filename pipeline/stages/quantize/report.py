@@ -63,9 +63,9 @@ QuantizeResult = Result[QuantizeDetails]
 _PLOT_TEXT = "Held-out text; further down is nearer to the unquantized model. Methods of one stage have a colour."
 _TRAINED = {"scales": "scales and norms", "low_rank": "a low-rank update, scales and norms", "all": "every weight"}
 _LINES = {
-    "query, key, value": ("q_proj", "k_proj", "v_proj"),
+    "query, key, value": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "attention's output": ("o_proj",),
-    "gate, up": ("gate_proj", "up_proj"),
+    "gate, up": ("gate_proj", "up_proj", "gate_up_proj"),
     "down": ("down_proj",),
 }
 """The projections that read one input, by the name of their line."""

@@ -177,10 +177,10 @@ def _formats(
 
 def _check_method(config: Quantize, shape: ModelConfig) -> None:
     scaled = [method for method in (config.method, *config.compare) if METHODS[method].scaling != "none"]
-    if scaled and not shape.kind.has_norms_before:
+    if scaled and (shape.kind.joins_projections or not shape.kind.has_norms_before):
         raise UserError(
-            f"quantize: {scaled[0]} divides norms by its scales, but models of the family {shape.family} have none "
-            "before their projections; gptq, autoround, weighted and round need none."
+            f"quantize: {scaled[0]} divides norms and projections by its scales, but layers of the family "
+            f"{shape.family} do not have them apart; gptq, autoround, weighted and round divide nothing."
         )
 
 
