@@ -301,6 +301,11 @@ def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
         return _Encoded(np.array(ids, dtype=np.int32), None, len(content.encode()))
     if isinstance(content, Completion):
         return _encode_completion(content, tokenizer)
+    if "default" not in tokenizer.templates:
+        raise ValueError(
+            "the model has no chat template to write conversations in; give it one in the recipe, as in "
+            "`models: {NAME: {from: …, chat_template: chatml}}`"
+        )
     asked, answered = content if isinstance(content, Continuation) else ([], content)
     ids, mask = tokenizer.assistant_mask([*asked, *answered])
     if asked:  # earlier answers stand there to be read, not learnt

@@ -125,6 +125,12 @@ class Tokenizer:
         templates = {name: template.source for name, template in self.templates.items()}
         return Tokenizer(json.dumps(raw), config=self.config, templates=templates, eos_token_ids=self.eos_token_ids)
 
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """The same with this template instead of its own ones. Raises ChatTemplateError for one that is not valid."""
+        return Tokenizer(
+            self._json, config=self.config, templates={"default": source}, eos_token_ids=self.eos_token_ids
+        )
+
     @property
     def vocab_size(self) -> int:
         """Tokens of the tokenizer; a model may have more rows in its embeddings."""

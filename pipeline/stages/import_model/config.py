@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from model.text.shipped_templates import template_text
 from pipeline.settings import setting
 
 
@@ -24,13 +25,21 @@ class ModelSource:
     keep_blocks: bool = setting(False, later=True)
     """Keep the 4- and 8-bit blocks of a GGUF file instead of making bf16 of them: such a model is evaluated, served and
     teaches in fewer bytes, but no stage changes its weights."""
+    chat_template: str | None = setting(None, later=True)
+    """How conversations are written for this model, instead of as it came: `chatml`, `plain`, or a file with a Jinja
+    template. Base models have none, and cannot learn from conversations without."""
 
 
 def file_times(source: ModelSource) -> Any:
-    """Sizes and times of a local source's files: when they change, the model is imported anew.
+    """Sizes and times of a local source's files, and its template: when they change, the model is imported anew.
 
     An import that gives the same files has the same digest, so the stages after it do not run again for nothing.
     """
+    files = _file_times(source)
+    return files if source.chat_template is None else [files, template_text(source.chat_template)]
+
+
+def _file_times(source: ModelSource) -> Any:
     path = Path(source.origin).expanduser()
     if source.origin.startswith("wheel:") or not path.exists():
         return None

@@ -14,6 +14,7 @@ from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import load_config, load_model, save_model
 from model.files.sources import HUB_FILES, locate
 from model.formats.gguf.reader import gguf_config, import_gguf, import_gguf_blocks
+from model.text.shipped_templates import set_chat_template
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
@@ -36,6 +37,12 @@ def run(context: StageContext) -> Result[NoDetails] | None:
 
 def import_model(source: ModelSource, folder: Path, cache: Path) -> None:
     """Writes config, weights in their own dtype, and tokenizer into `folder`."""
+    _write_model(source, folder, cache)
+    if source.chat_template is not None:
+        set_chat_template(folder, source.chat_template)
+
+
+def _write_model(source: ModelSource, folder: Path, cache: Path) -> None:
     found = _locate(source, cache)
     if found.is_file():
         (import_gguf_blocks if source.keep_blocks else import_gguf)(found, folder)
