@@ -7,6 +7,8 @@ from typing import Any, Literal
 MAX_SEED = 2**63 - 1
 Pooling = Literal["mean", "last"]
 MAX_GRAMMAR_BYTES = 256 * 1024
+GREEDY_BELOW = 1e-5
+"""Temperatures below are 0, as in vLLM: logits divided by them are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 is greedy (argmax); otherwise the logits are divided by it."""
+    """0 is greedy (argmax), and so is less than 1e-5; otherwise the logits are divided by it."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -27,7 +29,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens with at least min_p times the largest probability, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divide positive (multiply negative) logits of every token seen in prompt or output; 1 is off."""
+    """Divide positive (multiply negative) logits of every token seen in prompt or output, in [0.01, 100]; 1 is off."""
     presence_penalty: float = 0.0
     """Subtract from the logit of every token that the output holds, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -76,6 +78,8 @@ class SamplingParams:
             if isinstance(value, str):
                 value = (value,)
             object.__setattr__(self, name, tuple(value or ()))
+        if isinstance(self.temperature, float) and 0 < self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
 
@@ -108,7 +112,7 @@ class SamplingParams:
         _require_integer("top_k", self.top_k, 0, None)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _require_integer("max_tokens", self.max_tokens, 1, None)

@@ -36,7 +36,14 @@ class ApiError(Exception):
     """A request that is answered with an error; `param` names the field at fault where there is one."""
 
     def __init__(
-        self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -44,6 +51,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allow = allow
 
     def body(self) -> bytes:
         """The JSON body, also used as the data of an error event in a stream."""
@@ -51,10 +59,12 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, error_type, self.param, self.code)))
 
     def headers(self) -> dict[str, str]:
-        """Headers that go with the status: `Retry-After` in whole seconds, `WWW-Authenticate` with 401."""
+        """What goes with the status: `Retry-After` in whole seconds, `WWW-Authenticate` with 401, `Allow` with 405."""
         headers = {"content-type": "application/json"}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
+        if self.allow is not None:
+            headers["allow"] = self.allow
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers

@@ -1,6 +1,7 @@
 """The outermost layer of the server: request id, keys, errors, one log line and one count for every request.
 
-Every path needs a key, if there are keys, but the probes and the page: a later route is closed until somebody opens it.
+Every path needs a key, if there are keys, but the probes, the page and the protocol's description: a later route is
+closed until somebody opens it.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from serve.http.page import PAGE_PATHS
 if TYPE_CHECKING:
     from serve.http.tracing import Tracer
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", *PAGE_PATHS})
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/openapi.json", "/docs", *PAGE_PATHS})
 QUIET_PATHS = OPEN_PATHS | {"/load"}
 """What is asked every few seconds and says nothing new in the log."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -64,7 +65,7 @@ class Middleware:
         except ClientDisconnect:
             exchange.failed(499, "client_left")  # nobody will see it; nginx counts such requests so
         except HTTPException as error:
-            await self._send_error(scope, exchange, _no_route(error.status_code))
+            await self._send_error(scope, exchange, _no_route(error))
         except ApiError as error:
             await self._send_error(scope, exchange, error)
         except Exception as error:
@@ -163,9 +164,10 @@ def _details(exchange: _Exchange, summary: RequestSummary) -> str:
     )
 
 
-def _no_route(status: int) -> ApiError:
-    if status == 405:
-        return ApiError(405, "this path does not take this method", code="method_not_allowed")
+def _no_route(error: HTTPException) -> ApiError:
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow")
+        return ApiError(405, "this path does not take this method", code="method_not_allowed", allow=allow)
     return ApiError(404, "there is nothing at this path", code="not_found")
 
 

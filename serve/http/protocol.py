@@ -35,7 +35,14 @@ UNSUPPORTED = {
     "reasoning_effort": "reasoning_effort is not supported: use chat_template_kwargs.enable_thinking",
 }
 """Fields that clients do send, with a better sentence than "unknown", unless a kind of request has them."""
-NULL_DEPTHS = {"messages": 3, "tools": 2, "response_format": 2, "structured_outputs": 1, "stream_options": 1}
+NULL_DEPTHS = {
+    "messages": 3,
+    "tools": 2,
+    "response_format": 2,
+    "structured_outputs": 1,
+    "stream_options": 1,
+    "chat_template_kwargs": 1,
+}
 """How deep in these fields null means "not given"; further in are JSON schemas, where it is a value.
 
 A kind of request of another protocol has its own, as `null_depths`.

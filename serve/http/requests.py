@@ -38,7 +38,8 @@ Labels = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(ma
 
 def only(*values: Any, because: str) -> Meta:
     """Marks a field that takes these values alone, those that ask for nothing; `because` ends the refusal of others."""
-    return Meta(extra_json_schema={"enum": list(values)}, extra={"only": values, "because": because})
+    schema = {"enum": list(values), "description": f"The only value taken: {because}."}
+    return Meta(extra_json_schema=schema, extra={"only": values, "because": because})
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,7 +94,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """0 and -1 keep all tokens."""
     min_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
@@ -172,9 +173,10 @@ class CompletionRequest(GenerationRequest):
     """vLLM: put the tokenizer's own special tokens (often a beginning-of-sequence) before a text prompt; true."""
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     """A content part; potstill's models read text only."""
 
+    type: Literal["text"]
     text: str
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -15,18 +16,36 @@ from starlette.types import ASGIApp
 from kernels import __version__
 from serve.http.chat import ChatReply, conversation_ids
 from serve.http.completions import CompletionReply
+from serve.http.docs import docs_page
 from serve.http.errors import ApiError, invalid, unavailable
 from serve.http.generation import GenerationResponse, Reply, Service, token_text
 from serve.http.load import load_of
+from serve.http.openapi import openapi_document, operation
 from serve.http.options import RequestLimits
 from serve.http.page import page_routes
 from serve.http.protocol import AnyRequest, loads_object, read
 from serve.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from serve.http.responses import Detokenized, ModelCard, ModelList, Tokenized, encoder
+from serve.http.responses import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Tokenized,
+    encoder,
+)
 from serve.http.translations import messages, ollama, ollama_models
-from serve.http.translations.embeddings import EmbeddingsReply, EmbeddingsRequest
-from serve.http.translations.messages import CountTokensRequest, MessagesReply, MessagesRequest
-from serve.http.translations.ollama import GenerateRequest, OllamaChatRequest, OllamaReply
+from serve.http.translations.embeddings import Embeddings, EmbeddingsReply, EmbeddingsRequest
+from serve.http.translations.messages import (
+    AnthropicMessage,
+    CountTokensRequest,
+    MessagesReply,
+    MessagesRequest,
+    TokenCount,
+)
+from serve.http.translations.ollama import GenerateRequest, OllamaAnswer, OllamaChatRequest, OllamaReply
+from serve.http.translations.responses import Response as ResponsesBody
 from serve.http.translations.responses import ResponsesReply, ResponsesRequest
 from serve.messages import Ready
 
@@ -69,6 +88,8 @@ class Routes:
                 Route("/metrics", self.metrics),
                 Route("/version", self.version),
                 Route("/load", self.load),
+                Route("/openapi.json", self.openapi),
+                Route("/docs", self.docs),
                 *page_routes(),
             ],
             redirect_slashes=False,
@@ -88,26 +109,79 @@ class Routes:
         self._service.check_model(getattr(wanted, "model", None))
         return wanted
 
+    @operation(
+        "Continue prompts, given as texts or as token ids.",
+        request=CompletionRequest,
+        answer=Completion,
+        events=Completion,
+        example={"prompt": "A potstill is", "max_tokens": 32},
+    )
     async def completions(self, request: Request) -> GenerationResponse:
         wanted = await self._read(request, CompletionRequest)
         return GenerationResponse(CompletionReply(wanted, self._service), request.state.tenant)
 
+    @operation(
+        "Answer a conversation.",
+        request=ChatRequest,
+        answer=ChatCompletion,
+        events=ChatChunk,
+        example={"messages": [{"role": "user", "content": "What is a potstill?"}], "max_tokens": 64},
+    )
     async def chat_completions(self, request: Request) -> GenerationResponse:
         wanted = await self._read(request, ChatRequest)
         return GenerationResponse(ChatReply(wanted, self._service), request.state.tenant)
 
+    @operation(
+        "OpenAI's Responses.",
+        request=ResponsesRequest,
+        answer=ResponsesBody,
+        events=dict[str, Any],
+        example={"input": "What is a potstill?", "max_output_tokens": 64},
+    )
     async def responses(self, request: Request) -> GenerationResponse:
         return await self._translated(request, await self._read(request, ResponsesRequest), ResponsesReply)
 
+    @operation(
+        "One vector for each text.",
+        request=EmbeddingsRequest,
+        answer=Embeddings,
+        example={"input": "A potstill is"},
+    )
     async def embeddings(self, request: Request) -> GenerationResponse:
         return await self._translated(request, await self._read(request, EmbeddingsRequest), EmbeddingsReply)
 
+    @operation(
+        "Anthropic's Messages.",
+        request=MessagesRequest,
+        answer=AnthropicMessage,
+        events=dict[str, Any],
+        errors=dict[str, Any],
+        example={"messages": [{"role": "user", "content": "What is a potstill?"}], "max_tokens": 64},
+    )
     async def messages(self, request: Request) -> GenerationResponse:
         return await self._translated(request, await self._read(request, MessagesRequest), MessagesReply)
 
+    @operation(
+        "Ollama's chat.",
+        request=OllamaChatRequest,
+        answer=OllamaAnswer,
+        events=OllamaAnswer,
+        stream="application/x-ndjson",
+        errors=dict[str, str],
+        example={"messages": [{"role": "user", "content": "What is a potstill?"}], "options": {"num_predict": 64}},
+    )
     async def ollama_chat(self, request: Request) -> ASGIApp:
         return await self._ollama(request, await self._read(request, OllamaChatRequest))
 
+    @operation(
+        "Ollama's generate.",
+        request=GenerateRequest,
+        answer=OllamaAnswer,
+        events=OllamaAnswer,
+        stream="application/x-ndjson",
+        errors=dict[str, str],
+        example={"prompt": "What is a potstill?", "options": {"num_predict": 64}},
+    )
     async def ollama_generate(self, request: Request) -> ASGIApp:
         return await self._ollama(request, await self._read(request, GenerateRequest))
 
@@ -121,21 +195,38 @@ class Routes:
         """The answer to a request of another protocol, which is translated in a thread: it may be large."""
         return GenerationResponse(await asyncio.to_thread(reply, wanted, self._service), request.state.tenant)
 
+    @operation("The models, as Ollama lists them.", answer=ollama_models.OllamaModels, errors=dict[str, str])
     async def ollama_tags(self, request: Request) -> Response:
         return json_response(await asyncio.to_thread(ollama_models.tags, self._service, self._info()))
 
+    @operation(
+        "One of them, as Ollama shows it.",
+        request=ollama_models.ShowRequest,
+        answer=ollama_models.ShownModel,
+        errors=dict[str, str],
+        example={"model": "NAME"},
+    )
     async def ollama_show(self, request: Request) -> Response:
         wanted = await self._read(request, ollama_models.ShowRequest)
         return json_response(await asyncio.to_thread(ollama_models.show, self._service, self._info(), wanted.model))
 
+    @operation(
+        "How many tokens Anthropic's Messages would be.",
+        request=CountTokensRequest,
+        answer=TokenCount,
+        errors=dict[str, Any],
+        example={"messages": [{"role": "user", "content": "What is a potstill?"}]},
+    )
     async def count_tokens(self, request: Request) -> Response:
         wanted = await self._read(request, CountTokensRequest)
         return json_response(await asyncio.to_thread(messages.count_tokens, wanted, self._service))
 
+    @operation("The model and its adapters.", answer=ModelList)
     async def models(self, request: Request) -> Response:
         options = self._service.options
         return json_response(ModelList([self._card(name) for name in (*options.model_names, *options.engine.adapters)]))
 
+    @operation("One of them.", answer=ModelCard)
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._service.check_model(name)
@@ -153,6 +244,12 @@ class Routes:
             raise self._service.engine.absence()
         return self._service.engine.info
 
+    @operation(
+        "The tokens of a text or of a conversation.",
+        request=TokenizeRequest,
+        answer=Tokenized,
+        example={"prompt": "A potstill is"},
+    )
     async def tokenize(self, request: Request) -> Response:
         wanted = await self._read(request, TokenizeRequest)
         tokens = await asyncio.to_thread(self._tokens, wanted)
@@ -174,6 +271,7 @@ class Routes:
             continue_final_message=bool(wanted.continue_final_message),
         )
 
+    @operation("The text of tokens.", request=DetokenizeRequest, answer=Detokenized, example={"tokens": [1, 2, 3]})
     async def detokenize(self, request: Request) -> Response:
         wanted = await self._read(request, DetokenizeRequest)
         size = self._info().vocab_size
@@ -181,6 +279,7 @@ class Routes:
             raise invalid(f"a token is outside the vocabulary of {size} tokens", "tokens")
         return json_response(Detokenized(self._service.tokenizer.decode(wanted.tokens, skip_special_tokens=False)))
 
+    @operation("Whether a request sent now would be worked on.", answer=dict[str, str])
     async def health(self, request: Request) -> Response:
         """200 when a request sent now would be worked on: the engine's loop has just answered a ping."""
         engine = self._service.engine
@@ -192,15 +291,30 @@ class Routes:
             raise unavailable("the engine does not answer", "engine_stalled")
         return json_response({"status": "ok"})
 
+    @operation("Prometheus metrics.")
     async def metrics(self, request: Request) -> Response:
         await self._service.engine.ping(FRESH_STATS_S)
         return Response(self._service.metrics.expose(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
+    @operation("The version of potstill.", answer=dict[str, str])
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
 
+    @operation("How busy the server is.", answer=dict[str, Any])
     async def load(self, request: Request) -> Response:
         return json_response(load_of(self._service.engine.num_calls, self._service.metrics))
+
+    @cached_property
+    def _openapi(self) -> bytes:
+        return encoder.encode(openapi_document(self.router.routes, has_keys=bool(self._service.options.api_keys)))
+
+    @operation("This description.", answer=dict[str, Any])
+    async def openapi(self, request: Request) -> Response:
+        return Response(await asyncio.to_thread(lambda: self._openapi), media_type="application/json")
+
+    @operation("This description as a page.", text="text/html")
+    async def docs(self, request: Request) -> Response:
+        return docs_page()
 
 
 def json_response(content: msgspec.Struct | dict[str, Any]) -> Response:

@@ -189,6 +189,7 @@ def test_paths_and_methods(server: RunningServer) -> None:
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS[0]}"}) as http:
         check_error(http.get("/nothing/here"), 404)
         check_error(http.get("/v1/completions"), 405)
+        assert http.get("/v1/completions").headers["allow"] == "POST"
         check_error(http.delete("/v1/models"), 405)
         check_error(http.post("/v1/completions/", json=GOOD), 404)
         assert http.get("/version").json() == {"version": "0.1.0"}
@@ -269,12 +270,12 @@ WRONG_KEYS: list[dict[str, str]] = [
 @pytest.mark.parametrize("headers", WRONG_KEYS, ids=str)
 def test_without_a_right_key_everything_is_closed(server: RunningServer, headers: dict[str, str]) -> None:
     with httpx.Client(base_url=server.url, headers=headers) as http:
-        for path in ("/v1/models", "/version", "/load", "/nothing", "//health", "/health/", "/metrics/x", "/docs"):
+        for path in ("/v1/models", "/version", "/load", "/nothing", "//health", "/health/", "/metrics/x", "/docs/x"):
             error = check_error(http.get(server.url + path), 401)  # whole, or httpx reads //health as a host
             assert error["code"] == "invalid_api_key"
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             check_error(http.post(path, json=GOOD), 401)
-        for path in ("/health", "/ping", "/metrics"):
+        for path in ("/health", "/ping", "/metrics", "/docs", "/openapi.json"):
             assert http.get(path).status_code == 200
 
 
