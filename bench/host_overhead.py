@@ -8,7 +8,9 @@ dispatcher take before a GPU hears of a step. On a GPU each launch takes some mi
 Of each figure the least of all steps; of launches and uploads the most.
 
 `replayed`: a step from a CUDA graph, from the scheduled work to what will be read; `launched`: the same step kernel by
-kernel; `step`: all of `Engine.step` around a replay, scheduling and telling clients included.
+kernel; `step`: all of `Engine.step` around a replay, scheduling and telling clients included. Of a pair, a draft of 4
+layers that guesses 4 tokens for requests with temperature 1, the step is one of drafting, verifying and committing: the
+device waits for each of its passes.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from tests.serve.toys import make_engine
 from tests.tiny import tiny_model
 
 LAYERS, BATCHES, STEPS, PROMPT = 32, (1, 16, 256), 40, 20
+DRAFT_LAYERS, NUM_DRAFTS, PAIR_BATCHES = 4, 4, (1, 16)
 AS_ON_A_GPU: dict[str, Callable[..., Any]] = {
     "runs_triton": lambda x: True,
     "is_interpreted": lambda x: False,
@@ -84,19 +87,22 @@ def stubs() -> Iterator[Counter[str]]:
             setattr(owner, name, old)
 
 
-def decoding_engine(batch: int, *, captures: bool) -> Engine:
+def decoding_engine(batch: int, *, captures: bool, drafts: bool) -> Engine:
     """An engine amid decoding so many sequences, every kind of kernel met once."""
+    sizes = {"vocab_size": 512, "seed": 1}
+    draft = tiny_model(num_layers=DRAFT_LAYERS, **sizes) if drafts else None
     graphs = Graphs(EmptyGraph) if captures else None
     choose = engine_module.graphs_on
     engine_module.graphs_on = lambda device: graphs
     try:
         options = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_pages": 4096}
-        engine = make_engine(tiny_model(seed=1, num_layers=LAYERS, vocab_size=512), **options)
+        options["num_speculative_tokens"] = NUM_DRAFTS if drafts else None
+        engine = make_engine(tiny_model(num_layers=LAYERS, **sizes), draft, **options)
     finally:
         engine_module.graphs_on = choose
     engine.is_overlapped = True
     for number in range(batch):
-        params = SamplingParams(max_tokens=200, ignore_eos=True, top_p=0.9, seed=number)
+        params = SamplingParams(max_tokens=200, ignore_eos=True, top_p=0.9, seed=None if drafts else number)
         engine.add_request(str(number), [2] * PROMPT, params)
     for _ in range(6):
         engine.step()
@@ -108,7 +114,7 @@ def measure(batch: int, *, captures: bool) -> dict[str, float]:
     launches: list[tuple[float, int, int]] = []
     steps = []
     with stubs() as counts:
-        engine = decoding_engine(batch, captures=captures)
+        engine = decoding_engine(batch, captures=captures, drafts=False)
         launch = engine.launch_pass
 
         def timed(work: Any) -> Any:
@@ -134,6 +140,20 @@ def measure(batch: int, *, captures: bool) -> dict[str, float]:
     }
 
 
+def measure_pair(batch: int, *, captures: bool) -> dict[str, float]:
+    """Of a step of a pair: microseconds, launches, uploads."""
+    steps: list[tuple[float, int, int]] = []
+    with stubs() as counts:
+        engine = decoding_engine(batch, captures=captures, drafts=True)
+        for _ in range(STEPS):
+            counts.clear()
+            began = time.perf_counter()
+            engine.step()
+            steps.append((time.perf_counter() - began, counts["launches"], counts["uploads"]))
+    seconds, launches, uploads = zip(*steps, strict=True)
+    return {"microseconds": round(1e6 * min(seconds), 1), "launches": max(launches), "uploads": max(uploads)}
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
@@ -145,7 +165,17 @@ def main() -> None:
         figures = replayed["microseconds"], replayed["uploads"], replayed["step_microseconds"]
         print("{:9} {:7.0f} µs {:8} {:7.0f} µs".format(batch, *figures), end=" ")
         print(f"{launched['microseconds']:7.0f} µs {launched['launches']:9}")
-    write_result("host-overhead", "python -m bench.host_overhead", {"layers": LAYERS, "sequences": result})
+    pairs = {}
+    print(f"\n{'of a pair':>9} {'replayed':>10} {'uploads':>8} {'launches':>9} {'launched':>10} {'launches':>9}")
+    for batch in PAIR_BATCHES:
+        replayed, launched = (measure_pair(batch, captures=captures) for captures in (True, False))
+        pairs[str(batch)] = {"replayed": replayed, "launched": launched}
+        figures = replayed["microseconds"], replayed["uploads"], replayed["launches"]
+        print("{:9} {:7.0f} µs {:8} {:9}".format(batch, *figures), end=" ")
+        print(f"{launched['microseconds']:7.0f} µs {launched['launches']:9}")
+    pair = {"draft_layers": DRAFT_LAYERS, "draft_tokens": NUM_DRAFTS, "sequences": pairs}
+    figures = {"layers": LAYERS, "sequences": result, "pair": pair}
+    write_result("host-overhead", "python -m bench.host_overhead", figures)
 
 
 if __name__ == "__main__":

@@ -76,12 +76,11 @@ class End(Enum):
         return self in (End.DRAFT, End.DRAFT_FOR_REJECTION)
 
 
-def draft_end(sequences: list[Sequence]) -> End:
-    """Of a pass of the draft for these sequences."""
-    kinds = {sequence.verifies_by_rejection for sequence in sequences}
-    if len(kinds) > 1 or any(sequence.mask is not None for sequence in sequences):
+def draft_end(sequences: list[Sequence], by_rejection: set[bool]) -> End:
+    """Of a pass of the draft for these sequences, whose tokens will be verified by one rule or by either."""
+    if len(by_rejection) > 1 or any(sequence.mask is not None for sequence in sequences):
         return End.LOGITS
-    if kinds == {False}:
+    if by_rejection == {False}:
         return End.DRAFT
     return End.DRAFT_FOR_REJECTION if captured_size(len(sequences)) <= MOST_DISTRIBUTIONS else End.LOGITS
 
@@ -93,8 +92,9 @@ def _target_end(sequences: list[Sequence], drafts: list[DraftTree]) -> End:
     if not any(draft.by_rejection for draft in drafts):
         return End.MATCHING
     for sequence, draft in zip(sequences, drafts, strict=True):
-        # Without draft tokens either rule is plain sampling.
-        if not draft.by_rejection and (draft.num_tokens or not sequence.verifies_by_rejection):
+        # Without draft tokens either rule is plain sampling, by different draws.
+        may_follow = sequence.verifies_by_rejection or sequence.params.is_greedy
+        if not draft.by_rejection and (draft.num_tokens or not may_follow):
             return End.LOGITS
     num_rows = captured_size(len(sequences)) * (1 + max(draft.num_tokens for draft in drafts))
     return End.REJECTION if num_rows <= MOST_DISTRIBUTIONS else End.LOGITS

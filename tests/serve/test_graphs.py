@@ -131,19 +131,21 @@ def test_a_long_prompt_waits_for_no_routed_layer(route: str, weights: str, tmp_p
 
 @pytest.mark.parametrize("is_interpreted", [False, True])
 def test_drafts_that_are_verified_by_rejection_are_captured_to_their_end(is_interpreted: bool) -> None:
-    """Nothing is launched behind their graphs; where one request of a batch has a seed, drawing is."""
+    """Nothing is launched behind their graphs, a greedy one's among them; beside a request with a seed drawing is."""
     model, twin = (tiny_model(seed=3, **SMALL) for _ in range(2))
     engine = make_engine(model, twin, num_speculative_tokens=2, num_pages=64)
-    sampled = [SamplingParams(max_tokens=9, ignore_eos=True, **more) for more in ({}, {"presence_penalty": 0.5})]
+    kinds: list[dict[str, Any]] = [{"presence_penalty": 0.5}, {}, {"temperature": 0.0}]
+    params = [SamplingParams(max_tokens=9, ignore_eos=True, **kind) for kind in kinds]
+    prompts = [prompt[:5] for prompt in PROMPTS[:3]]
 
     def captured_ends() -> set[End]:
         engine.graphs.forget()  # type: ignore[union-attr]
-        generate(engine, [prompt[:5] for prompt in PROMPTS[:2]], sampled)
+        assert generate(engine, prompts, params)[2] == greedy_oracle(model, prompts[2], 9)
         return {key[1].end for key, captured in engine.graphs._captured.items() if captured}  # type: ignore
 
     with interpreted() if is_interpreted else nullcontext():
         assert captured_ends() == {End.REJECTION, End.DRAFT_FOR_REJECTION}
-        sampled[0] = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
+        params[0] = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
         assert captured_ends() == {End.LOGITS}
     assert engine.stats().num_accepted_tokens > 8
 

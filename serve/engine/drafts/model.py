@@ -35,6 +35,8 @@ class _Guess:
     sequence: Sequence
     length: int
     """Tokens wanted."""
+    by_rejection: bool
+    """Whether they will be verified so."""
 
 
 @dataclass(slots=True)
@@ -156,10 +158,7 @@ class ModelDraft:
             num_drawn += 1
             guesses = [guess for guess in guesses if num_drawn < guess.length]
             inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
-        return {
-            guess.sequence.id: DraftTree(guess.length, by_rejection=guess.sequence.verifies_by_rejection)
-            for guess in proposed
-        }
+        return {guess.sequence.id: DraftTree(guess.length, by_rejection=guess.by_rejection) for guess in proposed}
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         self._reading.observe(sequence, sequence.num_tokens + min(num_accepted, num_drafted - 1))
@@ -183,6 +182,7 @@ class ModelDraft:
         guesses = []
         filled: set[int] = set()
         room = self.max_tokens
+        any_by_rejection = any(one.sequence.verifies_by_rejection for one in wanted)
         for sequence, length, _ in wanted:
             start = self._reading.start(sequence, filled)
             # What the target says of its embedding's padding is no token of the draft: any other serves as well.
@@ -196,7 +196,9 @@ class ModelDraft:
             is_complete = stop == sequence.num_tokens
             inputs.append(_input(sequence, tokens, start, num_rows=int(is_complete)))
             if is_complete:
-                guesses.append(_Guess(sequence, length))
+                # Of a greedy request both rules say the same: a captured step has one.
+                is_with_others = any_by_rejection and self._steps is not None and sequence.params.is_greedy
+                guesses.append(_Guess(sequence, length, sequence.verifies_by_rejection or is_with_others))
             else:
                 self._reading.has_computed(sequence, stop)
         return inputs, guesses
@@ -214,7 +216,7 @@ class ModelDraft:
             self.has_prepared = self.runner.has_prepared
             self._draw(guesses, logits, num_drawn)
             return
-        end = draft_end(batch.sequences)
+        end = draft_end(batch.sequences, {guess.by_rejection for guess in guesses})
         (logits,) = self._steps.launch(batch, end)
         self.has_prepared = self._steps.has_prepared
         if end is End.LOGITS:
@@ -237,7 +239,7 @@ class ModelDraft:
     def _draw(self, guesses: list[_Guess], logits: Tensor, num_drawn: int) -> None:
         """Draw one token for each guess, of `logits [R, any]`."""
         for by_rejection in (False, True):
-            numbers = [n for n, guess in enumerate(guesses) if guess.sequence.verifies_by_rejection == by_rejection]
+            numbers = [n for n, guess in enumerate(guesses) if guess.by_rejection == by_rejection]
             for some in self.sampler.blocks(numbers):
                 rows = self.sampler.rows([guesses[n].sequence for n in some], [num_drawn] * len(some))
                 self.sampler.guess(select(logits, some), rows, by_rejection=by_rejection)
