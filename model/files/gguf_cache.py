@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from model.files.progress import ReadingProgress
 from model.files.safe_io import default_cache
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def _unpack(file: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        import_gguf_blocks(file, part / "model")
+        with ReadingProgress(f"unpacking {file.name}", file.stat().st_size) as progress:
+            import_gguf_blocks(file, part / "model", progress.heard)
         if not folder.exists():
             (part / "model").rename(folder)
     finally:

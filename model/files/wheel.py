@@ -45,9 +45,10 @@ def _download(requirement: str, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise SourceError(f"Fetching the wheel of {requirement} needs pip, which this environment does not have.")
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL  # pip's own progress, for who looks
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel was found"]

@@ -111,9 +111,10 @@ def run_conversation(conversation: Conversation) -> int:
     return int(conversation.failed and not typed)
 
 
-def write(text: str) -> None:
-    """A part of an answer, without what would steer the terminal."""
-    print("".join(one for one in text if one in "\n\t" or one.isprintable()), end="", flush=True)
+def write(text: str, is_thought: bool = False) -> None:
+    """A part of an answer, without what would steer the terminal; thoughts go where all goes that is no answer."""
+    plain = "".join(one for one in text if one in "\n\t" or one.isprintable())
+    print(_dim(plain) if is_thought else plain, end="", flush=True, file=sys.stderr if is_thought else sys.stdout)
 
 
 def say(text: str) -> None:

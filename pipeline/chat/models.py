@@ -21,7 +21,8 @@ from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, str]]
-Write = Callable[[str], None]
+Write = Callable[[str, bool], None]
+"""Shows a part of an answer, or (with True) of the thoughts before it."""
 ANSWER_S = 600.0
 
 
@@ -31,6 +32,8 @@ class Answer:
 
     write: Write
     text: str = ""
+    thinks: bool = False
+    """Whether its latest part was a thought."""
     num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -40,11 +43,15 @@ class Answer:
     first: float | None = None
     """When its first text came."""
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, *, is_thought: bool = False) -> None:
+        """Takes in a part; thoughts are shown, but are no part of what was said."""
         if text:
             self.first = self.first or time.perf_counter()
-            self.text += text
-            self.write(text)
+            if self.thinks and not is_thought:
+                self.write("\n\n", True)
+            self.thinks = is_thought
+            self.text += "" if is_thought else text
+            self.write(text, is_thought)
 
     def speeds(self) -> str:
         """Such as "64 tokens, 53.1 tokens/s, first after 0.21 s; 40 of 44 drafted tokens accepted"."""
@@ -121,7 +128,7 @@ class RemoteModel:
         try:
             with self._opened("chat/completions", body | dict(self._settings)) as response:
                 for chunk in _events(response):
-                    _take(chunk, answer)
+                    take(chunk, answer)
         except KeyboardInterrupt:  # closing the connection ends the request at the server, too
             answer.end = "interrupted"
         return answer
@@ -147,13 +154,16 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _take(chunk: dict[str, Any], answer: Answer) -> None:
+def take(chunk: dict[str, Any], answer: Answer) -> None:
+    """Adds what one event of a stream brings. UserError where that is an error."""
     if error := chunk.get("error"):
         raise UserError(f"The server broke off: {error.get('message', error)}.")
     for choice in chunk.get("choices", ()):
-        text = choice["delta"].get("content") or ""
-        answer.num_tokens += bool(text)  # until the server says how many there were
+        delta = choice["delta"]
+        thought, text = (delta.get(name) or "" for name in ("reasoning", "content"))
+        answer.num_tokens += bool(text or thought)  # until the server says how many there were
         answer.end = choice.get("finish_reason") or answer.end
+        answer.add(thought, is_thought=True)
         answer.add(text)
     if usage := chunk.get("usage"):
         answer.num_tokens = usage["completion_tokens"]

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.chat.conversation import Conversation
-from pipeline.chat.models import Answer, LocalModel, Messages, Write
+from pipeline.chat.models import Answer, LocalModel, Messages, Write, take
 from pipeline.cli import main
+from pipeline.errors import UserError
 from serve import LLM, SamplingParams
 from tests.serve.http_server import ROOT, RunningServer, running_server, save_tiny_folder
 
@@ -203,11 +204,24 @@ def test_a_conversation_goes_on_after_a_mistake(
     assert talk.is_over and not talk.turns
 
 
+def test_thoughts_are_shown_apart_and_are_no_part_of_the_answer() -> None:
+    """As servers stream them: `reasoning` before `content`, an error in the middle, usage at the end."""
+    shown: list[tuple[str, bool]] = []
+    answer = Answer(lambda text, is_thought: shown.append((text, is_thought)))
+    for delta in ({"role": "assistant", "content": ""}, {"reasoning": "Hm"}, {"reasoning": "."}, {"content": "Yes"}):
+        take({"choices": [{"delta": delta, "finish_reason": None}]}, answer)
+    take({"choices": [], "usage": {"completion_tokens": 7}}, answer)
+    assert shown == [("Hm", True), (".", True), ("\n\n", True), ("Yes", False)]
+    assert (answer.text, answer.num_tokens) == ("Yes", 7)
+    with pytest.raises(UserError, match="The server broke off: the engine died"):
+        take({"error": {"message": "the engine died"}}, answer)
+
+
 def test_speeds_count_what_a_draft_proposed(folder: Path) -> None:
     model = LocalModel(
         "tiny", LLM(str(folder), draft=str(folder), num_speculative_tokens=3), SamplingParams(max_tokens=9)
     )
     shown: list[str] = []
-    answer = model.answer([{"role": "user", "content": "dog"}], shown.append)
+    answer = model.answer([{"role": "user", "content": "dog"}], lambda text, is_thought: shown.append(text))
     assert "".join(shown) == answer.text
     assert answer.num_drafted > 0 and f"{answer.num_accepted} of {answer.num_drafted} drafted" in answer.speeds()

@@ -1,5 +1,6 @@
 """The page at `/`: what it may load, and in a headless Chromium what a reader sees and does."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -147,6 +148,51 @@ def test_an_answer_shows_text_origin_and_alternatives(page: Browser, server: Run
     assert len(rows) >= 5 and page.value("document.querySelectorAll('#alternatives div.chosen').length") == 1
     page.point_at("h1")
     page.wait_for("document.querySelector('#alternatives').hidden")
+
+
+SMILE = "\U0001f642".encode()
+STREAMS: dict[str, tuple[list[tuple[str, str, list[bytes]]], list[str]]] = {
+    "end token": ([("", "He", [b"He"]), ("", "llo", [b"llo", b"</s>"])], ["", "He|llo"]),
+    "two tokens a character": ([("", "", [SMILE[:2]]), ("", "\U0001f642!", [SMILE[2:], b"!"])], ["", "\U0001f642|!"]),
+    "first space": ([("", "Hello", [b" Hello"]), ("", " you", [b" you"])], ["", "Hello| you"]),
+    "late text": (
+        [("", "", [b"one", b" two"]), ("", "one two", [b" three"]), ("", " three", [])],
+        ["", "one| two| three"],
+    ),
+    "thoughts": (
+        [
+            ("", "", [b"<think>", b"\n"]),
+            ("Why", "", [b"Why", b"?\n\n"]),
+            ("?", "", [b"</think>\n"]),
+            ("", "So", [b"So"]),
+        ],
+        ["Why|?", "So"],
+    ),
+    "no tokens": ([("", "plain", []), ("", " text", [])], ["", "plain| text"]),
+    "other tokens": ([("", "lost", [b"x"]), ("", " for good", [b"y"])], ["", "lost for good"]),
+}
+"""What streams bring, as (thought, text, tokens) of each event, and the pieces that are drawn of it."""
+
+
+@needs_browser
+@pytest.mark.parametrize("stream", STREAMS)
+def test_tokens_are_drawn_where_their_text_is(page: Browser, stream: str) -> None:
+    events, expected = STREAMS[stream]
+    steps = [(thought, text, [list(token) for token in tokens]) for thought, text, tokens in events]
+    shown = page.value(
+        f"""(async () => {{
+          const {{ TokenText }} = await import("/web/tokens.js");
+          const [thoughts, said] = [document.createElement("p"), document.createElement("p")];
+          const drawn = new TokenText();
+          for (const [thought, text, tokens] of {json.dumps(steps)}) {{
+            const entries = tokens.map((bytes) => ({{ bytes, top_logprobs: [] }}));
+            drawn.add(thought || text, entries, thought ? thoughts : said);
+          }}
+          drawn.finish();
+          return [thoughts, said].map((one) => [...one.childNodes].map((node) => node.textContent).join("|"));
+        }})()"""
+    )
+    assert shown == expected
 
 
 @needs_browser

@@ -17,7 +17,7 @@ from kernels.attention.rotary import rope_frequencies
 from model.config import ModelConfig
 from model.families.registry import FAMILIES
 from model.files.checkpoint import tensor_shapes, write_checkpoint
-from model.files.safe_io import write_json, write_text
+from model.files.safe_io import Heard, write_json, write_text
 from model.formats.ggml import Ggml
 from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.metadata import check_metadata
@@ -46,10 +46,10 @@ def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = to
     _import(Path(path), Path(folder), {}, dtype)
 
 
-def import_gguf_blocks(path: str | Path, folder: str | Path) -> None:
+def import_gguf_blocks(path: str | Path, folder: str | Path, heard: Heard = lambda num_bytes: None) -> None:
     """As `import_gguf`, but matrices keep levels and scales of their blocks to the bit, and other weights their dtype.
 
-    Matrices in blocks that are not multiplied here become bf16; a log says so.
+    Matrices in blocks that are not multiplied here become bf16; a log says so. `heard` is told each tensor's bytes.
     """
     tensors = _contents(Path(path))[1]
     matrices = {name: tensor.tensor_type.name for name, tensor in tensors.items() if len(tensor.shape) > 1}
@@ -58,10 +58,16 @@ def import_gguf_blocks(path: str | Path, folder: str | Path) -> None:
     dtype = _DENSE.get(rest[0], torch.bfloat16) if len(rest) == 1 else torch.bfloat16 if rest else torch.float32
     if expanded := [type for type in rest if type not in _DENSE]:
         log.warning("weights in %s are expanded to bf16: they take up to 8 times as much", ", ".join(expanded))
-    _import(Path(path), Path(folder), formats, dtype)
+    _import(Path(path), Path(folder), formats, dtype, heard)
 
 
-def _import(path: Path, folder: Path, formats: Mapping[str, Ggml], dtype: torch.dtype) -> None:
+def _import(
+    path: Path,
+    folder: Path,
+    formats: Mapping[str, Ggml],
+    dtype: torch.dtype,
+    heard: Heard = lambda num_bytes: None,
+) -> None:
     metadata, tensors = _contents(path)
     config = _config(metadata, tensors)
     renamed = {hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
@@ -72,7 +78,9 @@ def _import(path: Path, folder: Path, formats: Mapping[str, Ggml], dtype: torch.
         name = min(extra)
         raise GGUFError(f"{path} holds {renamed[name].name}, which a {config.family} model does not have.")
     tokenizer = tokenizer_json(metadata)
-    sources = {name: partial(_weight, tensor, name, config, formats.get(name)) for name, tensor in renamed.items()}
+    sources = {
+        name: partial(_weight, tensor, name, config, formats.get(name), heard) for name, tensor in renamed.items()
+    }
     write_checkpoint(folder, config, sources, dtype=dtype, formats=formats)
     write_json(folder / "tokenizer.json", tokenizer)
     write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config.max_position_embeddings))
@@ -184,8 +192,9 @@ def _rope_scaling(
     return scaling
 
 
-def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig, format: Ggml | None) -> Any:
+def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig, format: Ggml | None, heard: Heard) -> Any:
     """One tensor in fp32, or in its blocks' format; its rows in Hugging Face's order."""
+    heard(tensor.data.nbytes)
     stored = _dequantized(tensor) if format is None else torch.from_numpy(np.array(tensor.data))
     if config.family in INTERLEAVED_FAMILIES and is_rotated(name):
         stored = halves_from_pairs(stored, config.head_dim)

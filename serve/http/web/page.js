@@ -31,43 +31,46 @@ function body() {
 
 async function answer() {
   const turn = addTurn("assistant");
-  const tokens = new TokenText(turn.querySelector(".text"));
-  const facts = { began: performance.now(), first: null, usage: null, end: null };
+  const tokens = new TokenText();
+  const facts = { began: performance.now(), first: null, usage: null, end: null, said: "", count: 0 };
   running = new AbortController();
   showRunning(true);
   try {
     const response = await ask("v1/chat/completions", { method: "POST", body: body(), signal: running.signal });
-    for await (const event of events(response)) take(event, tokens, facts);
+    for await (const event of events(response)) take(event, turn, tokens, facts);
   } catch (error) {
     if (error.name !== "AbortError") fail(turn, error, tokens);
     facts.end = error.name === "AbortError" ? "stopped" : "failed";
   }
   tokens.finish();
   turn.classList.remove("waiting");
-  turn.querySelector(".facts").textContent = sentence(facts, tokens);
-  if (tokens.text) turns.push({ role: "assistant", content: tokens.text });
+  turn.querySelector(".facts").textContent = sentence(facts);
+  if (facts.said) turns.push({ role: "assistant", content: facts.said });
   else turns.pop(); // what got no answer is not said again
   running = null;
   showRunning(false);
 }
 
-function take(event, tokens, facts) {
+function take(event, turn, tokens, facts) {
   facts.usage = event.usage ?? facts.usage;
   const [choice] = event.choices;
   if (!choice) return;
-  const content = choice.delta.content ?? "";
-  if (content) facts.first ??= performance.now();
+  const { content, reasoning } = choice.delta;
+  const entries = choice.logprobs?.content ?? [];
+  if (content || reasoning) facts.first ??= performance.now();
+  facts.said += content ?? "";
+  facts.count += entries.length;
   const isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 40;
-  tokens.add(content, choice.logprobs?.content ?? []);
-  if (tokens.tokens.some(({ entry }) => entry.drafted !== undefined)) at("legend").hidden = false;
+  tokens.add(reasoning ?? content ?? "", entries, reasoning ? thoughtsOf(turn) : turn.querySelector(".text"));
+  if (entries.some((entry) => entry.drafted !== undefined)) at("legend").hidden = false;
   if (isAtEnd) scroll.scrollTop = scroll.scrollHeight;
   facts.end = choice.finish_reason ?? facts.end;
 }
 
 /** Such as "64 tokens · 53.1 tokens/s · first after 0.21 s · 40 of 44 drafted tokens accepted". */
-function sentence({ began, first, usage, end }, tokens) {
+function sentence({ began, first, usage, end, count: counted }) {
   const seconds = (performance.now() - began) / 1000;
-  const count = usage?.completion_tokens ?? tokens.tokens.length;
+  const count = usage?.completion_tokens ?? counted;
   const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } =
     usage?.completion_tokens_details ?? {};
   const parts = count ? [`${count} tokens`, `${(count / seconds).toFixed(1)} tokens/s`] : [];
@@ -100,6 +103,19 @@ function addTurn(role, content = "") {
   log.append(turn);
   scroll.scrollTop = scroll.scrollHeight;
   return turn;
+}
+
+/** Where an answer's thoughts stand, made when the first comes. */
+function thoughtsOf(turn) {
+  if (!turn.querySelector(".thoughts")) {
+    const [box, title, said] = ["details", "summary", "div"].map((kind) => document.createElement(kind));
+    box.className = "thoughts";
+    box.open = true;
+    title.textContent = "Thoughts";
+    box.append(title, said);
+    turn.prepend(box);
+  }
+  return turn.querySelector(".thoughts div");
 }
 
 function showRunning(isRunning) {
@@ -135,7 +151,9 @@ async function listModels() {
     try {
       const { data } = await (await ask("v1/models")).json();
       const options = data.map(({ id, parent }) => new Option(parent ? `${id} (adapter)` : id, id));
+      const chosen = at("model").value;
       at("model").replaceChildren(...options);
+      if (data.some(({ id }) => id === chosen)) at("model").value = chosen;
       at("model").disabled = options.length < 2;
       document.title = `${data[0].id} · potstill`;
       say(null);
@@ -183,6 +201,7 @@ at("clear").addEventListener("click", () => {
   log.replaceChildren();
   at("welcome").hidden = false;
   text.focus();
+  listModels(); // adapters come and go
 });
 at("open-settings").addEventListener("click", openSettings);
 settings.addEventListener("close", () => {

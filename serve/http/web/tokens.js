@@ -2,47 +2,67 @@
 
 const popover = document.querySelector("#alternatives");
 
-/** Text of an answer and the tokens that spell it, drawn as they come. */
+const MOST_UNDRAWN = 60;
+
+/** Text of an answer and the tokens that spell it, drawn as they come; its thoughts may stand in an element apart. */
 export class TokenText {
-  constructor(element) {
-    this.element = element;
+  constructor() {
     this.text = "";
-    this.tokens = [];
+    this.runs = []; // [first character, element that it and the next stand in]
+    this.tokens = []; // not drawn yet
+    this.hasTokens = false;
     this.decoder = new TextDecoder();
-    this.spelled = 0; // characters of the text that have their token
-    this.drawn = 0; // tokens that have been looked at
+    this.drawn = 0; // characters
   }
 
-  add(text, entries) {
+  add(text, entries, element) {
+    if (text && this.runs.at(-1)?.[1] !== element) this.runs.push([this.text.length, element]);
     this.text += text;
+    this.hasTokens ||= entries.length > 0;
     for (const entry of entries) {
       this.tokens.push({ entry, text: this.decoder.decode(new Uint8Array(entry.bytes), { stream: true }) });
     }
-    if (!this.tokens.length) this.element.append(text);
-    else this.draw();
+    if (this.hasTokens) this.draw();
+    if (!this.hasTokens || this.text.length - this.drawn > MOST_UNDRAWN) this.finish();
   }
 
-  /** Draws each token whose whole text has arrived: text may lag behind tokens, and an end token has none. */
-  draw() {
-    while (this.drawn < this.tokens.length) {
-      const { entry, text } = this.tokens[this.drawn];
-      const left = this.text.slice(this.spelled);
-      const shown = left.startsWith(text) ? text : this.spelled === 0 ? text.trimStart() : text;
-      if (left.length < shown.length) return;
-      if (left.startsWith(shown) && shown) {
-        this.element.append(span(entry, shown));
-        this.spelled += shown.length;
-      }
-      this.drawn += 1;
+  /** Draws what tokens spell. Text may lag behind them, and of tags and end tokens there is none. */
+  draw(isAll = false) {
+    while (this.tokens.length) {
+      const { entry, text } = this.tokens[0];
+      const left = this.text.slice(this.drawn);
+      const spelled = this.drawn === 0 && !left.startsWith(text) ? text.trimStart() : text;
+      if (!isAll && left.length < spelled.length && spelled.startsWith(left)) return;
+      const shown = commonStart(spelled, left);
+      if (shown) this.put(span(entry, shown), shown.length);
+      this.tokens.shift();
     }
   }
 
-  /** What no token spells, such as the beginning of a stop string that turned out to be none. */
+  /** Draws what no token spells, too, such as the beginning of a stop string that turned out to be none. */
   finish() {
-    if (!this.tokens.length || this.spelled === this.text.length) return;
-    this.element.append(this.text.slice(this.spelled));
-    this.spelled = this.text.length;
+    this.draw(true);
+    for (let [, next] = this.here(); this.drawn < this.text.length; [, next] = this.here()) {
+      this.put(this.text.slice(this.drawn, next), next - this.drawn);
+    }
   }
+
+  put(piece, length) {
+    this.here()[0].append(piece);
+    this.drawn += length;
+  }
+
+  /** The element of the next character, and where the one behind it begins. */
+  here() {
+    const index = this.runs.findLastIndex(([first]) => first <= this.drawn);
+    return [this.runs[index]?.[1], this.runs[index + 1]?.[0] ?? this.text.length];
+  }
+}
+
+function commonStart(one, other) {
+  let length = 0;
+  while (length < one.length && one[length] === other[length]) length += 1;
+  return one.slice(0, length);
 }
 
 function span(entry, text) {
