@@ -68,7 +68,7 @@ class ServerOptions(RequestLimits):
     """After SIGTERM, how long running requests may take to finish."""
     health_timeout_s: float = 10.0
     """How long /health waits for the engine's loop; longer than the longest step."""
-    engine_timeout_s: float = 120.0
+    engine_timeout_s: float = 300.0
     """An engine that has ended no step for this long is killed and replaced. Loading and warming up do not count."""
     otlp_traces_endpoint: str | None = None
     """Collector of OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs potstill[otel]."""

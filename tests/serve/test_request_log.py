@@ -5,7 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +159,28 @@ def test_without_a_price_nothing_is_said_of_cost() -> None:
     measured.record_stats(EngineStats(num_generation_tokens=100))
     assert load.load_of(0, measured).cost_per_million_tokens is None
     assert b"cost_per" not in measured.expose()
+
+
+DIED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 90_000},
+    "/v1/responses": {"input": "x", "stream": True, "max_output_tokens": 90_000},
+    "/v1/messages": {
+        "model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 90_000,
+    },
+    "/api/chat": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 90_000}},
+    "/api/generate": {"model": "tiny", "prompt": "x", "options": {"num_predict": 90_000}},
+}  # fmt: skip
+
+
+def test_streams_of_every_protocol_die_alike(server: RunningServer) -> None:
+    with ExitStack() as streams:
+        for number, (path, body) in enumerate(DIED.items()):
+            headers = {"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": f"request-{number}"}
+            stream = httpx.stream("POST", f"{server.url}{path}", json=body, headers=headers, timeout=30)
+            answer = streams.enter_context(stream)
+            assert answer.status_code == 200, path
+        [engine] = server.engine_pids()
+        os.kill(engine, signal.SIGKILL)
+        for number, path in enumerate(DIED):
+            request, said = line_of(server, number)
+            assert (request, said["finish"]) == (f"POST {path} 503", "engine_died")
