@@ -25,25 +25,23 @@ class ReasoningText(msgspec.Struct, frozen=True):
     type: str = "reasoning_text"
 
 
-class OutputMessage(msgspec.Struct, frozen=True):
+class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     id: str
     status: str
     content: list[OutputText]
     role: str = "assistant"
-    type: str = "message"
 
 
-class ReasoningItem(msgspec.Struct, frozen=True):
+class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
     """What the model thought."""
 
     id: str
     status: str
     content: list[ReasoningText]
     summary: tuple[()] = ()
-    type: str = "reasoning"
 
 
-class FunctionCallItem(msgspec.Struct, frozen=True):
+class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
     """A function that the model calls."""
 
     id: str
@@ -51,7 +49,6 @@ class FunctionCallItem(msgspec.Struct, frozen=True):
     call_id: str
     name: str
     arguments: str
-    type: str = "function_call"
 
 
 Item = OutputMessage | ReasoningItem | FunctionCallItem
