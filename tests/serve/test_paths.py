@@ -47,6 +47,33 @@ def test_a_request_enters_the_files_that_are_drawn(
     assert len(entered) <= 8
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "files"),
+    [
+        ("v1/responses", {"input": "hi", "max_output_tokens": 3}, {"base", "responses", "response_items"}),
+        ("v1/messages", {"messages": CHAT["messages"], "max_tokens": 3}, {"base", "messages"}),
+        (
+            "api/chat",
+            {"model": "MODEL", "messages": CHAT["messages"], "options": {"num_predict": 3}},
+            {"base", "ollama"},
+        ),
+    ],
+)
+def test_a_translation_adds_its_own_files_alone(
+    tmp_path: Path, route: str, body: dict[str, Any], files: set[str]
+) -> None:
+    """The rest of its way is that of chat."""
+    with running_server(save_tiny_folder(tmp_path / "model"), tmp_path / "log", program=TRACED) as server:
+        named = {name: str(tmp_path / "model") if value == "MODEL" else value for name, value in body.items()}
+        answer = httpx.post(f"{server.url}/{route}", json=named | {"stream": True}, timeout=20)
+        assert answer.status_code == 200, answer.text
+        server.terminate()
+        assert server.process.stdout is not None
+        entered = {name for name in json.loads(server.process.stdout.read()) if name.startswith("serve/http/")}
+    own = {f"serve/http/translations/{name}.py" for name in files}
+    assert entered == drawn("serve/http") - {"serve/http/completions.py"} | own
+
+
 def entered_by_step(engine: Engine) -> set[str]:
     """The files of serve/engine/ of which a step calls anything."""
     files: set[str] = set()

@@ -17,7 +17,7 @@ from serve.http.requests import ShortText, only
 from serve.http.responses import AssistantMessage, ChatChunk, ChatCompletion, Usage, encoder
 from serve.http.translations.base import Extras, Translation, call_input, chat_request, named_event, said
 
-NAMES = {"stop": "stop_sequences"}
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """What chat calls otherwise."""
 ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 """What Anthropic calls finish reasons that have but one meaning."""
@@ -106,6 +106,19 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["disabled", "adaptive"]
 
 
+class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text must be; no effort can be chosen."""
+
+    format: JsonFormat | None = None
+
+
 class RequestMetadata(msgspec.Struct, forbid_unknown_fields=True):
     """A label of the end user, without effect."""
 
@@ -122,6 +135,7 @@ class CountTokensRequest(Extras, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -310,6 +324,9 @@ def chat_body(asked: CountTokensRequest) -> dict[str, Any]:
         body["tools"] = [_chat_tool(tool) for tool in asked.tools]
     if asked.tools and asked.tool_choice is not None:
         body |= _tool_choice(asked.tool_choice)
+    if asked.output_config and asked.output_config.format:
+        schema = {"schema": asked.output_config.format.schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if asked.thinking is not None:
         thinks = asked.thinking.type != "disabled"
         body["chat_template_kwargs"] = body.get("chat_template_kwargs", {}) | {"enable_thinking": thinks}

@@ -194,9 +194,8 @@ class OllamaReply(Translation):
         self._reason = choice.finish_reason or self._reason
 
     def last_events(self, usage: Usage) -> bytes:
-        calls = message_of([Delta(tool_calls=self._calls)])
-        lines = _line(self._answer(calls, None)) if self._calls else b""
-        return lines + _line(self._answer(AssistantMessage(""), None, self._done(usage, self._reason)))
+        calls = _line(self._answer(message_of([Delta(tool_calls=self._calls)]), None)) if self._calls else b""
+        return calls + _line(self._answer(AssistantMessage(""), None, self._done(usage, self._reason)))
 
     def failure_events(self, error: ApiError) -> bytes:
         return error_body(error) + b"\n"
