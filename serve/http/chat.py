@@ -1,7 +1,8 @@
 """POST /v1/chat/completions: a conversation through the model's template, one object of log-probabilities a token."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,7 +24,11 @@ from serve.http.responses import (
     TopLogprob,
     Usage,
 )
+from serve.http.structured_outputs import Grammar
 from serve.http.tools.answer import Answer, message_of
+from serve.http.tools.forced import after_thoughts
+from serve.http.tools.reasoning import ReasoningParser
+from serve.http.tools.use import ToolUse, tool_object, tool_use
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -42,51 +47,67 @@ class ChatReply(Reply[ChatRequest]):
     """One request to /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
+    named_call_end: ClassVar[str] = "stop"
+    """How a choice ends whose call was named by the request: to OpenAI's clients that call is the whole answer."""
 
     def __init__(self, request: ChatRequest, service: Service) -> None:
         super().__init__(request, service)
         self._outputs: dict[int, list[RequestOutput]] = {}
-        self._tools = tools_to_call(request, service.formats)
-        self._is_plain = self._tools is None and service.formats.reasoning is None
+        self._use = tools_used(request, service.formats)
+        self._is_plain = self._use is None and service.formats.reasoning is None
         """All text is content."""
         self._answers: dict[int, Answer] = {}
-        self._thinks = False
+        self._is_thinking: bool | None = False
+        """Whether answers begin amid thoughts; None: with them, or not."""
 
     def tokenize(self) -> list[list[int]]:
-        request = self.request
+        request, use = self.request, self._use
         ids = conversation_ids(
             self.tokenizer,
-            request.messages,
-            tools=self._tools,
+            request.messages if use is None else use.conversation(request.messages),
+            tools=None if use is None else use.shown,
             arguments=request.chat_template_kwargs,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             check_text=self.check_text,
         )
-        self._thinks = self._begins_with_thoughts(ids)
+        self._is_thinking = self._thinks_after(ids)
         return [ids]
 
-    def _begins_with_thoughts(self, prompt: list[int]) -> bool:
-        """Whether the prompt has opened the thoughts of the answer."""
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be: content, calls, or either of them, behind thoughts."""
+        wanted, formats = super().grammar, self.service.formats
+        if self._use is not None:
+            wanted = self._use.grammar(formats.control_token_ids, wanted)
+        if wanted is None or formats.reasoning is None or self._is_thinking is False:
+            return wanted
+        text = after_thoughts(
+            wanted.text, formats.reasoning, formats.control_token_ids, is_open=self._is_thinking is True
+        )
+        return Grammar(wanted.field, text)
+
+    def _thinks_after(self, prompt: list[int]) -> bool | None:
+        """Whether the prompt has opened the thoughts of the answer, or closed them; None: neither."""
         tags = self.service.formats.reasoning
         if tags is None:
             return False
         if self.request.continue_final_message:
-            return tags.is_open_in(template_message(self.request.messages[-1])["content"])
+            return tags.is_open_after(template_message(self.request.messages[-1])["content"])
         end = self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
-        return tags.is_open_in(next((tag for tag in (tags.open, tags.close) if end.endswith(tag)), ""))
+        return tags.is_open_after(next((tag for tag in (tags.open, tags.close) if end.endswith(tag)), ""))
 
     def params(self, room: int) -> SamplingParams:
         if self.max_tokens == 0:
             raise invalid("max_completion_tokens must be at least 1", "max_completion_tokens")
         logprobs = (self.request.top_logprobs or 0) if self.request.logprobs else None
-        formats, with_tools = self.service.formats, self._tools is not None
+        parser = None if self._use is None else self._use.parser
         return sampling_params(
             self.request,
             max_tokens=self.max_tokens or room,
             logprobs=logprobs,
             prompt_logprobs=self.request.prompt_logprobs,
-            shown_special_tokens=() if self._is_plain else formats.shown_token_ids(with_tools=with_tools),
+            shown_special_tokens=() if self._is_plain else self.service.formats.shown_token_ids(parser),
         )
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[ChatChunk]:
@@ -110,17 +131,22 @@ class ChatReply(Reply[ChatRequest]):
         if self._is_plain:
             return [Delta(content=output.new_text)] if output.new_text else []
         if output.index not in self._answers:
-            one_call = self.request.parallel_tool_calls is False
-            self._answers[output.index] = self.service.formats.answer(
-                self._tools, thinks=self._thinks, one_call=one_call
-            )
+            self._answers[output.index] = self._new_answer()
         return self._answers[output.index].deltas(output.new_text, ended=output.finished)
 
+    def _new_answer(self) -> Answer:
+        use, tags = self._use, self.service.formats.reasoning
+        thoughts = None if tags is None else ReasoningParser(tags, inside=bool(self._is_thinking))
+        if use is None:
+            return Answer(thoughts, None)
+        return Answer(thoughts, use.parser(use.signatures), several=use.several)
+
     def _chat_finish_reason(self, output: RequestOutput) -> str | None:
-        """Why a choice ended: a model that has called tools stops for their results."""
+        """Why a choice ended. A model that chose to call tools stops for their results; a named call is the answer."""
         answer = self._answers.get(output.index)
-        calls = answer is not None and answer.num_calls > 0
-        return "tool_calls" if calls and output.finish_reason == "stop" else output.finish_reason
+        if output.finish_reason != "stop" or answer is None or not answer.num_calls:
+            return output.finish_reason
+        return self.named_call_end if self._use is not None and self._use.named else "tool_calls"
 
     def _chunk(
         self,
@@ -219,7 +245,7 @@ def conversation_ids(
     """
     plain = [template_message(message) for message in messages]
     variables: dict[str, Any] = {} if arguments is None else msgspec.to_builtins(arguments)
-    shown = [without_nulls(msgspec.to_builtins(tool), 2) for tool in tools or ()]
+    shown = [tool_object(tool) for tool in tools or ()]
     variables |= dict.fromkeys(TOOL_VARIABLES, shown) if shown else {"tools": None}
     try:
         if check_text is not None and sum(len(message["content"]) for message in plain) > LONG_TEXT:
@@ -255,18 +281,9 @@ def sent_arguments(text: str) -> dict[str, Any] | str:
         return text
 
 
-def tools_to_call(request: ChatRequest, formats: "Formats") -> Sequence[Tool] | None:
-    """The tools that an answer may call, if any. ApiError 400 when this model knows none, or not in which format."""
-    if not request.tools or request.tool_choice == "none":
-        return None
-    if not formats.shows_tools:
-        reason = "this model's chat template shows it none"
-    elif formats.tools is None:
-        reason = "in which format this model calls them is not known (the server's operator can say --tool-call-parser)"
-    else:
-        return request.tools
-    text = f'tools is not supported here: {reason}; leave it out, or give tool_choice "none"'
-    raise ApiError(400, text, code="unsupported_parameter", param="tools")
+def tools_used(request: ChatRequest, formats: "Formats") -> ToolUse | None:
+    """What a request wants of tools, if anything. ApiError 400 as `tool_use` raises it."""
+    return tool_use(request, formats) if request.tools and request.tool_choice != "none" else None
 
 
 def _open_ended_ids(tokenizer: "Tokenizer", messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:

@@ -169,8 +169,8 @@ def _check_chat(request: ChatRequest, limits: RequestLimits) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     _check_limit("top_logprobs", request.top_logprobs or 0, limits.max_logprobs)
-    if request.tool_choice not in (None, "auto", "none"):
-        raise _unsupported('tool_choice must be "auto" or "none": calls cannot be forced yet', "tool_choice")
+    if request.tool_choice not in (None, "auto", "none") and not request.tools:
+        raise invalid("tool_choice needs tools to choose from", "tool_choice")
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise invalid("continue_final_message excludes add_generation_prompt", "continue_final_message")

@@ -217,7 +217,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True):
-    """A function the model may call; `parameters` is a JSON schema that only the template reads."""
+    """A function the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: ShortText
     description: str | None = None
@@ -230,6 +230,19 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of one of the tools."""
+
+    name: ShortText
+
+
+class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The function that is to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class ChatTemplateArguments(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -249,7 +262,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     """What the model may call; shown to it unless tool_choice is "none"."""
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """OpenAI: whether one answer may hold several calls."""
     functions: Annotated[list[dict[str, Any]], only([], because="use tools")] | None = None

@@ -125,7 +125,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatRequest, CHAT | {"response_format": {"type": "xml"}}, "response_format.type"),
     (ChatRequest, CHAT | {"tool_choice": "required"}, "tool_choice"),
     (ChatRequest, CHAT | {"tools": [{"type": "function"}]}, "tools[0].function"),
-    (ChatRequest, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_cho"),
+    (ChatRequest, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     (ChatRequest, CHAT | {"functions": [{"name": "f"}]}, "functions"),
     (ChatRequest, CHAT | {"reasoning_effort": "high"}, "reasoning_effort"),
     (ChatRequest, CHAT | {"chat_template": "{{ x }}"}, "chat_template"),

@@ -322,7 +322,7 @@ def test_any_thoughts_give_the_same_in_pieces(fragments: list[str], inside: bool
 
 def test_thoughts_that_never_end_are_thoughts() -> None:
     tags = REASONING_FORMATS["deepseek_r1"]
-    assert parse(ReasoningParser(tags, inside=tags.is_open_in("")), ["so it ", "goes on"]) == [
+    assert parse(ReasoningParser(tags, inside=bool(tags.is_open_after(""))), ["so it ", "goes on"]) == [
         Reasoning("so it goes on")
     ]
     assert parse(ReasoningParser(REASONING_FORMATS["qwen3"], inside=False), ["an ", "answer"]) == [Content("an answer")]

@@ -20,10 +20,10 @@ ALPHABET = string.ascii_letters + string.digits
 class Answer:
     """Takes one choice apart. Without parsers all of it is content."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, one_call: bool = False) -> None:
-        """`one_call`: leave out all calls but the first."""
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, several: bool = True) -> None:
+        """Without `several` all calls but the first are left out."""
         self._reasoning, self._tools = reasoning, tools
-        self._one_call = one_call
+        self._several = several
         self.num_calls = 0
 
     def deltas(self, text: str, *, ended: bool) -> list[Delta]:
@@ -51,7 +51,7 @@ class Answer:
                 call = ToolCallDelta(self.num_calls - 1, id=call_id, type="function", function=function)
             case Arguments(text):
                 call = ToolCallDelta(self.num_calls - 1, function=FunctionDelta(arguments=text))
-        return None if self._one_call and self.num_calls > 1 else Delta(tool_calls=[call])
+        return None if self.num_calls > 1 and not self._several else Delta(tool_calls=[call])
 
     def _new_id(self) -> str:
         length = None if self._tools is None else self._tools.call_id_length

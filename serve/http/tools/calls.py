@@ -8,6 +8,7 @@ cut by max_tokens, the client sees that. What breaks off earlier, or is no call 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from serve.http.tools.pieces import Arguments, Call, Content, Parser, Steps
@@ -63,6 +64,19 @@ class JsonEnd:
         return -1
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How calls are written, in pieces of which some may be control tokens: around each, and around all of them."""
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    between: str = "\n"
+    begin: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
+    arguments: str = "arguments"
+    """What the arguments are called."""
+
+
 class ToolParser(Parser):
     """Takes apart an answer that may call tools. A family's format is one subclass."""
 
@@ -72,6 +86,8 @@ class ToolParser(Parser):
     """What tells that a chat template asks for this format: one of these stands in it."""
     control_tokens: ClassVar[tuple[str, ...]] = ()
     """Spellings of the format that are control tokens in the family's vocabulary, and must be seen here."""
+    form: ClassVar[CallForm | None] = None
+    """How calls are written that must be made; None: in Hermes' format, since this one has no grammar."""
     call_id_length: ClassVar[int | None] = None
     """Characters of a call's id, where the family's template insists on their number."""
 
@@ -80,6 +96,13 @@ class ToolParser(Parser):
         self._tools = tools
         self._announced = False
         """Whether the call that is being read has been given out."""
+
+    @classmethod
+    def example(cls, name: str, arguments: str) -> str:
+        """A call as models are told to write it; for formats that have a form."""
+        form = cls.form or CallForm()
+        call = f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+        return "".join((*form.begin, *form.before, call, *form.after, *form.end))
 
     @classmethod
     def suits(cls, template: str) -> bool:

@@ -1,13 +1,12 @@
 """Which formats the served model has for tools and thoughts, as options say or its chat template shows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from serve.http.requests import TOOL_VARIABLES, Tool
-from serve.http.tools.answer import Answer
+from serve.http.requests import TOOL_VARIABLES
 from serve.http.tools.calls import ToolParser
-from serve.http.tools.reasoning import ReasoningFormat, ReasoningParser
+from serve.http.tools.reasoning import ReasoningFormat
 from serve.http.tools.registry import AUTO, NONE, REASONING_FORMATS, TOOL_PARSERS
 
 if TYPE_CHECKING:
@@ -27,23 +26,11 @@ class Formats:
     control_token_ids: Mapping[str, int] = field(default_factory=dict)
     """The model's control tokens, by spelling."""
 
-    def answer(self, tools: Sequence[Tool] | None, *, thinks: bool, one_call: bool) -> Answer:
-        """What takes one choice apart. `tools`: those that it may call; `thinks`: it begins amid thoughts."""
-        parser = self.tools(signatures(tools)) if tools and self.tools else None
-        thoughts = ReasoningParser(self.reasoning, inside=thinks) if self.reasoning else None
-        return Answer(thoughts, parser, one_call=one_call)
-
-    def shown_token_ids(self, *, with_tools: bool) -> tuple[int, ...]:
-        """Control tokens by which the format is told, so that text must have them."""
-        calls = self.tools.control_tokens if self.tools and with_tools else ()
+    def shown_token_ids(self, parser: type[ToolParser] | None) -> tuple[int, ...]:
+        """Control tokens by which the formats are told, so that text must have them."""
+        calls = parser.control_tokens if parser else ()
         thoughts = (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
         return tuple(self.control_token_ids[name] for name in (*calls, *thoughts) if name in self.control_token_ids)
-
-
-def signatures(tools: Iterable[Tool]) -> dict[str, list[str]]:
-    """The names of each tool's parameters."""
-    schemas = {tool.function.name: (tool.function.parameters or {}).get("properties") for tool in tools}
-    return {name: list(properties) if isinstance(properties, dict) else [] for name, properties in schemas.items()}
 
 
 def formats_of(tokenizer: "Tokenizer", tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Formats:

@@ -3,7 +3,7 @@
 SmolLM2 writes a list between the tags. The last closing tag may be missing.
 """
 
-from serve.http.tools.calls import ToolParser
+from serve.http.tools.calls import CallForm, ToolParser
 from serve.http.tools.pieces import Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -15,6 +15,7 @@ class HermesParser(ToolParser):
     name = "hermes"
     template_signs = (OPEN,)
     control_tokens = (OPEN, CLOSE)
+    form = CallForm(before=(OPEN, "\n"), after=("\n", CLOSE))
 
     @classmethod
     def suits(cls, template: str) -> bool:

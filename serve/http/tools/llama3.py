@@ -3,7 +3,7 @@
 Without the tag nothing but its members tells a call from content, so there it must name a tool of the request.
 """
 
-from serve.http.tools.calls import ToolParser
+from serve.http.tools.calls import CallForm, ToolParser
 from serve.http.tools.pieces import Steps
 
 TAG = "<|python_tag|>"
@@ -15,6 +15,7 @@ class Llama3Parser(ToolParser):
     name = "llama3_json"
     template_signs = (TAG, '"parameters": dictionary of argument name')
     control_tokens = (TAG,)
+    form = CallForm(between="; ", arguments="parameters")
 
     def _read(self) -> Steps[None]:
         if (yield from self._skip_space()) == "{":

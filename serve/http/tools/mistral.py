@@ -3,7 +3,7 @@
 Its templates refuse ids of calls that are not nine letters and digits.
 """
 
-from serve.http.tools.calls import NoCall, ToolParser
+from serve.http.tools.calls import CallForm, NoCall, ToolParser
 from serve.http.tools.pieces import Steps
 
 TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -15,6 +15,7 @@ class MistralParser(ToolParser):
     name = "mistral"
     template_signs = (TAG,)
     control_tokens = (TAG, CALL_ID, ARGS)
+    form = CallForm(begin=(TAG, " ["), between=", ", end=("]",))
     call_id_length = 9
 
     def _read(self) -> Steps[None]:

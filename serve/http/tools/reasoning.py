@@ -14,10 +14,12 @@ class ReasoningFormat:
     opens_itself: bool = False
     """Answers begin with thoughts even where neither prompt nor answer has the opening tag."""
 
-    def is_open_in(self, text: str) -> bool:
-        """Whether an answer that goes on from `text` begins amid thoughts."""
+    def is_open_after(self, text: str) -> bool | None:
+        """Whether an answer that goes on from `text` begins amid thoughts, or behind them; None: with them, or not."""
         opened, closed = text.rfind(self.open), text.rfind(self.close)
-        return self.opens_itself if opened == closed == -1 else opened > closed
+        if opened == closed:
+            return True if self.opens_itself else None
+        return opened > closed
 
 
 class ReasoningParser(Parser):

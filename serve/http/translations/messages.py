@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from serve.http.chat import conversation_ids, tools_to_call
+from serve.http.chat import conversation_ids, tools_used
 from serve.http.errors import ApiError, invalid
 from serve.http.generation import Service
 from serve.http.requests import ShortText, only
@@ -196,6 +196,7 @@ class MessagesReply(Translation):
     """One request to /v1/messages."""
 
     id_prefix = "msg"
+    named_call_end = "tool_calls"
 
     def __init__(self, asked: MessagesRequest, service: Service) -> None:
         own = {"max_tokens": asked.max_tokens, "stop": asked.stop_sequences or None}
@@ -298,10 +299,11 @@ def error_body(error: ApiError) -> bytes:
 def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCount:
     """How many tokens a conversation has as a prompt. ApiError 400 where it could not be one."""
     chat = chat_request(chat_body(asked), NAMES, service.options)
+    use = tools_used(chat, service.formats)
     ids = conversation_ids(
         service.tokenizer,
-        chat.messages,
-        tools=tools_to_call(chat, service.formats),
+        chat.messages if use is None else use.conversation(chat.messages),
+        tools=None if use is None else use.shown,
         arguments=chat.chat_template_kwargs,
         add_generation_prompt=None,
         continue_final_message=bool(chat.continue_final_message),
