@@ -60,6 +60,17 @@ class Terminal:
         self.shown = self.shown[found.end() :]
         return found
 
+    def press_until(self, key: str, pattern: str) -> None:
+        """Readline notices a signal between its drawing of the prompt and its wait only with the next key."""
+        for _ in range(30):
+            self.type(key)
+            try:
+                self.wait_for(pattern, timeout_s=2.0)
+            except TimeoutError:
+                continue
+            return
+        raise TimeoutError(f"{pattern!r} is not in {self.shown!r}")
+
     def exit_code(self) -> int:
         """Once it has ended by itself."""
         deadline = time.monotonic() + 30
@@ -111,8 +122,7 @@ def test_a_conversation_on_a_terminal(folder: Path, server: RunningServer, how: 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(folder: Path, server: RunningServer, how: str) -> None:
     with Terminal(*sources(folder, server, how), *LONG) as terminal:
         terminal.wait_for("> ")
-        terminal.type("\x03")
-        terminal.wait_for("Ctrl-D or /quit leaves")
+        terminal.press_until("\x03", "Ctrl-D or /quit leaves")
         terminal.wait_for("> ")
         terminal.type("tell me a story\n")
         terminal.wait_for("story\r\n(.|\n){20}")

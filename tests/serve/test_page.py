@@ -294,6 +294,7 @@ def test_it_fits_and_can_be_read(page: Browser, server: RunningServer, width: in
 def test_chat_metrics_and_docs_are_found_from_the_page_alone(page: Browser, server: RunningServer) -> None:
     links = page.value("[...document.querySelectorAll('nav a')].map((link) => link.href)")
     assert links == [f"{server.url}/docs", f"{server.url}/metrics"]
+    assert all(httpx.get(link).status_code == 200 for link in links)
     assert page.value("document.querySelector('#address').textContent") == f"{server.url}/v1"
     ask(page, "hello")
     assert all(address.startswith(f"{server.url}/") for address in page.addresses())
