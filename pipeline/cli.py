@@ -152,6 +152,13 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     plan.add_argument("--gpu-memory", metavar="80GiB", help="memory to fit (default: this GPU's, or common sizes)")
     plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
     plan.set_defaults(command=_plan, late="overrides")
+    data = commands.add_parser(
+        "data", help="show a recipe's data: counts, lengths, what is cut, which tokens are learnt"
+    )
+    data.add_argument("recipe", type=Path, help="recipe file")
+    data.add_argument("overrides", nargs="*", metavar="key=value")
+    data.add_argument("--cache", type=Path, help="downloads and tokenized text (default: ~/.cache/potstill)")
+    data.set_defaults(command=_data, late="overrides")
     export = commands.add_parser("export", help="write a finished model as another program wants it")
     export.add_argument("model", metavar="MODEL", help=f"folder of a run, or {KNOWN}")
     layouts = (
@@ -309,6 +316,23 @@ def _plan(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(terminal_table(plan_table(plans, budgets), width=console.width))
     console.print(note(plans), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _data(options: argparse.Namespace) -> int:
+    from pipeline.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    from rich.console import Console
+
+    from model.files.safe_io import default_cache
+    from pipeline.data import data_sets, made_later, show
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for data_set in data_sets(recipe, options.cache or default_cache()):
+        show(data_set, console)
+    for name, stage in made_later(recipe).items():
+        console.print(f"{name} is made by the stage {stage}, so there is nothing to show of it before the run.")
     return 0
 
 

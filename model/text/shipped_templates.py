@@ -31,19 +31,25 @@ def template_text(chosen: str) -> str:
 
 
 def set_chat_template(folder: Path, chosen: str) -> None:
-    """Gives the model in `folder` this template instead of its own.
+    """Gives the model in `folder` this template instead of its own. Raises as `templated`."""
+    tokenizer = Tokenizer.load(folder)
+    renewed = templated(tokenizer, chosen)
+    shutil.rmtree(folder / MORE_TEMPLATES, ignore_errors=True)
+    renewed.save(folder)
+    if renewed.eos_token_ids != tokenizer.eos_token_ids:
+        _write_ends(folder, list(renewed.eos_token_ids))
+
+
+def templated(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
+    """The same tokenizer with this template, and with what ends its turns as the last of its end-of-text tokens.
 
     Raises ChatTemplateError when there is no such template, or it ends no turn with a control token of the tokenizer.
     """
-    tokenizer, text = Tokenizer.load(folder), template_text(chosen)
+    text = template_text(chosen)
     if chosen in SHIPPED and tokenizer.bos_token_id in tokenizer.encode("", add_special_tokens=True)[:1]:
         text = "{{- bos_token }}\n" + text
     renewed = tokenizer.with_chat_template(text)
-    end = _end_of_turn(renewed, chosen)
-    shutil.rmtree(folder / MORE_TEMPLATES, ignore_errors=True)
-    renewed.save(folder)
-    if end not in tokenizer.eos_token_ids:
-        _add_end(folder, [*tokenizer.eos_token_ids, end])
+    return tokenizer.with_chat_template(text, ends_with=_end_of_turn(renewed, chosen))
 
 
 def _end_of_turn(tokenizer: Tokenizer, chosen: str) -> int:
@@ -60,7 +66,7 @@ def _end_of_turn(tokenizer: Tokenizer, chosen: str) -> int:
     return min(found)[1]
 
 
-def _add_end(folder: Path, eos_token_ids: list[int]) -> None:
+def _write_ends(folder: Path, eos_token_ids: list[int]) -> None:
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
             write_json(

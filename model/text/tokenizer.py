@@ -125,11 +125,13 @@ class Tokenizer:
         templates = {name: template.source for name, template in self.templates.items()}
         return Tokenizer(json.dumps(raw), config=self.config, templates=templates, eos_token_ids=self.eos_token_ids)
 
-    def with_chat_template(self, source: str) -> "Tokenizer":
-        """The same with this template instead of its own ones. Raises ChatTemplateError for one that is not valid."""
-        return Tokenizer(
-            self._json, config=self.config, templates={"default": source}, eos_token_ids=self.eos_token_ids
-        )
+    def with_chat_template(self, source: str, *, ends_with: int | None = None) -> "Tokenizer":
+        """The same with this template instead of its own ones, and one more end-of-text token.
+
+        Raises ChatTemplateError for a template that is not valid.
+        """
+        ends = [*self.eos_token_ids, *([] if ends_with is None else [ends_with])]
+        return Tokenizer(self._json, config=self.config, templates={"default": source}, eos_token_ids=ends)
 
     @property
     def vocab_size(self) -> int:

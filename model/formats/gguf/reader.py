@@ -77,12 +77,24 @@ def _import(
     if extra := renamed.keys() - expected.keys():
         name = min(extra)
         raise GGUFError(f"{path} holds {renamed[name].name}, which a {config.family} model does not have.")
-    tokenizer = tokenizer_json(metadata)
+    tokenizer_json(metadata)  # what it refuses is refused before anything is written
     sources = {
         name: partial(_weight, tensor, name, config, formats.get(name), heard) for name, tensor in renamed.items()
     }
     write_checkpoint(folder, config, sources, dtype=dtype, formats=formats)
-    write_json(folder / "tokenizer.json", tokenizer)
+    _write_tokenizer(metadata, config, folder)
+
+
+def write_gguf_tokenizer(path: Path, folder: Path) -> None:
+    """The tokenizer's files alone, with the model's end-of-text tokens. Raises GGUFError as `import_gguf`."""
+    metadata, tensors = _contents(path)
+    config = _config(metadata, tensors)
+    _write_tokenizer(metadata, config, folder)
+    write_json(folder / "generation_config.json", {"eos_token_id": list(config.eos_token_ids) or None})
+
+
+def _write_tokenizer(metadata: dict[str, Any], config: ModelConfig, folder: Path) -> None:
+    write_json(folder / "tokenizer.json", tokenizer_json(metadata))
     write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config.max_position_embeddings))
     if template := chat_template(metadata):
         write_text(folder / "chat_template.jinja", template)
