@@ -89,6 +89,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
+    local_rope_theta: float | None = None
+    """That of layers with a window, whose frequencies are not scaled; None: as all others."""
     rotary_factor: float = 1.0
     """The part of each head, its first features, that is rotated."""
     max_position_embeddings: int = 2048
@@ -143,7 +145,7 @@ class ModelConfig:
             raw = raw | {name: block.get(name) for name in ("architectures", "model_type")}
         family = _family(raw)
         check_fields(raw)
-        fields = _shared_fields(raw) | family.read(raw)
+        fields = _shared_fields(raw, family.activation) | family.read(raw)
         config = cls(family=family.name, mixture_of_depths=mixture_of_depths, **fields)
         kv_heads = raw.get("num_key_value_heads")
         return config.with_kv_heads(kv_heads) if isinstance(kv_heads, list) else config
@@ -322,7 +324,7 @@ def _family(raw: dict[str, Any]) -> Family:
     raise ConfigError(f"config.json names the architecture {found}; supported are {known}.")
 
 
-def _shared_fields(raw: dict[str, Any]) -> dict[str, Any]:
+def _shared_fields(raw: dict[str, Any], activation: str) -> dict[str, Any]:
     """What all families write alike, and what most of them have; a family says what is otherwise."""
     try:
         hidden_size, num_query_heads = raw["hidden_size"], raw["num_attention_heads"]
@@ -330,8 +332,8 @@ def _shared_fields(raw: dict[str, Any]) -> dict[str, Any]:
         sizes = {name: raw[name] for name in ("vocab_size", "intermediate_size")}
     except KeyError as missing:
         raise ConfigError(f"config.json has no field {missing}.") from None
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json asks for hidden_act {raw['hidden_act']!r}; only 'silu' is supported.")
+    if (asked := raw.get("hidden_activation") or raw.get("hidden_act") or activation) != activation:
+        raise ConfigError(f"config.json asks for hidden_act {asked!r}; only {activation!r} is supported.")
     rope_theta, rope_scaling = _rope(raw)
     attention_bias, kv_heads = bool(raw.get("attention_bias", False)), raw.get("num_key_value_heads") or num_query_heads
     return sizes | {

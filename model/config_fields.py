@@ -17,14 +17,17 @@ SIZES = {
     "original_max_position_embeddings": MOST_POSITIONS,
     "sliding_window": MOST_POSITIONS,
     "no_rope_layer_interval": MOST_LAYERS,
+    "sliding_window_pattern": MOST_LAYERS,
 }
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-POSITIVE = ("rms_norm_eps", "rope_theta", "initializer_range", "partial_rotary_factor", *MULTIPLIERS)
+_ROTARY = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+POSITIVE = ("rms_norm_eps", "initializer_range", "query_pre_attn_scalar", *_ROTARY, *MULTIPLIERS)
 OBJECTS = ("rope_parameters", "rope_scaling", "mixture_of_depths", "quantization_config")
-SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-NAMES = ("model_type", "hidden_act")
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention")
+NAMES = ("model_type", "hidden_act", "hidden_activation")
 LISTS = ("layer_types", "no_rope_layers")
-_NULL_SIZES = ("head_dim", "sliding_window", "max_position_embeddings", "original_max_position_embeddings")
+_POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
+_NULL_SIZES = ("head_dim", "sliding_window", "sliding_window_pattern", *_POSITIONS)
 MAY_BE_NULL = {*_NULL_SIZES, *POSITIVE, *OBJECTS, *SWITCHES, *NAMES, *LISTS}
 
 
@@ -100,6 +103,9 @@ def _check_kv_heads(value: Any) -> None:
 
 def _check_rope(rope: Mapping[str, Any]) -> None:
     for name, value in rope.items():
+        if isinstance(value, dict):  # of one type of layers
+            _check_rope(value)
+            continue
         is_name = name in ("rope_type", "type")
         if value is not None and is_name and not isinstance(value, str):
             raise ConfigError(f"config.json has the rope's {name} {shown(value)}; it must be text.")

@@ -359,7 +359,7 @@ class _Arithmetic:
         before, behind = (sum(name is not None for name in names) for names in (norms[::2], norms[1::2]))
         token = before * self.stream * config.hidden_size + behind * item * config.hidden_size
         token += FULL * config.kind.num_norms + item * (queries + 2 * keys)
-        token += 2 * item * config.intermediate_size
+        token += (2 if config.kind.activation == "silu" else 3) * item * config.intermediate_size
         if config.qk_norm:
             rows = 2 if config.kind.norms_whole_projections else config.num_query_heads + config.num_kv_heads
             token += item * (queries + keys) + FULL * rows

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.geglu import geglu
 from kernels.linear.dense import PreparedWeight
 from kernels.linear.leading_rows import linear_of_leading_rows
 from kernels.linear.lora import lora_add
@@ -129,8 +130,12 @@ class FusedLinear(Fused):
 class FusedGate(Fused):
     """`silu(gate(x)) * up(x)` of the layers gate and up, or of one that makes both."""
 
+    uses_gelu = False
+
     def forward(self, x: Tensor, slots: Tensor | None = None, count: Tensor | None = None) -> Tensor:
         """`x [T, K] -> [T, N]`; `slots` and `count` as in `FusedLinear`."""
+        if self.uses_gelu:
+            return geglu(*self.outputs(x, slots, count))
         first, *others = self.products
         adapters = None if slots is None else first.adapters
         is_dora = adapters is not None and adapters.factors is not None

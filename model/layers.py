@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kernels.attention.rotary import halves_apart
 from kernels.attention.rotary_write import HeadNorms
+from kernels.geglu import geglu
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
 from model.attention import AttentionOverBatch
@@ -19,23 +20,26 @@ from model.fused_adapters import AdapterChoices
 from model.kv_format import NormRope
 from model.linear import Linear
 
+Rotary = tuple[Tensor, ...]
+"""Cosine and sine of each token's angles, `[T, 1, d]` each; where layers with a window have others, then those."""
+
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight * scale` over the last dimension, computed in fp32.
+    """`x / rms(x) * (offset + weight) * scale` over the last dimension, computed in fp32.
 
     The norms of heads hold their weights here and are applied by `kernels/attention/rotary_write.py`.
     """
 
-    def __init__(self, size: int, eps: float, *, scale: float = 1.0) -> None:
+    def __init__(self, config: ModelConfig, size: int, *, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-        self.scale = scale
+        self.offset, self.scale, self.eps = config.kind.norm_offset, scale, config.rms_norm_eps
+        self.weight = nn.Parameter(torch.full((size,), 1 - self.offset))
 
     @property
     def factors(self) -> Tensor:
         """What the normalised features are multiplied by, `[D]`."""
-        return self.weight if self.scale == 1 else self.weight * self.scale
+        weight = self.weight if self.offset == 0 else self.weight + self.offset
+        return weight if self.scale == 1 else weight * self.scale
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the norm of `x + residual`, and that sum."""
@@ -59,6 +63,7 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.rotates = config.rope_layers[layer]
+        self.is_local = config.local_rope_theta is not None and config.windows[layer] is not None
         query, kv = config.num_query_heads * config.head_dim, config.kv_heads[layer] * config.head_dim
         self.rotary_dims = config.rotary_dims
         sizes = {"q_proj": query, "k_proj": kv, "v_proj": kv}
@@ -72,20 +77,20 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(query, config.hidden_size, bias=config.output_bias)
         self.norms_whole = config.qk_norm and config.kind.norms_whole_projections
         normed = (query, kv) if self.norms_whole else (config.head_dim, config.head_dim)
-        self.q_norm = RMSNorm(normed[0], config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(normed[1], config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config, normed[0]) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, normed[1]) if config.qk_norm else None
         self.qkv: FusedLinear | None = None
         self.output: FusedLinear | None = None
 
     def forward(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         attention: AttentionOverBatch,
         slots: Tensor | None = None,
         count: Tensor | None = None,
     ) -> Tensor:
-        """`x [T, D] -> [T, D]`; `rotary` is the cosine and sine of each token's angles, `[T, 1, d]` each.
+        """`x [T, D] -> [T, D]`; `rotary` as in `Rotary`.
 
         `slots` and `count` as in `FusedLinear`.
         """
@@ -93,7 +98,8 @@ class SelfAttention(nn.Module):
         q, k, v = [part.view(rows) for part in self._project(x, slots, count)]
         if self.rotary_dims < self.head_dim:
             q, k = halves_apart(q, self.rotary_dims), halves_apart(k, self.rotary_dims)
-        norm_rope = NormRope(self._norms(), rotary if self.rotates else None)
+        cos, sin = rotary[2:] if self.is_local else rotary[:2]
+        norm_rope = NormRope(self._norms(), (cos, sin) if self.rotates else None)
         mixed = attention(self.layer, q, k, v, norm_rope).reshape(x.shape[0], -1)
         output = self.output  # looked up once: a module finds its parts slowly
         return self.o_proj(mixed) if output is None else output.outputs(mixed, slots, count)[0]
@@ -101,7 +107,7 @@ class SelfAttention(nn.Module):
     def _norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None or self.norms_whole:
             return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return HeadNorms(self.q_norm.factors, self.k_norm.factors, self.q_norm.eps)
 
     def _project(self, x: Tensor, slots: Tensor | None, count: Tensor | None) -> tuple[Tensor, ...]:
         if (qkv := self.qkv) is not None:
@@ -121,7 +127,10 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, each a Linear or a QuantizedLinear; some families have `gate_up_proj` for two."""
+    """`down(silu(gate(x)) * up(x))`, each a Linear or a QuantizedLinear.
+
+    In some families gelu stands for silu; some have one `gate_up_proj`.
+    """
 
     gate_proj: Linear
     up_proj: Linear
@@ -136,6 +145,7 @@ class MLP(nn.Module):
         for name, size in sizes.items():
             self.add_module(name, Linear(config.hidden_size, size, bias=config.mlp_bias))
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.uses_gelu = config.kind.activation != "silu"
         self.gate_up: FusedGate | None = None
         self.down: FusedLinear | None = None
 
@@ -145,10 +155,11 @@ class MLP(nn.Module):
             return down.outputs(gate_up(x, slots, count), slots, count)[0]
         made = [getattr(self, name)(x) for name in self.parts]
         gate, up = made if len(made) > 1 else made[0].chunk(2, dim=-1)
-        return self.down_proj(swiglu(gate, up))
+        return self.down_proj(geglu(gate, up) if self.uses_gelu else swiglu(gate, up))
 
     def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
         self.gate_up = FusedGate({name: getattr(self, name) for name in self.parts}, choices, dtype)
+        self.gate_up.uses_gelu = self.uses_gelu
         self.down = FusedLinear({"down_proj": self.down_proj}, choices, dtype)
         for name in (*self.parts, "down_proj"):
             delattr(self, name)
@@ -179,7 +190,7 @@ class DecoderLayer(nn.Module):
 
     def _add_norms(self, config: ModelConfig, *names: str | None) -> None:
         for name in filter(None, names):
-            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
+            self.add_module(name, RMSNorm(config, config.hidden_size))
 
     def norm(self, name: str | None) -> RMSNorm | None:
         """One of `names`."""
@@ -196,7 +207,7 @@ class DecoderLayer(nn.Module):
     def attend(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         attention: AttentionOverBatch,
         slots: Tensor | None,
         count: Tensor | None = None,
@@ -218,7 +229,7 @@ class DecoderLayer(nn.Module):
         delta: Tensor,
         residual: Tensor | None,
         *,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         attention: AttentionOverBatch,
         routing: Routing | None = None,
         slots: Tensor | None = None,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from kernels.token_routing import gather_rows, scatter_add_rows, selected_rows
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
-from model.layers import DecoderLayer, Routing
+from model.layers import DecoderLayer, Rotary, Routing
 
 
 class Router(nn.Module):
@@ -62,7 +62,7 @@ class RoutedLayer(DecoderLayer):
         delta: Tensor,
         residual: Tensor | None,
         *,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         attention: AttentionOverBatch,
         routing: Routing | None = None,
         slots: Tensor | None = None,
@@ -106,9 +106,8 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
     return [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
 
 
-def _rows_of(rotary: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = (gather_rows(table.flatten(1), index).unflatten(1, table.shape[1:]) for table in rotary)
-    return cos, sin
+def _rows_of(rotary: Rotary, index: Tensor) -> Rotary:
+    return tuple(gather_rows(table.flatten(1), index).unflatten(1, table.shape[1:]) for table in rotary)
 
 
 class ExpertChoice:

@@ -4,6 +4,7 @@ A batch is flat and ragged: T tokens of all sequences one after another. Paramet
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from model.config import ModelConfig
 from model.fused import Fused, FusedTensor
 from model.fused_adapters import AdapterChoices
 from model.kv_format import FixedScales
-from model.layers import MLP, DecoderLayer, RMSNorm, Routing, SelfAttention
+from model.layers import MLP, DecoderLayer, RMSNorm, Rotary, Routing, SelfAttention
 from model.linear import AnyEmbedding, AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
 from model.quantized import QuantizedLayer, QuantizedLinear
@@ -38,7 +39,7 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(
             (RoutedLayer if layer in routed else DecoderLayer)(config, layer) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, scale=1 / config.logit_divisor)
+        self.norm = RMSNorm(config, config.hidden_size, scale=1 / config.logit_divisor)
 
 
 class Transformer(nn.Module):
@@ -64,7 +65,8 @@ class Transformer(nn.Module):
         self._head_tokens: Tensor | None = None
         """`[v]` int64: those of the head's rows, once trimmed."""
         # Not a buffer: `model.to(torch.bfloat16)` must not round the angles.
-        self._frequencies: dict[torch.device, Tensor] = {}
+        self._frequencies: dict[tuple[torch.device, bool], Tensor] = {}
+        """By device, and whether they are those of windowed layers with a base of their own."""
         self._rope_magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
 
     def forward(
@@ -108,7 +110,7 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first layer reads, `[T, D]`, of tokens `[T]`."""
         multiplier, embedded = self.config.embedding_multiplier, self.model.embed_tokens(tokens)
-        return embedded if multiplier == 1 else embedded * multiplier
+        return embedded if multiplier == 1 else embedded * _rounded(multiplier, embedded.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [N, D] -> [N, V]`. Training uses the chunked losses of `kernels` instead."""
@@ -144,8 +146,17 @@ class Transformer(nn.Module):
         """Of what is not quantized."""
         return self.model.norm.weight.dtype
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each token's angles, `[T, 1, d]` fp32 each, for positions `[T]` int64."""
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Cosine and sine of each token's angles, fp32, for positions `[T]` int64."""
+        if (theta := self.config.local_rope_theta) is None:
+            return self._rotary(positions)
+        device = positions.device
+        if (device, True) not in self._frequencies:
+            self._frequencies[device, True] = rope_frequencies(self.config.head_dim, theta).to(device)
+        return *self._rotary(positions), *rotary_tables(positions, self._frequencies[device, True])
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of layers that have no base of their own."""
         cos, sin = rotary_tables(positions, frequencies := self._rope_frequencies(positions.device))
         if self._rope_magnitude == 1:
             return cos, sin
@@ -153,21 +164,21 @@ class Transformer(nn.Module):
         return cos * factors, sin * factors
 
     def _rope_frequencies(self, device: torch.device) -> Tensor:
-        if device not in self._frequencies:
+        if (device, False) not in self._frequencies:
             config = self.config
             frequencies = rope_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling)
-            self._frequencies[device] = partial_frequencies(frequencies, config.head_dim).to(device)
-        return self._frequencies[device]
+            self._frequencies[device, False] = partial_frequencies(frequencies, config.head_dim).to(device)
+        return self._frequencies[device, False]
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Fresh weights: normal with the configured deviation, norms one, biases zero. The same on every machine."""
+        """Fresh weights: normal with the configured deviation, norms of factors one, biases zero. Always the same."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.dim() == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(1 - self.config.kind.norm_offset)
             else:
                 fresh = torch.randn(parameter.shape, generator=generator) * self.config.initializer_range
                 parameter.copy_(fresh)
@@ -248,6 +259,11 @@ class Transformer(nn.Module):
             elif isinstance(module, QuantizedLayer):
                 places[f"{path}.weight"] = None
         return places
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def _check_update(name: str, values: Tensor, place: Tensor | FusedTensor | None) -> None:

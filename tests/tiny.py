@@ -15,9 +15,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_scale": 0.1,
         "logit_divisor": 2.0,
     },
+    "gemma3_text": {
+        "embedding_multiplier": 8.0,
+        "attention_scale": 0.2,
+        "local_rope_theta": 500.0,
+        "qk_norm": True,
+    },
     "phi3": {"rotary_factor": 0.5},
 }
 """What a family has that others have not."""
+
+
+def windows_of(family: str, num_layers: int) -> tuple[int | None, ...]:
+    """In Mistral all layers have one, in Gemma every other."""
+    windowed = {"mistral": (12,), "gemma3_text": (12, None)}.get(family, (None,))
+    return tuple(windowed[layer % len(windowed)] for layer in range(num_layers))
 
 
 def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
@@ -33,7 +45,7 @@ def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
         "num_query_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 16,
-        "windows": (12 if family == "mistral" else None,) * num_layers,
+        "windows": windows_of(family, num_layers),
         "rope_layers": tuple(family != "smollm3" or layer % 2 == 0 for layer in range(num_layers)),
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 2048,

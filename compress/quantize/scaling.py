@@ -53,8 +53,9 @@ def _found(norm: RMSNorm | None) -> RMSNorm:
 
 def _divide(producer: RMSNorm | nn.Linear, scales: Tensor) -> None:
     """Each output by its scale."""
+    offset = producer.offset if isinstance(producer, RMSNorm) else 0
     for parameter in producer.parameters():
-        parameter.copy_(parameter.float() / scales.view(-1, *[1] * (parameter.ndim - 1)))
+        parameter.copy_((parameter.float() + offset) / scales.view(-1, *[1] * (parameter.ndim - 1)) - offset)
 
 
 def _by_kv_head(features: Tensor, layer: DecoderLayer) -> Tensor:

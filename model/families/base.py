@@ -27,6 +27,9 @@ class NormNames(NamedTuple):
 
 
 LLAMA_NORMS = NormNames()
+NORMS_AROUND = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
 NORMS_BEHIND = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
@@ -49,6 +52,10 @@ class Family:
     norms_whole_projections: bool = False
     """Whether norms of queries and keys, where there are some, are over all heads together."""
 
+    norm_offset: float = 0.0
+    """What is added to the weights of all norms."""
+    activation: str = "silu"
+    """Of the MLP's gate, as config.json names it."""
     joins_projections: bool = False
     """Whether one matrix makes queries, keys and values, and one gate and up."""
 

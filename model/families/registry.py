@@ -1,6 +1,7 @@
 """The families that are known, by their name in config.json."""
 
 from model.families.base import Family
+from model.families.gemma3 import GEMMA3
 from model.families.granite import GRANITE
 from model.families.llama import LLAMA
 from model.families.mistral import MISTRAL
@@ -11,5 +12,5 @@ from model.families.qwen3 import QWEN3
 from model.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, PHI3)
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, PHI3, GEMMA3)
 }

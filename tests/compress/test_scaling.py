@@ -9,7 +9,7 @@ from torch import Tensor
 from compress.quantize.awq import awq_scales
 from compress.quantize.gptq import output_error
 from compress.quantize.grid import min_max
-from compress.quantize.inputs import CONSUMERS, InputMoments, input_moments, projection
+from compress.quantize.inputs import InputMoments, consumers_in, input_moments, projection
 from compress.quantize.scaling import fold, shared_by_heads
 from compress.quantize.smoothquant import smoothing_scales
 from compress.residual_stream import ResidualStream, layers_of
@@ -42,7 +42,7 @@ def fold_everywhere(model: Transformer) -> None:
     """Random scales into every place of every layer that takes some."""
     chance = torch.Generator().manual_seed(2)
     for layer in layers_of(model):
-        for name, consumers in CONSUMERS.items():
+        for name, consumers in consumers_in(layer).items():
             readers = [projection(layer, consumer) for consumer in consumers]
             scales = torch.rand(readers[0].in_features, generator=chance) * 4 + 0.2
             if name == "self_attn.o_proj":
@@ -50,7 +50,7 @@ def fold_everywhere(model: Transformer) -> None:
             fold(layer, name, scales, readers)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "mistral", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "mistral", "granite", "gemma3_text"])
 def test_folding_leaves_the_outputs_as_they_are(family: str) -> None:
     model = tiny_model(family, output_bias=family == "llama", mlp_bias=family == "llama")
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_moments_of_a_layer_are_those_of_what_its_projections_read() -> None:
     model, text = tiny_model(), texts(40, 30)[0]
     read: dict[str, Tensor] = {}
     layer = layers_of(model)[1]
-    for name in CONSUMERS:
+    for name in consumers_in(layer):
         projection(layer, name).register_forward_pre_hook(
             lambda _, arguments, name=name: read.__setitem__(name, arguments[0])
         )
@@ -99,7 +99,7 @@ def test_moments_of_a_layer_are_those_of_what_its_projections_read() -> None:
     again = ResidualStream(model, text)
     again.pass_on(layers_of(model)[0])
     expected = {name: x.T @ x for name, x in read.items()}
-    found = input_moments([again], layer, list(CONSUMERS))
+    found = input_moments([again], layer, list(consumers_in(layer)))
     assert found.keys() == expected.keys()
     for name, moments in found.items():
         assert moments.tokens == 70 and relative_rms(moments.hessian, expected[name]) < 1e-6

@@ -89,6 +89,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3-old-names": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "rope_theta": 5e3,
+            "rope_local_base_freq": 300.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "tie_word_embeddings": False,
+        },
+    ),
     "granite-tied-biases": (
         "granite",
         {"logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -152,7 +173,7 @@ def test_streams_behind_the_layers_are_those_of_transformers(tmp_path: Path) -> 
     torch.testing.assert_close(ours.model.norm.add(states[-1], None)[0], expected[-1][0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "smollm3-windows"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "smollm3-windows", "gemma3"])
 def test_the_window_is_shorter_than_the_text(name: str, tmp_path: Path) -> None:
     """Guards the oracle: without windows, the logits of these models would differ."""
     from dataclasses import replace

@@ -23,7 +23,8 @@ from tests.tiny import full_logits, tiny_config
 from tests.train.toy import batch_of
 from train.objectives import LanguageModelling
 
-NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows", "granite", "olmo2", "phi3-partial-longrope")
+NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows")
+NAMES += ("granite", "olmo2", "phi3-partial-longrope", "gemma3")
 """One entry of each family in tests/model/test_families.py."""
 # Blocks of 64 weights fill rows, which bitsandbytes' compiled code needs.
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -164,6 +165,24 @@ def test_a_rotation_that_is_not_known_is_one_sentence(changes: dict[str, Any], s
     raw = {name: value for name, value in tiny_config("phi3").to_hf().items() if name != "rope_parameters"}
     with pytest.raises(ConfigError, match=sentence):
         ModelConfig.from_hf(raw | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"final_logit_softcapping": 30.0}, "sets final_logit_softcapping, which is not supported"),
+        ({"use_bidirectional_attention": True}, "sets use_bidirectional_attention, which is not supported"),
+        ({"sliding_window": None}, "has no sliding_window, which gemma3_text models need"),
+        ({"hidden_activation": "relu"}, "asks for hidden_act 'relu'; only 'gelu_pytorch_tanh' is supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": -1}}},
+            "the rope's rope_theta -1; it must be a positive",
+        ),
+    ],
+)
+def test_a_gemma_that_is_not_known_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ModelConfig.from_hf(tiny_config("gemma3_text").to_hf() | changes)
 
 
 def test_a_longrope_model_ends_where_its_other_factors_would_begin(tmp_path: Path) -> None:
