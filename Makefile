@@ -10,7 +10,7 @@ SOURCES := kernels model compress train serve pipeline bench tests
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 ENGINE_TESTS = $(shell grep -l make_engine tests/serve/test_*.py)
 
-.PHONY: install demo test check lint types fast bench bench-gpu clean
+.PHONY: install demo test soak check lint types fast bench bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -27,6 +27,9 @@ demo: $(INSTALLED)   ## distil a student from a real teacher, measure it, talk t
 test: $(INSTALLED)   ## the whole suite, the engine's once more through the path of CUDA graphs
 	$(PYTEST) tests
 	$(PYTEST) --recorded-graphs $(ENGINE_TESTS)
+
+soak: $(INSTALLED)   ## half an hour of mixed traffic, with engines killed and stopped; nothing is lost and memory stays flat
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30)
 
 check: lint types fast   ## what to run before a commit
 
