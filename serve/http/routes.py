@@ -45,6 +45,7 @@ from serve.http.translations.messages import (
     TokenCount,
 )
 from serve.http.translations.ollama import GenerateRequest, OllamaAnswer, OllamaChatRequest, OllamaReply
+from serve.http.translations.ollama_embed import EmbedReply, EmbedRequest
 from serve.http.translations.responses import Response as ResponsesBody
 from serve.http.translations.responses import ResponsesReply, ResponsesRequest
 from serve.messages import Ready
@@ -76,6 +77,7 @@ class Routes:
                 Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
                 Route("/api/chat", self.ollama_chat, methods=["POST"]),
                 Route("/api/generate", self.ollama_generate, methods=["POST"]),
+                Route("/api/embed", self.ollama_embed, methods=["POST"]),
                 Route("/api/tags", self.ollama_tags),
                 Route("/api/show", self.ollama_show, methods=["POST"]),
                 Route("/api/version", self.version),
@@ -184,6 +186,9 @@ class Routes:
     )
     async def ollama_generate(self, request: Request) -> ASGIApp:
         return await self._ollama(request, await self._read(request, GenerateRequest))
+
+    async def ollama_embed(self, request: Request) -> GenerationResponse:
+        return await self._translated(request, await self._read(request, EmbedRequest), EmbedReply)
 
     async def _ollama(self, request: Request, wanted: OllamaChatRequest | GenerateRequest) -> ASGIApp:
         loaded = ollama.loaded(wanted)

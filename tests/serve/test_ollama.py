@@ -175,6 +175,21 @@ def test_the_model_is_listed_and_shown(client: Any, server: RunningServer, folde
     assert httpx.get(f"{server.url}/api/version", timeout=20).json() == {"version": __version__}
 
 
+def test_embeddings_are_those_of_openais_route(client: Any, server: RunningServer) -> None:
+    texts = [QUESTION, SYSTEM]
+    answer = client.embed("tiny", texts, options={"num_ctx": 256})
+    expected = server.client().embeddings.create(model="tiny", input=texts)
+    for found, one in zip(answer.embeddings, expected.data, strict=True):
+        assert list(found) == pytest.approx(one.embedding, rel=1e-5, abs=1e-6)
+    assert answer.prompt_eval_count == expected.usage.prompt_tokens and answer.total_duration > 0
+    long = "A model turns tokens into tokens. " * 200
+    assert client.embed("tiny", long).prompt_eval_count == 511
+    for refused in ({"input": long, "truncate": False}, {"input": "a", "dimensions": 8}):
+        with pytest.raises(ollama.ResponseError) as caught:
+            client.embed("tiny", **refused)
+        assert caught.value.status_code == 400
+
+
 def test_an_empty_request_only_loads(client: Any) -> None:
     for answer in (client.chat("tiny", []), client.generate("tiny")):
         assert (answer.done, answer.done_reason) == (True, "load")

@@ -79,7 +79,8 @@ class EmbeddingsReply(CompletionReply):
             raise ApiError(400, text, code="unsupported_parameter", param="dimensions")
         super().__init__(meant_request(completion_body(asked), CompletionRequest, NAMES, service.options), service)
         self._asked = asked
-        self._vectors: dict[int, list[float]] = {}
+        self.vectors: dict[int, list[float]] = {}
+        """By prompt, not normalised."""
 
     def params(self, room: int) -> SamplingParams:
         return replace(super().params(room), pooling=self._asked.pooling or "mean")
@@ -89,10 +90,10 @@ class EmbeddingsReply(CompletionReply):
 
     def collect(self, prompt_index: int, output: RequestOutput) -> None:
         if output.embedding is not None:
-            self._vectors[prompt_index] = output.embedding
+            self.vectors[prompt_index] = output.embedding
 
     def response(self, usage: Usage) -> bytes:
-        data = [Embedding(index, self._written(vector)) for index, vector in sorted(self._vectors.items())]
+        data = [Embedding(index, self._written(vector)) for index, vector in sorted(self.vectors.items())]
         return encoder.encode(Embeddings(data, self.model, EmbeddingsUsage(usage.prompt_tokens, usage.total_tokens)))
 
     def _written(self, vector: list[float]) -> list[float] | str:

@@ -167,7 +167,7 @@ class OllamaReply(Translation):
     stream_type = b"application/x-ndjson"
 
     def __init__(self, asked: OllamaChatRequest | GenerateRequest, service: Service) -> None:
-        check_context(asked, service)
+        check_context(asked.options, service)
         super().__init__(chat_body(asked), NAMES, service)
         self._is_chat = isinstance(asked, OllamaChatRequest)
         self._began_ns = time.monotonic_ns()
@@ -261,10 +261,10 @@ def loaded(asked: OllamaChatRequest | GenerateRequest) -> OllamaAnswer | None:
 # The chat request that it means
 
 
-def check_context(asked: OllamaRequest, service: Service) -> None:
+def check_context(options: OllamaOptions | None, service: Service) -> None:
     """ApiError 400 for a context that is longer than what is served."""
     info = service.engine.info
-    wanted = asked.options.num_ctx if asked.options else None
+    wanted = options.num_ctx if options else None
     if wanted is not None and info is not None and wanted > info.max_model_len:
         text = f"options.num_ctx is {wanted}, but this model's context length is {info.max_model_len} tokens"
         raise invalid(text, "options.num_ctx")
