@@ -36,6 +36,18 @@ MAX_NODES = 10_000
 SECTIONS = ("name", "models", "data", "stages", "serve", "tracking")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*([kKMGBT]?)")
+WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+OTHER_NAMES = {
+    "lr": ("learning_rate",),
+    "epochs": ("tokens",), "num_epochs": ("tokens",), "num_train_epochs": ("tokens",), "max_steps": ("tokens",),
+    "steps": ("tokens",), "batch_size": ("batch_tokens",), "per_device_train_batch_size": ("micro_batch_tokens",),
+    "gradient_accumulation_steps": ("batch_tokens",), "max_length": ("sequence_length", "max_tokens"),
+    "max_seq_length": ("sequence_length",), "max_seq_len": ("sequence_length",), "seq_length": ("sequence_length",),
+    "warmup_ratio": ("warmup_fraction",), "lr_scheduler_type": ("schedule",), "bf16": ("precision",),
+    "dataset": ("source", "data"), "path": ("source", "from"), "file": ("source", "from"), "datasets": ("mix",),
+    "sources": ("mix",), "name_or_path": ("from",), "model_name_or_path": ("from", "model"), "base_model": ("model",),
+}  # fmt: skip
+"""What other tools call some keys, by what they are here."""
 SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
@@ -147,7 +159,9 @@ def _override_path(raw: dict[str, Any], path: str) -> list[str]:
         choices = " or ".join(".".join([*place, *rest]) for place in places[first])
         raise RecipeError(f"The recipe has several stages {first!r}; write {choices}.")
     if first not in places:
-        raise RecipeError(f"The override {path} begins with no key of a recipe{_nearest(first, [*SECTIONS, *places])}")
+        raise RecipeError(
+            f"The override {path} begins with no key of a recipe{_nearest_or_all(first, [*SECTIONS, *places])}"
+        )
     return [*places[first][0], *rest]
 
 
@@ -204,7 +218,7 @@ def _build_stage(raw: Any, path: str) -> tuple[str, Any]:
         raise RecipeError(f"{path} must be a map with one key, the stage's kind, like `distill: {{...}}`.")
     kind, settings = next(iter(raw.items()))
     if kind not in recipe_kinds():
-        raise RecipeError(f"{path} has the unknown stage {kind!r}{_nearest(kind, recipe_kinds())}")
+        raise RecipeError(f"{path} has the unknown stage {kind!r}{_nearest_or_all(kind, recipe_kinds())}")
     return kind, _build(kind_of(kind).config, settings, f"{path}.{kind}")
 
 
@@ -218,12 +232,23 @@ def _build(schema: type[T], raw: Any, path: str) -> T:
     except MissingMandatoryValue as error:
         raise RecipeError(f"{_in_yaml(path, error.full_key)} is missing.") from None
     except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0].rstrip(".")
-        raise RecipeError(f"{_in_yaml(path, error.full_key)} is wrong: {reason}.") from None
+        raise RecipeError(f"{_in_yaml(path, error.full_key)} {_mistyped(schema, plain, error)}.") from None
     except RecipeError:
         raise
     except ValueError as error:  # what settings of the floors below say about each other
         raise RecipeError(f"{path}.{error}.") from None
+
+
+def _mistyped(schema: Any, plain: Any, error: OmegaConfBaseException) -> str:
+    """What is wrong with a value of another type than its setting's, to follow the setting's path."""
+    value = plain
+    for name in str(error.full_key or "").split("."):
+        hint = get_type_hints(schema).get(name) if is_dataclass(schema) else None
+        if hint is None or not isinstance(value, dict) or name not in value:
+            return f"is wrong: {str(error.msg or error).splitlines()[0].rstrip('.')}"
+        schema, value = _nested(hint) or hint, value[name]
+    kinds = [WORDS[kind] for kind in (get_args(schema) or (schema,)) if kind in WORDS]
+    return f"is {'null' if value is None else repr(value)}; it must be {' or '.join(kinds) or 'of another type'}"
 
 
 def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
@@ -337,7 +362,7 @@ def _check_names(config: Any, path: str, known: Names, later: Names) -> None:
 def _check_keys(raw: Mapping[str, Any], known: Iterable[str], path: str) -> None:
     for key in raw:
         if key not in known:
-            raise RecipeError(f"{path or 'The recipe'} has the unknown key {key!r}{_nearest(key, known)}")
+            raise RecipeError(f"{path or 'The recipe'} has the unknown key {key!r}{_nearest_or_all(key, known)}")
 
 
 def read_count(value: Any, path: str = "count") -> int:
@@ -354,6 +379,16 @@ def _nearest(word: Any, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f". Did you mean {close[0]!r}?" if close and close[0] != word else "."
+
+
+def _nearest_or_all(word: Any, known: Iterable[str]) -> str:
+    """The same; where no known word is near, all of them."""
+    there = list(known)
+    meant = next((name for name in OTHER_NAMES.get(str(word), ()) if name in there), None)
+    if meant is not None:
+        return f". Did you mean {meant!r}?"
+    nearest = _nearest(word, there)
+    return nearest if nearest != "." else f"; it can be {', '.join(there)}."
 
 
 def _join(path: str, key: Any) -> str:

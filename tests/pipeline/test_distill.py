@@ -272,7 +272,7 @@ def test_only_whole_layers_leave_a_model_with_routers(tmp_path: Path) -> None:
         ({"candidates": [{"mlp": 8}, {"mlp": 8}]}, "distill.student.candidates names a shape twice"),
         ({"candidates": [{"width": 8}]}, "student.candidates.0 has the unknown key 'width'"),
         ({"candidates": [{"mlp": 0}]}, "student.candidates.0.mlp is 0; it must lie between"),
-        ({"candidates": [{"mlp": "wide"}]}, "student.candidates.0.mlp is wrong"),
+        ({"candidates": [{"mlp": "wide"}]}, "student.candidates.0.mlp is 'wide'; it must be "),
     ],
 )
 def test_a_student_that_cannot_be_is_refused(home: Path, student: dict[str, object], sentence: str) -> None:
