@@ -68,7 +68,17 @@ def train_step(model: Transformer, attention: PackedAttention | None = None) -> 
 
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [("llama", False), ("mistral", False), ("qwen3", False), ("qwen3", True), ("smollm3", False), ("granite", False)],
+    [
+        ("llama", False),
+        ("mistral", False),
+        ("qwen3", False),
+        ("qwen3", True),
+        ("smollm3", False),
+        ("granite", False),
+        ("olmo2", False),
+        ("phi3", False),
+        ("gemma3_text", False),
+    ],
 )
 def test_training_equals_the_cpu_form(family: str, checkpointing: bool) -> None:
     expected_logits, expected = train_step(small_model(family))
@@ -82,7 +92,7 @@ def test_training_equals_the_cpu_form(family: str, checkpointing: bool) -> None:
         assert expected[name].abs().sum() > 0 and relative_rms(gradient, expected[name]) < BOUND, name
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "smollm3", "granite"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "smollm3", "granite", "olmo2", "phi3", "gemma3_text"])
 def test_serving_equals_training(family: str) -> None:
     """The fused form: prompts in chunks, then token by token, each step a mix of the sequences that are left."""
     expected, _ = train_step(small_model(family))
