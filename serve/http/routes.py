@@ -45,7 +45,7 @@ from serve.http.translations.messages import (
     TokenCount,
 )
 from serve.http.translations.ollama import GenerateRequest, OllamaAnswer, OllamaChatRequest, OllamaReply
-from serve.http.translations.ollama_embed import EmbedReply, EmbedRequest
+from serve.http.translations.ollama_embed import Embedded, EmbedReply, EmbedRequest
 from serve.http.translations.responses import Response as ResponsesBody
 from serve.http.translations.responses import ResponsesReply, ResponsesRequest
 from serve.messages import Ready
@@ -187,6 +187,13 @@ class Routes:
     async def ollama_generate(self, request: Request) -> ASGIApp:
         return await self._ollama(request, await self._read(request, GenerateRequest))
 
+    @operation(
+        "One vector for each text, as Ollama gives them.",
+        request=EmbedRequest,
+        answer=Embedded,
+        errors=dict[str, str],
+        example={"model": "NAME", "input": "A potstill is"},
+    )
     async def ollama_embed(self, request: Request) -> GenerationResponse:
         return await self._translated(request, await self._read(request, EmbedRequest), EmbedReply)
 

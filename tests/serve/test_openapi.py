@@ -19,7 +19,7 @@ from tests.serve.http_server import RunningServer, running_server, save_tiny_fol
 OPERATIONS = [
     *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
     *(("post", path) for path in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings")),
-    *(("post", path) for path in ("/api/chat", "/api/generate", "/api/show")),
+    *(("post", path) for path in ("/api/chat", "/api/generate", "/api/embed", "/api/show")),
     *(("get", path) for path in ("/v1/models", "/v1/models/{name}", "/health", "/version", "/load", "/metrics")),
     ("get", "/api/tags"),
 ]

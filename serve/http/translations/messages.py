@@ -156,23 +156,26 @@ class AnthropicUsage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int = 0
 
 
-class OutputBlock(msgspec.Struct, frozen=True, tag_field="type"):
+class OutputPart(msgspec.Struct, frozen=True, tag_field="type"):
     """A part of an answer; while it is streamed it begins without content."""
 
 
-class OutputText(OutputBlock, frozen=True, tag="text"):
+class OutputText(OutputPart, frozen=True, tag="text"):
     text: str = ""
 
 
-class OutputThinking(OutputBlock, frozen=True, tag="thinking"):
+class OutputThinking(OutputPart, frozen=True, tag="thinking"):
     thinking: str = ""
     signature: str = ""
 
 
-class OutputToolUse(OutputBlock, frozen=True, tag="tool_use"):
+class OutputToolUse(OutputPart, frozen=True, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any] = {}
+
+
+OutputBlock = OutputText | OutputThinking | OutputToolUse
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True):
