@@ -15,10 +15,12 @@ V vocabulary, M rows with a mask, W words of a row.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 WORD_BITS = 32
 
@@ -96,17 +98,23 @@ class BothMasks(TokenMask):
 
 def forbid(scores: Tensor, rows: list[int], words: np.ndarray) -> Tensor:
     """`scores [N, V]` with minus infinity for what `words [M, W]` forbid in each of `rows`; other rows unchanged."""
-    allowed = _bits(words, scores.shape[1], scores.device)
+    penalties = _penalties(words, scores)
     if len(rows) == len(scores):
-        return torch.where(allowed, scores, -torch.inf)
+        return scores + penalties
     index = torch.tensor(rows, device=scores.device)
-    return scores.index_copy(0, index, torch.where(allowed, scores.index_select(0, index), -torch.inf))
+    return scores.index_copy(0, index, scores.index_select(0, index) + penalties)
 
 
-def _bits(words: np.ndarray, count: int, device: torch.device) -> Tensor:
-    """The first `count` bits of each row, `[M, count]` bool, on the device."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(words.view(np.uint8), axis=1, count=count, bitorder="little").view(bool))
-    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=device)
-    on_device = torch.from_numpy(words).pin_memory().to(device, non_blocking=True)
-    return ((on_device[:, :, None] >> shifts) & 1).flatten(1)[:, :count].bool()
+def _penalties(words: np.ndarray, scores: Tensor) -> Tensor:
+    """`[M, V]`: 0 for what is allowed, else minus infinity; eight at a time, out of a table of all bytes."""
+    octets = torch.from_numpy(words.view(np.uint8))
+    if scores.is_cuda:
+        octets = octets.pin_memory().to(scores.device, non_blocking=True)
+    return F.embedding(octets.int(), _table(scores.dtype, scores.device)).flatten(1)[:, : scores.shape[1]]
+
+
+@cache
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[256, 8]`: of each byte, its bits' penalties, the lowest first."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.zeros(256, 8, dtype=dtype).masked_fill(bits == 0, -torch.inf).to(device)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from model.transformer import Transformer
+from serve.grammar import json_grammar
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 from tests.serve.test_speculation import noisy_twin
@@ -17,6 +18,11 @@ from tests.serve.toys import VOCAB_SIZE, drain, join, make_engine
 from tests.tiny import tiny_model
 
 NUM_REQUESTS = 28
+ANSWER = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "string", "maxLength": 9}, {"enum": [True, None]}]},
+    "maxItems": 6,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +34,8 @@ def random_params(random_: random.Random, number: int) -> SamplingParams:
     def sometimes(value: Any, otherwise: Any) -> Any:
         return value if random_.random() < 0.3 else otherwise
 
+    # A grammar alone says where an output may end.
+    grammar = sometimes(json_grammar(ANSWER, whitespace=None), None)
     return SamplingParams(
         temperature=random_.choice([0.0, 0.7, 1.2]),
         seed=number,
@@ -41,8 +49,9 @@ def random_params(random_: random.Random, number: int) -> SamplingParams:
         stop=sometimes(("a", "qx"), ()),
         stop_token_ids=sometimes((77, 78, 79), ()),
         max_tokens=random_.randint(6, 40),
-        min_tokens=sometimes(6, 0),
-        ignore_eos=sometimes(True, False),
+        min_tokens=sometimes(6, 0) if grammar is None else 0,
+        ignore_eos=sometimes(True, False) if grammar is None else False,
+        grammar=grammar,
         n=sometimes(3, 1),
         logprobs=sometimes(2, None),
         prompt_logprobs=sometimes(1, None),

@@ -83,10 +83,12 @@ def test_seeded_output_does_not_depend_on_drafts(model: Transformer, draft: str)
     assert draft == "ngram" or engine.stats().num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("draft", [None, "partial"])
+@pytest.mark.parametrize("draft", [None, "partial", "odd"])
 def test_the_distribution_is_the_targets_over_what_is_allowed(draft: str | None) -> None:
     options = {"max_num_seqs": 50, "max_num_batched_tokens": 1000, "num_pages": 200, "max_model_len": 16}
     model = tables()
+    # Half of the time nothing that this one ever says is allowed.
+    model["odd"] = model["partial"] * (torch.arange(V) % 2 == 1)
     source = TableModel(model[draft]) if draft else None
     engine = make_engine(TableModel(model["target"]), source, num_speculative_tokens=2 if draft else None, **options)
     for number in range(NUM_SEQUENCES // 50):
