@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -158,27 +159,29 @@ def test_eight_times_too_much_is_answered_with_200_or_a_fast_429(folder: Path, t
 
 
 def test_deadlines_hold_queued_or_running(folder: Path, tmp_path: Path) -> None:
+    """By the server's own clock: how long a hundred connections take to open is not its doing."""
     draw = random.Random(3)
-    bodies: list[Body] = [
-        {"prompt": STEPS_OF, "max_tokens": 10_000, "stream": bool(number % 2), "deadline_s": draw.uniform(0.05, 2)}
-        for number in range(100)
-    ]
+    deadlines_s = [draw.uniform(0.05, 2) for _ in range(100)]
 
-    async def all_at_once(server: RunningServer) -> list[tuple[httpx.Response, float]]:
+    async def ask(http: httpx.AsyncClient, number: int) -> httpx.Response:
+        body = {"prompt": STEPS_OF, "max_tokens": 10_000, "stream": bool(number % 2)}
+        headers = {"X-Request-Id": f"request-{number}"}
+        return await http.post("/completions", json=body | {"deadline_s": deadlines_s[number]}, headers=headers)
+
+    async def all_at_once(server: RunningServer) -> list[httpx.Response]:
         async with client(server) as http:
-            return list(await asyncio.gather(*(timed(http, body) for body in bodies)))
+            return list(await asyncio.gather(*(ask(http, number) for number in range(100))))
 
     with scripted(folder, tmp_path, "--max-num-seqs", "8", "--max-queue", "200") as server:
         answers = asyncio.run(all_at_once(server))
         server.wait_for("potstill:num_requests_running", 0, timeout_s=1)
         server.wait_for("potstill:num_requests_waiting", 0, timeout_s=1)
-    late_s = []
-    for body, (answer, took_s) in zip(bodies, answers, strict=True):
-        assert "deadline_exceeded" in answer.text and answer.status_code in (200, 504)
-        late_s.append(took_s - body["deadline_s"])
-    assert min(late_s) > -0.01
+        took_ms = re.findall(r" 504 (\d+) ms id=request-(\d+) .*finish=deadline_exceeded", server.log.read_text())
+    assert all("deadline_exceeded" in answer.text for answer in answers)
+    late_s = [int(took) / 1000 - deadlines_s[int(number)] for took, number in took_ms]
+    assert len(late_s) == 100 and min(late_s) > -0.01
     assert statistics.median(late_s) < 0.1 + STEP_S
-    assert max(late_s) < 0.6, "room for a hundred connections at once on a busy machine"
+    assert max(late_s) < 0.6, "room for a busy machine"
 
 
 def test_killed_engines_cost_what_runs_and_ten_seconds(folder: Path, tmp_path: Path) -> None:
