@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from pipeline.chat.conversation import Conversation, run_conversation
+from pipeline.chat.conversation import ChatSession, run_conversation
 from pipeline.chat.models import ChatModel, LocalModel, RemoteModel
 from pipeline.errors import UserError
 from pipeline.run_folder import resolve_served
@@ -18,7 +18,7 @@ def chat(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.url is None):
         raise UserError("Give either a MODEL or the --url of a server.")
     model = _local(options) if options.url is None else _remote(options)
-    return run_conversation(Conversation(model, options.system))
+    return run_conversation(ChatSession(model, options.system))
 
 
 def _local(options: argparse.Namespace) -> ChatModel:

@@ -19,8 +19,8 @@ HELP = """\
 A backslash at the end of a line continues it. Ctrl-C stops an answer. Begin with a space to say what begins with /."""
 
 
-class Conversation:
-    """One conversation with one model, and the commands that change it."""
+class ChatSession:
+    """A conversation with one model, and the commands that change it."""
 
     def __init__(self, model: ChatModel, system: str | None = None) -> None:
         self.model, self.system = model, system
@@ -94,7 +94,7 @@ class Conversation:
         self.is_over = True
 
 
-def run_conversation(conversation: Conversation) -> int:
+def run_conversation(conversation: ChatSession) -> int:
     """Until the input ends or /quit. Returns the exit code: of piped input, 1 when a line was refused."""
     typed = sys.stdin.isatty()
     if typed:

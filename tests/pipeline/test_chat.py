@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.chat.conversation import Conversation
+from pipeline.chat.conversation import ChatSession
 from pipeline.chat.models import Answer, LocalModel, Messages, Write, take
 from pipeline.cli import main
 from pipeline.errors import UserError
@@ -201,7 +201,7 @@ def test_a_conversation_goes_on_after_a_mistake(
             return answer
 
     (tmp_path / "there").write_text("precious")
-    talk = Conversation(Narrow(), "brief")
+    talk = ChatSession(Narrow(), "brief")
     for line in ("one", "two", f"/save {tmp_path / 'there'}", "/save", f"/save {tmp_path / 'no' / 'x'}", "", "/system"):
         talk.take(line)
     said = capfd.readouterr()
