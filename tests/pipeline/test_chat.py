@@ -43,6 +43,7 @@ class Terminal:
         self.pid, self._fd = pty.fork()
         if not self.pid:
             os.chdir(ROOT)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever runs the tests ignores it
             os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
             os.execv(sys.executable, [sys.executable, "-m", "pipeline", "chat", *arguments])
         self.shown = ""

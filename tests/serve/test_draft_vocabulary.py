@@ -22,6 +22,7 @@ from model.transformer import Transformer
 from serve import LLM
 from serve.config import EngineConfig
 from serve.engine.loading import load_models
+from serve.engine.token_mask import PlainMask
 from serve.sampling_params import SamplingParams
 from tests.serve.test_speculation import PROMPTS, noisy_twin, p_value
 from tests.serve.toys import drain, generate, greedy, make_engine, toy_tokenizer
@@ -151,7 +152,7 @@ def test_sampled_tokens_have_the_targets_distribution(params: dict[str, Any], nu
     assert engine.stats().num_draft_tokens > 0
 
 
-class Only:
+class Only(PlainMask):
     """A mask that allows the same tokens everywhere."""
 
     def __init__(self, *tokens: int) -> None:
