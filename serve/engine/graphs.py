@@ -85,19 +85,18 @@ def draft_end(sequences: list[Sequence], by_rejection: set[bool]) -> End:
     return End.DRAFT_FOR_REJECTION if captured_size(len(sequences)) <= MOST_DISTRIBUTIONS else End.LOGITS
 
 
-def _target_end(sequences: list[Sequence], drafts: list[DraftTree]) -> End:
-    """Of a pass of the target over these sequences and their draft tokens."""
+def _target_end(sequences: list[Sequence], drafts: list[DraftTree], q: int) -> End:
+    """Of a pass of the target over these sequences and their draft tokens, q − 1 at most."""
     if any(sequence.mask is not None for sequence in sequences):
         return End.LOGITS
-    if not any(draft.by_rejection for draft in drafts):
+    if q == 1 or not any(draft.by_rejection for draft in drafts):
         return End.MATCHING
     for sequence, draft in zip(sequences, drafts, strict=True):
         # Without draft tokens either rule is plain sampling, by different draws.
         may_follow = sequence.verifies_by_rejection or sequence.params.is_greedy
         if not draft.by_rejection and (draft.num_tokens or not may_follow):
             return End.LOGITS
-    num_rows = captured_size(len(sequences)) * (1 + max(draft.num_tokens for draft in drafts))
-    return End.REJECTION if num_rows <= MOST_DISTRIBUTIONS else End.LOGITS
+    return End.REJECTION if captured_size(len(sequences)) * q <= MOST_DISTRIBUTIONS else End.LOGITS
 
 
 class Shape(NamedTuple):
@@ -255,10 +254,11 @@ class UniformSteps:
     def decode(self, asked: list[tuple[Sequence, int, DraftTree]]) -> list[PendingSamples]:
         """Launch a step of the target: what sequences emit behind a last token, at a position, and draft tokens."""
         sequences, starts, drafts = map(list, zip(*asked, strict=True))
-        q = 1 + max(draft.num_tokens for draft in drafts)
-        counts, last = [meant_by(draft) for draft in drafts], [draft.num_tokens for draft in drafts]
+        last = [draft.num_tokens for draft in drafts]
+        q = 1 + max(last)
+        counts = [meant_by(draft) for draft in drafts] if q > 1 else last
         batch = Batch(sequences, self._last_tokens(sequences, q), starts, last, counts)
-        end = _target_end(sequences, drafts)
+        end = _target_end(sequences, drafts, q)
         if end is End.LOGITS:
             (logits,) = self.launch(batch, end)
             rows = [SequenceRows(one, at * q, draft) for at, (one, _, draft) in enumerate(asked)]
@@ -297,6 +297,8 @@ class UniformSteps:
         return *(part[:n] for part in found), logits[: n * q]
 
     def _first_to_list(self, batch: Batch) -> list[int]:
+        if not self._runner.pages.visible:
+            return batch.starts
         each = zip(batch.sequences, batch.starts, batch.last, strict=True)
         return [self._runner.first_to_list(one.table, start, start + 1 + last) for one, start, last in each]
 
