@@ -154,25 +154,24 @@ def measure_pair(batch: int, *, captures: bool) -> dict[str, float]:
     return {"microseconds": round(1e6 * min(seconds), 1), "launches": max(launches), "uploads": max(uploads)}
 
 
+def compare(title: str, batches: tuple[int, ...], measured: Callable[..., dict[str, float]]) -> dict[str, Any]:
+    """Steps from graphs beside steps kernel by kernel, by batch; a line of a table for each."""
+    result = {}
+    print(f"{title:>9} {'replayed':>10} {'uploads':>8} {'step':>10} {'launched':>10} {'launches':>9}")
+    for batch in batches:
+        replayed, launched = (measured(batch, captures=captures) for captures in (True, False))
+        result[str(batch)] = {"replayed": replayed, "launched": launched}
+        step = replayed.get("step_microseconds", replayed["microseconds"])
+        print(f"{batch:9} {replayed['microseconds']:7.0f} µs {replayed['uploads']:8} {step:7.0f} µs", end=" ")
+        print(f"{launched['microseconds']:7.0f} µs {launched['launches']:9}")
+    return result
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
-    result = {}
-    print(f"{'sequences':>9} {'replayed':>10} {'uploads':>8} {'step':>10} {'launched':>10} {'launches':>9}")
-    for batch in BATCHES:
-        replayed, launched = (measure(batch, captures=captures) for captures in (True, False))
-        result[str(batch)] = {"replayed": replayed, "launched": launched}
-        figures = replayed["microseconds"], replayed["uploads"], replayed["step_microseconds"]
-        print("{:9} {:7.0f} µs {:8} {:7.0f} µs".format(batch, *figures), end=" ")
-        print(f"{launched['microseconds']:7.0f} µs {launched['launches']:9}")
-    pairs = {}
-    print(f"\n{'of a pair':>9} {'replayed':>10} {'uploads':>8} {'launches':>9} {'launched':>10} {'launches':>9}")
-    for batch in PAIR_BATCHES:
-        replayed, launched = (measure_pair(batch, captures=captures) for captures in (True, False))
-        pairs[str(batch)] = {"replayed": replayed, "launched": launched}
-        figures = replayed["microseconds"], replayed["uploads"], replayed["launches"]
-        print("{:9} {:7.0f} µs {:8} {:9}".format(batch, *figures), end=" ")
-        print(f"{launched['microseconds']:7.0f} µs {launched['launches']:9}")
+    result = compare("sequences", BATCHES, measure)
+    pairs = compare("of a pair", PAIR_BATCHES, measure_pair)
     pair = {"draft_layers": DRAFT_LAYERS, "draft_tokens": NUM_DRAFTS, "sequences": pairs}
     figures = {"layers": LAYERS, "sequences": result, "pair": pair}
     write_result("host-overhead", "python -m bench.host_overhead", figures)
