@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from serve.http.tools.pieces import Arguments, Call, Content, Parser, Steps
 
@@ -17,8 +17,8 @@ ARGUMENTS = ("arguments", "parameters")
 """What families call the arguments of a call."""
 MEMBERS = ("name", "type", "id", *ARGUMENTS)
 """All that a call has, where nothing but its members tells it from content."""
-BRACKET = re.compile(r'["{}\[\]]')
-IN_STRING = re.compile(r'["\\]')
+JSON_MARKS = {"": re.compile(r'["{}\[\]]'), '"': re.compile(r'["\\]')}
+"""What matters to where JSON ends, outside strings and in them."""
 NOT_WORD = re.compile(r"[^\w.+-]")
 
 Tools = Mapping[str, Sequence[str]]
@@ -29,39 +29,41 @@ class NoCall(Exception):
     """What is being read is no tool call, or not as this format has it."""
 
 
-class EndFinder(Protocol):
+class ValueEnd:
     """Finds where a bracketed value ends, in text that arrives in pieces."""
 
-    def find(self, text: str, at: int) -> int:
-        """Read on from `at`: the place behind the bracket that closes the value; -1 when it goes on."""
-
-
-class JsonEnd:
-    """The end of a JSON object or list."""
+    marks: ClassVar[Mapping[str, re.Pattern[str]]]
+    """Brackets, quotes and escapes that count, by the quote of the string that they stand in."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = False
+        self._quote = ""
         self._escaped = False
 
     def find(self, text: str, at: int) -> int:
-        """As `EndFinder.find`."""
+        """Read on from `at`: the place behind the bracket that closes the value; -1 when it goes on."""
         if self._escaped and at < len(text):
             self._escaped, at = False, at + 1
-        while (match := (IN_STRING if self._in_string else BRACKET).search(text, at)) is not None:
+        while (match := self.marks[self._quote].search(text, at)) is not None:
             at = match.end()
             match match.group():
-                case '"':
-                    self._in_string = not self._in_string
+                case "'" | '"' as quote:
+                    self._quote = "" if self._quote else quote
                 case "\\":
                     self._escaped, at = at == len(text), at + 1
-                case "{" | "[":
+                case "(" | "[" | "{":
                     self._depth += 1
                 case _:
                     self._depth -= 1
                     if self._depth == 0:
                         return at
         return -1
+
+
+class JsonEnd(ValueEnd):
+    """The end of a JSON object or list."""
+
+    marks = JSON_MARKS
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class ToolParser(Parser):
                 raise NoCall
         self._give(Arguments, found)
 
-    def _read_raw(self, end: EndFinder) -> Steps[str]:
+    def _read_raw(self, end: ValueEnd) -> Steps[str]:
         """Read the bracketed value that comes next. NoCall when it does not end."""
         begin = self._at - self._kept  # what is kept stays, though its place moves
         while (found := end.find(self._text, self._at)) < 0:
@@ -229,7 +231,7 @@ class ToolParser(Parser):
         while True:
             if not (yield from self._next()):
                 raise NoCall
-            match = None if escaped else IN_STRING.search(self._text, self._at)
+            match = None if escaped else JSON_MARKS['"'].search(self._text, self._at)
             self._at = self._at + 1 if escaped else len(self._text) if match is None else match.end()
             if match is not None and match.group() == '"':
                 return self._text[self._kept + begin : self._at]

@@ -6,11 +6,11 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from serve.http.tools.calls import NoCall, ToolParser
+from serve.http.tools.calls import NoCall, ToolParser, ValueEnd
 from serve.http.tools.pieces import Arguments, Steps
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
-ENDS_OF = {
+PYTHON_MARKS = {
     "": re.compile(r"[\"'()\[\]{}]"),
     "'": re.compile(r"['\\]"),
     '"': re.compile(r'["\\]'),
@@ -20,32 +20,10 @@ MAX_SOURCE = 16_384
 """Characters; longer source is no call, so that parsing stays cheap."""
 
 
-class PythonEnd:
+class PythonEnd(ValueEnd):
     """The end of a value in brackets, as Python has it: strings have quotes of two kinds."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quote = ""
-        self._escaped = False
-
-    def find(self, text: str, at: int) -> int:
-        """As `EndFinder.find`."""
-        if self._escaped and at < len(text):
-            self._escaped, at = False, at + 1
-        while (match := ENDS_OF[self._quote].search(text, at)) is not None:
-            at = match.end()
-            match match.group():
-                case "'" | '"' as quote:
-                    self._quote = "" if self._quote else quote
-                case "\\":
-                    self._escaped, at = at == len(text), at + 1
-                case "(" | "[" | "{":
-                    self._depth += 1
-                case _:
-                    self._depth -= 1
-                    if self._depth == 0:
-                        return at
-        return -1
+    marks = PYTHON_MARKS
 
 
 class PythonParser(ToolParser):
