@@ -1,7 +1,7 @@
 """`potstill plan`: what each training stage of a recipe will hold in memory, before a weight is loaded or a GPU used.
 
-The arithmetic is that of model/cost.py, for one process on a GPU. Models are known by their configurations; what a
-stage publishes has the shape that its settings say.
+The arithmetic is that of model/training_memory.py, for one process on a GPU. Models are known by their configurations;
+what a stage publishes has the shape that its settings say.
 """
 
 import re
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
-from model.cost import Memory, Setup, largest_micro_batch
 from model.mesh import gpus
+from model.training_memory import Memory, Setup, largest_micro_batch
 from pipeline.errors import UserError
 from pipeline.report.section import Table
 from pipeline.schema import Recipe

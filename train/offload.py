@@ -15,7 +15,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from model.cost import PAGED_BUFFERS
+from model.training_memory import PAGED_BUFFERS
 
 State = dict[str, Tensor]
 

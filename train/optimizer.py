@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from kernels.adamw_8bit import BLOCK, Moments, adamw_8bit
-from model.cost import PAGED_PIECE, SMALLEST_IN_8_BITS, SMALLEST_PAGED
 from model.quantized import quantized_tensors
+from model.training_memory import PAGED_PIECE, SMALLEST_IN_8_BITS, SMALLEST_PAGED
 from train.checkpoint import TrainingStateError
 from train.config import TrainingConfig
 from train.offload import PinnedArena, Prefetcher, State

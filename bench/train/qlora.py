@@ -27,11 +27,11 @@ from bench.models import LLAMA_8B, shaped
 from bench.train.sides import Benchmark, Case, Load, Recorder, Side, train_ours, train_plainly
 from compress.lora import inject
 from compress.quantize.round_to_nearest import quantize_model
-from model.cost import Setup
 from model.files.checkpoint import load_config, load_model, save_model
 from model.formats.bitsandbytes import NF4
 from model.lora_config import LoraConfig
 from model.quantized import quantized_layers
+from model.training_memory import Setup
 from tests import memory
 from train.config import TrainingConfig
 from train.objectives import LanguageModelling

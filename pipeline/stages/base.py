@@ -18,8 +18,8 @@ from pipeline.settings import references
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
-    from model.cost import Setup
     from model.text.tokenizer import Tokenizer
+    from model.training_memory import Setup
     from pipeline.schema import Recipe
     from pipeline.stages.shared.context import StageContext
 

@@ -10,11 +10,11 @@ import torch
 
 from compress.lora import inject, merge, start_loftq
 from compress.quantize.round_to_nearest import quantize_folder
-from model.cost import Setup
 from model.files.checkpoint import TensorFiles, load_model, save_model
 from model.formats.registry import FORMATS, format_named
 from model.lora import LoraConfig
 from model.quantized import quantized_layers
+from model.training_memory import Setup
 from serve import LLM
 from serve.sampling_params import SamplingParams
 from tests.compare import relative_rms

@@ -16,11 +16,11 @@ from compress.quantize.round_to_nearest import quantize_folder, quantize_model
 from kernels.linear._quantized_tiles import tile_weight
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8
 from kernels.linear.quantized import stored_codes
-from model.cost import Setup
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.compressed_tensors import Int8
 from model.lora import LoraConfig
 from model.quantized import quantized_layers
+from model.training_memory import Setup
 from model.transformer import Transformer
 from serve import LLM
 from serve.sampling_params import SamplingParams

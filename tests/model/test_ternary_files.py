@@ -15,12 +15,12 @@ from compress.quantize.calibrated import quantize_layers
 from compress.quantize.methods import METHODS
 from compress.quantize.qat import Trained, to_quantized, train_through_rounding
 from compress.quantize.round_to_nearest import QuantizationError, quantize_folder, quantize_model
-from model.cost import Rounding, Setup
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.bitnet import Ternary
 from model.formats.registry import format_named
 from model.lora import LoraConfig
 from model.quantized import QuantizedLinear, quantized_layers
+from model.training_memory import Rounding, Setup
 from model.transformer import Transformer
 from tests.compare import relative_rms
 from tests.compress.conversions import texts

@@ -48,7 +48,7 @@ def sections(results, curves):
 
 def setup(config, shapes):
     from train.config import TrainingConfig
-    from model.cost import Setup
+    from model.training_memory import Setup
 
     return Setup(shapes[config.model], TrainingConfig(tokens=512, batch_tokens=256, micro_batch_tokens=256))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from model.cost import Setup
 from model.files.checkpoint import load_model
+from model.training_memory import Setup
 from pipeline.errors import GateRefused
 from pipeline.plan import plan_recipe
 from pipeline.recipe import load_recipe

@@ -12,7 +12,6 @@ from compress.mod import add_routers
 from compress.quantize.qat import train_through_rounding
 from compress.quantize.round_to_nearest import formats_of_layers, quantize_model
 from model.config import MixtureOfDepths, ModelConfig
-from model.cost import Rounding, Setup, largest_micro_batch
 from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
@@ -20,6 +19,7 @@ from model.lora import LoraConfig, LoraError
 from model.mesh import choose_dtype
 from model.quantized import QuantizedLayer
 from model.routed import routed_layers
+from model.training_memory import Rounding, Setup, largest_micro_batch
 from model.transformer import Transformer
 from tests.memory import peak_bytes
 from tests.tiny import tiny_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.cost import PAGED_BUFFERS, Setup
+from model.training_memory import PAGED_BUFFERS, Setup
 from tests.tiny import tiny_model
 from tests.train.recorded_cuda import COMPUTATION, HOST, RaceError, RecordedCuda
 from tests.train.test_loop import Calls, stop
@@ -25,7 +25,7 @@ NUM_PIECES = 5 + 1 + 3 + 5
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a parameter."""
-    for module in ("model.cost", "train.optimizer"):
+    for module in ("model.training_memory", "train.optimizer"):
         monkeypatch.setattr(f"{module}.PAGED_PIECE", PIECE)
         monkeypatch.setattr(f"{module}.SMALLEST_PAGED", SMALLEST)
 

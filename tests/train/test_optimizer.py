@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from model.cost import SMALLEST_IN_8_BITS
+from model.training_memory import SMALLEST_IN_8_BITS
 from tests.tiny import tiny_model
 from tests.train.test_loop import Calls, stop
 from tests.train.toy import adapted_model, toy_config, toy_trainer, weights_hash

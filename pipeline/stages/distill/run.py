@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import UNSET
 
 from model.config import ModelConfig
-from model.cost import Setup
 from model.files.checkpoint import load_config, load_model
 from model.text.tokenizer import Tokenizer, different_token
+from model.training_memory import Setup
 from pipeline.errors import UserError
 from pipeline.measure.quality import load_published
 from pipeline.results import Quality, Result

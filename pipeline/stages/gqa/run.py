@@ -30,9 +30,10 @@ from compress.gqa import (
 from compress.lora import merge
 from compress.refit import refit_outputs
 from model.config import ModelConfig
-from model.cost import Setup, cached_sequences
+from model.cost import cached_sequences
 from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
+from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE

@@ -25,10 +25,11 @@ from compress.mod import (
 )
 from compress.token_costs import fit_routers, skipping_costs
 from model.config import MixtureOfDepths, ModelConfig
-from model.cost import Setup, flops_per_token
+from model.cost import flops_per_token
 from model.files.checkpoint import load_config, load_model
 from model.lora import LoraConfig
 from model.text.tokenizer import Tokenizer
+from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.speed import measure_decoding, measure_prefill, repeated

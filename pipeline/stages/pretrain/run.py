@@ -10,9 +10,10 @@ from pathlib import Path
 
 from compress.mod import every_nth, measure_selections
 from model.config import ConfigError, MixtureOfDepths, ModelConfig
-from model.cost import Setup, training_flops_per_token
+from model.cost import training_flops_per_token
 from model.families.registry import FAMILIES
 from model.text.tokenizer import Tokenizer, TokenizerError
+from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.results import Result

@@ -19,13 +19,14 @@ from compress.lora import merge, merge_requantized
 from compress.mod import calibrate
 from compress.quantize.round_to_nearest import quantize_folder
 from model.config import ModelConfig
-from model.cost import Setup, quantized_size
+from model.cost import quantized_size
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
 from model.files.checkpoint import load_config, replace_config, save_model
 from model.formats.registry import NO_FORMAT, format_named
 from model.lora import LoraConfig, adapted_layers
 from model.text.tokenizer import Tokenizer
+from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.gates import check_bound

@@ -27,12 +27,13 @@ from compress.quantize.round_to_nearest import QuantizationError, formats_of_lay
 from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
-from model.cost import Rounding, Setup, planned_weight_bytes, quantized_size
+from model.cost import planned_weight_bytes, quantized_size
 from model.files.checkpoint import load_model, open_layerwise
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import format_named
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, set_quantized
+from model.training_memory import Rounding, Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.files import write_atomically

@@ -9,9 +9,9 @@ from functools import partial
 
 from compress.lora import merge, merged_weights
 from model.config import ModelConfig
-from model.cost import Setup
 from model.files.checkpoint import load_model
 from model.text.tokenizer import Tokenizer
+from model.training_memory import Setup
 from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model, load_published
 from pipeline.results import ModelReport, Result, TrainingDetails
 from pipeline.stages.sft.config import Sft

@@ -1,0 +1,409 @@
+"""Bytes that a step of training holds, by arithmetic on shapes (see model/cost.py): no weight is made, no GPU is used.
+
+Memory peaks at one of three points:
+
+    loss        weights, moments, everything that forward keeps, the buffers of the loss
+    backward    the same without those buffers, and what one layer's gradients need on their way; at the other end of
+                the model all gradients have taken the place of what was kept
+    update      weights, moments, gradients
+
+Gradients live from backward to the update, and through the whole step where it has several micro-batches. Counted are
+tensors: what the driver, the allocator's rounding and the libraries take comes on top. A token is what takes memory:
+attention keeps nothing that grows with the square of a sequence.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+
+from kernels.adamw_8bit import BLOCK
+from kernels.losses import _projection, _streamed_projection
+from model.config import ModelConfig
+from model.cost import FULL, planned_weight_bytes
+from model.formats.base import GridFormat, WeightFormat
+from model.formats.registry import NO_FORMAT, format_named
+from model.linear import Embedding, Linear
+from model.lora import LoraConfig, matching_layers
+from model.mesh import training_dtype
+from model.transformer import Transformer
+
+HALF = 2
+# fp32 buffers of a block of logits on the CPU: of cross-entropy, and of a divergence.
+_LOSS_BLOCKS, _DIVERGENCE_BLOCKS = 2, 6
+# fp32 numbers a weight that training through rounding keeps for backward: what its steps are multiplied with, that
+# product, what is rounded, its levels, and what comes out; of scales alone the last two.
+_KEPT_BY_ROUNDING = {"scales": 2, "low_rank": 5, "all": 5}
+SMALLEST_IN_8_BITS = 4_096
+"""Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
+SMALLEST_PAGED = 100_000
+"""Moments of parameters with fewer elements stay on the device: each copy costs more than they do."""
+PAGED_PIECE = 1 << 22
+"""Elements whose moments are copied at once: in fp32 32 MB, which takes far longer than the launch. Whole blocks."""
+PAGED_BUFFERS = 3
+"""Pieces on the device: one is fetched, one updated, one written back."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process, on the device that trains; the parts do not all exist at once."""
+
+    weights: int
+    """As loaded: master weights, or the frozen base, and a teacher's."""
+    adapters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """What forward keeps for backward, the weights' copies in the dtype of products among it, and a layer's work."""
+    loss: int
+    """Logits of a chunk, hidden states and gradients of the output projection."""
+    peak: int
+    host: int = 0
+    """Moments in pinned host memory."""
+
+
+class TrainingStep(Protocol):
+    """What counts of a configuration of training, a frozen dataclass; see `train.config.TrainingConfig`."""
+
+    @property
+    def micro_batch_tokens(self) -> int: ...
+    @property
+    def micro_batches_per_step(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def activation_checkpointing(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Of a model that is trained through rounding (compress/quantize/qat.py)."""
+
+    trained: Literal["scales", "low_rank", "all"]
+    formats: Mapping[str, WeightFormat[Any]]
+    """Of each quantized layer, by its name in the model."""
+    rank: int
+    """Of low-rank updates."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and how."""
+
+    model: ModelConfig
+    training: TrainingStep
+    teacher: ModelConfig | None = None
+    """Of a distillation; bf16 where that is fast."""
+    adapter: LoraConfig | None = None
+    """Train this alone, over a frozen base."""
+    routers: int = 0
+    """Or train the routers of this many layers alone."""
+    quantization: str = NO_FORMAT
+    """Of the frozen base: a format of `model.formats.registry`, or none."""
+    double_quantization: bool = True
+    fp32_base: bool = False
+    """Whether a frozen base that is not quantized is in fp32, as trained weights are, whatever products are in."""
+    rounding: Rounding | None = None
+    """Or train through rounding, in fp32."""
+    on_gpu: bool = True
+    processes: int = 1
+
+    def memory(self) -> Memory:
+        """The arithmetic. Raises LoraError for a target that names no layer."""
+        return (_Arithmetic(self) if self.rounding is None else _ThroughRounding(self, self.rounding)).memory()
+
+    def with_tokens(self, tokens: int) -> "Setup":
+        """The same with micro-batches of this size, as many in a step as before."""
+        training: Any = self.training
+        batch_tokens = training.micro_batches_per_step * tokens
+        return replace(self, training=replace(training, micro_batch_tokens=tokens, batch_tokens=batch_tokens))
+
+
+def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
+    """The most tokens of a micro-batch, in multiples of `step`, whose peak fits `budget` bytes; 0 if none does.
+
+    They may as well be of a single sequence.
+    """
+
+    def fits(count: int) -> bool:
+        return setup.with_tokens(count * step).memory().peak <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 1 << 20:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step
+
+
+def _moment_bytes(count: int, eight_bit: bool) -> int:
+    if eight_bit and count >= SMALLEST_IN_8_BITS:
+        return -(-count // BLOCK) * 2 * (BLOCK + FULL)
+    return 2 * FULL * count
+
+
+class _Arithmetic:
+    """A setup with everything that is derived from it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config, self.training = setup, setup.model, setup.training
+        self.tokens = setup.training.micro_batch_tokens
+        self.frozen = setup.adapter is not None or setup.routers > 0
+        # Of activations, and of weights and the residual stream, which takes the embeddings' dtype.
+        self.item = training_dtype(setup.training.precision, on_gpu=setup.on_gpu).itemsize
+        self.teacher_item = training_dtype("bf16", on_gpu=setup.on_gpu).itemsize
+        self.stream = self.item if self.frozen and not setup.fp32_base else FULL
+
+    @cached_property
+    def shape(self) -> Transformer:
+        """The model without any memory."""
+        with torch.device("meta"):
+            return Transformer(self.config)
+
+    @cached_property
+    def adapted(self) -> dict[str, Any]:
+        adapter = self.setup.adapter
+        return {} if adapter is None else matching_layers(self.shape, adapter.targets)
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Elements of each trained tensor."""
+        adapter = self.setup.adapter
+        if not self.frozen:
+            return [parameter.numel() for parameter in self.shape.parameters()]
+        if adapter is None:
+            return [self.config.hidden_size, 1] * self.setup.routers
+        sizes = []
+        for layer in self.adapted.values():
+            outputs, inputs = layer.weight.shape
+            sizes += [adapter.rank * inputs, adapter.rank * outputs] + [outputs] * adapter.dora
+        return sizes
+
+    def memory(self) -> Memory:
+        weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
+        gradients, (optimizer, host) = FULL * sum(self.trained), self._moments()
+        fixed, copies, loss = weights + adapters + optimizer, self._copies(), self._loss()
+        kept, work = self._kept(), self._work()
+        held = gradients if self.training.micro_batches_per_step > self.setup.processes else 0
+        head = self._head_gradient()
+        peaks = {
+            "loss": fixed + held + copies + kept + loss,
+            "first layer of backward": fixed + max(held, head) + copies * (not self._recomputes) + kept + work,
+            "last layer of backward": fixed + gradients + work + self._layer() * (not self._recomputes),
+            "update": fixed + gradients,
+        }
+        return Memory(weights, adapters, gradients, optimizer, kept + copies + work, loss, max(peaks.values()), host)
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.training.activation_checkpointing
+
+    # What lasts
+
+    def _weights(self) -> int:
+        teacher = self.setup.teacher
+        total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
+        if not self.frozen:
+            return total + FULL * sum(self.trained)
+        format = format_named(self.setup.quantization, double=self.setup.double_quantization)
+        names = [name for name, layer in self.shape.model.named_modules(prefix="model") if isinstance(layer, Linear)]
+        formats = {} if format is None else dict.fromkeys(names, format)
+        return total + planned_weight_bytes(
+            self.config, formats, torch.float32 if self.stream == FULL else torch.bfloat16
+        )
+
+    def _layers(self) -> list[Linear]:
+        """Every linear layer but the output projection: what is quantized."""
+        return [layer for layer in self.shape.model.modules() if isinstance(layer, Linear)]
+
+    def _moments(self) -> tuple[int, int]:
+        """Bytes on the device, and in host memory."""
+        name = self.training.optimizer
+        paged, eight_bit = name.startswith("paged") and self.setup.on_gpu, name.endswith("8bit")
+        near, far, largest = 0, 0, 0
+        for count in self.trained:
+            if paged and count >= SMALLEST_PAGED:
+                far += _moment_bytes(count, eight_bit)
+                largest = max(largest, _moment_bytes(min(count, PAGED_PIECE), eight_bit))
+            else:
+                near += _moment_bytes(count, eight_bit)
+        return near + PAGED_BUFFERS * largest, far
+
+    # What a step adds
+
+    def _copies(self) -> int:
+        """Trained fp32 matrices in the dtype of products: autocast makes them once and keeps them through forward."""
+        if self.frozen or self.item == FULL:
+            return 0
+        return HALF * sum(layer.weight.numel() for layer in self._layers())
+
+    def _kept(self) -> int:
+        """By all layers and the final norm, and what the loss compares besides."""
+        size, layers = self.config.hidden_size, self.config.num_layers
+        final = self.tokens * size * (self.stream + self.item) + self._compared()
+        if self._recomputes:
+            return final + layers * self.tokens * size * (self.stream + self.item)
+        return final + layers * self._layer()
+
+    def _compared(self) -> int:
+        """Residual streams of both models, where a distillation has them compared."""
+        teacher, loss = self.setup.teacher, getattr(self.training, "loss", None)
+        if teacher is None or loss is None or not loss.hidden_weight:
+            return 0
+        ours = self.config.num_layers * self.config.hidden_size * self.stream
+        return self.tokens * (ours + teacher.num_layers * teacher.hidden_size * self.teacher_item)
+
+    def _layer(self) -> int:
+        """Kept by one layer where nothing is recomputed."""
+        config, item = self.config, self.item
+        queries, keys = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        norms = config.kind.norms
+        before, behind = (sum(name is not None for name in names) for names in (norms[::2], norms[1::2]))
+        token = before * self.stream * config.hidden_size + behind * item * config.hidden_size
+        token += FULL * config.kind.num_norms + item * (queries + 2 * keys)
+        token += (2 if config.kind.activation == "silu" else 3) * item * config.intermediate_size
+        if config.qk_norm:
+            rows = 2 if config.kind.norms_whole_projections else config.num_query_heads + config.num_kv_heads
+            token += item * (queries + keys) + FULL * rows
+        joins = config.kind.joins_projections
+        inputs = {"qkv_proj" if joins else "q_proj k_proj v_proj": config.hidden_size, "o_proj": queries}
+        inputs["gate_up_proj" if joins else "gate_proj up_proj"] = config.hidden_size
+        inputs["down_proj"] = config.intermediate_size
+        saved = sum(self._inputs(names.split(), size) for names, size in inputs.items())
+        if self.setup.on_gpu or item == FULL:  # attention's own output, which is o_proj's input, and its normalizers
+            shared = not self.frozen or (self._adapts("o_proj") and not self._dropout)
+            token += item * queries * (not shared) + FULL * config.num_query_heads
+        return self.tokens * (token + saved) + self._frozen_copies()
+
+    def _inputs(self, names: list[str], size: int) -> int:
+        """Bytes a token that layers with one input keep of it: once, or as dropout left it for each adapter."""
+        if not self.frozen:
+            return self.item * size
+        adapter, adapted = self.setup.adapter, [name for name in names if self._adapts(name)]
+        if adapter is None or not adapted:
+            return 0
+        own = self.item * adapter.rank * len(adapted)
+        if adapter.dora:
+            own += sum(self.item * self._outputs(name) for name in adapted)
+        mask = 1 if self.setup.on_gpu else self.item
+        return own + ((self.item + mask) * size * len(adapted) if self._dropout else self.item * size)
+
+    def _adapts(self, name: str) -> bool:
+        return any(layer.endswith(f".{name}") for layer in self.adapted)
+
+    def _outputs(self, name: str) -> int:
+        return next(layer.out_features for path, layer in self.adapted.items() if path.endswith(f".{name}"))
+
+    @property
+    def _dropout(self) -> bool:
+        return self.setup.adapter is not None and self.setup.adapter.dropout > 0
+
+    def _frozen_copies(self) -> int:
+        """A layer's share of A and B, and of an fp32 base's matrices, in the dtype of products: kept for backward."""
+        if not self.frozen or self.item == FULL:
+            return 0
+        matrices = sum(layer.weight.numel() for layer in self._layers()) if self.setup.fp32_base else 0
+        return HALF * (sum(self.trained) + matrices) // self.config.num_layers
+
+    def _work(self) -> int:
+        """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""
+        config = self.config
+        wide, narrow = (2, 0) if self.item == FULL else (4, 3)  # autocast holds both sides of its casts
+        moving = wide * self.item * config.intermediate_size + narrow * self.stream * config.hidden_size
+        moving *= self.tokens
+        widest = max(layer.weight.numel() for layer in self._layers())
+        moving += (
+            self.item * widest if self.setup.on_gpu or not self.frozen else 0
+        )  # a gradient, or a quantized one expanded
+        return moving + (self._layer() if self._recomputes else 0)
+
+    def _loss(self) -> int:
+        """Buffers of the loss; the gradients of hidden states and of a trained output projection."""
+        config, teacher, tokens = self.config, self.setup.teacher, self.tokens
+        heads = [(config, self.stream)] + ([(teacher, self.teacher_item)] if teacher is not None else [])
+        total = sum(self._head(head, dtype) for head, dtype in heads)
+        if self.setup.on_gpu:
+            return total + FULL * tokens * config.hidden_size + self._head_gradient()
+        block = _projection.rows_per_block(tokens, config.vocab_size) * config.vocab_size
+        blocks = _LOSS_BLOCKS if teacher is None else _DIVERGENCE_BLOCKS
+        return total + self.item * tokens * config.hidden_size + self._head_gradient() + blocks * FULL * block
+
+    def _head(self, config: ModelConfig, dtype: int) -> int:
+        """Hidden states, the projection where it must be cast, and a chunk of logits."""
+        chunk = _streamed_projection._KEPT_LOGITS if self.setup.on_gpu else _projection._LOGITS_PER_CHUNK
+        rows = max(1, min(self.tokens, chunk // config.vocab_size))
+        cast = config.vocab_size * config.hidden_size if dtype != self.item else 0
+        return self.item * (self.tokens * config.hidden_size + cast + rows * config.vocab_size)
+
+    def _head_gradient(self) -> int:
+        return 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
+
+
+class _ThroughRounding(_Arithmetic):
+    """Of layers that round an fp32 weight, or keep its levels, each time that they multiply."""
+
+    def __init__(self, setup: Setup, rounding: Rounding) -> None:
+        super().__init__(setup)
+        self.rounding = rounding
+        modules = {name: m for name, m in self.shape.named_modules() if isinstance(m, Linear | Embedding)}
+        self.quantized = {name: tuple(modules[name].weight.shape) for name in rounding.formats}
+        self.projections = {name: shape for name, shape in self.quantized.items() if name.endswith("_proj")}
+
+    def _scales(self, name: str) -> int:
+        format, shape = self.rounding.formats[name], self.projections[name]
+        return format.num_scales(shape) if isinstance(format, GridFormat) else shape[0]
+
+    @cached_property
+    def trained(self) -> list[int]:
+        kind, rank = self.rounding.trained, self.rounding.rank
+        sizes = [self._scales(name) for name in self.projections]
+        if kind == "low_rank":
+            sizes += [rank * side for shape in self.projections.values() for side in shape]
+        if kind == "all":
+            sizes += [rows * columns for rows, columns in self.projections.values()]
+        biases = ("_proj.bias",) if kind == "all" else ()
+        return sizes + [size for name, size in self._others().items() if "norm" in name or name.endswith(biases)]
+
+    def _others(self) -> dict[str, int]:
+        """Elements of the tensors that no format holds, by name."""
+        sizes = {name: parameter.numel() for name, parameter in self.shape.named_parameters()}
+        return {name: size for name, size in sizes.items() if name.removesuffix(".weight") not in self.quantized}
+
+    def _weights(self) -> int:
+        kind, rank, teacher = self.rounding.trained, self.rounding.rank, self.setup.teacher
+        total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
+        total += FULL * sum(self._others().values())
+        for name, shape in self.quantized.items():
+            if name not in self.projections:
+                total += self.rounding.formats[name].num_bytes(shape)
+                continue
+            total += (1 if kind == "scales" else FULL) * math.prod(shape) + 2 * FULL * self._scales(name)
+            total += FULL * rank * sum(shape) if kind == "low_rank" else 0
+        return total
+
+    def _copies(self) -> int:
+        return 0
+
+    def _layer(self) -> int:
+        weights = sum(rows * columns for rows, columns in self.projections.values()) // self.config.num_layers
+        return super()._layer() + FULL * _KEPT_BY_ROUNDING[self.rounding.trained] * weights
+
+    def _loss(self) -> int:
+        """A quantized head is expanded."""
+        expanded = 0 if self._head_name not in self.quantized else FULL
+        return super()._loss() + expanded * self.config.vocab_size * self.config.hidden_size
+
+    def _head_gradient(self) -> int:
+        return 0
+
+    @property
+    def _head_name(self) -> str:
+        return "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
