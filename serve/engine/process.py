@@ -205,7 +205,7 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
     engine.grammars.prepare()
     return engine, Ready(
         model=config.model,
-        draft=config.draft,
+        draft=" with ".join(name for name in (config.draft, config.draft_model) if name) or None,
         dtype=str(engine.dtype).removeprefix("torch."),
         kv_cache_dtype=str(engine.kv_cache_dtype).removeprefix("torch."),
         kv_bytes_per_token=engine.kv_bytes_per_token,

@@ -168,7 +168,7 @@ class ChatReply(Reply[ChatRequest]):
         return ChatChunk(self.id, self.created, self.model, [choice], self.chunk_usage())
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return ChatChunk(self.id, self.created, self.model, [], usage)
+        return ChatChunk(self.id, self.created, self.model, [], usage, metrics=self.usage.metrics())
 
     def collect(self, prompt_index: int, output: RequestOutput) -> None:
         self._outputs.setdefault(output.index, []).append(output)
@@ -184,6 +184,7 @@ class ChatReply(Reply[ChatRequest]):
             usage,
             prompt_logprobs=self.by_token(found[0]) if found else UNSET,
             prompt_token_ids=self.shown_ids(self.prompt_ids[0]),
+            metrics=self.usage.metrics(),
         )
 
     def _choice(self, outputs: list[RequestOutput]) -> ChatChoice:

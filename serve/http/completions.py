@@ -92,7 +92,7 @@ class CompletionReply(Reply[CompletionRequest]):
             yield self._completion([part], self.chunk_usage())
 
     def usage_chunk(self, usage: Usage) -> Completion:
-        return self._completion([], usage)
+        return replace(self._completion([], usage), metrics=self.usage.metrics())
 
     def collect(self, prompt_index: int, output: RequestOutput) -> None:
         self._outputs.append((prompt_index, output))
@@ -106,7 +106,7 @@ class CompletionReply(Reply[CompletionRequest]):
         if self.request.prompt_logprobs is not None:
             found = {prompt: self.by_token(positions) for prompt, positions in self._prompt_logprobs.items()}
             choices = [replace(one, prompt_logprobs=found[one.index // self.num_choices]) for one in choices]
-        return self._completion(choices, usage)
+        return replace(self._completion(choices, usage), metrics=self.usage.metrics())
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.model, choices, usage)

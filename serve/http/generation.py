@@ -13,6 +13,7 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +29,16 @@ from serve.http.grammar_check import GrammarChecker
 from serve.http.metrics import Metrics
 from serve.http.options import ServerOptions
 from serve.http.requests import GRAMMAR_FIELDS, GenerationRequest, StreamOptions
-from serve.http.responses import DONE, CompletionTokensDetails, PromptLogprob, PromptTokensDetails, Usage, encoder
+from serve.http.responses import (
+    DONE,
+    CompletionTokensDetails,
+    PromptLogprob,
+    PromptTokensDetails,
+    ResponseMetrics,
+    SpeculativeDecoding,
+    Usage,
+    encoder,
+)
 from serve.http.structured_outputs import Grammar, grammar_of
 from serve.messages import Ready
 from serve.outputs import RequestOutput, TokenLogprobs
@@ -215,16 +225,27 @@ def token_text(tokenizer: "Tokenizer", token_id: int) -> str:
     return tokenizer.token_bytes()[token_id].decode("utf-8", "replace")
 
 
+NOTHING = RequestOutput("", 0)
+"""What a choice has said before its first output."""
+
+
 class UsageCounter:
     """Counts tokens from the running totals that outputs carry."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, RequestOutput] = {}
         self._choices: dict[tuple[int, int], RequestOutput] = {}
+        self._verifications: Counter[tuple[int, int]] = Counter()
+        """How many had so many draft tokens, and accepted so many of them."""
 
     def record(self, prompt_index: int, output: RequestOutput) -> None:
         self._prompts.setdefault(prompt_index, output)
-        self._choices[prompt_index, output.index] = output
+        choice = (prompt_index, output.index)
+        before = self._choices.get(choice, NOTHING)
+        if output.num_drafted > before.num_drafted:
+            drafted, accepted = output.num_drafted - before.num_drafted, output.num_accepted - before.num_accepted
+            self._verifications[drafted, accepted] += 1
+        self._choices[choice] = output
 
     def total(self, speculates: bool) -> Usage:
         """Usage so far."""
@@ -239,6 +260,28 @@ class UsageCounter:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(cached),
             completion_tokens_details=CompletionTokensDetails(accepted, rejected) if speculates else msgspec.UNSET,
+        )
+
+    def metrics(self) -> ResponseMetrics | msgspec.UnsetType:
+        """How verifications went so far, if there were any: an output comes of one step, which has one at most."""
+        if not self._verifications:
+            return msgspec.UNSET
+        steps = self._verifications.total()
+        drafted, accepted = (sum(pair[i] * n for pair, n in self._verifications.items()) for i in (0, 1))
+        longest = max(drafted for drafted, _ in self._verifications)
+        histogram = [0] * (longest + 1)
+        for (_, number), times in self._verifications.items():
+            histogram[number] += times
+        return ResponseMetrics(
+            SpeculativeDecoding(
+                mean_acceptance_length=1 + accepted / steps,
+                draft_acceptance_rate=accepted / drafted,
+                acceptance_histogram=histogram,
+                num_spec_steps=steps,
+                num_accepted_draft_tokens=accepted,
+                num_draft_tokens=drafted,
+                num_spec_tokens=longest,
+            )
         )
 
 

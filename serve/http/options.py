@@ -15,6 +15,8 @@ from model.files.sources import KNOWN, source_name
 from serve.config import DRAFT_MODEL, DRAFTS, EngineConfig, target_and_draft
 from serve.http.tools.registry import AUTO, NONE, REASONING_FORMATS, TOOL_PARSERS
 
+METHODS = [name for name in DRAFTS if name != DRAFT_MODEL]
+"""Of speculation, those that need no model."""
 API_KEY_VARIABLE = "POTSTILL_API_KEY"
 
 
@@ -133,8 +135,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-enable-prefix-caching", "do not share the KV pages of equal prefixes", action="store_false",
         dest="enable_prefix_caching")  # fmt: skip
     add("--verify", "serve TARGET's distribution, with MODEL as its draft", metavar="TARGET")
-    drafts = " or ".join(["DRAFT", *(f'"{name}"' for name in DRAFTS if name != DRAFT_MODEL)])
-    speculative = f'JSON: {{"model": {drafts}, "num_speculative_tokens": N}}'
+    methods = " or ".join(METHODS)
+    speculative = f'{methods}, or JSON: {{"method": ..., "model": DRAFT, "num_speculative_tokens": N}}'
     add("--speculative-config", speculative, type=_speculative)
     add("--adapter", "LoRA adapter that requests choose as model NAME; repeatable", action="append", dest="adapters",
         type=_adapter, metavar="NAME=FOLDER")  # fmt: skip
@@ -184,7 +186,10 @@ def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:
     values["adapters"] = _by_name(values.get("adapters") or [])
     values["model_names"] = tuple(values.pop("served_model_name", None) or (source_name(values["model"]),))
     verify, draft = values.pop("verify", None), values.pop("draft", None)
-    values["model"], values["draft"] = target_and_draft(values["model"], verify, draft)
+    if verify is not None and draft in DRAFTS and "draft_model" not in values:
+        values["draft_model"], values["model"], values["draft"] = values["model"], verify, draft
+    else:
+        values["model"], values["draft"] = target_and_draft(values["model"], verify, draft)
     engine = EngineConfig(**{name: values.pop(name) for name in ENGINE & values.keys()})
     return ServerOptions(engine, **values)
 
@@ -280,10 +285,13 @@ def _size(text: str) -> int:
 
 def _speculative(text: str) -> dict[str, Any]:
     """--speculative-config as fields of EngineConfig."""
+    if text in METHODS:
+        return {"draft": text}
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+        methods = " or ".join(METHODS)
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {methods} nor JSON: {error}") from None
     if not isinstance(value, dict) or set(value) - {"model", "method", "num_speculative_tokens"}:
         raise argparse.ArgumentTypeError('expected {"model": ..., "num_speculative_tokens": ...} and nothing else')
     method = value.get("method", DRAFT_MODEL)

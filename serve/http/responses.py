@@ -29,6 +29,28 @@ class Usage(msgspec.Struct, frozen=True):
     """Only from a server that speculates."""
 
 
+class SpeculativeDecoding(msgspec.Struct, frozen=True):
+    """vLLM's: how the draft did, place by place, in all choices of a request together."""
+
+    mean_acceptance_length: float
+    """Tokens that a verification brought, the target's own included."""
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    """At place j: verifications that accepted exactly j draft tokens."""
+    num_spec_steps: int
+    """Verifications of at least one draft token."""
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    """Of the longest draft."""
+
+
+class ResponseMetrics(msgspec.Struct, frozen=True):
+    """What vLLM reports of a request beside its usage."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
 class LegacyLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of /v1/completions: parallel lists, one entry a token."""
 
@@ -94,6 +116,8 @@ class Completion(msgspec.Struct, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
+    """With the last usage, where draft tokens were verified."""
     object: str = "text_completion"
 
 
@@ -125,6 +149,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
     object: str = "chat.completion"
 
 
@@ -168,6 +193,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
     object: str = "chat.completion.chunk"
 
 

@@ -55,6 +55,20 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len({repr(parsed("m")), *results}) == len(given) + 1
 
 
+def test_methods_without_a_model_are_named_and_may_stand_beside_one() -> None:
+    for words in (["ngram"], ["suffix"], ['{"method": "suffix"}']):
+        engine = parsed("m", "--speculative-config", *words).engine
+        assert engine == EngineConfig("m", "ngram" if "ngram" in words else "suffix")
+    both = EngineConfig("teacher", "suffix", "student", num_speculative_tokens=2)
+    config = '{"method": "suffix", "model": "student", "num_speculative_tokens": 2}'
+    assert parsed("teacher", "--speculative-config", config).engine == both
+    config = '{"method": "suffix", "num_speculative_tokens": 2}'
+    assert parsed("student", "--verify", "teacher", "--speculative-config", config).engine == both
+    with pytest.raises(ValueError, match="one target has one draft"):
+        config = '{"method": "suffix", "model": "other"}'
+        parsed("student", "--verify", "teacher", "--speculative-config", config)
+
+
 def test_verify_serves_the_target_and_drafts_with_the_model() -> None:
     options = parsed("student", "--verify", "teacher", "--speculative-config", '{"num_speculative_tokens": 2}')
     assert options.engine == EngineConfig("teacher", "student", num_speculative_tokens=2)

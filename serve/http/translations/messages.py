@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from serve.http.chat import conversation_ids, tools_used
 from serve.http.errors import ApiError, invalid
 from serve.http.generation import Service
 from serve.http.requests import ShortText, only
-from serve.http.responses import AssistantMessage, ChatChunk, ChatCompletion, Usage, encoder
+from serve.http.responses import AssistantMessage, ChatChunk, ChatCompletion, ResponseMetrics, Usage, encoder
 from serve.http.translations.base import Extras, Translation, call_input, chat_request, named_event, said
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
@@ -187,6 +187,8 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     stop_reason: str | None
     stop_sequence: str | None
     usage: AnthropicUsage
+    metrics: ResponseMetrics | UnsetType = UNSET
+    """As chat has them."""
     role: str = "assistant"
     type: str = "message"
 
@@ -218,7 +220,8 @@ class MessagesReply(Translation):
     def _message(
         self, content: list[OutputBlock], usage: Usage, stop_reason: str | None = None, stop_sequence: str | None = None
     ) -> AnthropicMessage:
-        return AnthropicMessage(self.id, self.model, content, stop_reason, stop_sequence, _usage(usage))
+        metrics = self.usage.metrics()
+        return AnthropicMessage(self.id, self.model, content, stop_reason, stop_sequence, _usage(usage), metrics)
 
     # A stream
 
@@ -244,7 +247,9 @@ class MessagesReply(Translation):
 
     def last_events(self, usage: Usage) -> bytes:
         closing = b"".join(self._close())
-        return closing + _event("message_delta", delta=self._end, usage=_usage(usage)) + _event("message_stop")
+        metrics = {} if (found := self.usage.metrics()) is UNSET else {"metrics": found}
+        end = _event("message_delta", delta=self._end, usage=_usage(usage), **metrics)
+        return closing + end + _event("message_stop")
 
     def _begin(self, block: OutputBlock) -> Iterator[bytes]:
         """Begins a block, unless the one that is open goes on; every call has its own."""

@@ -22,6 +22,7 @@ from serve.http.responses import (
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    ResponseMetrics,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -158,6 +159,8 @@ class OllamaAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
+    """As chat has them."""
 
 
 class OllamaReply(Translation):
@@ -226,6 +229,7 @@ class OllamaReply(Translation):
             "prompt_eval_duration": first_ns - self._began_ns,
             "eval_count": usage.completion_tokens,
             "eval_duration": ended_ns - first_ns,
+            "metrics": self.usage.metrics(),
         }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from serve.http.errors import ApiError, invalid
 from serve.http.generation import Service
@@ -19,6 +19,7 @@ from serve.http.responses import (
     ChatLogprobs,
     Delta,
     FunctionDelta,
+    ResponseMetrics,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -154,6 +155,9 @@ class InputDetails(msgspec.Struct, frozen=True):
 
 class OutputDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """Both as chat has them, from a server that speculates."""
 
 
 class ResponsesUsage(msgspec.Struct, frozen=True):
@@ -184,6 +188,8 @@ class Response(msgspec.Struct, frozen=True):
     tool_choice: str | dict[str, Any]
     tools: list[FunctionTool]
     top_p: float | None
+    metrics: ResponseMetrics | UnsetType = UNSET
+    """As chat has them, of an answer that has ended."""
     previous_response_id: None = None
     background: bool = False
     store: bool = False
@@ -238,6 +244,7 @@ class ResponsesReply(Translation):
             tool_choice=asked.tool_choice or "auto",
             tools=asked.tools or [],
             top_p=asked.top_p,
+            metrics=UNSET if usage is None else self.usage.metrics(),
         )
 
     # A stream
@@ -271,11 +278,12 @@ def _entries(logprobs: ChatLogprobs | None) -> list[TokenLogprob]:
 
 
 def _usage(usage: Usage) -> ResponsesUsage:
+    details = usage.completion_tokens_details
     return ResponsesUsage(
         usage.prompt_tokens,
         InputDetails(usage.prompt_tokens_details.cached_tokens),
         usage.completion_tokens,
-        OutputDetails(0),
+        OutputDetails(0) if details is UNSET else OutputDetails(0, *msgspec.structs.astuple(details)),
         usage.total_tokens,
     )
 
