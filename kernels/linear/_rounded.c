@@ -1,4 +1,5 @@
-/* Products of rows that are rounded to 8 bits with integer weights, for x86 processors with AVX2, FMA and F16C.
+/* Products of rows that are rounded to 8 bits with integer weights, for x86 processors with AVX2, FMA and F16C; the form for
+   those with VNNI (without it `_rounded_lanes.c` is faster).
 
    y[t, n] = sum over blocks of x's neighbours of s * (scale * (sum of q * code) + shift * (sum of q))
 
@@ -14,6 +15,7 @@
 #include <stdlib.h>
 
 #include "../common/floats.h"
+#include "round.h"
 #include "weights.h"
 
 enum { BLOCK = 32, SPAN = 2 * BLOCK };
@@ -172,41 +174,6 @@ INLINE void multiply_format(int format, const Weight *w, const char *x, float *y
     if (!is_small && !w->is_half) multiply((Kind){format, 0, 0}, w, x, y, rows, start);
 }
 
-/* The largest magnitude; NaN beside a NaN, which a maximum would forget. */
-INLINE float largest(int dtype, const void *x, int64_t count) {
-    __m256 most = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f), broken = _mm256_setzero_ps();
-    for (int64_t i = 0; i < count; i += LANES) {
-        __m256 lanes = load(dtype, at(dtype, x, i));
-        broken = _mm256_or_ps(broken, _mm256_cmp_ps(lanes, lanes, _CMP_UNORD_Q));
-        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, lanes));
-    }
-    if (_mm256_movemask_ps(broken)) return __builtin_nanf("");
-    float lanes[LANES], found = 0;
-    _mm256_storeu_ps(lanes, most);
-    UNROLLED(int i = 0; i < LANES; i++) found = lanes[i] > found ? lanes[i] : found;
-    return found;
-}
-
-/* s of neighbours, and below q, as `round_activations` of kernels/linear/rounded.py has them. */
-INLINE float scale_of(int dtype, const void *x, int64_t count) {
-    float scale = largest(dtype, x, count) / 127.5f;
-    return scale < 1e-30f ? 1e-30f : scale; /* NaN stays */
-}
-
-INLINE __m256i round_lanes(__m256 x, float scale) {
-    __m256 scaled = _mm256_div_ps(x, _mm256_set1_ps(scale));
-    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(scaled, _mm256_set1_ps(-128)), _mm256_set1_ps(127)));
-}
-
-/* q of a block, and its sum. */
-INLINE int32_t round_block(const float *x, float scale, int32_t *q) {
-    int32_t sum = 0;
-    for (int i = 0; i < BLOCK; i += LANES)
-        _mm256_storeu_si256((__m256i *)(q + i), round_lanes(_mm256_loadu_ps(x + i), scale));
-    for (int i = 0; i < BLOCK; i++) sum += q[i];
-    return sum;
-}
-
 INLINE void store_nibbles(Nibbles *span, int half, const int32_t *q, int32_t sum, float scale) {
     for (int i = 0; i < BLOCK / 2; i++) {
         span->even[half * BLOCK / 2 + i] = (int8_t)q[2 * i];
@@ -228,7 +195,7 @@ INLINE void round_row(const float *x, int64_t k, int64_t group, int nibbles, cha
     float scale = 0;
     for (int64_t b = 0; b < k; b += BLOCK) {
         if (b % group == 0) scale = scale_of(FP32, x + b, group);
-        int32_t q[BLOCK], sum = round_block(x + b, scale, q);
+        int32_t q[BLOCK], sum = round_neighbours(x + b, scale, BLOCK, q);
         if (nibbles)
             store_nibbles((Nibbles *)out + b / SPAN, b % SPAN / BLOCK, q, sum, scale);
         else

@@ -1,4 +1,4 @@
-"""Products of rows in 8 bits with integer weights on the CPU: the Python side of `_rounded.c`."""
+"""Products of rows in 8 bits with integer weights on the CPU: the Python side of `_rounded.c`, `_rounded_lanes.c`."""
 
 import ctypes
 from functools import cache
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.compiled import compiled
+from kernels.common.compiled import compiled, processor_features
 from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import NEEDS
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
@@ -41,19 +41,34 @@ def rounded_rows(x: Tensor, group: int) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
     place = x.data_ptr(), x.stride(0), x.shape[1], group
-    call(_library().rounded_rows, *place, out.data_ptr(), x.shape[0], torch.get_num_threads())
+    call(_library_of_rows().rounded_rows, *place, out.data_ptr(), x.shape[0], torch.get_num_threads())
     return out
+
+
+def source_for(features: frozenset[str]) -> str:
+    """The C form for a processor with these features: with VNNI the neighbours of an output are lanes, else outputs."""
+    return "_rounded.c" if {"avx512_vnni", "avx512vl"} <= features else "_rounded_lanes.c"
 
 
 @cache
 def _library() -> Any:
-    library = compiled(Path(__file__).with_name("_rounded.c"), needs=NEEDS | {"f16c"})
+    return library_of(source_for(processor_features()))
+
+
+def library_of(source: str) -> Any:
+    """One of both C forms; None where it does not compile."""
+    library = compiled(Path(__file__).with_name(source), needs=NEEDS | {"f16c"})
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         product = library.rounded_product
         product.argtypes = (ctypes.POINTER(WeightAddress), pointer, number, number, pointer, number, ctypes.c_int)
         product.restype = ctypes.c_int
-        rows = library.rounded_rows
-        rows.argtypes = (pointer, number, number, number, pointer, number, ctypes.c_int)
-        rows.restype = None
+    return library
+
+
+@cache
+def _library_of_rows() -> Any:
+    library, number, pointer = library_of("_rounded.c"), ctypes.c_int64, ctypes.c_void_p
+    library.rounded_rows.argtypes = (pointer, number, number, number, pointer, number, ctypes.c_int)
+    library.rounded_rows.restype = None
     return library

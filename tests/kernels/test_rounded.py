@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.linear._rounded_cpu as integers
 from kernels.linear._quantized_tiles import tile_weight
-from kernels.linear._rounded_cpu import takes
+from kernels.linear._rounded_cpu import library_of, source_for, takes
 from kernels.linear._skinny_cpu import multiplies, prepare_skinny
 from kernels.linear.quantization import (
     Int4Weight,
@@ -163,11 +164,25 @@ INTEGERS = QUANTIZERS | {
 }
 
 
+@pytest.fixture(params=["_rounded.c", "_rounded_lanes.c"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both C forms, whichever this processor is given."""
+    library = library_of(request.param)
+    monkeypatch.setattr(integers, "_library", lambda: library)
+
+
+def test_each_processor_has_its_form() -> None:
+    zen = frozenset({"avx2", "fma", "f16c"})
+    assert source_for(zen) == source_for(zen | {"avx512f", "avx512vl"}) == "_rounded_lanes.c"
+    assert source_for(zen | {"avx512vl", "avx512_vnni"}) == "_rounded.c"
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("group", [32, 64, None])
 def test_integers_multiply_as_their_values_do(name: str, group: int | None) -> None:
-    """Whether C takes them or not; 41 outputs are no multiple of anything."""
-    weight, rounding = INTEGERS[name](torch.randn(41, 192)), Rounding(torch.int8, group)
+    """Whether C takes them or not; 41 and 5 outputs are no multiple of anything."""
+    weight, rounding = INTEGERS[name](torch.randn(41 if group else 5, 192)), Rounding(torch.int8, group)
     for rows in (0, 1, 2, 3, 4, 9):
         x = torch.randn(rows, 192)
         y = rounded_linear(x, prepare_quantized_weight(weight), None, rounding)
@@ -175,6 +190,7 @@ def test_integers_multiply_as_their_values_do(name: str, group: int | None) -> N
         assert torch.allclose(y.double(), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integer_products_are_exact(bits: int) -> None:
     """Of the largest numbers, and of any below 2^24."""
@@ -189,7 +205,8 @@ def test_integer_products_are_exact(bits: int) -> None:
     assert torch.equal(y.double(), q.double() @ weight.dequantize(torch.float64).t())
 
 
-@pytest.mark.parametrize("name", ["int4 of 32", "int4 with zeros", "int8"])
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("name", ["int4 of 32", "int4 with zeros", "int4 from minima", "int8"])
 def test_a_row_has_the_same_bits_beside_any(name: str) -> None:
     weight = prepare_quantized_weight(INTEGERS[name](torch.randn(70, 192)))
     x, rounding = torch.randn(65, 192), Rounding(torch.int8, 32)
@@ -199,6 +216,7 @@ def test_a_row_has_the_same_bits_beside_any(name: str) -> None:
         assert torch.equal(torch.cat(parts), together)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("name", ["int4 of 64", "int8"])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf], ids=str)
 def test_what_is_no_number_is_not_rounded_away(name: str, wrong: float) -> None:
