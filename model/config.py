@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from model.config_fields import MOST_POSITIONS, ConfigError, check_fields, is_count, is_positive, shown
+from model.experts_config import MixtureOfExperts
 from model.families.base import Family
 from model.families.registry import FAMILIES
 
@@ -112,6 +113,7 @@ class ModelConfig:
     logit_divisor: float = 1.0
     layer_kv_heads: tuple[int, ...] = ()
     """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
+    experts: MixtureOfExperts | None = None
     mixture_of_depths: MixtureOfDepths | None = None
     draft_vocabulary: tuple[int, ...] = field(default=(), repr=False)
     """The tokens, ascending, that the model says where it drafts for another; nothing: all. Alone it says all."""
@@ -144,6 +146,8 @@ class ModelConfig:
             mixture_of_depths = MixtureOfDepths.from_hf(block)
             raw = raw | {name: block.get(name) for name in ("architectures", "model_type")}
         family = _family(raw)
+        if type(raw.get("sliding_window")) is int and raw["sliding_window"] == 0:  # transformers writes that for none
+            raw = raw | {"sliding_window": None}
         check_fields(raw)
         fields = _shared_fields(raw, family.activation) | family.read(raw)
         config = cls(family=family.name, mixture_of_depths=mixture_of_depths, **fields)
@@ -237,6 +241,15 @@ class ModelConfig:
         return () if mixture is None or mixture.route == "mlp" else mixture.layers
 
     @property
+    def mlp_neurons(self) -> tuple[int, ...]:
+        """That one token passes in each layer, of an MLP or of experts."""
+        experts, layers = self.experts, range(self.num_layers)
+        if experts is None:
+            return (self.intermediate_size,) * self.num_layers
+        sparse, dense = experts.neurons_per_token, self.intermediate_size
+        return tuple(sparse if layer in experts.layers else dense for layer in layers)
+
+    @property
     def opens_elsewhere(self) -> bool:
         """Whether transformers and vLLM read config.json and understand the same."""
         return not self.layer_kv_heads and self.mixture_of_depths is None
@@ -254,6 +267,7 @@ class ModelConfig:
             layer_kv_heads=(),
             windows=tuple(self.windows[layer] for layer in keep),
             rope_layers=tuple(self.rope_layers[layer] for layer in keep),
+            experts=self.experts and self.experts.keep_layers(keep),
             mixture_of_depths=self.mixture_of_depths and self.mixture_of_depths.keep_layers(keep),
         )
         return kept.with_kv_heads([self.kv_heads[layer] for layer in keep])
@@ -269,6 +283,8 @@ class ModelConfig:
             raise ConfigError(f"{self.family} norms what its blocks add; only whole layers can leave such a model")
         if self.kind.joins_projections:
             raise ConfigError(f"{self.family} joins projections; only whole layers can leave such a model")
+        if self.experts is not None:
+            raise ConfigError(f"{self.family} has experts; only whole layers can leave such a model")
         heads = _part("heads", heads, self.num_query_heads)
         mlp = _part("mlp", mlp, self.intermediate_size)
         hidden = _part("hidden", hidden, self.hidden_size)
@@ -301,11 +317,15 @@ class ModelConfig:
         attention += self.qk_norm * normed
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        sparse = 0 if self.experts is None else len(self.experts.layers)
+        experts = 0 if self.experts is None else sparse * self.experts.num_parameters(self.hidden_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         routers = len(self.mixture_of_depths.layers) if self.mixture_of_depths else 0
         return (
             attention
-            + layers * (mlp + self.kind.num_norms * self.hidden_size)
+            + (layers - sparse) * mlp
+            + experts
+            + layers * self.kind.num_norms * self.hidden_size
             + embeddings
             + self.hidden_size
             + routers * (self.hidden_size + 1)

@@ -35,14 +35,17 @@ def flops_per_token(config: ModelConfig, context: int, capacities: Sequence[floa
     query, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     projections = 2 * config.hidden_size * (2 * query + 2 * kv)
     scores = 2 * 2 * query * context / 2
-    mlp = 2 * 3 * config.hidden_size * config.intermediate_size
-    total = config.num_layers * (projections + scores + mlp)
-    route = config.mixture_of_depths.route if config.mixture_of_depths else None
-    for capacity in capacities if route else ():
-        if route != "mlp":
+    mlps = [2 * 3 * config.hidden_size * neurons for neurons in config.mlp_neurons]
+    total = config.num_layers * (projections + scores) + sum(mlps)
+    if (experts := config.experts) is not None:
+        total += 2 * config.hidden_size * experts.num_experts * len(experts.layers)
+    if (mixture := config.mixture_of_depths) is None:
+        return total
+    for layer, capacity in zip(mixture.layers, capacities, strict=False):
+        if mixture.route != "mlp":
             total -= projections * (1 - capacity) + scores * (1 - capacity**2)
-        if route != "attention":
-            total -= mlp * (1 - capacity)
+        if mixture.route != "attention":
+            total -= mlps[layer] * (1 - capacity)
         total += 2 * config.hidden_size
     return total
 
@@ -101,5 +104,7 @@ def cached_sequences(config: ModelConfig, dtype: torch.dtype, *, cache_bytes: fl
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:
     """The largest temporaries of an engine's step over `tokens`, with `rows` distributions over the vocabulary."""
-    widths = 4 * config.hidden_size + 3 * config.intermediate_size
+    widths = 4 * config.hidden_size + 3 * max(config.mlp_neurons)
+    if (experts := config.experts) is not None:  # rows of each token's experts, as they go in and come out
+        widths += 2 * experts.experts_per_token * config.hidden_size
     return tokens * widths * dtype.itemsize + rows * config.vocab_size * torch.float32.itemsize

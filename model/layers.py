@@ -1,6 +1,6 @@
 """The parts of a transformer layer.
 
-T tokens, D hidden size, I intermediate size, Hq query heads, Hkv KV heads, d head dim.
+T tokens, D hidden size, Hq query heads, Hkv KV heads, d head dim.
 """
 
 from typing import Protocol
@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from kernels.attention.rotary import halves_apart
 from kernels.attention.rotary_write import HeadNorms
-from kernels.geglu import geglu
 from kernels.rms_norm import rms_norm
-from kernels.swiglu import swiglu
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
-from model.fused import FusedGate, FusedLinear
+from model.fused import FusedLinear
 from model.fused_adapters import AdapterChoices
 from model.kv_format import NormRope
 from model.linear import Linear
+from model.mlp import make_mlp
 
 Rotary = tuple[Tensor, ...]
 """Cosine and sine of each token's angles, `[T, 1, d]` each; where layers with a window have others, then those."""
@@ -126,45 +125,6 @@ class SelfAttention(nn.Module):
             delattr(self, name)
 
 
-class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, each a Linear or a QuantizedLinear.
-
-    In some families gelu stands for silu; some have one `gate_up_proj`.
-    """
-
-    gate_proj: Linear
-    up_proj: Linear
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        if config.kind.joins_projections:
-            sizes = {"gate_up_proj": 2 * config.intermediate_size}
-        self.parts = tuple(sizes)
-        """The names of what makes gate and up."""
-        for name, size in sizes.items():
-            self.add_module(name, Linear(config.hidden_size, size, bias=config.mlp_bias))
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.uses_gelu = config.kind.activation != "silu"
-        self.gate_up: FusedGate | None = None
-        self.down: FusedLinear | None = None
-
-    def forward(self, x: Tensor, slots: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-        """`x [T, D] -> [T, D]`; `slots` and `count` as in `FusedLinear`."""
-        if (gate_up := self.gate_up) is not None and (down := self.down) is not None:
-            return down.outputs(gate_up(x, slots, count), slots, count)[0]
-        made = [getattr(self, name)(x) for name in self.parts]
-        gate, up = made if len(made) > 1 else made[0].chunk(2, dim=-1)
-        return self.down_proj(geglu(gate, up) if self.uses_gelu else swiglu(gate, up))
-
-    def fuse(self, choices: AdapterChoices, dtype: torch.dtype) -> None:
-        self.gate_up = FusedGate({name: getattr(self, name) for name in self.parts}, choices, dtype)
-        self.gate_up.uses_gelu = self.uses_gelu
-        self.down = FusedLinear({"down_proj": self.down_proj}, choices, dtype)
-        for name in (*self.parts, "down_proj"):
-            delattr(self, name)
-
-
 class Routing(Protocol):
     """Who passes a layer with a router; model/routed.py has the rules."""
 
@@ -185,7 +145,7 @@ class DecoderLayer(nn.Module):
         self._add_norms(config, self.names.before_attention)
         self.self_attn = SelfAttention(config, layer)
         self._add_norms(config, self.names.behind_attention, self.names.before_mlp)
-        self.mlp = MLP(config)
+        self.mlp = make_mlp(config, layer)
         self._add_norms(config, self.names.behind_mlp)
 
     def _add_norms(self, config: ModelConfig, *names: str | None) -> None:

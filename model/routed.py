@@ -77,7 +77,7 @@ class RoutedLayer(DecoderLayer):
         scores = self.router(x)
         selected = self._select(x, scores, routing)
         # Products of the serving form leave unused rows out; others are of training and measuring, which may wait.
-        index, count = selected_rows(selected, may_wait=self.mlp.gate_up is None)
+        index, count = selected_rows(selected, may_wait=not self.mlp.is_fused)
         chosen = None if slots is None else F.pad(slots, (0, 1), value=-1).index_select(0, index)  # no row: no adapter
         if self.route != "mlp":
             attention = attention.routed(self.layer, selected, index)

@@ -269,19 +269,36 @@ class _Arithmetic:
         before, behind = (sum(name is not None for name in names) for names in (norms[::2], norms[1::2]))
         token = before * self.stream * config.hidden_size + behind * item * config.hidden_size
         token += FULL * config.kind.num_norms + item * (queries + 2 * keys)
-        token += (2 if config.kind.activation == "silu" else 3) * item * config.intermediate_size
         if config.qk_norm:
             rows = 2 if config.kind.norms_whole_projections else config.num_query_heads + config.num_kv_heads
             token += item * (queries + keys) + FULL * rows
         joins = config.kind.joins_projections
-        inputs = {"qkv_proj" if joins else "q_proj k_proj v_proj": config.hidden_size, "o_proj": queries}
-        inputs["gate_up_proj" if joins else "gate_proj up_proj"] = config.hidden_size
-        inputs["down_proj"] = config.intermediate_size
-        saved = sum(self._inputs(names.split(), size) for names, size in inputs.items())
+        saved = self._inputs(["qkv_proj"] if joins else ["q_proj", "k_proj", "v_proj"], config.hidden_size)
+        saved += self._inputs(["o_proj"], queries) + self._mlp()
         if self.setup.on_gpu or item == FULL:  # attention's own output, which is o_proj's input, and its normalizers
             shared = not self.frozen or (self._adapts("o_proj") and not self._dropout)
             token += item * queries * (not shared) + FULL * config.num_query_heads
         return self.tokens * (token + saved) + self._frozen_copies()
+
+    def _mlp(self) -> int:
+        """Bytes a token that a layer keeps behind attention, the mean of all layers."""
+        config, experts = self.config, self.config.experts
+        dense, size = self._mlp_of(config.intermediate_size), config.hidden_size
+        if experts is None:
+            return dense
+        # Of each expert its outputs too, which are weighted; the router's input in fp32, and its probabilities.
+        sparse = experts.experts_per_token * (self._mlp_of(experts.intermediate_size) + self.item * size)
+        sparse += FULL * experts.num_experts + FULL * size * (not self.frozen and self.item != FULL)
+        if experts.shared_intermediate_size is not None:
+            sparse += self._mlp_of(experts.shared_intermediate_size) + self.item * size
+        share = len(experts.layers) / config.num_layers
+        return int(dense * (1 - share) + sparse * share)
+
+    def _mlp_of(self, size: int) -> int:
+        """Of an MLP of so many neurons, a row."""
+        names = ["gate_up_proj"] if self.config.kind.joins_projections else ["gate_proj", "up_proj"]
+        activations = (2 if self.config.kind.activation == "silu" else 3) * self.item * size
+        return activations + self._inputs(names, self.config.hidden_size) + self._inputs(["down_proj"], size)
 
     def _inputs(self, names: list[str], size: int) -> int:
         """Bytes a token that layers with one input keep of it: once, or as dropout left it for each adapter."""
@@ -317,13 +334,20 @@ class _Arithmetic:
         """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""
         config = self.config
         wide, narrow = (2, 0) if self.item == FULL else (4, 3)  # autocast holds both sides of its casts
-        moving = wide * self.item * config.intermediate_size + narrow * self.stream * config.hidden_size
+        moving = wide * self.item * self._widest_mlp() + narrow * self.stream * config.hidden_size
         moving *= self.tokens
         widest = max(layer.weight.numel() for layer in self._layers())
         moving += (
             self.item * widest if self.setup.on_gpu or not self.frozen else 0
         )  # a gradient, or a quantized one expanded
         return moving + (self._layer() if self._recomputes else 0)
+
+    def _widest_mlp(self) -> int:
+        """Numbers a token that its backward pass moves at once; of experts, their rows, as they come out and go in."""
+        config, experts = self.config, self.config.experts
+        if experts is None:
+            return config.intermediate_size
+        return max(config.intermediate_size, experts.experts_per_token * config.hidden_size)
 
     def _loss(self) -> int:
         """Buffers of the loss; the gradients of hidden states and of a trained output projection."""

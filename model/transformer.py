@@ -18,9 +18,10 @@ from model.config import ModelConfig
 from model.fused import Fused, FusedTensor
 from model.fused_adapters import AdapterChoices
 from model.kv_format import FixedScales
-from model.layers import MLP, DecoderLayer, RMSNorm, Rotary, Routing, SelfAttention
+from model.layers import DecoderLayer, RMSNorm, Rotary, Routing, SelfAttention
 from model.linear import AnyEmbedding, AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
+from model.mlp import MLP
 from model.quantized import QuantizedLayer, QuantizedLinear
 from model.routed import RoutedLayer
 
@@ -45,11 +46,12 @@ class Body(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model of any family in `model.config`."""
 
-    can_be_captured = True
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.can_be_captured = config.experts is None
+        """Whether its code decides nothing by what tensors hold; where experts are chosen, the host reads how many rows
+        each has."""
         self.model = Body(config)
         self.lm_head: AnyLinear | None = None
         if not config.tie_word_embeddings:

@@ -6,6 +6,7 @@ import torch
 
 from model.attention import PackedAttention
 from model.config import ModelConfig
+from model.experts_config import MixtureOfExperts
 from model.transformer import Transformer
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -32,6 +33,16 @@ def windows_of(family: str, num_layers: int) -> tuple[int | None, ...]:
     return tuple(windowed[layer % len(windowed)] for layer in range(num_layers))
 
 
+def experts_of(family: str, num_layers: int) -> MixtureOfExperts | None:
+    """Mixtral has some in all layers, Qwen here in every layer but the first."""
+    if family == "mixtral":
+        return MixtureOfExperts(tuple(range(num_layers)), 4, 2, 160, normalizes=True)
+    if not family.endswith("_moe"):
+        return None
+    shared = 64 if family == "qwen2_moe" else None
+    return MixtureOfExperts(tuple(range(1, num_layers)), 5, 2, 96, family == "qwen3_moe", shared)
+
+
 def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
     """A small configuration of one family, with every feature of the family switched on."""
     num_layers = changes.get("num_layers", 2)
@@ -50,8 +61,9 @@ def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
-        "qkv_bias": family == "qwen2",
-        "qk_norm": family in ("qwen3", "olmo2"),
+        "qkv_bias": family in ("qwen2", "qwen2_moe"),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2"),
+        "experts": experts_of(family, num_layers),
         "bos_token_id": 0,
         "eos_token_ids": (1,),
         # Wide enough that logits differ clearly from token to token.

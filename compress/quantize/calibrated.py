@@ -9,10 +9,11 @@ model and the residual streams; where weights are moved, also what one layer rea
 Legend: N output features, K input features.
 """
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,14 @@ from compress.prune.depth import PackedBatch
 from compress.quantize.awq import awq_scales
 from compress.quantize.gptq import gptq_levels, output_error
 from compress.quantize.grid import covered, diagonal_blocks, group_size, min_max, searched
-from compress.quantize.inputs import InputMoments, consumers_in, input_moments, projection
+from compress.quantize.inputs import (
+    InputMoments,
+    consumers_in,
+    independent_inputs,
+    input_moments,
+    is_of_expert,
+    projection,
+)
 from compress.quantize.learned import learn_rounding, output_errors
 from compress.quantize.methods import Method
 from compress.quantize.propagation import corrected, moments_and_shift
@@ -39,6 +47,7 @@ from model.transformer import Transformer
 
 Choose = Callable[[str], WeightFormat[Any] | None]
 """The format of a linear layer by its name; None leaves it dense."""
+log = logging.getLogger(__name__)
 FEWEST_TOKENS = 128
 _LONGEST_BLOCK = 256
 
@@ -74,7 +83,7 @@ def quantize_layers(
     called behind each layer that is quantized now. Raises QuantizationError for a model, text or choice that does not
     fit.
     """
-    _check_model(model)
+    _check_model(model, method)
     _check_choice(model, choose, method)
     _check_text(batches)
     streams = [ResidualStream(model, batch) for batch in batches]
@@ -94,7 +103,9 @@ def quantize_layers(
     return model
 
 
-def _check_model(model: Transformer) -> None:
+def _check_model(model: Transformer, method: Method) -> None:
+    if model.config.experts is not None and method.scaling != "none":
+        raise QuantizationError("Scales that a norm is divided by would change which experts are chosen.")
     if any(quantized_layers(layer) for layer in layers_of(model)):
         raise QuantizationError("The model is quantized already; quantize the one that it was made from.")
     if adapted_layers(model):
@@ -154,7 +165,8 @@ class _Parent:
 def _pass_on_parent(layer: DecoderLayer, streams: Sequence[ResidualStream], method: Method) -> _Parent:
     """Not behind a router are weights moved: it chooses other tokens than it did."""
     moves = method.propagation and not isinstance(layer, RoutedLayer)
-    return _Parent([stream.pass_on(layer, list(consumers_in(layer)) if moves else ()) for stream in streams], streams)
+    names = [name for name in consumers_in(layer) if moves and not is_of_expert(name)]
+    return _Parent([stream.pass_on(layer, names) for stream in streams], streams)
 
 
 def _quantize_layer(
@@ -188,16 +200,13 @@ def _quantize_projections(
     parent: _Parent,
 ) -> dict[str, float]:
     """Replaces them one input after another; returns the relative squared error of each, by its name in the model."""
-    errors = {}
-    for name, consumers in consumers_in(layer).items():
-        chosen = {consumer: format for consumer in consumers if (format := formats[consumer]) is not None}
-        if not chosen:
-            continue
-        inputs = _Inputs.of(name, layer, streams, parent)
-        if not inputs.moments.tokens:
-            raise QuantizationError(f"No token of the calibration text passes {prefix}{name}; it needs more text.")
-        for consumer, format in chosen.items():
-            errors[prefix + consumer] = _quantize_projection(layer, prefix, consumer, format, inputs, rounding)
+    errors, consumers = {}, consumers_in(layer)
+    for group in independent_inputs(layer):
+        wanted = [name for name in group if any(formats[reader] for reader in consumers[name])]
+        for name, inputs in _inputs_of(wanted, layer, prefix, streams, parent):
+            for reader in consumers[name]:
+                if (format := formats[reader]) is not None:
+                    errors[prefix + reader] = _quantize_projection(layer, prefix, reader, format, inputs, rounding)
     return errors
 
 
@@ -209,14 +218,34 @@ class _Inputs:
     shift: Tensor | None
     """By how much it is not what it was before rounding, as in `propagation.py`; None moves no weight."""
 
-    @classmethod
-    def of(cls, name: str, layer: DecoderLayer, streams: Sequence[ResidualStream], parent: _Parent) -> Self:
-        if not any(parent.inputs):
-            return cls(input_moments(streams, layer, [name])[name], None)
-        return cls(*moments_and_shift(name, layer, streams, [read[name] for read in parent.inputs]))
-
     def moved(self, weight: Tensor) -> Tensor:
         return weight if self.shift is None else corrected(weight, self.shift, self.moments.compensation)
+
+
+def _inputs_of(
+    names: Sequence[str], layer: DecoderLayer, prefix: str, streams: Sequence[ResidualStream], parent: _Parent
+) -> Iterator[tuple[str, _Inputs]]:
+    """Of inputs that do not depend on one another, each given away when its turn comes."""
+    moved = [name for name in names if any(name in read for read in parent.inputs)]
+    others = [name for name in names if name not in moved]
+    for name in moved:
+        inputs = _Inputs(*moments_and_shift(name, layer, streams, [read[name] for read in parent.inputs]))
+        yield name, _seen(name, inputs, layer, prefix)
+    found = input_moments(streams, layer, others) if others else {}
+    while found:
+        name = next(iter(found))
+        yield name, _seen(name, _Inputs(found.pop(name), None), layer, prefix)
+
+
+def _seen(name: str, inputs: _Inputs, layer: DecoderLayer, prefix: str) -> _Inputs:
+    """The same if any token was there. An expert may have had none, and is rounded for itself."""
+    if inputs.moments.tokens:
+        return inputs
+    if not is_of_expert(name):
+        raise QuantizationError(f"No token of the calibration text passes {prefix}{name}; it needs more text.")
+    log.warning("No token of the calibration text passes %s%s, so it is rounded for itself.", prefix, name)
+    linear = projection(layer, name)
+    return _Inputs(InputMoments.of_none(linear.in_features, linear.device), None)
 
 
 def _quantize_projection(

@@ -5,6 +5,7 @@ Legend: T tokens, K input features.
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,21 +15,44 @@ from compress.residual_stream import ResidualStream
 from model.layers import DecoderLayer
 from model.linear import Linear
 
-CONSUMERS = {
-    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.qkv_proj": ("self_attn.qkv_proj",),
-    "self_attn.o_proj": ("self_attn.o_proj",),
-    "mlp.gate_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_up_proj",),
-    "mlp.down_proj": ("mlp.down_proj",),
+_READERS = {
+    "q_proj": ("q_proj", "k_proj", "v_proj"),
+    "qkv_proj": ("qkv_proj",),
+    "o_proj": ("o_proj",),
+    "gate_proj": ("gate_proj", "up_proj"),
+    "gate_up_proj": ("gate_up_proj",),
+    "down_proj": ("down_proj",),
 }
-"""The distinct inputs of layers, by the first projection that reads each, in the order of computation."""
+"""Projections that read one input, by the first of them."""
+
+
+def reads_first(name: str) -> bool:
+    """Whether an input of a layer goes by the name of this projection."""
+    return name.rpartition(".")[2] in _READERS
+
+
+def consumers_of(first: str) -> tuple[str, ...]:
+    """The projections that read what `first` reads, by names that begin alike."""
+    parent, dot, leaf = first.rpartition(".")
+    return tuple(f"{parent}{dot}{reader}" for reader in _READERS[leaf])
 
 
 def consumers_in(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
-    """Those of this layer."""
-    there = {name for name, _ in layer.named_modules()}
-    return {first: names for first, names in CONSUMERS.items() if first in there}
+    """The distinct inputs of a layer, by the first projection that reads each, in the order of computation."""
+    return {name: consumers_of(name) for name, _ in layer.named_modules() if reads_first(name)}
+
+
+def independent_inputs(layer: DecoderLayer) -> list[list[str]]:
+    """The same in groups, of which none depends on itself or on later ones: those of experts are read at once."""
+    groups: dict[str, list[str]] = {}
+    for name in consumers_in(layer):
+        groups.setdefault(name.rpartition(".")[2], []).append(name)
+    return list(groups.values())
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether only some tokens pass this projection of a layer: those that its expert was chosen for."""
+    return ".experts." in name
 
 
 def projection(layer: DecoderLayer, name: str) -> Linear:
@@ -61,6 +85,16 @@ class InputMoments:
         """Of all tokens: to be asked for once they are in. ValueError if they were not finite."""
         return compensation(self.hessian)
 
+    @classmethod
+    def of_none(cls, size: int, device: torch.device) -> Self:
+        """Where no token is known: as if features were equally large and independent. GPTQ then plainly rounds."""
+        moments = cls(size, device)
+        moments.tokens = 1
+        moments.hessian.fill_diagonal_(1)
+        moments.magnitudes.fill_(1)
+        moments.largest.fill_(1)
+        return moments
+
     def add(self, x: Tensor) -> None:
         """Tokens `[T, K]`, at least one."""
         wide = x.float()
@@ -74,7 +108,7 @@ class InputMoments:
 def input_moments(
     streams: Sequence[ResidualStream], layer: DecoderLayer, projections: Sequence[str]
 ) -> dict[str, InputMoments]:
-    """Of some inputs of the streams' next layer, named as in `CONSUMERS`, in its order."""
+    """Of some inputs of the streams' next layer, named as in `consumers_in`, in its order."""
     layers = {name: projection(layer, name) for name in projections}
     moments = {name: InputMoments(linear.in_features, linear.device) for name, linear in layers.items()}
     for stream in streams:

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from compress.quantize.inputs import projection
 from model.layers import DecoderLayer, RMSNorm
 from model.linear import Linear
 
 BEHIND_NORMS = ("self_attn.q_proj", "mlp.gate_proj")
-"""The inputs of a layer, named as in `inputs.CONSUMERS`, that a norm makes."""
+"""The inputs of a layer, named as in `inputs.consumers_in`, that a norm makes."""
 
 
 def shared_by_heads(features: Tensor, layer: DecoderLayer) -> Tensor:
@@ -29,7 +30,7 @@ def shared_by_heads(features: Tensor, layer: DecoderLayer) -> Tensor:
 
 @torch.no_grad()
 def fold(layer: DecoderLayer, name: str, scales: Tensor, consumers: Sequence[Linear]) -> None:
-    """Divides an input of the layer, named as in `inputs.CONSUMERS`, by `scales` [K] fp32, and scales who reads it.
+    """Divides an input of the layer, named as in `inputs.consumers_in`, by `scales` [K] fp32, and scales who reads it.
 
     Those of o_proj must be alike for all query heads of a KV head (`shared_by_heads`).
     """
@@ -38,7 +39,7 @@ def fold(layer: DecoderLayer, name: str, scales: Tensor, consumers: Sequence[Lin
     elif name == "mlp.gate_proj":
         _divide(_found(layer.norm(layer.names.before_mlp)), scales)
     elif name == "mlp.down_proj":
-        _divide(layer.mlp.up_proj, scales)
+        _divide(projection(layer, "mlp.up_proj"), scales)
     else:
         _divide(layer.self_attn.v_proj, _by_kv_head(scales, layer)[:, 0].flatten())
     for consumer in consumers:

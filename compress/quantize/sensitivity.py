@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch
-from compress.quantize.inputs import CONSUMERS, InputMoments, consumers_in, input_moments, projection
+from compress.quantize.inputs import InputMoments, consumers_in, consumers_of, input_moments, projection, reads_first
 from compress.residual_stream import ResidualStream, layers_of
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from model.attention import PackedAttention
@@ -41,7 +41,7 @@ def rounding_costs(
     costs: dict[str, dict[Format, float]] = {}
     for number, layer in enumerate(layers_of(model)):
         for first, moments in input_moments(streams, layer, list(consumers_in(layer))).items():
-            for name in CONSUMERS[first]:
+            for name in consumers_of(first):
                 full, weight = f"model.layers.{number}.{name}", projection(layer, name).weight.detach()
                 costs[full] = {one: _cost(weight, one, moments, gradients[full]) for one in candidates}
         for stream in streams:
@@ -126,8 +126,7 @@ def choose_formats(costs: Costs, shapes: Mapping[str, tuple[int, int]], average_
 
 def _units(costs: Costs) -> list[tuple[str, ...]]:
     """Projections that read one input, by their names in the model."""
-    firsts = [(name, first) for name in costs for first in CONSUMERS if name.endswith(f".{first}")]
-    return [tuple(name.removesuffix(first) + other for other in CONSUMERS[first]) for name, first in firsts]
+    return [consumers_of(name) for name in costs if reads_first(name)]
 
 
 def _bytes(unit: Sequence[str], format: Format, shapes: Mapping[str, tuple[int, int]]) -> int:

@@ -4,8 +4,9 @@ Everything here is true of a whole family; what differs from checkpoint to check
 A new family is a file beside this one and a line in `registry.py`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 Raw = Mapping[str, Any]
@@ -58,6 +59,16 @@ class Family:
     """Of the MLP's gate, as config.json names it."""
     joins_projections: bool = False
     """Whether one matrix makes queries, keys and values, and one gate and up."""
+    names_in_files: Mapping[str, str] = field(default_factory=dict)
+    """Parts of tensors' names that files spell otherwise: ours and theirs."""
+
+    def name_in_files(self, name: str) -> str:
+        """Of a tensor or layer, by its name in the model."""
+        return _renamed(name, self.names_in_files.items())
+
+    def name_in_model(self, name: str) -> str:
+        """The inverse."""
+        return _renamed(name, ((theirs, ours) for ours, theirs in self.names_in_files.items()))
 
     @property
     def num_norms(self) -> int:
@@ -73,6 +84,10 @@ class Family:
     def has_norms_before(self) -> bool:
         """Whether each block reads a norm of the stream."""
         return self.norms.before_attention is not None and self.norms.before_mlp is not None
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    return reduce(lambda made, pair: made.replace(*pair), pairs, f"{name}.")[:-1]
 
 
 def all_layers(raw: Raw, value: Any) -> tuple[Any, ...]:

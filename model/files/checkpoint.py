@@ -71,11 +71,12 @@ def is_quantized(folder: str | Path) -> bool:
 
 
 class TensorFiles:
-    """The tensors of a model folder, to be read one at a time."""
+    """The tensors of a model folder, by their names in the model, to be read one at a time."""
 
     def __init__(self, folder: str | Path, heard: Heard = lambda num_bytes: None) -> None:
         """Raises CheckpointError where there are none, or the index and the files disagree."""
-        self.places = _tensor_files(Path(folder))
+        self._kind = load_config(folder).kind
+        self.places = {self._kind.name_in_model(name): path for name, path in _tensor_files(Path(folder)).items()}
         self._heard = heard
 
     def read(self, name: str) -> Tensor:
@@ -83,7 +84,7 @@ class TensorFiles:
         if name not in self.places:
             raise CheckpointError(f"The model's files lack the tensor {name}.")
         with _open_safetensors(self.places[name]) as file:
-            tensor = file.get_tensor(name)
+            tensor = file.get_tensor(self._kind.name_in_files(name))
         self._heard(tensor.nbytes)
         return tensor
 
@@ -245,7 +246,8 @@ def write_checkpoint(
     for file_name, shard in zip(names, shards, strict=True):
         tensors: dict[str, Tensor] = {}
         for name in shard:
-            tensors |= _prepare(name, sources[name](), shapes[name], dtype, formats.get(name))
+            prepared = _prepare(name, sources[name](), shapes[name], dtype, formats.get(name))
+            tensors |= {config.kind.name_in_files(name): tensor for name, tensor in prepared.items()}
         _save_shard(folder / file_name, tensors)
         weight_map |= dict.fromkeys(tensors, file_name)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -275,8 +277,9 @@ def _quantization(config: ModelConfig, formats: Mapping[str, WeightFormat[Any]],
         return {}
     with torch.device("meta"):
         linear = [name for name, module in Transformer(config).named_modules() if isinstance(module, Linear)]
-    dense = {name for name in [*linear, "lm_head"] if f"{name}.weight" not in formats}
-    layers = {name.removesuffix(".weight"): format for name, format in formats.items()}
+    in_files = config.kind.name_in_files
+    dense = {in_files(name) for name in [*linear, "lm_head"] if f"{name}.weight" not in formats}
+    layers = {in_files(name.removesuffix(".weight")): format for name, format in formats.items()}
     return {"quantization_config": next(iter(layers.values())).entry_of_layers(layers, dtype, dense)}
 
 
@@ -300,7 +303,8 @@ def _stored_formats(
 ) -> dict[str, WeightFormat[Any]]:
     """By the names of the weights that the files hold quantized."""
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear | Embedding)]
-    named = {f"{name}.weight": format for name in layers if formats and (format := formats(name)) is not None}
+    in_files = model.config.kind.name_in_files
+    named = {f"{name}.weight": one for name in layers if formats and (one := formats(in_files(name))) is not None}
     return {name: format for name, format in named.items() if format.stored_names(name)[-1] in files.places}
 
 

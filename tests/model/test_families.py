@@ -31,6 +31,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -109,6 +110,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             "tie_word_embeddings": False,
         },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "mixtral-tied-window": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8, "tie_word_embeddings": True},
+    ),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
+    "qwen2-moe-windows": (
+        "qwen2_moe",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 2, "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"head_dim": 8, "norm_topk_prob": True}),
+    "qwen3-moe-some-layers": (
+        "qwen3_moe",
+        EXPERTS
+        | {"head_dim": 16, "mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True}
+        | {"use_sliding_window": True, "sliding_window": 8},
     ),
     "granite-tied-biases": (
         "granite",

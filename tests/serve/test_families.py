@@ -1,5 +1,6 @@
 """Every family through what is done with models, each step against transformers, peft and bitsandbytes."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.lora import inject
+from compress.lora import inject, merged_weights
 from compress.prune.depth import prune_depth
-from compress.quantize.round_to_nearest import quantize_folder
+from compress.quantize.calibrated import quantize_layers
+from compress.quantize.methods import Method
+from compress.quantize.round_to_nearest import quantize_folder, quantize_model
 from model.config import ConfigError, ModelConfig
-from model.files.adapter import save_adapter
-from model.files.checkpoint import load_config, load_model, save_model
+from model.files.adapter import load_adapter, save_adapter
+from model.files.checkpoint import load_config, load_model, save_model, write_checkpoint
+from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
+from model.formats.compressed_tensors import Int4
 from model.lora import LoraConfig
+from model.quantized import quantized_layers
 from model.transformer import Transformer
+from tests.compress.conversions import texts
 from tests.model.paged_cache import PagedCache
 from tests.model.test_families import their_model
 from tests.serve.toys import generate, greedy, make_engine, random_prompts
@@ -25,11 +32,12 @@ from train.objectives import LanguageModelling
 
 NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows")
 NAMES += ("granite", "olmo2", "phi3-partial-longrope", "gemma3")
-"""One entry of each family in tests/model/test_families.py."""
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe-some-layers")
+"""One entry of each family in tests/model/test_families.py; transformers holds experts in three dimensions."""
 # Blocks of 64 weights fill rows, which bitsandbytes' compiled code needs.
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 PROMPTS = random_prompts(20, seed=2, high=40)
-FAMILIES = pytest.mark.parametrize("name", NAMES)
+FAMILIES = pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
 
 
 @pytest.fixture
@@ -82,13 +90,29 @@ def test_the_engine_writes_their_greedy_text(folder: Path) -> None:
         assert told[0, len(prompt) :].tolist() == tokens
 
 
+def by_expert(tensors: dict[str, Any]) -> dict[str, Any]:
+    """With those of transformers' experts one by one, as files and our models have them."""
+    found = {}
+    for name, tensor in tensors.items():
+        experts, _, leaf = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf)
+        if parts is None:
+            found[name] = tensor
+            continue
+        for number, whole in enumerate(tensor):
+            for part, rows in zip(parts, whole.chunk(len(parts)), strict=True):
+                found[f"{experts}.{number}.{part}.weight"] = rows
+    return found
+
+
 @FAMILIES
 def test_one_step_has_their_gradients(folder: Path) -> None:
     ours, theirs, text = load_model(folder).requires_grad_(True), opened(folder), PROMPTS[0]
     batch = batch_of([text])
     LanguageModelling()(ours.train(), batch).loss_sum.backward()
     theirs(torch.tensor([text]), labels=torch.tensor([text])).loss.mul(batch.num_labels).backward()
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    expected = by_expert({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    assert expected.keys() >= dict(ours.named_parameters()).keys()
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
         torch.testing.assert_close(
@@ -107,7 +131,7 @@ def test_fewer_layers_are_theirs_without_the_others(folder: Path, tmp_path: Path
         assert torch.equal(mine, other)
 
 
-@FAMILIES
+@pytest.mark.parametrize("name", NAMES)
 def test_nf4_and_an_adapter_on_it_open_in_their_tools(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -128,6 +152,72 @@ def test_nf4_and_an_adapter_on_it_open_in_their_tools(folder: Path, tmp_path: Pa
     assert_same(ours.fuse(), with_adapter)
 
 
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("format", [NF4(), Int4(32)], ids=str)
+def test_quantized_experts_with_an_adapter_are_those_of_dense_weights(
+    name: str, format: WeightFormat[Any], folder: Path, tmp_path: Path
+) -> None:
+    """Trained, opened again and served; transformers computes what all of it comes to, since it rounds no experts."""
+    quantize_folder(folder, tmp_path / "rounded", format)
+    ours = load_model(tmp_path / "rounded")
+    assert {kind.rpartition(".")[2] for kind in quantized_layers(ours)} >= {"q_proj", "gate_proj", "down_proj"}
+    inject(ours, config := LoraConfig(rank=4, dropout=0.0))
+    batch, before = batch_of([PROMPTS[0]]), LanguageModelling()
+    optimizer = torch.optim.AdamW([p for p in ours.parameters() if p.requires_grad], lr=0.03)
+    for _ in range(3):
+        before(ours.train(), batch).loss_sum.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_adapter(ours.eval(), tmp_path / "adapter", config)
+    write_checkpoint(tmp_path / "merged", ours.config, merged_weights(ours), dtype=torch.float32)
+    theirs = opened(tmp_path / "merged")
+    assert_same(ours, theirs)
+    again = load_model(tmp_path / "rounded")
+    load_adapter(again, tmp_path / "adapter")
+    assert_same(again.fuse(), theirs)
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe"])
+def test_an_expert_that_no_text_reaches_is_rounded_for_itself(folder: Path) -> None:
+    model = load_model(folder)
+    router: Any = model.get_submodule("model.layers.1.mlp.gate")
+    with torch.no_grad():
+        router.weight[3].fill_(0)
+        for one, other in ((0, 1), (2, 4)):  # of each pair one is above expert 3, whose score is 0
+            router.weight[other] = -router.weight[one]
+    plain = copy.deepcopy(model)
+    unseen = "model.layers.1.mlp.experts.3"
+    seen = [*texts(300, 200)]
+    tokens = [0]
+    hook = model.get_submodule(f"{unseen}.up_proj").register_forward_pre_hook(
+        lambda _, arguments: tokens.append(len(arguments[0]))
+    )
+    quantize_layers(model, seen, lambda _: Int4(32), Method(grid="min_max", rounding="gptq"))
+    hook.remove()
+    rounded = quantize_model(plain, Int4(32))
+    assert sum(tokens) == 0
+    for part in ("gate_proj", "down_proj"):
+        mine, other = (m.get_submodule(f"{unseen}.{part}").weight.dequantize() for m in (model, rounded))
+        assert torch.equal(mine, other), part
+    other = "model.layers.1.mlp.shared_expert.down_proj"
+    assert not torch.equal(*(m.get_submodule(other).weight.dequantize() for m in (model, rounded)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts 0; it must be a whole number from 1 to"),
+        ("mixtral", {"num_experts_per_tok": 9}, "sends each token to 9 experts .* of the 4 that there are"),
+        ("qwen2_moe", {"moe_intermediate_size": "wide"}, "moe_intermediate_size 'wide'; it must be a whole number"),
+        ("qwen3_moe", {"decoder_sparse_step": -1}, "decoder_sparse_step -1; it must be a positive whole number"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers 3; it must be a list of layer numbers"),
+    ],
+)
+def test_experts_that_cannot_be_are_one_sentence(family: str, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ModelConfig.from_hf(tiny_config(family).to_hf() | changes)
+
+
 def test_what_a_family_cannot_go_through_is_one_sentence() -> None:
     """Norms behind the blocks leave nothing to fold scales into, and no narrower or routed layer that is known."""
     from compress.gqa import GroupingError, check_convertible
@@ -135,6 +225,10 @@ def test_what_a_family_cannot_go_through_is_one_sentence() -> None:
     from pipeline.stages.quantize import run as quantize
     from pipeline.stages.quantize.config import Quantize
 
+    with pytest.raises(ConfigError, match="mixtral has experts; only whole layers can leave such a model"):
+        tiny_config("mixtral").narrow(mlp=64)
+    with pytest.raises(UserError, match="of the family mixtral have routers that read the norms too"):
+        quantize.weight_bytes(Quantize(model="it", data="text", method="awq"), {"it": tiny_config("mixtral")})
     for family, why in (("olmo2", "norms what its blocks add"), ("phi3", "joins projections")):
         config = tiny_config(family)
         with pytest.raises(ConfigError, match=f"{family} {why}; only whole layers can leave such a model"):

@@ -12,6 +12,7 @@ from compress.mod import add_routers
 from compress.quantize.qat import train_through_rounding
 from compress.quantize.round_to_nearest import formats_of_layers, quantize_model
 from model.config import MixtureOfDepths, ModelConfig
+from model.experts_config import MixtureOfExperts
 from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
@@ -38,6 +39,10 @@ TINY = tiny_config(
     num_query_heads=8,
     max_position_embeddings=512,
 )
+EXPERTS = tiny_config(
+    "qwen2_moe", hidden_size=128, num_layers=3, vocab_size=2048, num_query_heads=8,
+    experts=MixtureOfExperts((0, 2), 6, 3, 192, normalizes=True, shared_intermediate_size=128),
+)  # fmt: skip
 # A frozen base weighs most where tokens and vocabulary are few.
 WIDE = tiny_config(hidden_size=256, intermediate_size=768, num_layers=3, num_query_heads=8, head_dim=32)
 FEW = 256
@@ -138,6 +143,9 @@ SETUPS = {
     "all through rounding, embeddings too": rounding("all", Int8()),
     "language": Setup(TINY, training()),
     "fp32": Setup(TINY, training(precision="fp32")),
+    "experts": Setup(EXPERTS, training(precision="fp32")),
+    "experts, recomputed": Setup(EXPERTS, training(precision="fp32", activation_checkpointing=True)),
+    "an adapter over experts": Setup(EXPERTS, training(precision="fp32"), adapter=ADAPTERS["plain"]),
     "recomputed": Setup(TINY, training(activation_checkpointing=True)),
     "8 bit": Setup(TINY, training(optimizer="adamw_8bit")),
     "distill": Setup(TINY, training(), teacher=TINY),

@@ -178,10 +178,11 @@ def _formats(
 
 def _check_method(config: Quantize, shape: ModelConfig) -> None:
     scaled = [method for method in (config.method, *config.compare) if METHODS[method].scaling != "none"]
-    if scaled and (shape.kind.joins_projections or not shape.kind.has_norms_before):
+    if scaled and (shape.kind.joins_projections or not shape.kind.has_norms_before or shape.experts):
+        why = "have routers that read the norms too" if shape.experts else "do not have them apart"
         raise UserError(
             f"quantize: {scaled[0]} divides norms and projections by its scales, but layers of the family "
-            f"{shape.family} do not have them apart; gptq, autoround, weighted and round divide nothing."
+            f"{shape.family} {why}; gptq, autoround, weighted and round divide nothing."
         )
 
 
