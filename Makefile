@@ -8,6 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := kernels model compress train serve pipeline bench tests
 # One thread each, and one process more than a small machine has cores: some always wait for a server or a launch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+# Those of tests/serve/README.md whose numbers are larger with --all-trials.
+PROMISES := $(shell grep -l "tests.trials" tests/serve/test_*.py tests/model/test_*.py)
 ENGINE_TESTS = $(shell grep -l make_engine tests/serve/test_*.py)
 
 .PHONY: install demo test soak check lint types fast bench bench-gpu clean
@@ -28,8 +30,9 @@ test: $(INSTALLED)   ## the whole suite, the engine's once more through the path
 	$(PYTEST) tests
 	$(PYTEST) --recorded-graphs $(ENGINE_TESTS)
 
-soak: $(INSTALLED)   ## half an hour of mixed traffic, with engines killed and stopped; nothing is lost and memory stays flat
+soak: $(INSTALLED)   ## half an hour of mixed traffic with engines killed and stopped, then every promise in full numbers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all-trials --timeout 1800 $(PROMISES)
 
 check: lint types fast   ## what to run before a commit
 

@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from tests import trials
+
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined; it has no effect on kernels imported before.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -17,6 +19,11 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--recorded-graphs", action="store_true", help="engines take the path of CUDA graphs")
+    parser.addoption("--all-trials", action="store_true", help="try promises as often as `make soak` does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    trials.in_full = config.getoption("--all-trials")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

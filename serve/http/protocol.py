@@ -88,9 +88,11 @@ def read(value: dict[str, Any], kind: type[AnyRequest], limits: RequestLimits = 
 
 def without_nulls(value: Any, depth: int = 1) -> Any:
     """An object's fields but those that are null, so many objects deep; lists do not count."""
+    if not depth:
+        return value
     if isinstance(value, list):
         return [without_nulls(item, depth) for item in value]
-    if not isinstance(value, dict) or not depth:
+    if not isinstance(value, dict):
         return value
     return {name: without_nulls(field, depth - 1) for name, field in value.items() if field is not None}
 
@@ -158,7 +160,7 @@ def _check_completion(request: CompletionRequest, limits: RequestLimits) -> None
     prompts = request.prompt
     if isinstance(prompts, str):
         return
-    kinds = {type(item) for item in prompts}
+    kinds = set(map(type, prompts))
     if len(kinds) != 1:
         raise invalid("prompt is a string, a list of token ids, or a list of strings or of such lists", "prompt")
     if kinds != {int}:

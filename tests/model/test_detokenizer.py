@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from model.text.detokenizer import StreamDecoder
 from model.text.tokenizer import Tokenizer
 from tests.model.tiny_tokenizers import ANY_TEXT, KINDS, TEXT, decoded, our_tokenizer, tokenizer_json
+from tests.trials import trials
 
 REPLACEMENT = "\ufffd"
 
@@ -40,7 +41,7 @@ def test_decoding_equals_the_library_on_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=trials(150, 2000), deadline=None, derandomize=True)
 @given(text=ANY_TEXT, seed=st.integers(0, 1000))
 def test_deltas_join_to_the_whole_and_split_no_character(kind: str, text: str, seed: int) -> None:
     tokenizer = our_tokenizer(kind)
@@ -54,7 +55,7 @@ def test_deltas_join_to_the_whole_and_split_no_character(kind: str, text: str, s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=trials(150, 2000), deadline=None, derandomize=True)
 @given(ids=st.lists(st.integers(0, 750), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=6))
 def test_deltas_join_to_the_whole_for_any_ids(kind: str, ids: list[int], cuts: list[int]) -> None:
     tokenizer = our_tokenizer(kind)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, KVCache, PagePool, pages_for
+from tests.trials import trials
 
 NUM_PAGES = 12
 MAX_TOKENS = NUM_PAGES * PAGE_SIZE
@@ -142,7 +143,9 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(set(sequence.pages)) == len(sequence.pages)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+CacheMachine.TestCase.settings = settings(
+    max_examples=trials(150, 5000), stateful_step_count=40, deadline=None, derandomize=True
+)
 TestCacheMachine = CacheMachine.TestCase
 
 

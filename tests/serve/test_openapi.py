@@ -15,6 +15,7 @@ from serve.http.page import PAGE_PATHS
 from serve.http.requests import ChatRequest, CompletionRequest
 from serve.http.routes import Routes
 from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
+from tests.trials import trials
 
 OPERATIONS = [
     *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
@@ -108,7 +109,7 @@ def test_answers_are_those_that_are_described(server: RunningServer, method: str
     statuses: set[int] = set()
 
     @settings(
-        max_examples=60,
+        max_examples=trials(60, 300),
         deadline=None,
         derandomize=True,
         phases=[Phase.explicit, Phase.generate],

@@ -7,7 +7,7 @@ import pytest
 from serve.http.chat import template_message
 from serve.http.errors import ApiError
 from serve.http.options import RequestLimits
-from serve.http.protocol import read, restricted, sampling_params
+from serve.http.protocol import read, restricted, sampling_params, without_nulls
 from serve.http.requests import ChatRequest, CompletionRequest, GenerationRequest
 from serve.sampling_params import SamplingParams
 
@@ -52,6 +52,12 @@ def test_defaults_labels_and_nulls_change_nothing(kind: type[GenerationRequest],
     for name, value in given.items():
         read(base | {name: value}, kind)  # type: ignore[type-var]
         read(base | {name: None}, kind)  # type: ignore[type-var]
+
+
+def test_what_is_deeper_than_nulls_may_be_is_not_walked_through() -> None:
+    ids = [7] * 1000
+    assert without_nulls({"prompt": ids, "user": None}) == {"prompt": ids}
+    assert without_nulls({"prompt": ids})["prompt"] is ids
 
 
 def test_nulls_inside_objects_are_as_good_as_absent_but_not_inside_schemas() -> None:

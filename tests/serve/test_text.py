@@ -9,6 +9,7 @@ from serve.engine.requests import TextStream
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import make_engine, toy_tokenizer
 from tests.tiny import tiny_model
+from tests.trials import trials
 
 TOKENIZER = toy_tokenizer()
 
@@ -17,7 +18,7 @@ def stream(stop: tuple[str, ...] = (), *, shows_stop: bool = False) -> TextStrea
     return TextStream(StreamDecoder(TOKENIZER, continues=True), stop, shows_stop=shows_stop)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=trials(400, 2000), deadline=None, derandomize=True)
 @given(
     text=st.text(alphabet="abcé☃", max_size=40),
     stop=st.lists(st.text(alphabet="abcé☃", min_size=1, max_size=4), max_size=3),
@@ -42,7 +43,7 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(text: str, stop: l
     assert shown == text[:begin] and text[:end].endswith(matched) and text[begin:end] == matched
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=trials(200, 2000), deadline=None, derandomize=True)
 @given(text=st.text(alphabet="abé", max_size=40), stop=st.text(alphabet="abé", min_size=1, max_size=4))
 def test_a_stop_string_is_shown_when_asked_for(text: str, stop: str) -> None:
     streamed, shown = stream((stop,), shows_stop=True), ""
@@ -55,7 +56,7 @@ def test_a_stop_string_is_shown_when_asked_for(text: str, stop: str) -> None:
     assert shown + streamed.finish() == text and stop not in text
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=trials(200, 2000), deadline=None, derandomize=True)
 @given(text=st.text(alphabet="ab", max_size=30), stop=st.text(alphabet="ab", min_size=1, max_size=4))
 def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: str) -> None:
     streamed, shown = stream((stop,)), ""

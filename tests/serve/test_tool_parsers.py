@@ -20,6 +20,7 @@ from serve.http.tools.python_calls import PythonParser
 from serve.http.tools.reasoning import ReasoningParser
 from serve.http.tools.registry import REASONING_FORMATS, TOOL_PARSERS
 from serve.http.tools.smollm3 import SmolLM3Parser
+from tests.trials import trials
 
 TOOLS = {"look_up": ["city", "days"], "f": ["a"], "no-arguments": []}
 JSON = st.recursive(
@@ -200,7 +201,7 @@ FORMAT = r"</?tool_call>|\[TOOL_CALLS\]|\[ARGS\]|<\|python_(tag|start|end)\|>|</
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=trials(400, 10_000), deadline=None, derandomize=True)
 @given(fragments=st.lists(FRAGMENTS, max_size=25), cuts=CUTS)
 def test_any_text_gives_the_same_in_pieces_and_loses_nothing(name: str, fragments: list[str], cuts: list[int]) -> None:
     text = "".join(fragments)
@@ -307,7 +308,7 @@ def test_thoughts_are_split_off(name: str, thoughts: str, answer: str, opened: b
     assert found == merged([Reasoning(thoughts.strip()), Content(answer.lstrip())])
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=trials(300, 2000), deadline=None, derandomize=True)
 @given(
     fragments=st.lists(st.sampled_from(["<think>", "</think>", "<thi", "</", " ", "\n", "word", "<"]), max_size=10),
     inside=st.booleans(), cuts=CUTS,
