@@ -131,6 +131,11 @@ class CpuGraph(TorchDispatchMode):
             if call():
                 raise MemoryError(_NO_ROOM)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing compiles this; to have torch say so to its compiler imports that, and the first request waits."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _looks_at_numbers(func, args):

@@ -9,7 +9,6 @@ from pipeline.chat.models import ChatModel, LocalModel, RemoteModel
 from pipeline.errors import UserError
 from pipeline.run_folder import resolve_served
 from serve.config import target_and_draft
-from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 
 
@@ -26,6 +25,8 @@ def _local(options: argparse.Namespace) -> ChatModel:
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} goes with --url.")
     served = resolve_served(options.model, options.verify)
+    from serve.llm import LLM  # and torch, which a conversation with a server does without
+
     model, draft = target_and_draft(served.model, served.verify)
     engine = LLM(
         model,

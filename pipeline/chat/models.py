@@ -12,13 +12,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.errors import UserError
 from pipeline.stages.shared.served import reason_of
-from serve.llm import LLM
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from serve.llm import LLM
 
 Messages = Sequence[Mapping[str, str]]
 Write = Callable[[str, bool], None]
@@ -78,7 +80,7 @@ class _Interrupted(Exception):
 class LocalModel:
     """A model in this process."""
 
-    def __init__(self, name: str, engine: LLM, params: SamplingParams) -> None:
+    def __init__(self, name: str, engine: "LLM", params: SamplingParams) -> None:
         """Raises UserError for a model without a chat template."""
         self.name, self._engine, self._params = name, engine, params
         if not engine.tokenizer.templates:

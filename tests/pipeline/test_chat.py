@@ -146,12 +146,18 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(folder: Path, server: Ru
 def test_piped_lines_are_answered_one_after_the_other(
     folder: Path, server: RunningServer, how: str, tmp_path: Path
 ) -> None:
-    """The model is shown the whole conversation: each answer is the one that the engine gives to all before it."""
+    """The model is shown the whole conversation: each answer is the one that the engine gives to all before it.
+
+    And nobody waits for more than is needed: a server's client for torch, an engine for torch's compiler.
+    """
     saved = tmp_path / "talk.jsonl"
     lines = f"the quick\\\nbrown fox\n/nonsense\n /not a command\n/save {saved}\n"
     settings = ["--max-tokens", "8", "--temperature", "0", *(["--dtype", "float32"] if how == "here" else [])]
     command = [sys.executable, "-m", "pipeline", "chat", *sources(folder, server, how), *settings]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT, env=environment)
+    imported = set(re.findall(r"^import time: .*\| +(\S+)$", done.stderr, re.MULTILINE))
+    assert ("torch" in imported) == (how == "here") and "torch._dynamo" not in imported
     assert done.returncode == 1 and "potstill: There is no command /nonsense; /help lists them." in done.stderr
     assert done.stderr.count("tokens/s, first after") == 2 and "Traceback" not in done.stderr
     messages = json.loads(saved.read_text())["messages"]
