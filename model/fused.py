@@ -6,7 +6,7 @@ through its own (model/fused_adapters.py).
 Legend: T tokens, K input features, N output features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from kernels.linear.dense import PreparedWeight
 from kernels.linear.leading_rows import linear_of_leading_rows
 from kernels.linear.lora import lora_add
 from kernels.swiglu import swiglu, swiglu_of_halves
+from model.adapter_slots import AdapterPlace
 from model.formats.base import ServingForm
 from model.fused_adapters import AdapterChoices, FusedAdapters, fuse_adapters
 from model.linear import AnyLinear
@@ -104,16 +105,31 @@ class Fused(nn.Module):
     def tensors(self) -> dict[str, FusedTensor | None]:
         """Where weights and biases of the layers lie, by names such as `q_proj.weight`; None for quantized weights."""
         found: dict[str, FusedTensor | None] = {}
-        start = 0
-        for number, (name, size) in enumerate(self.sizes.items()):
-            product = self.products[number if len(self.products) > 1 else 0]
-            rows = slice(start, start + size) if len(self.products) == 1 else slice(0, size)
+        for name, product, rows in self._layers():
             weight = product.weight
             found[f"{name}.weight"] = FusedTensor(weight, rows) if isinstance(weight, PreparedWeight) else None
             if product.bias is not None:
                 found[f"{name}.bias"] = FusedTensor(product.bias, rows)
-            start += size
         return found
+
+    def adapter_places(self, max_rank: int) -> dict[str, AdapterPlace]:
+        """Where slots of adapters lie, by the layers' names, if it was fused with room for those of `max_rank`."""
+        found = {}
+        for number, (name, product, rows) in enumerate(self._layers()):
+            if product.adapters is not None:
+                first = number * max_rank if len(self.products) == 1 else 0
+                found[name] = AdapterPlace(product.adapters.weights, rows, slice(first, first + max_rank))
+        return found
+
+    def _layers(self) -> Iterator[tuple[str, Product, slice]]:
+        """Each layer's name, product, and rows of that."""
+        start = 0
+        for number, (name, size) in enumerate(self.sizes.items()):
+            if len(self.products) > 1:
+                yield name, self.products[number], slice(0, size)
+            else:
+                yield name, self.products[0], slice(start, start + size)
+            start += size
 
 
 class FusedLinear(Fused):

@@ -11,6 +11,7 @@ Legend: T tokens, S adapters, N output features of all the layers, K input featu
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,17 @@ from torch import Tensor, nn
 from kernels.linear.lora import LoraWeights
 from model.lora import Lora
 
-AdapterChoices = Sequence[Mapping[nn.Module, Lora]]
-"""Adapters that tokens choose from by number: each names the layers that it adapts."""
+
+class AdapterRoom(NamedTuple):
+    """Room for adapters that come and go (model/adapter_slots.py)."""
+
+    num_slots: int
+    """S: those that one batch can use."""
+    max_rank: int
+
+
+AdapterChoices = Sequence[Mapping[nn.Module, Lora]] | AdapterRoom
+"""Adapters that tokens choose from by number: each names the layers that it adapts. Or room for such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,8 @@ class FusedAdapters:
 @torch.no_grad()
 def fuse_adapters(parts: Sequence[nn.Module], choices: AdapterChoices, dtype: torch.dtype) -> FusedAdapters | None:
     """The adapters of linear layers with one input, for a product in `dtype`; None if no layer is adapted."""
+    if isinstance(choices, AdapterRoom):
+        return _empty_slots(parts, choices, dtype)
     chosen = [[adapter.get(part) for part in parts] for adapter in choices]
     present = [lora for loras in chosen for lora in loras if lora is not None]
     if not present:
@@ -64,3 +76,14 @@ def fuse_adapters(parts: Sequence[nn.Module], choices: AdapterChoices, dtype: to
             row += size
     is_dora = any(lora.magnitude is not None for lora in present)
     return FusedAdapters(LoraWeights(a, b, scales), factors if is_dora else None)
+
+
+def _empty_slots(parts: Sequence[nn.Module], room: AdapterRoom, dtype: torch.dtype) -> FusedAdapters:
+    """Slots of zeros, in which each layer has `max_rank` columns of its own."""
+    sizes: list[Any] = [part.out_features for part in parts]
+    first: Any = parts[0]
+    slots, rank = room.num_slots, room.max_rank * len(parts)
+    with torch.device(first.device):
+        a = torch.zeros(slots, rank, first.in_features, dtype=dtype)
+        b = torch.zeros(slots, sum(sizes), rank, dtype=dtype)
+        return FusedAdapters(LoraWeights(a, b, torch.zeros(slots)), factors=None)

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.rotary import partial_frequencies, rope_frequencies, rope_magnitude, rotary_tables
 from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
+from model.adapter_slots import AdapterSlots
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
 from model.fused import Fused, FusedTensor
-from model.fused_adapters import AdapterChoices
+from model.fused_adapters import AdapterChoices, AdapterRoom
 from model.kv_format import FixedScales
 from model.layers import DecoderLayer, RMSNorm, Rotary, Routing, SelfAttention
 from model.linear import AnyEmbedding, AnyLinear, Embedding, Linear
@@ -61,6 +62,8 @@ class Transformer(nn.Module):
         self.activation_checkpointing = False
         self.num_choices = 0
         """Adapters that tokens can choose from, once fused."""
+        self.adapter_slots: AdapterSlots | None = None
+        """Where adapters come and go, if it was fused with room for them."""
         self._carries_adapter = False
         """Whether the layers were fused with an adapter that is everybody's."""
         self._prepared_head: PreparedWeight | None = None
@@ -188,7 +191,8 @@ class Transformer(nn.Module):
     def fuse(self, choices: AdapterChoices = ()) -> "Transformer":
         """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after.
 
-        `choices`: adapters of the decoder's linear layers (`load_adapters`); each token of a batch names its own.
+        `choices`: adapters of the decoder's linear layers (`load_adapters`), or room for such, which `adapter_slots`
+        fills; each token of a batch names its own.
         LoraError if the model carries one itself: that is everybody's. Adapters of the decoder's layers stay
         unmerged, in the model's dtype; that of the head is merged.
         """
@@ -196,14 +200,26 @@ class Transformer(nn.Module):
         carried = adapted_layers(self)
         if carried and choices:
             raise LoraError("The model carries an adapter, so requests cannot choose among others.")
-        self.num_choices, self._carries_adapter = len(choices), bool(carried)
+        room = choices if isinstance(choices, AdapterRoom) else None
+        self.num_choices, self._carries_adapter = len(choices) if room is None else room.num_slots, bool(carried)
         if carried:
             choices = [{layer: layer.lora for layer in carried.values()}]
         for part in self.modules():
             if isinstance(part, SelfAttention | MLP):
                 part.fuse(choices, self.dtype)
+        if room is not None:
+            self.adapter_slots = self._slots(room)
         self._prepare_head()
         return self.eval()
+
+    def _slots(self, room: AdapterRoom) -> AdapterSlots:
+        places = {
+            f"{path.rpartition('.')[0]}.{name}": place
+            for path, module in self.named_modules()
+            if isinstance(module, Fused)
+            for name, place in module.adapter_places(room.max_rank).items()
+        }
+        return AdapterSlots(places, **room._asdict(), dtype=self.dtype)
 
     @torch.no_grad()
     def trim_head(self) -> "Transformer":

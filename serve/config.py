@@ -29,6 +29,15 @@ class EngineConfig:
     """Folder of a smaller model beside a `draft` that is a name, for kinds that can use one."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters of `model` that requests choose from: their folders, by name."""
+    enable_lora: bool = False
+    """Keep room for adapters that are loaded and unloaded while the engine runs; `adapters` are the first of them.
+    Without it `adapters` are all there will be, of any rank, and the model needs no more memory than they take."""
+    max_loras: int = 4
+    """Most adapters that one batch can use: their slots take memory beside the model's weights."""
+    max_cpu_loras: int = 32
+    """Most adapters that are loaded at once, on the host; a further one takes the place of that used longest ago."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter that can be loaded."""
     dtype: str = "auto"
     """"float32", "bfloat16", "float16", or "auto": bfloat16 where the device multiplies it fast, else float32."""
     kv_cache_dtype: str = "auto"
@@ -68,6 +77,13 @@ class EngineConfig:
         for name in ("num_pages", "kv_cache_bytes", "num_speculative_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras must be at least max_loras, {self.max_loras}, not {self.max_cpu_loras}")
+        if self.enable_lora and len(self.adapters) > self.max_cpu_loras:
+            raise ValueError(f"there are {len(self.adapters)} adapters, but max_cpu_loras is {self.max_cpu_loras}")
         if self.activations not in ("auto", "int8"):
             raise ValueError(f"activations must be auto or int8, not {self.activations!r}")
         if not 0 < self.gpu_memory_utilization <= 1:

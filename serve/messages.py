@@ -44,6 +44,19 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read the adapter in a folder, and let requests that come after the answer name it."""
+
+    name: str
+    folder: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Let no further request name it; not answered."""
+
+    name: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave now; what still runs is lost."""
 
@@ -65,6 +78,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     load_s: float
     stats: EngineStats
     """Counters do not begin at zero: the warm-up has run."""
+    lost_adapters: tuple[str, ...] = ()
+    """Those that were to be loaded again and could not be."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -98,8 +113,14 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Add | Abort | Ping | Shutdown
-FromEngine = Ready | Failed | Rejected | Report | Pong
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a LoadAdapter, in its turn; `refusal` is one sentence for the client: nothing has changed then."""
+
+    refusal: str | None
+
+
+ToEngine = Add | Abort | Ping | LoadAdapter | UnloadAdapter | Shutdown
+FromEngine = Ready | Failed | Rejected | Report | Pong | AdapterLoaded
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from model.adapter_slots import AdapterSlots
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.safe_io import read_json_object, sync_file, write_json
 from model.lora import (
@@ -52,6 +53,7 @@ _UNSUPPORTED = (
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora", "use_bdlora",
     "arrow_config", "kasa_config", "velora_config", "monteclora_config", "megatron_config",
 )  # fmt: skip
+_MOST_CONFIG_BYTES, _MOST_HEADER_BYTES = 1 << 20, 1 << 22
 _HARMLESS_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base as it is."""
 
@@ -109,7 +111,7 @@ def read_adapter(folder: str | Path) -> Adapter:
             dora=bool(raw.get("use_dora")),
             targets=tuple(layers),
         )
-    except (KeyError, TypeError, ValueError) as reason:
+    except (KeyError, TypeError, ValueError, OverflowError) as reason:
         raise AdapterError(f"{folder / CONFIG_NAME} describes no adapter: {reason}") from None
     for name, tensors in layers.items():
         _check_layer(folder / WEIGHTS_NAME, name, tensors, config)
@@ -152,6 +154,36 @@ def load_adapters(model: nn.Module, folders: Sequence[str | Path]) -> list[dict[
             )
         choices.append(detached)
     return choices
+
+
+def read_adapter_for(slots: AdapterSlots, folder: str | Path) -> Adapter:
+    """The adapter in `folder`, checked so that it can be written into a slot of a model.
+
+    Raises what `read_adapter` does, and AdapterError for one that does not fit or whose values are not finite. Files
+    that are larger than any that fits are not read.
+    """
+    folder = Path(folder)
+    _check_size(folder / CONFIG_NAME, _MOST_CONFIG_BYTES)
+    _check_size(folder / WEIGHTS_NAME, _MOST_HEADER_BYTES + 8 * slots.most_values)
+    adapter = read_adapter(folder)
+    if adapter.config.dora:
+        raise AdapterError(f"{folder} is a DoRA adapter; such a one can only be served without slots that change.")
+    if adapter.config.rank > slots.max_rank:
+        raise AdapterError(f"{folder} has rank {adapter.config.rank}; the most that fits here is {slots.max_rank}.")
+    for name, tensors in adapter.layers.items():
+        if name not in slots.places:
+            raise AdapterError(f"{folder} adapts {name}, which is no linear layer of this model's decoder.")
+        _check_fits(folder, name, tensors, slots.places[name])
+        if not all(torch.isfinite(factor.to(slots.dtype)).all() for factor in (tensors.a, tensors.b)):
+            raise AdapterError(f"{folder} adapts {name} with values that are not finite in {slots.dtype}.")
+    return adapter
+
+
+def _check_size(path: Path, most_bytes: int) -> None:
+    if not path.is_file():
+        raise AdapterError(f"{path} does not exist.")
+    if (size := path.stat().st_size) > most_bytes:
+        raise AdapterError(f"{path} has {size} bytes; the largest that fits this model here has {most_bytes}.")
 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: LoraConfig, *, base: str = "") -> None:

@@ -82,8 +82,8 @@ class BatchState:
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._biases = _no_biases(num_rows, 1, device)
         self.facts = np.zeros((num_rows, 5), dtype=np.int64)
-        """[S, 5], on the host: adapter, prompt tokens, whether all scores are adjusted, min_tokens, whether top-k or
-        top-p is asked for."""
+        """[S, 5], on the host: slot of the adapter, prompt tokens, whether all scores are adjusted, min_tokens, whether
+        top-k or top-p is asked for."""
         self._holders = [NOBODY] * self.spare_row
         """Ids of the sequences whose state the rows hold."""
 
@@ -103,7 +103,7 @@ class BatchState:
         self._keys.index_copy_(1, rows, self._upload(keys, np.int64).T)
         for sequence, p in zip(new, params, strict=True):
             always, num_prompt_tokens = p.adjusts_all_scores, sequence.num_prompt_tokens
-            self.facts[sequence.batch_row] = sequence.adapter, num_prompt_tokens, always, p.min_tokens, p.cuts_tail
+            self.facts[sequence.batch_row] = sequence.adapter_slot, num_prompt_tokens, always, p.min_tokens, p.cuts_tail
             if p.adjusts_scores:
                 self._write_biases(sequence)
             if p.has_penalties:
@@ -111,6 +111,10 @@ class BatchState:
             if self.text is not None:
                 self.text[sequence.batch_row, : sequence.num_tokens] = self._upload(sequence.tokens, np.int32)
             self._holders[sequence.batch_row] = sequence.id
+
+    def forget_others(self, rows: set[int]) -> None:
+        """Have every row but these written again before its next use."""
+        self._holders = [holder if row in rows else NOBODY for row, holder in enumerate(self._holders)]
 
     def invalidate(self) -> None:
         """Have every row written again before its next use: after a failure, steps may have left anything in them."""

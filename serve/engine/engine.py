@@ -23,6 +23,7 @@ from kernels.common.cuda_graph import graphs_on
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs
 from model.kv_format import choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
+from serve.engine.adapters import Adapters
 from serve.engine.batch_state import BatchState, Download, feed_reference, synchronize, upload
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer
@@ -88,7 +89,7 @@ class Work:
         columns = range(first, 1 + self.draft.num_tokens)
         tokens += [feed_reference(sequence.batch_row, column, feed_width) for column in columns]
         num_rows = len(tokens) if self.sequence.needs_whole_prompt else self.samples * (1 + self.draft.num_tokens)
-        return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter, sequence.batch_row)
+        return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter_slot, sequence.batch_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,19 @@ class Engine:
         self.num_pages = count_pages(config, models, self.kv_bytes_per_token)
         self.max_model_len = choose_max_model_len(config, models.target.config, self.num_pages)
         self.cache = KVCache(self.num_pages, share_prefixes=config.enable_prefix_caching)
+        kind = draft_kind(config.draft or (None if models.draft is None else DRAFT_MODEL))
+        self.state = BatchState(
+            config.max_num_seqs,
+            models.target.config.vocab_size,
+            max_drafts=most_draft_tokens(config, models),
+            device=self.device,
+            num_kept_tokens=self.max_model_len if kind is not None and kind.needs_text else 0,
+        )
+        slots = models.target.adapter_slots if config.enable_lora else None
+        self.adapters = Adapters(config, slots, forget_others=self.state.forget_others)
         self.scheduler = Scheduler(
             self.cache,
+            self.adapters.place,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -146,20 +158,13 @@ class Engine:
             config,
             models.tokenizer,
             Limits(self.vocab_size, models.target.config.vocab_size, config.max_num_seqs, self.max_model_len, eos),
+            self.adapters,
             enqueue=self.scheduler.add,
             release=self.scheduler.remove,
         )
         self.add_request, self.abort = self.requests.add, self.requests.abort
         self.set_token_mask = self.requests.set_token_mask
         self.grammars = self.requests.grammars
-        kind = draft_kind(config.draft or (None if models.draft is None else DRAFT_MODEL))
-        self.state = BatchState(
-            config.max_num_seqs,
-            models.target.config.vocab_size,
-            max_drafts=most_draft_tokens(config, models),
-            device=self.device,
-            num_kept_tokens=self.max_model_len if kind is not None and kind.needs_text else 0,
-        )
         self.sampler = Sampler(self.state)
         most_tokens = self.max_model_len + self.state.max_drafts
         self.tables = Tables(1 + self.state.spare_row, most_tokens, self.device)
@@ -172,7 +177,7 @@ class Engine:
         """Launches steps in which every sequence decodes, where they can be captured."""
         if self.graphs is not None and models.target.can_be_captured:
             self.uniform_steps = UniformSteps(
-                self.runner, self.sampler, self.tables, self.graphs, bool(config.adapters)
+                self.runner, self.sampler, self.tables, self.graphs, config.enable_lora or bool(config.adapters)
             )
         self.draft: Draft | None = None
         if kind is not None:

@@ -13,6 +13,7 @@ from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.files.checkpoint import load_model
 from model.files.progress import ReadingProgress
+from model.fused_adapters import AdapterRoom
 from model.kv_format import FixedScales, choose_kv_format
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
@@ -103,8 +104,10 @@ def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device)
     model = _load(config.model, config, dtype, device)
     if config.activations != "auto" and not quantized_layers(model):
         raise ValueError(f"activations are rounded beside weights in 4 or 8 bits, and {config.model} has none")
-    if folders and adapted_layers(model):
+    if (folders or config.enable_lora) and adapted_layers(model):
         raise ValueError(f"{config.model} carries an adapter itself; serve its base, and name this adapter too")
+    if config.enable_lora:
+        return model.fuse(AdapterRoom(config.max_loras, config.max_lora_rank))
     return model.fuse(load_adapters(model, folders))
 
 

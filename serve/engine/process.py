@@ -16,7 +16,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -26,9 +27,11 @@ from serve.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
     Abort,
+    AdapterLoaded,
     Add,
     Failed,
     FromEngine,
+    LoadAdapter,
     Ping,
     Pong,
     ProtocolError,
@@ -37,16 +40,19 @@ from serve.messages import (
     Report,
     Shutdown,
     ToEngine,
+    UnloadAdapter,
     decode_to_engine,
     frame,
 )
 
 if TYPE_CHECKING:
+    from model.files.adapter import Adapter
+    from serve.engine.adapters import Adapters
     from serve.engine.engine import Engine
 
 PR_SET_PDEATHSIG = 1
-COMPILE_POLL_S = 0.02
-"""How long an idle engine waits for a grammar before it listens again."""
+PREPARATION_POLL_S = 0.02
+"""How long an idle engine waits for a grammar or an adapter before it listens again."""
 log = logging.getLogger("potstill.engine")
 
 
@@ -76,37 +82,34 @@ class EngineSocket:
         return data
 
 
-class GrammarQueue:
-    """Requests whose grammar is being compiled, in a thread, while the others' steps go on."""
+Waiting = TypeVar("Waiting", Add, LoadAdapter)
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
-        self._pool = ThreadPoolExecutor(1, "grammars")
-        self._waiting: dict[str, tuple[Add, Future[object]]] = {}
+
+class Preparations(Generic[Waiting]):
+    """Messages for which something is being prepared, one after the other in a thread, while steps go on."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+        self._waiting: dict[str, tuple[Waiting, Future[Any]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def takes(self, message: Add) -> bool:
-        """Whether the request has to wait; then it does so here."""
-        grammar = message.params.grammar
-        if grammar is None or self._engine.grammars.has(grammar):
-            return False
-        self._waiting[message.request_id] = message, self._pool.submit(self._engine.grammars.compile, grammar)
-        return True
+    def begin(self, key: str, message: Waiting, work: Callable[[], Any]) -> None:
+        self._waiting[key] = message, self._pool.submit(work)
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request, if it waits here."""
-        self._waiting.pop(request_id, None)
+    def abort(self, key: str) -> None:
+        """Forget a message, if it waits here."""
+        self._waiting.pop(key, None)
 
-    def take_ready(self, *, wait: bool) -> list[Add]:
-        """Those that need wait no longer, whatever became of their grammar; `wait`: nothing else is to be done."""
+    def take_ready(self, *, wait: bool) -> list[tuple[Waiting, Future[Any]]]:
+        """Those that need wait no longer, and what became of it; `wait`: nothing else is to be done."""
         if wait and self._waiting:
-            concurrent.futures.wait([work for _, work in self._waiting.values()], COMPILE_POLL_S, FIRST_COMPLETED)
-        ready = [message for message, work in self._waiting.values() if work.done()]
-        for message in ready:
-            del self._waiting[message.request_id]
-        return ready
+            concurrent.futures.wait([work for _, work in self._waiting.values()], PREPARATION_POLL_S, FIRST_COMPLETED)
+        ready = {key: found for key, found in self._waiting.items() if found[1].done()}
+        for key in ready:
+            del self._waiting[key]
+        return list(ready.values())
 
 
 class EngineLoop:
@@ -116,7 +119,8 @@ class EngineLoop:
         self._engine = engine
         self._connection = connection
         self._queue_wait_s = queue_wait_s
-        self._grammars = GrammarQueue(engine)
+        self._grammars: Preparations[Add] = Preparations("grammars")
+        self._adapters: Preparations[LoadAdapter] = Preparations("adapters")
         self._queued: set[str] = set()
         self._stopping = False
 
@@ -124,10 +128,15 @@ class EngineLoop:
         """Returns on Shutdown; raises EOFError when the other side is gone."""
         self._engine.on_schedule = self._report_starts
         while True:
-            for message in self._connection.receive(wait=not (self._engine.has_work() or self._grammars)):
+            is_busy = self._engine.has_work() or self._grammars or self._adapters
+            for message in self._connection.receive(wait=not is_busy):
                 self._handle(message)
-            for waited in self._grammars.take_ready(wait=not self._engine.has_work()):
-                self._add(waited)
+            if self._grammars:
+                for request, _ in self._grammars.take_ready(wait=not self._engine.has_work()):
+                    self._add(request)
+            if self._adapters:
+                for adapter, work in self._adapters.take_ready(wait=not self._engine.has_work()):
+                    self._add_adapter(adapter, work)
             if self._stopping:
                 return
             if self._engine.has_work():
@@ -160,13 +169,20 @@ class EngineLoop:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case Add():
-                if not self._grammars.takes(message):
+                grammar, grammars = message.params.grammar, self._engine.grammars
+                if grammar is None or grammars.has(grammar):
                     self._add(message)
+                else:
+                    self._grammars.begin(message.request_id, message, partial(grammars.compile, grammar))
             case Abort(request_ids):
                 for request_id in request_ids:
                     self._abort(request_id)
             case Ping(number):
                 self._connection.send(Pong(number, self._engine.stats()))
+            case LoadAdapter(name, folder):
+                self._adapters.begin(name, message, partial(self._engine.adapters.read, folder))
+            case UnloadAdapter(name):
+                self._engine.adapters.remove(name)
             case Shutdown():
                 self._stopping = True
 
@@ -177,6 +193,17 @@ class EngineLoop:
             self._connection.send(Rejected(message.request_id, str(error)))
         else:
             self._queued.add(message.request_id)
+
+    def _add_adapter(self, message: LoadAdapter, work: "Future[Adapter]") -> None:
+        refusal = None
+        try:
+            self._engine.adapters.add(message.name, work.result())
+        except ValueError as error:
+            refusal = str(error)
+        except Exception:
+            log.exception("the adapter in %s cannot be read", message.folder)
+            refusal = "the adapter cannot be read"
+        self._connection.send(AdapterLoaded(refusal))
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
@@ -219,11 +246,24 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
     )
 
 
+def restore(adapters: "Adapters", folders: dict[str, str]) -> tuple[str, ...]:
+    """Load the adapters that an engine before this one had; returns the names of those that cannot be loaded now."""
+    lost = []
+    for name, folder in folders.items():
+        try:
+            adapters.add(name, adapters.read(folder))
+        except (ValueError, OSError) as error:
+            log.error("the adapter %s is gone: %s", name, error)
+            lost.append(name)
+    return tuple(lost)
+
+
 def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
     parser = argparse.ArgumentParser(prog="serve.engine.process")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--options", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--restore-adapters", default="{}", help="folders of adapters by name, as JSON")
     parser.add_argument("--queue-wait-s", type=float, required=True)
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args()
@@ -239,6 +279,8 @@ def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
     except (ValueError, OSError) as error:
         connection.send(Failed(str(error)))
         return 1
+    if restored := msgspec.json.decode(arguments.restore_adapters, type=dict[str, str]):
+        ready = msgspec.structs.replace(ready, lost_adapters=restore(engine.adapters, restored))
     connection.send(ready)
     try:
         EngineLoop(engine, connection, queue_wait_s=arguments.queue_wait_s).run()

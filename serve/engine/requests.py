@@ -15,6 +15,7 @@ import numpy as np
 from model.text.detokenizer import StreamDecoder
 from model.text.tokenizer import Tokenizer
 from serve.config import NO_ADAPTER, EngineConfig
+from serve.engine.adapters import Adapters, LoadedAdapter
 from serve.engine.grammars import Grammars
 from serve.engine.kv_cache import BlockTable, pages_for
 from serve.engine.token_mask import BothMasks, TokenMask, WordMask
@@ -114,8 +115,8 @@ class Sequence:
     """Tokens that end it: end-of-sequence unless ignored, and stop_token_ids."""
     table: BlockTable
     text: TextStream
-    adapter: int = NO_ADAPTER
-    """Number of the adapter that the target computes it with; a draft has none."""
+    adapter: LoadedAdapter | None = None
+    """What the target computes it with; a draft has none."""
 
     mask: TokenMask | None = None
     """Which tokens may come next; None: all."""
@@ -143,6 +144,11 @@ class Sequence:
     """Decaying count of accepted draft tokens."""
     recent_rejected: float = 0.0
     """Decaying count of rejections."""
+
+    @property
+    def adapter_slot(self) -> int:
+        """The slot of its adapter, which stays while it runs."""
+        return NO_ADAPTER if self.adapter is None else self.adapter.slot
 
     @property
     def verifies_by_rejection(self) -> bool:
@@ -209,6 +215,7 @@ class Requests:
         config: EngineConfig,
         tokenizer: Tokenizer,
         limits: Limits,
+        adapters: Adapters,
         *,
         enqueue: Callable[[Sequence], None],
         release: Callable[[Sequence], None],
@@ -221,7 +228,7 @@ class Requests:
         """Of all requests since the engine started; prompts count once they have been computed."""
         self._tokenizer = tokenizer
         self._enqueue, self._release = enqueue, release
-        self._adapters = {name: number for number, name in enumerate(config.adapters)}
+        self._adapters = adapters
         self._random = random.Random(config.seed)
         self._next_id = 0
         self._sequences: dict[int, Sequence] = {}
@@ -248,11 +255,12 @@ class Requests:
         """Queue a request. ValueError with one sentence when it can never be served; nothing has changed then.
 
         Times are seconds of `time.monotonic()`. Lower `priority` goes first. When `deadline` passes, queued or running,
-        it ends with finish_reason "deadline". Only requests of equal `adapter` (a name in EngineConfig.adapters; None:
-        the base) and `cache_salt` share cached prefixes.
+        it ends with finish_reason "deadline". Only requests of one `adapter` (the name of one that is loaded; None: the
+        base) and of equal `cache_salt` share cached prefixes.
         """
         self._check(request_id, prompt_token_ids, params)
-        number = self._adapter_number(adapter)
+        loaded = self._adapters.find(adapter)
+        root = f"{NO_ADAPTER if loaded is None else loaded.number}:{cache_salt or ''}"
         ends = (() if params.ignore_eos else self.limits.eos_token_ids) + params.stop_token_ids
         masks = self._own_masks(params, ends)
         choices = [
@@ -268,9 +276,9 @@ class Requests:
                 deadline=deadline,
                 seed=self._random.randrange(MAX_SEED) if params.seed is None else params.seed,
                 end_token_ids=ends,
-                table=BlockTable(pages_for(self.limits.max_model_len), f"{number}:{cache_salt or ''}"),
+                table=BlockTable(pages_for(self.limits.max_model_len), root),
                 text=self._text_stream(params),
-                adapter=number,
+                adapter=loaded,
                 mask=mask,
                 own_mask=mask,
             )
@@ -302,13 +310,6 @@ class Requests:
         for token in prompt:
             if type(token) is not int or not 0 <= token < limits.vocab_size:
                 raise ValueError(f"prompt token ids must be integers from 0 to {limits.vocab_size - 1}, not {token!r}")
-
-    def _adapter_number(self, name: str | None) -> int:
-        if name is None:
-            return NO_ADAPTER
-        if name not in self._adapters:
-            raise ValueError(f"there is no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
-        return self._adapters[name]
 
     def _text_stream(self, params: SamplingParams) -> TextStream:
         decoder = StreamDecoder(

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from model.adapter_slots import AdapterSlots
 from model.kv_format import KVPages
 from model.passes import PagedModel, Pass, PassRunner
 from serve.config import NO_ADAPTER
@@ -19,6 +20,8 @@ from serve.engine.kv_cache import PAGE_SIZE, BlockTable, pages_for
 
 class LanguageModel(PagedModel, Protocol):
     """What the runner asks of a model; `model.transformer.Transformer` is one."""
+
+    adapter_slots: AdapterSlots | None
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -37,7 +40,7 @@ class SequenceInput:
     num_rows: int
     """Of how many tokens, counted from the last, the hidden state is wanted."""
     adapter: int = NO_ADAPTER
-    """Number of the adapter that they go through."""
+    """Slot of the adapter that they go through."""
     batch_row: int = 0
     """Where the sequence's list of visible slots is, if attention is routed."""
 

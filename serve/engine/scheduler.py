@@ -55,13 +55,23 @@ def _no_drafts(sequence: Sequence) -> int:
 class Scheduler:
     """Holds the waiting and the running sequences, both in order of `Sequence.order`."""
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        place: Callable[[Sequence, list[Sequence]], bool] = lambda sequence, running: True,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        """`place` has the adapter of a sequence lie ready beside those of the running ones, or returns False."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs}), "
                 "so that every running sequence can decode in every step"
             )
         self.cache = cache
+        self._place = place
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -148,12 +158,17 @@ class Scheduler:
 
     def _admit_waiting(self, step: "_Step") -> None:
         num_batch_rows = sum(sequence.num_batch_rows for sequence in self.running)
-        while self.waiting and step.budget > 0:
-            sequence = self.waiting[0]
+        position, slots_are_full = 0, False
+        while position < len(self.waiting) and step.budget > 0:
+            sequence = self.waiting[position]
             if num_batch_rows + sequence.num_batch_rows > self.max_num_seqs:
                 break
             if sequence.num_unread:  # preempted a moment ago: what it will say last is still on its way
                 break
+            # Behind one that waits for a slot only those go on that need none, so that slots come free.
+            if sequence.adapter is not None and (slots_are_full or not self._place(sequence, self.running)):
+                position, slots_are_full = position + 1, True
+                continue
             # Each running sequence keeps a page to grow into, else the newcomer would soon be preempted again. Cached
             # pages have no hidden states, so a prompt that is scored or pooled is computed in full.
             found = self.cache.admit(
@@ -166,7 +181,7 @@ class Scheduler:
             step.add(sequence, min(sequence.num_pending, step.budget))
 
     def _start(self, sequence: Sequence, num_found: int) -> None:
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_order)
         for choice in (sequence, *sequence.siblings):
             choice.batch_row = self._free_batch_rows.pop()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.common.cuda_graph import Graphs
 from kernels.common.rehearsal import Rehearsal
+from model.files.adapter import Adapter
+from model.lora_config import LoraConfig
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, FixedLength
 from serve.engine.graphs import captured_sizes
 from serve.sampling_params import SamplingParams
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from serve.engine.engine import Engine
 
 log = logging.getLogger("potstill.engine")
+_BLANK = "warm-up"
+"""An adapter that changes nothing."""
 _LENGTH = 8
 """Tokens of a prompt, and of an answer."""
 
@@ -55,11 +59,14 @@ def _compile(engine: "Engine", graphs: Graphs) -> None:
 
 def _serve_all_kinds(engine: "Engine") -> None:
     most = min(engine.config.max_num_batched_tokens, engine.max_model_len - 1)
-    for adapter in (None, *list(engine.config.adapters)[:1]):
+    if engine.config.enable_lora:
+        engine.adapters.add(_BLANK, Adapter(LoraConfig(rank=1), {}))
+    for adapter in (None, *engine.adapters.names[-1:]):
         length = 1
         while length < 2 * most:  # tiles, and the choice between products, follow the number of tokens
             _serve(engine, min(length, most), {"temperature": 0.0}, adapter)
             length *= 2
+    engine.adapters.remove(_BLANK)
     penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "logit_bias": {0: 1.0}, "min_tokens": 1}
     for options in (
         {"temperature": 1.0},

@@ -11,25 +11,24 @@ Everything runs on one event loop; nothing here blocks it or waits for the engin
 
 import asyncio
 import logging
-import os
 import shutil
 import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
-from serve.http.engine_process import ENGINE_COMMAND, EngineProcess
+from serve.http.adapters import AdapterRegistry
+from serve.http.engine_process import ENGINE_COMMAND, EngineProcess, engine_arguments
 from serve.http.errors import ApiError, invalid, late, overloaded, unavailable
 from serve.http.metrics import ChoiceTimer, Metrics, RequestSummary, summarize
 from serve.http.options import ServerOptions
 from serve.messages import (
     LENGTH,
     Abort,
+    AdapterLoaded,
     Add,
     Failed,
     FromEngine,
@@ -79,11 +78,8 @@ class EngineClient:
         """Why there will be no further engine."""
         self.ended = asyncio.Event()
         """Set when the engine is gone for good: stopped, or failed."""
-        self._arguments = [
-            *command,
-            *("--parent", str(os.getpid()), "--queue-wait-s", str(options.queue_wait_s)),
-            *("--log-level", options.log_level, "--options", msgspec.json.encode(options.engine).decode()),
-        ]
+        self.adapters = AdapterRegistry(options.engine, metrics, self.send)
+        self._options, self._command = options, command
         self._folder = Path(tempfile.mkdtemp(prefix="potstill-"))  # mode 0700: no other user can connect
         self._requests: dict[str, tuple[Call, int]] = {}
         self._pings: dict[int, asyncio.Future[bool]] = {}
@@ -166,6 +162,12 @@ class EngineClient:
         """Outputs of this request, should more arrive, go nowhere."""
         self._requests.pop(request_id, None)
 
+    def adapter_requests(self) -> Iterator[tuple[str, bool]]:
+        """Of each request that goes through an adapter, the name of that and whether it runs."""
+        for request_id, (call, _) in self._requests.items():
+            if call.adapter is not None:
+                yield call.adapter, call.has_started(request_id)
+
     def send(self, message: ToEngine) -> None:
         """Put a message on its way; without an engine it is dropped, since its requests have been failed."""
         if self._writer is not None and not self._writer.is_closing():
@@ -193,7 +195,10 @@ class EngineClient:
 
     async def _run_engine(self) -> None:
         """One engine process, from its start to its end."""
-        engine = await EngineProcess.start(self._arguments, self._folder / "engine.sock")
+        # What the first is started with has to fit; later ones load what can be loaded.
+        adapters = None if self.info is None else self.adapters.folders
+        arguments = [*self._command, *engine_arguments(self._options, adapters)]
+        engine = await EngineProcess.start(arguments, self._folder / "engine.sock")
         patience_s = 0.0
         try:
             if (connection := await engine.connection()) is not None:
@@ -251,6 +256,8 @@ class EngineClient:
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 message = decode_from_engine(await reader.readexactly(size))
                 if isinstance(message, Ready):
+                    for name in message.lost_adapters:
+                        self.adapters.forget(name)
                     self._writer, self.info, self._is_stalled = writer, message, False
                     self.metrics.engine_started(message)
                     self._ready.set()
@@ -286,6 +293,8 @@ class EngineClient:
                 self.metrics.record_stats(stats)
                 if number in self._pings and not self._pings[number].done():
                     self._pings[number].set_result(True)
+            case AdapterLoaded(refusal):
+                self.adapters.answered(refusal)
             case Failed(reason):
                 self.failure = reason
 
@@ -302,6 +311,7 @@ class EngineClient:
     def _fail_all(self) -> None:
         for call, _ in list(self._requests.values()):
             call.fail(self.absence())
+        self.adapters.engine_ended(self.absence())
         for answer in self._pings.values():
             if not answer.done():
                 answer.set_result(False)
@@ -326,6 +336,8 @@ class Call:
         self._unread_bytes = 0
         self._last_read = self._arrival
         self._params: SamplingParams | None = None
+        self.adapter: str | None = None
+        """What its requests go through."""
         self._error: ApiError | None = None
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -354,6 +366,9 @@ class Call:
             raise self._error
         if not self._client.is_ready:
             raise self._client.absence()
+        if adapter is not None:
+            self._client.adapters.use(adapter)
+        self.adapter = adapter
         self._metrics, self._params = self._client.metrics.of(adapter), params
         call_id = uuid.uuid4().hex
         for prompt_index, prompt in enumerate(prompts):
@@ -377,6 +392,9 @@ class Call:
         """A request has entered the batch."""
         self._started[request_id] = time.monotonic()
         self._metrics.queue_time.observe(self._started[request_id] - self._arrival)
+
+    def has_started(self, request_id: str) -> bool:
+        return request_id in self._started
 
     def put(self, prompt_index: int, output: RequestOutput) -> None:
         """Take in one output of the engine."""
@@ -436,7 +454,7 @@ class Call:
         if self._num_running and self._request_ids:
             self._client.send(Abort(self._request_ids))
             if (reason := _reason(self._error)) is not None:
-                self._metrics.request_success.labels(finished_reason=reason).inc(self._num_running)
+                self._metrics.request_success[reason].inc(self._num_running)
         for request_id in self._request_ids:
             self._client.forget(request_id)
         self._release(self._num_running)

@@ -5,8 +5,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from serve.http.options import ServerOptions
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "serve.engine.process")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -14,6 +19,18 @@ ROOT = str(Path(__file__).resolve().parents[2])
 KILL_S = 10.0
 """How long a killed process may take to be gone; one that waits for a broken driver never is."""
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def engine_arguments(options: ServerOptions, adapters: dict[str, str] | None = None) -> list[str]:
+    """What the engine process is told. `adapters`: those that are loaded by now, of engines that load such."""
+    config, restored = options.engine, {}
+    if config.enable_lora and adapters is not None:
+        config, restored = replace(config, adapters={}), adapters
+    return [
+        *("--parent", str(os.getpid()), "--queue-wait-s", str(options.queue_wait_s)),
+        *("--log-level", options.log_level, "--options", msgspec.json.encode(config).decode()),
+        *("--restore-adapters", msgspec.json.encode(restored).decode()),
+    ]
 
 
 class EngineProcess:

@@ -75,7 +75,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 unless the request means the model that is served, or one of its adapters."""
-        if name is not None and name not in self.options.model_names and name not in self.options.engine.adapters:
+        if name is not None and name not in self.options.model_names and name not in self.engine.adapters:
             raise ApiError(404, "the requested model is not served here", code="model_not_found", param="model")
 
     def cache_salt(self, tenant: bytes, wish: str | None) -> str | None:
@@ -101,7 +101,7 @@ class Reply(ABC, Generic[Request]):
         self.tokenizer = service.tokenizer
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.adapter = request.model if request.model in service.options.engine.adapters else None
+        self.adapter = None if request.model in service.options.model_names else request.model
         self.model = self.adapter or service.options.model_names[0]
         self.num_choices = request.n or 1
         self.stream_options = request.stream_options or StreamOptions()

@@ -7,15 +7,15 @@ label. Names and meanings follow vLLM 0.33; counters gain `_total`. Durations in
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from serve.messages import Ready
-from serve.outputs import EngineStats, RequestOutput
+from serve.outputs import EngineStats, FinishReason, RequestOutput
 from serve.sampling_params import SamplingParams
 
 PREFIX, ALIAS = "potstill:", "vllm:"
@@ -75,7 +75,8 @@ class RequestMetrics:
     decode_time: Histogram
     prompt_length: Histogram
     generation_length: Histogram
-    request_success: "_Labelled"
+    request_success: Mapping[str, Counter]
+    """By finish reason, all from zero on: what is bound once can be removed for good."""
 
 
 class Metrics:
@@ -96,8 +97,25 @@ class Metrics:
         self.iteration_tokens = self._one(
             Histogram, "iteration_tokens_total", "Prompt and output tokens between two reports.", buckets=TOKENS
         )
-        families = self._request_families()
-        self._requests = {name: _bind(families, name, self.recent) for name in (model_name, *adapters)}
+        self._families = self._request_families()
+        self._requests: dict[str, RequestMetrics] = {}
+        for name in (model_name, *adapters):
+            self.add_model(name)
+
+    def add_model(self, name: str) -> None:
+        """Requests may name this one."""
+        if name not in self._requests:
+            self._requests[name] = _bind(self._families, name, self.recent)
+
+    def remove_model(self, name: str) -> None:
+        """None does any more: what was measured under its name is not shown any longer."""
+        del self._requests[name]
+        for family in self._families.values():
+            family.remove_by_labels({"model_name": name})
+
+    def watch_adapters(self, max_loras: int, requests: Callable[[], Iterator[tuple[str, bool]]]) -> None:
+        """Show which adapters run and wait; `requests` names that of each request, and says whether it runs."""
+        self._source.register(_AdapterInfo(max_loras, requests))
 
     def of(self, adapter: str | None) -> RequestMetrics:
         """Those of requests for an adapter; None: for the model itself."""
@@ -254,11 +272,12 @@ class Throughput:
 
 def _bind(families: dict[str, Counter | Histogram], model_name: str, recent: deque[Latencies]) -> RequestMetrics:
     """The families with the model's name filled in."""
+    by_reason = families["request_success"]
     bound: dict[str, Any] = {
-        name: _Labelled(family, model_name) if isinstance(family, Counter) else family.labels(model_name)
-        for name, family in families.items()
+        name: family.labels(model_name) for name, family in families.items() if family != by_reason
     }
-    return RequestMetrics(model_name, recent, **bound)
+    success: dict[str, Any] = {reason: by_reason.labels(model_name, reason) for reason in get_args(FinishReason)}
+    return RequestMetrics(model_name, recent, request_success=success, **bound)
 
 
 class _Labelled:
@@ -270,6 +289,24 @@ class _Labelled:
 
     def labels(self, **labels: str) -> Counter:
         return self._metric.labels(model_name=self._model_name, **labels)
+
+
+class _AdapterInfo:
+    """vLLM's lora_requests_info: one series, of now; its value is the time, in seconds."""
+
+    def __init__(self, max_loras: int, requests: Callable[[], Iterator[tuple[str, bool]]]) -> None:
+        self._max_loras, self._requests = max_loras, requests
+
+    def collect(self) -> Iterator[Metric]:
+        found = set(self._requests())
+        running, waiting = (",".join(sorted(name for name, runs in found if runs is state)) for state in (True, False))
+        family = GaugeMetricFamily(
+            f"{PREFIX}lora_requests_info",
+            "Adapters of requests that run and wait.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        family.add_metric([str(self._max_loras), running, waiting], time.time())
+        yield family
 
 
 class _TwoNames:
@@ -331,7 +368,7 @@ class ChoiceTimer:
             self._finish(output, output.finish_reason, now)
 
     def _finish(self, output: RequestOutput, reason: str, now: float) -> None:
-        self._metrics.request_success.labels(finished_reason=reason).inc()
+        self._metrics.request_success[reason].inc()
         self._metrics.e2e_latency.observe(now - self._arrival)
         self._metrics.generation_length.observe(output.num_output_tokens)
         if output.index == 0:

@@ -56,6 +56,8 @@ class ServerOptions(RequestLimits):
     """What such pages may send."""
     allow_credentials: bool = False
     """Whether browsers may send what they store for the server."""
+    allowed_lora_path: str | None = None
+    """Clients may load adapters from below this folder, and unload them; None: they may not. Needs enable_lora."""
     chat_template: str | None = None
     """File that replaces the model's chat template."""
     tool_call_parser: str = AUTO
@@ -92,6 +94,10 @@ class ServerOptions(RequestLimits):
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         if taken := [name for name in self.engine.adapters if name in self.model_names]:
             raise ValueError(f"--adapter {taken[0]}: this is the name of the model itself")
+        if self.allowed_lora_path is not None and not self.engine.enable_lora:
+            raise ValueError("--allowed-lora-path needs --enable-lora: without it no adapter can be loaded later")
+        if self.allowed_lora_path is not None and not Path(self.allowed_lora_path).is_dir():
+            raise ValueError(f"--allowed-lora-path {self.allowed_lora_path}: there is no such folder")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError('allow_credentials needs origins by name: with "*" any page could use them')
         if any(not key.strip() for key in self.api_keys):
@@ -140,6 +146,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--speculative-config", speculative, type=_speculative)
     add("--adapter", "LoRA adapter that requests choose as model NAME; repeatable", action="append", dest="adapters",
         type=_adapter, metavar="NAME=FOLDER")  # fmt: skip
+    add("--enable-lora", "keep room for adapters that come and go while the server runs", action="store_true")
+    add("--max-loras", "most adapters in one batch, with --enable-lora", type=int, metavar="N")
+    add("--max-cpu-loras", "most adapters loaded at once; the next takes the place of that used longest ago",
+        type=int, metavar="N")  # fmt: skip
+    add("--max-lora-rank", "largest rank of an adapter, with --enable-lora", type=int, metavar="RANK")
+    add("--allowed-lora-path", "let clients load adapters from below FOLDER by /v1/load_lora_adapter", metavar="FOLDER")
     add("--seed", "seed of requests that bring none", type=int)
     add("--api-key", f"key that requests must bring; repeatable; also {API_KEY_VARIABLE}", action="append",
         dest="api_keys", metavar="KEY")  # fmt: skip

@@ -4,6 +4,7 @@ import asyncio
 import zlib
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -14,9 +15,11 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from kernels import __version__
+from serve.http.adapters import LoadLoraAdapterRequest, UnloadLoraAdapterRequest, load_adapter
 from serve.http.chat import ChatReply, conversation_ids
 from serve.http.completions import CompletionReply
 from serve.http.docs import docs_page
+from serve.http.engine_client import EngineClient
 from serve.http.errors import ApiError, invalid, unavailable
 from serve.http.generation import GenerationResponse, Reply, Service, token_text
 from serve.http.load import load_of
@@ -92,6 +95,8 @@ class Routes:
                 Route("/load", self.load),
                 Route("/openapi.json", self.openapi),
                 Route("/docs", self.docs),
+                Route("/v1/load_lora_adapter", self.load_lora_adapter, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self.unload_lora_adapter, methods=["POST"]),
                 *page_routes(),
             ],
             redirect_slashes=False,
@@ -235,8 +240,8 @@ class Routes:
 
     @operation("The model and its adapters.", answer=ModelList)
     async def models(self, request: Request) -> Response:
-        options = self._service.options
-        return json_response(ModelList([self._card(name) for name in (*options.model_names, *options.engine.adapters)]))
+        names = *self._service.options.model_names, *self._service.engine.adapters.folders
+        return json_response(ModelList([self._card(name) for name in names]))
 
     @operation("One of them.", answer=ModelCard)
     async def model(self, request: Request) -> Response:
@@ -244,9 +249,36 @@ class Routes:
         self._service.check_model(name)
         return json_response(self._card(name))
 
+    @operation(
+        "Load a LoRA adapter.",
+        request=LoadLoraAdapterRequest,
+        text="text/plain",
+        example={"lora_name": "NAME", "lora_path": "FOLDER"},
+    )
+    async def load_lora_adapter(self, request: Request) -> Response:
+        root = self._adapter_root()
+        wanted = await self._read(request, LoadLoraAdapterRequest)
+        adapters, names = self._check_engine().adapters, self._service.options.model_names
+        return Response(await load_adapter(adapters, wanted, root, names), media_type="text/plain")
+
+    def _adapter_root(self) -> Path:
+        """From below which adapters may come. ApiError 404 unless the operator has said so."""
+        if (root := self._service.options.allowed_lora_path) is None:
+            raise ApiError(404, "adapters come and go only with --allowed-lora-path", code="not_found")
+        return Path(root)
+
+    @operation(
+        "Unload a LoRA adapter.", request=UnloadLoraAdapterRequest, text="text/plain", example={"lora_name": "NAME"}
+    )
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        self._adapter_root()
+        wanted = await self._read(request, UnloadLoraAdapterRequest)
+        await self._service.engine.adapters.unload(wanted.lora_name)
+        return Response(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.", media_type="text/plain")
+
     def _card(self, name: str) -> ModelCard:
         service, base = self._service, self._service.options.model_names[0]
-        folder = service.options.engine.adapters.get(name)
+        folder = service.engine.adapters.folders.get(name)
         root, parent = (base, None) if folder is None else (folder, base)
         return ModelCard(name, service.created, self._info().max_model_len, root, parent)
 
@@ -294,14 +326,19 @@ class Routes:
     @operation("Whether a request sent now would be worked on.", answer=dict[str, str])
     async def health(self, request: Request) -> Response:
         """200 when a request sent now would be worked on: the engine's loop has just answered a ping."""
+        engine = self._check_engine()
+        if not await engine.ping(self._service.options.health_timeout_s):
+            raise unavailable("the engine does not answer", "engine_stalled")
+        return json_response({"status": "ok"})
+
+    def _check_engine(self) -> EngineClient:
+        """ApiError 503 unless the engine takes requests."""
         engine = self._service.engine
         if engine.draining:
             raise unavailable("the server is shutting down", "draining")
         if not engine.is_ready:
             raise engine.absence()
-        if not await engine.ping(self._service.options.health_timeout_s):
-            raise unavailable("the engine does not answer", "engine_stalled")
-        return json_response({"status": "ok"})
+        return engine
 
     @operation("Prometheus metrics.")
     async def metrics(self, request: Request) -> Response:

@@ -142,6 +142,9 @@ async def _serve(
 ) -> int:
     metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
     engine = EngineClient(options, metrics, command=engine_command)
+    max_loras = options.engine.max_loras if options.engine.enable_lora else len(options.engine.adapters)
+    if max_loras:
+        metrics.watch_adapters(max_loras, engine.adapter_requests)
     formats = formats_of(tokenizer, options.tool_call_parser, options.reasoning_parser)
     service = Service(options, engine, tokenizer, metrics, formats)
     app = build_app(service, tracer)

@@ -72,6 +72,7 @@ def beyond(kind: Any) -> Iterator[Any]:
 
 
 WHOLE = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi", "tokens": [1], "max_tokens": 4}
+WHOLE |= {"lora_name": "a", "lora_path": "a"}
 
 
 @pytest.mark.parametrize("kind", request_kinds(), ids=lambda kind: kind.__name__)

@@ -40,7 +40,8 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --gpu-memory-utilization 0.5 | --kv-cache-bytes 1 | --kv-cache-dtype int8 | --max-num-seqs 2
         --activations int8 | --max-num-batched-tokens 9 | --no-enable-prefix-caching | --verify t
         --speculative-config {"model":"d"}
-        --adapter a=b | --seed 5 | --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1
+        --adapter a=b | --enable-lora | --max-loras 2 | --max-cpu-loras 99
+        --max-lora-rank 8 | --seed 5 | --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1
         --allowed-origins ["a"] | --allowed-methods ["a"] | --allowed-headers ["a"] | --allow-credentials
         --max-n 1 | --max-prompts 1 | --max-stop-strings 1 | --max-logprobs 1 | --max-body-bytes 1
         --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug
@@ -48,6 +49,7 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --engine-timeout 9 | --tool-call-parser hermes | --reasoning-parser none"""
     given = [option.split() for line in words.splitlines() for option in line.split("|")]
     given.append(["--config", str(tmp_path / "serve.yaml")])
+    given.append(["--allowed-lora-path", str(tmp_path), "--enable-lora"])
     parser = argparse.ArgumentParser(add_help=False)
     add_serve_arguments(parser)
     assert {option[0] for option in given} == set(re.findall(r"--[a-z-]+", parser.format_usage()))

@@ -105,7 +105,7 @@ def test_a_stream_that_died_is_not_a_success(server: RunningServer) -> None:
     counts = dict(re.findall(r'potstill:http_requests_total{[^}]*completions",status="(\d+)"} (\S+)', text))
     assert counts == {"499": "1.0", "504": "1.0", "503": "1.0"}
     reasons = dict(re.findall(r'potstill:request_success_total{finished_reason="(\w+)"[^}]*} (\S+)', text))
-    assert reasons == {"abort": "1.0", "deadline": "1.0", "error": "1.0"}
+    assert reasons == {"stop": "0.0", "length": "0.0", "abort": "1.0", "deadline": "1.0", "error": "1.0"}
 
 
 def test_load_says_how_long_requests_took_lately(server: RunningServer) -> None:

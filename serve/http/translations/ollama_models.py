@@ -59,13 +59,15 @@ def tags(service: Service, info: Ready) -> OllamaModels:
     options = service.options
     own = [_entry(name, Path(options.engine.model), _details(service, info, "")) for name in options.model_names]
     details = _details(service, info, options.model_names[0])
-    return OllamaModels([*own, *(_entry(name, Path(at), details) for name, at in options.engine.adapters.items())])
+    return OllamaModels(
+        [*own, *(_entry(name, Path(at), details) for name, at in service.engine.adapters.folders.items())]
+    )
 
 
 def show(service: Service, info: Ready, name: str) -> ShownModel:
     """One of those, closer."""
     options = service.options
-    adapter, family = options.engine.adapters.get(name), _family(service)
+    adapter, family = service.engine.adapters.folders.get(name), _family(service)
     template = service.tokenizer.templates.get("default")
     return ShownModel(
         _modified(_files(Path(adapter or options.engine.model))),
