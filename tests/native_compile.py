@@ -53,6 +53,7 @@ TOKENS, PAGES, PAGE = 48, 8, 16
 # (query heads, key/value heads, head dim) of a Llama 8B, a SmolLM2 135M, and a head dim that is no power of two.
 HEADS = ((32, 8, 128), (9, 3, 64), (8, 8, 80))
 
+ONLY_PTX = "--only-ptx"
 MOST_SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
 """What one program may use, by compute capability, times ten."""
 
@@ -73,7 +74,7 @@ class AbsentGpu:
         return 0
 
 
-def compile_instead_of_launching(capability: int) -> dict[str, CompiledKernel]:
+def compile_instead_of_launching(capability: int, *, only_ptx: bool = False) -> dict[str, CompiledKernel]:
     """For the rest of the process. Returns where the compiled kernels are collected, by name and a number."""
     compiled: dict[str, CompiledKernel] = {}
     begun: list[str] = []
@@ -90,7 +91,7 @@ def compile_instead_of_launching(capability: int) -> dict[str, CompiledKernel]:
         return launch
 
     def assemble_the_first(*args: Any) -> bytes:
-        return assemble(*args) if begun.count(begun[-1]) == 1 else b""
+        return assemble(*args) if begun.count(begun[-1]) == 1 and not only_ptx else b""
 
     driver.set_active(AbsentGpu(capability))
     JITFunction.__getitem__ = at_grid
@@ -296,6 +297,37 @@ def lora(dtype: torch.dtype) -> None:
             quantized_swiglu(x, weight, bias)
 
 
+KERNELS = {
+    "around": {
+        "rms_norm._forward_kernel", "rms_norm._backward_kernel", "swiglu._forward_kernel", "swiglu._backward_kernel",
+        "rotary._rotary_kernel", "rotary_write._rotate_and_write_kernel", "write_pages._write_kernel",
+    },
+    "flash": {"flash._forward_kernel", "flash._grad_queries_kernel", "flash._grad_keys_kernel"},
+    "hopper": {"_flash_hopper._forward_kernel", "_flash_hopper_backward._backward_kernel"},
+    "lora": {"lora._shrink_kernel", "lora._expand_kernel", "quantized._product_kernel"},
+    "losses": {
+        "linear_cross_entropy._statistics_kernel", "linear_cross_entropy._gradient_kernel",
+        "linear_distillation._statistics_kernel", "linear_distillation._divergence_kernel",
+    },
+    "optimizer": {"adamw_8bit._update_kernel"},
+    "paged": {"paged._attend_kernel"},
+    "products": {"quantized._product_kernel", "quantized._expand_kernel", "_rounded_tiles._codes_kernel"},
+    "quantized": {"quantized._product_kernel", "quantized._grad_input_kernel", "quantized._expand_kernel"},
+    "sampling": {
+        "random._fill_kernel", "_thresholds._extremes_kernel", "_thresholds._narrow_kernel", "sample._kept_mass_kernel",
+        "sample._probabilities_kernel", "sample._race_kernel", "sample._draw_kernel",
+        "logit_adjustments._adjust_kernel", "token_logprobs._logprobs_kernel", "verification._walk_kernel",
+        "verification._next_token_kernel", "ngram._ngram_kernel",
+    },
+    "routing": {
+        "token_routing._select_kernel", "token_routing._gather_kernel", "token_routing._add_kernel",
+        "token_routing._add_backward_kernel", "visible_slots._list_slots_kernel", "_paged_plan._count_kernel",
+        "_paged_plan._list_kernel", "paged._attend_kernel", "paged._merge_kernel",
+        "leading_rows._leading_rows_kernel",
+    },
+}  # fmt: skip
+"""What each group compiles at least."""
+
 GROUPS = {
     "optimizer": optimizer,
     "sampling": sampling,
@@ -311,19 +343,32 @@ GROUPS = {
 }
 
 
-def ptx_of(capability: int, group: str, cache: Path) -> dict[str, str]:
-    """PTX of all that a group compiles, by the kernel's name and a number; by a process of its own."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-m", __name__, str(capability), group]
+def compile_alone(
+    capability: int, groups: list[str], cache: Path, *, only_ptx: bool = False, fits: int | None = None, **quickly: str
+) -> None:
+    """By a process of its own: every kernel of these groups compiles and fits into the shared memory of the GPU, or of
+    another, `fits`. `quickly` are variables of its environment."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)} | quickly
+    command = [sys.executable, "-m", __name__, str(capability), *groups, *([ONLY_PTX] if only_ptx else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = set().union(*(KERNELS[group.partition(":")[0]] for group in groups))
+    assert {".".join(kernel["name"].split()[0].split(".")[-2:]) for kernel in kernels} >= expected
+    most = MOST_SHARED_BYTES[fits or capability]
+    assert [kernel for kernel in kernels if kernel["shared_bytes"] > most] == []
+
+
+def ptx_of(capability: int, group: str, cache: Path, *, fits: int | None = None) -> dict[str, str]:
+    """PTX of all that a group compiles, by the kernel's name and a number; whoever asks assembles it."""
+    compile_alone(capability, [group], cache, only_ptx=True, fits=fits)
     files = sorted(cache.glob("*/*.ptx"))
     return {f"{file.stem} {number}": file.read_text() for number, file in enumerate(files)}
 
 
 if __name__ == "__main__":
-    compiled = compile_instead_of_launching(int(sys.argv[1]))
-    for group in sys.argv[2:]:
+    compiled = compile_instead_of_launching(int(sys.argv[1]), only_ptx=ONLY_PTX in sys.argv)
+    for group in [argument for argument in sys.argv[2:] if argument != ONLY_PTX]:
         name, _, dtype = group.partition(":")
         GROUPS[name](getattr(torch, dtype or "bfloat16"))
     for name, kernel in compiled.items():

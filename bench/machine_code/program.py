@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import triton
@@ -23,13 +24,26 @@ _ENDS = ("EXIT", "RET", "KILL")
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel for one GPU."""
+    """A kernel for one GPU. It is disassembled when somebody looks inside."""
 
     report: str
     """What the assembler said."""
-    instructions: list[str]
-    loops: list[list[str]]
-    """The instructions of each loop that holds no other, waits for barriers left aside."""
+    machine_code: bytes
+
+    @cached_property
+    def instructions(self) -> list[str]:
+        return instructions(self._disassembly)
+
+    @cached_property
+    def loops(self) -> list[list[str]]:
+        """The instructions of each loop that holds no other, waits for barriers left aside."""
+        return inner_loops(self._disassembly)
+
+    @cached_property
+    def _disassembly(self) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "kernel.cubin").write_bytes(self.machine_code)
+            return _run(["nvdisasm", "-c", "kernel.cubin"], folder)
 
     @property
     def registers(self) -> int:
@@ -61,8 +75,7 @@ def assemble(ptx: str, capability: int) -> Program:
         # Asynchronous products and redistributed registers are Hopper's alone.
         architecture = "sm_90a" if capability == 90 else f"sm_{capability}"
         report = _run(["ptxas", *OPTIONS, f"--gpu-name={architecture}", "kernel.ptx", "-o", "kernel.cubin"], folder)
-        text = _run(["nvdisasm", "-c", "kernel.cubin"], folder)
-    return Program(report, instructions(text), inner_loops(text))
+        return Program(report, (Path(folder) / "kernel.cubin").read_bytes())
 
 
 def _run(command: list[str], folder: str) -> str:

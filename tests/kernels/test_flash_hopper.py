@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.machine_code.pipes import overlapped_exponentials, waits
+from bench.machine_code.program import Program as MachineCode
 from bench.machine_code.program import assemble
 from kernels.attention import _flash_hopper as hopper
 from kernels.attention import _flash_hopper_backward as backward
@@ -187,21 +188,22 @@ def test_what_it_supports() -> None:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """PTX: forward at both head dims, causal and not; backward at one."""
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, MachineCode]]]:
+    """PTX and machine code: forward at both head dims, causal and not; backward at one."""
     compiled = ptx_of(90, "hopper", tmp_path_factory.mktemp("triton"))
     names = "_forward_kernel", "_backward_kernel"
-    programs = {name: [ptx for of, ptx in compiled.items() if of.startswith(name)] for name in names}
+    programs = {
+        name: [(ptx, assemble(ptx, 90)) for of, ptx in compiled.items() if of.startswith(name)] for name in names
+    }
     assert [len(programs[name]) for name in names] == [4, 2]
     return programs
 
 
 @pytest.mark.slow
-def test_registers_go_to_the_consumers_and_none_is_spilled(programs: dict[str, list[str]]) -> None:
-    for program in chain(*programs.values()):
-        changes = re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", program)
+def test_registers_go_to_the_consumers_and_none_is_spilled(programs: dict[str, list[tuple[str, MachineCode]]]) -> None:
+    for ptx, found in chain(*programs.values()):
+        changes = re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", ptx)
         assert set(changes) >= {("dec", "240"), ("inc", "240"), ("dec", "24")}  # both consumers, and the producer
-        found = assemble(program, 90)
         assert found.spill_bytes == found.stack_bytes == 0, found.report
         assert not found.serializes_products, found.report
 
@@ -215,12 +217,12 @@ def test_registers_go_to_the_consumers_and_none_is_spilled(programs: dict[str, l
     ],
 )
 def test_the_softmax_runs_beside_a_product(
-    programs: dict[str, list[str]], name: str, left: list[int], loops_each: int
+    programs: dict[str, list[tuple[str, MachineCode]]], name: str, left: list[int], loops_each: int
 ) -> None:
     """In machine code, for the assembler may move a wait."""
-    for ptx in programs[name]:
+    for ptx, program in programs[name]:
         assert "cp.async.bulk.tensor" in ptx
-        loops = [loop for loop in assemble(ptx, 90).loops if any("HGMMA" in line for line in loop)]
+        loops = [loop for loop in program.loops if any("HGMMA" in line for line in loop)]
         assert len(loops) == loops_each
         for loop in loops:
             assert waits(loop)["products"] == left

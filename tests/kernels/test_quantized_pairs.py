@@ -123,6 +123,7 @@ def test_codes_of_eight_bits_go_through_tensor_cores_as_they_are() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "group"), [(90, "quantized"), (80, "quantized"), (89, "quantized:float32")])
 def test_nothing_spills(capability: int, group: str, tmp_path: Path) -> None:
-    for name, ptx in ptx_of(capability, group, tmp_path).items():
+    """And what an A100 needs of shared memory the smallest GPU has, where the same blocks are computed."""
+    for name, ptx in ptx_of(capability, group, tmp_path, fits=89 if capability == 80 else None).items():
         program = assemble(ptx, capability)
         assert program.spill_bytes == program.stack_bytes == 0, f"{name}: {program.report}"
