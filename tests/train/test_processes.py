@@ -1,12 +1,10 @@
 """What only real processes show: signals, kills, and two processes that train as one."""
 
-import contextlib
 import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
@@ -20,7 +18,6 @@ from tests.train import toy_process
 from tests.train.toy import STEPS
 from train.tracking import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 KILLS = 10
 
 # Processes are forked from one that has imported torch, and what torch and accelerate import at first use.
@@ -127,31 +124,30 @@ def test_a_signal_during_evaluation_stops_at_once_and_the_next_run_evaluates(
     assert (folder / "metrics.jsonl").read_text() == straight[1]
 
 
-def torchrun(folder: Path, processes: int, *words: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += ["-m", "tests.train.toy_process", str(folder), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as launcher:
-        try:
-            output, _ = launcher.communicate(timeout=120)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-    assert launcher.returncode == 0, output[-3000:]
+def launched(count: int) -> list[dict[str, str]]:
+    """What torchrun says to each of so many processes; tests/pipeline/test_launch.py starts some by torchrun itself."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    everybody = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        {name: str(value) for name, value in {**everybody, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        for rank in range(count)
+    ]
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapted"])
 def test_two_processes_train_as_one(adapted: bool, tmp_path: Path, start: Start) -> None:
-    torchrun(tmp_path / "two", 2, *["adapted"] * adapted)
-    assert finish(start(str(tmp_path / "one"), save_every_step=False, adapted=adapted)) == 0
-    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
-    assert [line["step"] for line in two] == list(range(1, STEPS + 1))
-    for expected, line in zip(one, two, strict=True):
+    options = {"save_every_step": False, "adapted": adapted}
+    two = [start(str(tmp_path / "two"), launched=rank, **options) for rank in launched(2)]
+    assert [finish(process) for process in two] == [0, 0]
+    assert finish(start(str(tmp_path / "one"), **options)) == 0
+    alone, together = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [line["step"] for line in together] == list(range(1, STEPS + 1))
+    for expected, line in zip(alone, together, strict=True):
         assert line == pytest.approx(expected, rel=1e-5)
     last = Path("checkpoints") / f"step-{STEPS:08d}" / "model.safetensors"
     weights = [load_file(tmp_path / name / last) for name in ("one", "two")]
     for name, expected in weights[0].items():
         torch.testing.assert_close(weights[1][name], expected, rtol=1e-3, atol=1e-5)
     # A checkpoint does not know how many processes made it: one goes on where two stopped.
-    assert finish(start(str(tmp_path / "two"), save_every_step=False, adapted=adapted)) == 0
+    assert finish(start(str(tmp_path / "two"), **options)) == 0

@@ -1,8 +1,6 @@
-"""A toy run in a process of its own: to be signalled, killed, or started several times by torchrun.
+"""A toy run in a process of its own: to be signalled, killed, or one of several that train together."""
 
-torchrun --nproc_per_node 2 -m tests.train.toy_process FOLDER [adapted]
-"""
-
+import os
 import sys
 import time
 from pathlib import Path
@@ -34,11 +32,14 @@ def run(
     save_every_step: bool = True,
     steps: int = STEPS,
     adapted: bool = False,
+    launched: dict[str, str] | None = None,
 ) -> None:
     """Trains to the end and writes the hash of the weights; a stop is told by the exit code.
 
-    `adapted`: only adapters on a frozen base, with 8-bit moments and activation checkpointing.
+    `adapted`: only adapters on a frozen base, with 8-bit moments and activation checkpointing. `launched`: what a
+    launcher's environment says.
     """
+    os.environ.update(launched or {})
     torch.set_num_threads(1)
     evaluate = {None: None, "sleepy": sleepy, "awake": awake}[evaluation]
     every_s = 0.0 if save_every_step else 1e6
@@ -56,7 +57,3 @@ def run(
         sys.exit(INTERRUPTED)
     if trainer.is_main:
         (Path(folder) / "weights.sha256").write_text(weights_hash(trainer.model))
-
-
-if __name__ == "__main__":
-    run(sys.argv[1], save_every_step=False, adapted="adapted" in sys.argv[2:])
