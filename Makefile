@@ -10,7 +10,6 @@ SOURCES := kernels model compress train serve pipeline bench tests
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Those of tests/serve/README.md whose numbers are larger with --all-trials.
 PROMISES := $(shell grep -l "tests.trials" tests/serve/test_*.py tests/model/test_*.py)
-ENGINE_TESTS = $(shell grep -l make_engine tests/serve/test_*.py)
 
 .PHONY: install demo test soak check lint types fast bench bench-gpu clean
 
@@ -27,8 +26,7 @@ demo: $(INSTALLED)   ## distil a student from a real teacher, measure it, talk t
 	$(BIN)/potstill run configs/demo.yaml
 
 test: $(INSTALLED)   ## the whole suite, the engine's once more through the path of CUDA graphs
-	$(PYTEST) tests
-	$(PYTEST) --recorded-graphs $(ENGINE_TESTS)
+	$(PYTEST) --recorded-graphs tests
 
 soak: $(INSTALLED)   ## half an hour of mixed traffic with engines killed and stopped, then every promise in full numbers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30)

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--recorded-graphs", action="store_true", help="engines take the path of CUDA graphs")
+    parser.addoption("--recorded-graphs", action="store_true", help="engines' tests run on the path of CUDA graphs too")
     parser.addoption("--all-trials", action="store_true", help="try promises as often as `make soak` does")
 
 
@@ -26,11 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     trials.in_full = config.getoption("--all-trials")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         _skip(items, "gpu", "needs an NVIDIA GPU")
-    if config.getoption("--recorded-graphs"):
-        _skip(items, "eager", "about steps that are launched kernel by kernel")
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -1,6 +1,6 @@
 """Steps that are captured and replayed, on a stand-in for CUDA graphs that watches what they do.
 
-`pytest --recorded-graphs tests/serve` runs all tests of the engine so; here is what they cannot show.
+`pytest --recorded-graphs tests/serve` runs all tests of the engine so as well; here is what they cannot show.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,13 @@ from serve.engine.warm_up import warm_up
 from serve.sampling_params import SamplingParams
 from tests.compare import check_close
 from tests.model.test_fused_adapters import save_adapters
+from tests.serve.conftest import ENGINES, names_reached
 from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, _watched, counted, recorded_graphs
 from tests.serve.test_routed import routed_model
 from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.eager
 PROMPTS = random_prompts(6, seed=1)
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_query_heads": 2, "num_kv_heads": 1}
 
@@ -39,6 +41,14 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_query_heads": 2, "num_
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "graphs_on", lambda device: recorded_graphs())
+
+
+def test_what_makes_engines_runs_again_with_the_option() -> None:
+    """As the suite's command finds out: by what a test calls, in functions within it too."""
+    within = test_lists_of_visible_slots_follow_sequences_through_captured_steps
+    for makes_one in (test_replayed_steps_say_what_full_passes_say, within):
+        assert "make_engine" in names_reached(makes_one)
+    assert ENGINES.isdisjoint(names_reached(test_the_stand_in_notices_the_host))
 
 
 def mixed_params(max_tokens: int) -> list[SamplingParams]:

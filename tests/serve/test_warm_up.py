@@ -13,10 +13,10 @@ from tests.serve.recorded_graphs import recorded_graphs
 from tests.serve.toys import generate, greedy, greedy_oracle, make_engine, random_prompts
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.eager
 KINDS = 15
 
 
-@pytest.mark.eager
 @pytest.mark.timeout(900)
 def test_no_request_of_a_day_compiles_a_kernel() -> None:
     """Batches of 1 to 48, prompts up to the longest, all that sampling can be asked for, preemption, on all engines."""
