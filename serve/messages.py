@@ -11,6 +11,7 @@ import msgspec
 
 from serve.outputs import EngineStats, RequestOutput
 from serve.sampling_params import SamplingParams
+from serve.tenant import Tenant
 
 MAX_FRAME_BYTES = 256 * 2**20
 LENGTH = struct.Struct("<I")
@@ -28,7 +29,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     arrival: float
     priority: int = 0
     deadline: float | None = None
-    cache_salt: str | None = None
+    tenant: Tenant | None = None
     adapter: str | None = None
 
 

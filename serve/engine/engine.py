@@ -161,6 +161,7 @@ class Engine:
             self.adapters,
             enqueue=self.scheduler.add,
             release=self.scheduler.remove,
+            share_of=self.scheduler.shares.of,
         )
         self.add_request, self.abort = self.requests.add, self.requests.abort
         self.set_token_mask = self.requests.set_token_mask

@@ -16,12 +16,14 @@ from model.text.detokenizer import StreamDecoder
 from model.text.tokenizer import Tokenizer
 from serve.config import NO_ADAPTER, EngineConfig
 from serve.engine.adapters import Adapters, LoadedAdapter
+from serve.engine.fair_shares import Share
 from serve.engine.grammars import Grammars
 from serve.engine.kv_cache import BlockTable, pages_for
 from serve.engine.token_mask import BothMasks, TokenMask, WordMask
 from serve.grammar import GrammarError
 from serve.outputs import FinishReason, RequestOutput, TokenLogprobs
 from serve.sampling_params import MAX_SEED, SamplingParams
+from serve.tenant import Tenant
 
 log = logging.getLogger("potstill.engine")
 
@@ -118,6 +120,8 @@ class Sequence:
     adapter: LoadedAdapter | None = None
     """What the target computes it with; a draft has none."""
 
+    share: Share | None = None
+    """What its tenant has had."""
     mask: TokenMask | None = None
     """Which tokens may come next; None: all."""
     own_mask: TokenMask | None = None
@@ -219,6 +223,7 @@ class Requests:
         *,
         enqueue: Callable[[Sequence], None],
         release: Callable[[Sequence], None],
+        share_of: Callable[[Tenant | None], Share | None],
     ) -> None:
         """`enqueue` takes the first choice of a new request; `release` frees whatever a sequence still holds."""
         self.limits = limits
@@ -227,7 +232,7 @@ class Requests:
         self.num_prompt_tokens = self.num_generation_tokens = 0
         """Of all requests since the engine started; prompts count once they have been computed."""
         self._tokenizer = tokenizer
-        self._enqueue, self._release = enqueue, release
+        self._enqueue, self._release, self._share_of = enqueue, release, share_of
         self._adapters = adapters
         self._random = random.Random(config.seed)
         self._next_id = 0
@@ -249,18 +254,19 @@ class Requests:
         arrival: float | None = None,
         priority: int = 0,
         deadline: float | None = None,
-        cache_salt: str | None = None,
+        tenant: Tenant | None = None,
         adapter: str | None = None,
     ) -> None:
         """Queue a request. ValueError with one sentence when it can never be served; nothing has changed then.
 
         Times are seconds of `time.monotonic()`. Lower `priority` goes first. When `deadline` passes, queued or running,
         it ends with finish_reason "deadline". Only requests of one `adapter` (the name of one that is loaded; None: the
-        base) and of equal `cache_salt` share cached prefixes.
+        base) and of equal `tenant.cache_salt` share cached prefixes.
         """
         self._check(request_id, prompt_token_ids, params)
         loaded = self._adapters.find(adapter)
-        root = f"{NO_ADAPTER if loaded is None else loaded.number}:{cache_salt or ''}"
+        salt = "" if tenant is None else tenant.cache_salt or ""
+        root, share = f"{NO_ADAPTER if loaded is None else loaded.number}:{salt}", self._share_of(tenant)
         ends = (() if params.ignore_eos else self.limits.eos_token_ids) + params.stop_token_ids
         masks = self._own_masks(params, ends)
         choices = [
@@ -279,6 +285,7 @@ class Requests:
                 table=BlockTable(pages_for(self.limits.max_model_len), root),
                 text=self._text_stream(params),
                 adapter=loaded,
+                share=share,
                 mask=mask,
                 own_mask=mask,
             )
@@ -399,6 +406,8 @@ class Requests:
         finish_reason, stop_reason = self._append(sequence, drawn)
         tokens = sequence.tokens[num_before:]
         self.num_generation_tokens += len(tokens)
+        if sequence.share is not None:
+            sequence.share.charge(output_tokens=len(tokens))
         output = self._output(sequence, finish_reason, ends_before_stop=isinstance(stop_reason, str))
         output.new_token_ids, output.stop_reason = tokens, stop_reason
         output.drafted_mask = [number < num_accepted for number in range(len(tokens))]

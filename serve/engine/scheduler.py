@@ -3,7 +3,8 @@
 Each step spends one budget of tokens: first one token for every decoding sequence, with draft tokens behind it where
 they fit, then the rest of half-computed prompts, then waiting requests. So decodes never stall behind prompts.
 
-A waiting sequence is admitted when the pages for all its tokens are free, not only those of its first chunk: two
+Which waiting sequence is next says serve/engine/fair_shares.py: by priority, then whose API key has had least, then by
+arrival. It is admitted when the pages for all its tokens are free, not only those of its first chunk: two
 half-computed prompts can never wait for each other's pages. When a decoding sequence finds no free page, the last of
 the running ones (lowest priority, latest arrival) is preempted: its pages are freed and it waits again, with its tokens
 and its random streams, to be recomputed. The first of the running ones is never preempted, so there is progress.
@@ -18,6 +19,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from serve.engine.fair_shares import FairShares
 from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
 
@@ -78,10 +80,16 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.shares = FairShares()
         self._free_batch_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
+        """Have a new sequence wait."""
+        self._wait(sequence, is_new=True)
+
+    def _wait(self, sequence: Sequence, *, is_new: bool) -> None:
         bisect.insort(self.waiting, sequence, key=_order)
+        self.shares.waits(sequence.share, is_new=is_new)
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """Start the siblings of a sequence whose prompt is computed: they share its pages and join the running ones."""
@@ -99,7 +107,7 @@ class Scheduler:
         if sequence.is_running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._wait_no_more(sequence)
         sequence.is_running = False
         self._give_back_row(sequence)
         self.cache.free(sequence.table)
@@ -154,20 +162,20 @@ class Scheduler:
             self._give_back_row(choice)
         sequence.is_running = False
         sequence.num_computed = 0
-        self.add(sequence)
+        self._wait(sequence, is_new=False)
 
     def _admit_waiting(self, step: "_Step") -> None:
         num_batch_rows = sum(sequence.num_batch_rows for sequence in self.running)
-        position, slots_are_full = 0, False
-        while position < len(self.waiting) and step.budget > 0:
-            sequence = self.waiting[position]
-            if num_batch_rows + sequence.num_batch_rows > self.max_num_seqs:
+        waiting = self.waiting
+        while waiting and step.budget > 0 and num_batch_rows < self.max_num_seqs:
+            sequence = self.shares.first(waiting)
+            if sequence is None or num_batch_rows + sequence.num_batch_rows > self.max_num_seqs:
                 break
             if sequence.num_unread:  # preempted a moment ago: what it will say last is still on its way
                 break
             # Behind one that waits for a slot only those go on that need none, so that slots come free.
-            if sequence.adapter is not None and (slots_are_full or not self._place(sequence, self.running)):
-                position, slots_are_full = position + 1, True
+            if sequence.adapter is not None and not self._place(sequence, self.running):
+                waiting = [other for other in waiting if other.adapter is None]
                 continue
             # Each running sequence keeps a page to grow into, else the newcomer would soon be preempted again. Cached
             # pages have no hidden states, so a prompt that is scored or pooled is computed in full.
@@ -177,11 +185,15 @@ class Scheduler:
             if found is None:
                 break
             self._start(sequence, found)
+            if waiting is not self.waiting:
+                waiting.remove(sequence)
             num_batch_rows += sequence.num_batch_rows
             step.add(sequence, min(sequence.num_pending, step.budget))
 
     def _start(self, sequence: Sequence, num_found: int) -> None:
-        self.waiting.remove(sequence)
+        self._wait_no_more(sequence)
+        if sequence.share is not None and not sequence.table.num_returns:
+            sequence.share.charge(prompt_tokens=sequence.num_prompt_tokens)
         bisect.insort(self.running, sequence, key=_order)
         for choice in (sequence, *sequence.siblings):
             choice.batch_row = self._free_batch_rows.pop()
@@ -189,6 +201,10 @@ class Scheduler:
         sequence.num_computed = num_found
         if sequence.num_output == 0:
             sequence.num_cached = num_found
+
+    def _wait_no_more(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.shares.waits_no_more(sequence.share)
 
     def _give_back_row(self, sequence: Sequence) -> None:
         if sequence.batch_row >= 0:

@@ -17,6 +17,7 @@ from model.lora_config import LoraConfig
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, FixedLength
 from serve.engine.graphs import captured_sizes
 from serve.sampling_params import SamplingParams
+from serve.tenant import Tenant
 
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
@@ -83,7 +84,7 @@ def _serve(engine: "Engine", prompt: int, options: dict[str, Any], adapter: str 
     max_tokens = min(_LENGTH, engine.max_model_len - prompt)
     params = SamplingParams(**{**options, "n": n}, max_tokens=max_tokens, ignore_eos=True)
     # Shared prefixes would leave too little of a prompt to compute.
-    engine.add_request("warm-up", [0] * prompt, params, adapter=adapter, cache_salt=str(prompt))
+    engine.add_request("warm-up", [0] * prompt, params, adapter=adapter, tenant=Tenant(cache_salt=str(prompt)))
     while engine.has_work():
         for output in engine.step():
             if output.error is not None:

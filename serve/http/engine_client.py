@@ -45,6 +45,7 @@ from serve.messages import (
 )
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
+from serve.tenant import Tenant
 
 MAX_RESTARTS_PER_MINUTE = 5
 STOP_S = 1.0
@@ -336,6 +337,7 @@ class Call:
         self._unread_bytes = 0
         self._last_read = self._arrival
         self._params: SamplingParams | None = None
+        self.priority = 0
         self.adapter: str | None = None
         """What its requests go through."""
         self._error: ApiError | None = None
@@ -354,8 +356,7 @@ class Call:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        tenant: Tenant | None = None,
         adapter: str | None = None,
     ) -> None:
         """Send the prompts (token ids) to the engine.
@@ -376,7 +377,7 @@ class Call:
             self._request_ids.append(request_id)
             self._client.register(request_id, self, prompt_index)
             self._client.send(
-                Add(request_id, prompt, params, self._arrival, priority, self.deadline, cache_salt, adapter)
+                Add(request_id, prompt, params, self._arrival, self.priority, self.deadline, tenant, adapter)
             )
         longest_wait = self._arrival + self._client.queue_wait_s + QUEUE_GRACE_S
         self._alarms.append(self._loop.call_at(longest_wait, self._end_wait))

@@ -23,6 +23,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from serve.http.accounts import Account
 from serve.http.engine_client import Call, EngineClient
 from serve.http.errors import ApiError, invalid, late
 from serve.http.grammar_check import GrammarChecker
@@ -43,6 +44,7 @@ from serve.http.structured_outputs import Grammar, grammar_of
 from serve.messages import Ready
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
+from serve.tenant import Tenant
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
@@ -65,6 +67,8 @@ class Service:
     tokenizer: "Tokenizer"
     metrics: Metrics
     formats: "Formats"
+    accounts: list[Account] = field(default_factory=list)
+    """Of all API keys."""
     created: int = field(default_factory=lambda: int(time.time()))
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
@@ -78,10 +82,8 @@ class Service:
         if name is not None and name not in self.options.model_names and name not in self.engine.adapters:
             raise ApiError(404, "the requested model is not served here", code="model_not_found", param="model")
 
-    def cache_salt(self, tenant: bytes, wish: str | None) -> str | None:
+    def cache_salt(self, tenant: bytes, wish: str | None) -> str:
         """The salt of a request's cached prefixes, of fixed size and not to be guessed: by key and by client's wish."""
-        if not tenant and wish is None:
-            return None
         return hashlib.sha256(self.salt_secret + tenant + b"\0" + (wish or "").encode()).hexdigest()
 
 
@@ -288,17 +290,33 @@ class UsageCounter:
 class GenerationResponse:
     """The ASGI response of both routes."""
 
-    def __init__(self, reply: Reply[Any], tenant: bytes) -> None:
+    def __init__(self, reply: Reply[Any], account: Account | None) -> None:
         self._reply = reply
-        self._tenant = tenant
+        self._account = account
         self._service = reply.service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = self._reply
         num_choices = reply.num_prompts * reply.num_choices
-        with self._service.engine.open_call(num_choices, deadline_s=reply.request.deadline_s) as call:
-            scope["state"]["call"] = call
-            await while_connected(receive, self._answer(call, scope, send))
+        account, (priority, deadline_s) = self._account, self._terms()
+        with self._service.engine.open_call(num_choices, deadline_s=deadline_s) as call:
+            scope["state"]["call"], call.priority = call, priority
+            if account is not None:
+                account.admit_request()
+            try:
+                await while_connected(receive, self._answer(call, scope, send))
+            finally:
+                if account is not None:
+                    account.spend(self._usage().completion_tokens)
+
+    def _terms(self) -> tuple[int, float | None]:
+        """Priority and deadline: what the request asks for, or what the class has that its key gives it."""
+        asked = self._reply.request
+        if self._account is not None:
+            return self._account.terms(asked.service_tier, asked.priority, asked.deadline_s)
+        if asked.service_tier not in (None, "auto", "default"):
+            raise invalid("service_tier can be auto or default here: there are no classes of requests", "service_tier")
+        return asked.priority or 0, asked.deadline_s
 
     async def _answer(self, call: Call, scope: Scope, send: Send) -> None:
         params = await self._submit(call)
@@ -309,7 +327,7 @@ class GenerationResponse:
             await send_json(send, await self._whole(call, much=much))
 
     async def _submit(self, call: Call) -> SamplingParams:
-        reply, request, engine = self._reply, self._reply.request, self._service.engine
+        reply, engine = self._reply, self._service.engine
         prompts = await self._tokenize(call)
         if engine.info is None:
             raise engine.absence()
@@ -318,14 +336,16 @@ class GenerationResponse:
         params = self._params(room, engine.info.vocab_size)
         if reply.grammar is not None:
             await self._in_time(call, self._service.grammars.check(reply.grammar))
-        call.submit(
-            prompts,
-            params,
-            priority=request.priority or 0,
-            cache_salt=self._service.cache_salt(self._tenant, request.cache_salt),
-            adapter=reply.adapter,
-        )
+        if self._account is not None:
+            self._account.admit_prompts(sum(map(len, prompts)))
+        call.submit(prompts, params, tenant=self._tenant(), adapter=reply.adapter)
         return params
+
+    def _tenant(self) -> Tenant | None:
+        account, wish = self._account, self._reply.request.cache_salt
+        if account is None:
+            return None if wish is None else Tenant(cache_salt=self._service.cache_salt(b"", wish))
+        return Tenant(account.name, account.weight, self._service.cache_salt(account.digest, wish))
 
     def _params(self, room: int, vocab_size: int) -> SamplingParams:
         params, grammar = self._reply.params(room), self._reply.grammar

@@ -10,13 +10,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.http.accounts import Account
 from serve.http.errors import ApiError
 from serve.http.metrics import Metrics, RequestSummary
 from serve.http.page import PAGE_PATHS
@@ -41,7 +42,7 @@ class Middleware:
         self,
         app: ASGIApp,
         *,
-        api_keys: Iterable[str],
+        accounts: Sequence[Account],
         metrics: Metrics,
         routes: Iterable[str],
         error_bodies: Mapping[str, Callable[[ApiError], bytes]],
@@ -49,7 +50,7 @@ class Middleware:
     ) -> None:
         self._app = app
         self._error_bodies = error_bodies
-        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._accounts = accounts
         self._metrics = metrics
         self._routes = frozenset(routes)
         self._tracer = tracer
@@ -60,7 +61,7 @@ class Middleware:
         exchange = _Exchange(scope, send)
         scope["app"] = self  # with it, starlette's router raises HTTPException instead of answering by itself
         try:
-            exchange.key_name, scope["state"]["tenant"] = self._authenticate(scope)
+            exchange.account = scope["state"]["account"] = self._authenticate(scope)
             await self._app(scope, receive, exchange.send)
         except ClientDisconnect:
             exchange.failed(499, "client_left")  # nobody will see it; nginx counts such requests so
@@ -80,23 +81,20 @@ class Middleware:
         prefixes = [prefix for prefix in self._error_bodies if scope["path"].startswith(prefix)]
         await exchange.send_error(error, self._error_bodies[prefixes[0]](error) if prefixes else error.body())
 
-    def _authenticate(self, scope: Scope) -> tuple[str, bytes]:
-        """The request's key as a name for logs, which is its place among all keys, and as a digest.
-
-        Both are empty when none is needed. ApiError 401 without a right one.
-        """
-        if not self._key_digests or scope["path"] in OPEN_PATHS:
-            return "", b""
+    def _authenticate(self, scope: Scope) -> Account | None:
+        """Whose key the request brings; None when none is needed. ApiError 401 without a right one."""
+        if not self._accounts or scope["path"] in OPEN_PATHS:
+            return None
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         given += [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key).digest()
         # Every key is compared, and in constant time, so that timing tells nothing about any of them.
-        matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        matches = [hmac.compare_digest(digest, account.digest) for account in self._accounts]
         if scheme.lower() != b"bearer" or not any(matches):
             text = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(401, text, code="invalid_api_key")
-        return f"key{matches.index(True) + 1}", digest
+        return self._accounts[matches.index(True)]
 
     def _record(self, scope: Scope, exchange: "_Exchange") -> None:
         route = scope["path"] if scope["path"] in self._routes else "other"
@@ -125,13 +123,14 @@ class _Exchange:
         self.status: int | None = None
         self.failure: str | None = None
         """The code of what it failed by, if it did."""
-        self.key_name = ""
+        self.account: Account | None = None
         self._send = send
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            limits = () if self.account is None else self.account.headers()
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode()), *limits]
         await self._send(message)
 
     def failed(self, status: int, code: str) -> bool:
@@ -156,9 +155,10 @@ def _details(exchange: _Exchange, summary: RequestSummary) -> str:
     def milliseconds(seconds: float | None) -> str:
         return "-" if seconds is None else f"{1000 * seconds:.1f}"
 
+    key = "-" if exchange.account is None else exchange.account.name
     finish = exchange.failure or "+".join(summary.finish_reasons) or "-"
     return (
-        f" key={exchange.key_name or '-'} model={summary.model_name} prompt={summary.num_prompt_tokens} "
+        f" key={key} model={summary.model_name} prompt={summary.num_prompt_tokens} "
         f"completion={summary.num_output_tokens} queue_ms={milliseconds(summary.queue_s)} "
         f"ttft_ms={milliseconds(summary.ttft_s)} tpot_ms={milliseconds(summary.tpot_s)} finish={finish}"
     )

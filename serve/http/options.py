@@ -48,6 +48,8 @@ class ServerOptions(RequestLimits):
     port: int = 8000
     """0 takes a free port."""
     api_keys: tuple[str, ...] = ()
+    api_keys_file: str | None = None
+    """JSON file of further keys, by name, with weights, limits and classes: serve/http/accounts.py."""
     allow_unauthenticated: bool = False
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server from a browser; ("*",): those of all. None may unless named."""
@@ -102,11 +104,16 @@ class ServerOptions(RequestLimits):
             raise ValueError('allow_credentials needs origins by name: with "*" any page could use them')
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("an API key is empty")
-        if not (_is_loopback(self.host) or self.api_keys or self.allow_unauthenticated):
+        if not (_is_loopback(self.host) or self.has_keys or self.allow_unauthenticated):
             raise ValueError(
                 f"host {self.host} is reachable from other machines: give --api-key (or {API_KEY_VARIABLE}), "
                 "or say --allow-unauthenticated"
             )
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_keys or self.api_keys_file)
 
 
 ENGINE, SERVER = ({field.name for field in fields(kind)} for kind in (EngineConfig, ServerOptions))
@@ -155,6 +162,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", "seed of requests that bring none", type=int)
     add("--api-key", f"key that requests must bring; repeatable; also {API_KEY_VARIABLE}", action="append",
         dest="api_keys", metavar="KEY")  # fmt: skip
+    add("--api-keys-file", "JSON file of keys by name, with weights, limits and classes of requests", metavar="FILE")
     add("--allow-unauthenticated", "listen beyond loopback without a key", action="store_true")
     origins = """JSON list of origins whose pages may call the server, such as '["https://example.org"]'; none"""
     add("--allowed-origins", origins, type=_names, metavar="JSON")

@@ -156,7 +156,8 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     prompt_cache_key: ShortText | None = None
     """OpenAI: a label of requests that begin alike; prefixes are found without it."""
     store: Annotated[bool, only(False, because="answers are not stored")] | None = None
-    service_tier: Annotated[str, only("auto", "default", because="there is one tier; use priority")] | None = None
+    service_tier: ShortText | None = None
+    """OpenAI: auto, default, or a class of requests that the server's operator has given the API key."""
     use_beam_search: Annotated[bool, only(False, because="there is no beam search")] | None = None
     length_penalty: Annotated[float, only(1.0, because="there is no beam search")] | None = None
     early_stopping: Annotated[bool, only(False, because="there is no beam search")] | None = None

@@ -125,7 +125,7 @@ class Routes:
     )
     async def completions(self, request: Request) -> GenerationResponse:
         wanted = await self._read(request, CompletionRequest)
-        return GenerationResponse(CompletionReply(wanted, self._service), request.state.tenant)
+        return GenerationResponse(CompletionReply(wanted, self._service), request.state.account)
 
     @operation(
         "Answer a conversation.",
@@ -136,7 +136,7 @@ class Routes:
     )
     async def chat_completions(self, request: Request) -> GenerationResponse:
         wanted = await self._read(request, ChatRequest)
-        return GenerationResponse(ChatReply(wanted, self._service), request.state.tenant)
+        return GenerationResponse(ChatReply(wanted, self._service), request.state.account)
 
     @operation(
         "OpenAI's Responses.",
@@ -210,7 +210,7 @@ class Routes:
         self, request: Request, wanted: Wanted, reply: Callable[[Wanted, Service], Reply[Any]]
     ) -> GenerationResponse:
         """The answer to a request of another protocol, which is translated in a thread: it may be large."""
-        return GenerationResponse(await asyncio.to_thread(reply, wanted, self._service), request.state.tenant)
+        return GenerationResponse(await asyncio.to_thread(reply, wanted, self._service), request.state.account)
 
     @operation("The models, as Ollama lists them.", answer=ollama_models.OllamaModels, errors=dict[str, str])
     async def ollama_tags(self, request: Request) -> Response:
@@ -355,7 +355,7 @@ class Routes:
 
     @cached_property
     def _openapi(self) -> bytes:
-        return encoder.encode(openapi_document(self.router.routes, has_keys=bool(self._service.options.api_keys)))
+        return encoder.encode(openapi_document(self.router.routes, has_keys=self._service.options.has_keys))
 
     @operation("This description.", answer=dict[str, Any])
     async def openapi(self, request: Request) -> Response:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from kernels import __version__
 from serve.config import with_folders
+from serve.http.accounts import accounts_of
 from serve.http.connection import MAX_HEAD_BYTES, HttpConnection
 from serve.http.engine_client import EngineClient
 from serve.http.engine_process import ENGINE_COMMAND
@@ -107,7 +108,7 @@ def build_app(service: Service, tracer: "Tracer | None" = None) -> ASGIApp:
     routes, options = Routes(service), service.options
     app: ASGIApp = Middleware(
         routes.router,
-        api_keys=options.api_keys,
+        accounts=service.accounts,
         metrics=service.metrics,
         routes=routes.paths,
         error_bodies=routes.error_bodies,
@@ -140,13 +141,14 @@ async def _serve(
     engine_command: Sequence[str],
     tracer: "Tracer | None",
 ) -> int:
+    accounts = accounts_of(options)
     metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
     engine = EngineClient(options, metrics, command=engine_command)
     max_loras = options.engine.max_loras if options.engine.enable_lora else len(options.engine.adapters)
     if max_loras:
         metrics.watch_adapters(max_loras, engine.adapter_requests)
     formats = formats_of(tokenizer, options.tool_call_parser, options.reasoning_parser)
-    service = Service(options, engine, tokenizer, metrics, formats)
+    service = Service(options, engine, tokenizer, metrics, formats, accounts)
     app = build_app(service, tracer)
     web = _Uvicorn(
         uvicorn.Config(

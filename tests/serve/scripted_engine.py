@@ -1,7 +1,7 @@
 """An engine without a model, run as the engine process of a real server: fast to start, and as slow or wild as told.
 
 A prompt of up to three token ids is a script: [milliseconds a step, KiB of text a token, 1 to die]. A step
-of 510 takes 3 s, one of 511 a minute.
+of 510 takes 3 s, one of 511 a minute. The prompt [9] is answered by whose it is.
 Every step gives each running request one token; a request runs until max_tokens.
 """
 
@@ -19,6 +19,7 @@ from serve.engine.process import main
 from serve.messages import Ready
 from serve.outputs import EngineStats, RequestOutput
 from serve.sampling_params import SamplingParams
+from serve.tenant import Tenant
 
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 100_000
 
@@ -32,6 +33,8 @@ class Scripted:
     params: SamplingParams
     arrival: float
     deadline: float | None
+    origin: str
+    """Of whom it is, and how urgent."""
     num_output: int = 0
 
     def script(self, place: int) -> int:
@@ -76,12 +79,13 @@ class ScriptedEngine:
         arrival: float,
         priority: int,
         deadline: float | None,
-        cache_salt: str | None,
+        tenant: Tenant | None,
         adapter: str | None,
     ) -> None:
         if prompt_token_ids[0] == 7:
             raise ValueError("the engine does not like sevens")
-        self.scheduler.waiting.append(Scripted(request_id, prompt_token_ids, params, arrival, deadline))
+        origin = f"{tenant and tenant.name} {tenant and tenant.weight} {priority}"
+        self.scheduler.waiting.append(Scripted(request_id, prompt_token_ids, params, arrival, deadline, origin))
 
     def abort(self, request_id: str) -> None:
         for queue in (self.scheduler.waiting, self.scheduler.running):
@@ -125,7 +129,7 @@ class ScriptedEngine:
                 request.request_id,
                 index,
                 new_token_ids=[5],
-                new_text="x" * max(1, 1024 * request.script(1)),
+                new_text=request.origin if request.prompt == [9] else "x" * max(1, 1024 * request.script(1)),
                 finish_reason="deadline" if late else "length" if ends else None,
                 num_prompt_tokens=len(request.prompt),
                 num_output_tokens=request.num_output,

@@ -23,6 +23,7 @@ from serve.engine.engine import Engine
 from serve.engine.loading import load_models
 from serve.llm import LLM
 from serve.outputs import RequestOutput
+from serve.tenant import Tenant
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
 from tests.serve.toys import drain, greedy, greedy_oracle, join, make_engine, random_prompts
@@ -134,7 +135,7 @@ def test_cached_prefixes_are_not_shared_across_adapters(folders: dict[str, str])
         (output,) = drain(engine).values()
         assert output.num_cached_tokens == (48 if name in seen else 0)
         seen.add(name)
-    engine.add_request("salted", prompt, greedy(2), adapter="a", cache_salt="s")
+    engine.add_request("salted", prompt, greedy(2), adapter="a", tenant=Tenant(cache_salt="s"))
     assert drain(engine)["salted", 0].num_cached_tokens == 0
 
 

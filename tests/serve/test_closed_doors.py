@@ -17,16 +17,18 @@ from msgspec import inspect
 
 from model.text.detokenizer import StreamDecoder
 from model.text.tokenizer import Tokenizer
+from serve.config import EngineConfig
 from serve.engine.grammars import MAX_KEPT as MAX_COMPILED
 from serve.engine.grammars import Grammars
 from serve.engine.requests import TextStream
 from serve.grammar import choice_grammar
+from serve.http.accounts import accounts_of
 from serve.http.chat import conversation_ids
 from serve.http.errors import ApiError
 from serve.http.grammar_check import MAX_KEPT, GrammarChecker
 from serve.http.metrics import Metrics
 from serve.http.middleware import OPEN_PATHS, Middleware
-from serve.http.options import RequestLimits
+from serve.http.options import RequestLimits, ServerOptions
 from serve.http.protocol import read
 from serve.http.requests import ChatRequest, CompletionRequest, Message
 from serve.http.routes import Routes, parse
@@ -262,7 +264,8 @@ def guarded() -> Middleware:
     async def inner(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    return Middleware(inner, api_keys=KEYS, metrics=Metrics("m", 1, 0), routes=(), error_bodies={})
+    accounts = accounts_of(ServerOptions(EngineConfig("m"), ("m",), api_keys=KEYS))
+    return Middleware(inner, accounts=accounts, metrics=Metrics("m", 1, 0), routes=(), error_bodies={})
 
 
 ROUTES: Any = Routes(None)  # type: ignore[arg-type]

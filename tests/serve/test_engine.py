@@ -17,6 +17,7 @@ from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.engine.loading import Models
 from serve.sampling_params import SamplingParams
+from serve.tenant import Tenant
 from tests.serve.failing_device import FATAL_TOKEN, FailingModel, on_failing_device
 from tests.serve.toys import (
     EOS,
@@ -134,7 +135,7 @@ def test_cached_prefixes_are_not_shared_across_salts(model: Transformer) -> None
     engine = make_engine(model)
     prompt = random_prompts(1, low=50, high=51)[0]
     for number, salt in enumerate(["a", "a", "b", None]):
-        engine.add_request(str(number), prompt, greedy(2), cache_salt=salt)
+        engine.add_request(str(number), prompt, greedy(2), tenant=Tenant(cache_salt=salt))
         (output,) = drain(engine).values()
         assert output.num_cached_tokens == (48 if number == 1 else 0)
 

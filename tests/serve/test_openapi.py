@@ -27,7 +27,7 @@ OPERATIONS = [
 
 
 def routes_of(*keys: str) -> Routes:
-    return Routes(SimpleNamespace(options=SimpleNamespace(api_keys=keys)))  # type: ignore[arg-type]
+    return Routes(SimpleNamespace(options=SimpleNamespace(has_keys=bool(keys))))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

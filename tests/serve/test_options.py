@@ -41,7 +41,8 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --activations int8 | --max-num-batched-tokens 9 | --no-enable-prefix-caching | --verify t
         --speculative-config {"model":"d"}
         --adapter a=b | --enable-lora | --max-loras 2 | --max-cpu-loras 99
-        --max-lora-rank 8 | --seed 5 | --api-key k | --allow-unauthenticated | --chat-template t | --max-queue 1
+        --max-lora-rank 8 | --seed 5 | --api-key k | --api-keys-file f | --allow-unauthenticated
+        --chat-template t | --max-queue 1
         --allowed-origins ["a"] | --allowed-methods ["a"] | --allowed-headers ["a"] | --allow-credentials
         --max-n 1 | --max-prompts 1 | --max-stop-strings 1 | --max-logprobs 1 | --max-body-bytes 1
         --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug

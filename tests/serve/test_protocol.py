@@ -19,6 +19,7 @@ from serve.http.requests import ChatRequest, CompletionRequest, Message
 from serve.messages import LENGTH, Abort, Add, Pong, ProtocolError, Report, decode_from_engine, decode_to_engine, frame
 from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
+from serve.tenant import Tenant
 from tests.serve.http_server import save_tiny_folder
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -307,7 +308,7 @@ def test_impossible_tokens_have_a_number_in_json(tokenizer: Tokenizer) -> None:
 
 def test_messages_survive_the_wire() -> None:
     params = SamplingParams(stop=("a",), logit_bias={3: 1.5}, seed=-(2**63))
-    add = Add("r", [1, 2], params, arrival=1.25, priority=-1, deadline=None, cache_salt="s")
+    add = Add("r", [1, 2], params, arrival=1.25, priority=-1, deadline=None, tenant=Tenant("k", 2.0, "s"))
     assert decode_to_engine(frame(add)[LENGTH.size :]) == add
     assert decode_to_engine(frame(Abort(["r"]))[LENGTH.size :]) == Abort(["r"])
     position = TokenLogprobs(1, -math.inf, 2, ((5, -0.5), (6, -1.0)))
