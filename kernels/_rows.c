@@ -1,4 +1,4 @@
-/* RMSNorm with the residual addition before it, and the gate of SwiGLU, for x86 processors with AVX2 and FMA.
+/* RMSNorm with the residual addition before it, and the gates of SwiGLU and GeGLU, for x86 processors with AVX2 and FMA.
 
    A row's result depends on that row alone. Numbers are fp32 or bf16, arithmetic is fp32; what `rms_norm` rounds on its
    way kernels/rms_norm.py says, and the gate is rounded once.
@@ -49,30 +49,48 @@ void rms_norm(const Norm *norm, int threads) {
             norm_row(BF16, norm, row);
 }
 
-/* silu(gate) · up */
-INLINE __m256 gated(__m256 gate, __m256 up) {
-    __m256 power = exp2_lanes(_mm256_mul_ps(gate, _mm256_set1_ps(-1.44269504f)));
-    __m256 silu = _mm256_div_ps(gate, _mm256_add_ps(_mm256_set1_ps(1), power));
-    return _mm256_mul_ps(silu, up);
+/* What a gate is multiplied with the logistic function of: itself, or for GELU by tanh 2·√(2/π)·(z + 0.044715 z³). */
+enum { SILU, GELU };
+
+INLINE __m256 gated(int kind, __m256 gate, __m256 up) {
+    __m256 inner = gate;
+    if (kind == GELU) {
+        __m256 square = _mm256_mul_ps(gate, gate);
+        __m256 factor = _mm256_fmadd_ps(square, _mm256_set1_ps(0.07135481627f), _mm256_set1_ps(1.5957691216f));
+        inner = _mm256_mul_ps(gate, factor);
+    }
+    __m256 power = exp2_lanes(_mm256_mul_ps(inner, _mm256_set1_ps(-1.44269504f)));
+    __m256 activated = _mm256_div_ps(gate, _mm256_add_ps(_mm256_set1_ps(1), power));
+    return _mm256_mul_ps(activated, up);
 }
 
-INLINE void gate_row(int dtype, const void *gate, const void *up, void *y, int64_t size) {
+INLINE void gate_row(int kind, int dtype, const void *gate, const void *up, void *y, int64_t size) {
     for (int64_t c = 0; c < size; c += LANES) {
-        __m256 product = gated(load_some(dtype, at(dtype, gate, c), size - c), load_some(dtype, at(dtype, up, c), size - c));
-        store_some(dtype, (void *)at(dtype, y, c), rounded(dtype, product), size - c);
+        __m256 from_gate = load_some(dtype, at(dtype, gate, c), size - c), from_up = load_some(dtype, at(dtype, up, c), size - c);
+        store_some(dtype, (void *)at(dtype, y, c), rounded(dtype, gated(kind, from_gate, from_up)), size - c);
     }
 }
 
 /* y [rows, size] of gate and up, whose rows are so far apart. */
-void swiglu(int dtype, const void *gate, const void *up, void *y, int64_t rows, int64_t size, int64_t gate_row_stride,
-            int64_t up_row_stride, int threads) {
+INLINE void gate_rows(int kind, int dtype, const void *gate, const void *up, void *y, int64_t rows, int64_t size,
+                      int64_t gate_row_stride, int64_t up_row_stride, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * size > ALONE)
     for (int64_t row = 0; row < rows; row++) {
         const void *from_gate = at(dtype, gate, row * gate_row_stride), *from_up = at(dtype, up, row * up_row_stride);
         void *to = (void *)at(dtype, y, row * size);
         if (dtype == FP32)
-            gate_row(FP32, from_gate, from_up, to, size);
+            gate_row(kind, FP32, from_gate, from_up, to, size);
         else
-            gate_row(BF16, from_gate, from_up, to, size);
+            gate_row(kind, BF16, from_gate, from_up, to, size);
     }
+}
+
+void swiglu(int dtype, const void *gate, const void *up, void *y, int64_t rows, int64_t size, int64_t gate_row_stride,
+            int64_t up_row_stride, int threads) {
+    gate_rows(SILU, dtype, gate, up, y, rows, size, gate_row_stride, up_row_stride, threads);
+}
+
+void geglu(int dtype, const void *gate, const void *up, void *y, int64_t rows, int64_t size, int64_t gate_row_stride,
+           int64_t up_row_stride, int threads) {
+    gate_rows(GELU, dtype, gate, up, y, rows, size, gate_row_stride, up_row_stride, threads);
 }

@@ -1,4 +1,4 @@
-"""RMSNorm and the gate of SwiGLU on the CPU, by `_rows.c` where that compiles: each in one pass and one call.
+"""RMSNorm, SwiGLU and GeGLU on the CPU, by `_rows.c` where that compiles: each in one pass and one call.
 
 Legend: T tokens, H heads a token (1 where rows are not heads), D size of the last dimension.
 """
@@ -58,14 +58,23 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) ->
 
 
 def gates(gate: Tensor, up: Tensor) -> bool:
-    """Whether `gate_rows` takes these: [T, D] of one dtype."""
+    """Whether `gate_rows` and `gelu_rows` take these: [T, D] of one dtype."""
     return gate.dim() == 2 and is_plain(gate) and _is_like(up, gate) and _library() is not None
 
 
 def gate_rows(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, rounded once. `gates` must accept them."""
+    return _gate(_library().swiglu, gate, up)
+
+
+def gelu_rows(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) · up with GELU by tanh, rounded once. `gates` must accept them."""
+    return _gate(_library().geglu, gate, up)
+
+
+def _gate(function: Any, gate: Tensor, up: Tensor) -> Tensor:
     y = gate.new_empty(gate.shape)
-    _gate(gate, gate.data_ptr(), up.data_ptr(), up.stride(0), y)
+    _call_gate(function, gate, (gate.data_ptr(), up.data_ptr()), up.stride(0), y)
     return y
 
 
@@ -78,13 +87,13 @@ def gate_halves(x: Tensor) -> Tensor:
     """silu(first half of the columns) · second half, without views of them. `gates_halves` must accept x."""
     rows, both = x.shape
     y, start = x.new_empty(rows, both // 2), x.data_ptr()
-    _gate(x, start, start + both // 2 * x.itemsize, x.stride(0), y)
+    _call_gate(_library().swiglu, x, (start, start + both // 2 * x.itemsize), x.stride(0), y)
     return y
 
 
-def _gate(gate: Tensor, gate_at: int, up_at: int, up_row: int, y: Tensor) -> None:
-    pointers, strides = (gate_at, up_at, y.data_ptr()), (gate.stride(0), up_row)
-    call(_library().swiglu, DTYPES[gate.dtype], *pointers, *y.shape, *strides, torch.get_num_threads())
+def _call_gate(function: Any, gate: Tensor, at: tuple[int, int], up_row: int, y: Tensor) -> None:
+    strides = gate.stride(0), up_row
+    call(function, DTYPES[gate.dtype], *at, y.data_ptr(), *y.shape, *strides, torch.get_num_threads())
 
 
 @cache
@@ -93,6 +102,7 @@ def _library() -> Any:
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         library.rms_norm.argtypes = (ctypes.POINTER(_Norm), ctypes.c_int)
-        library.swiglu.argtypes = (ctypes.c_int, *(pointer,) * 3, *(number,) * 4, ctypes.c_int)
-        library.rms_norm.restype = library.swiglu.restype = None
+        for gate in (library.swiglu, library.geglu):
+            gate.argtypes, gate.restype = (ctypes.c_int, *(pointer,) * 3, *(number,) * 4, ctypes.c_int), None
+        library.rms_norm.restype = None
     return library

@@ -1,4 +1,6 @@
-"""Attention over a flat ragged batch of documents without Triton: torch's own attention, or bands of queries.
+"""Attention over a flat ragged batch of documents without Triton: in C, torch's own attention, or bands of queries.
+
+Without gradients `_prefill_cpu` attends, where it takes the call.
 
 On the CPU, bf16 runs in bands of queries: the scores of one band are a few oneDNN products and one softmax, small
 enough for the cache. torch's own CPU attention takes 2.2 to 3 times as long for forward and backward, and gives less
@@ -11,9 +13,14 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.attention._cached_rows import CachedRows
+from kernels.attention._prefill_cpu import PrefillPlan, attend_prefill
+from kernels.attention._prefill_cpu import takes as prefills
 
 _QUERIES_PER_BAND = 128
 
@@ -42,10 +49,23 @@ def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[slice, slice]], *, causal: bool, window: int | None, scale: float
 ) -> Tensor:
     """Attend within each document, whose queries and keys lie at `rows`; differentiable. Returns [T, Hq, d]."""
+    keys, values = CachedRows(k, None), CachedRows(v, None)
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if causal and not learns and prefills(q, keys, values):
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        attend_prefill(q, keys, values, _packed_plan(rows, len(k), window), out, scale)
+        return out
     if _bands_pay(q):
         return _BandedAttention.apply(q, k, v, rows, (causal, window, scale))
     outputs = [_attend_document(q[queries], k[keys], v[keys], causal, window, scale) for queries, keys in rows]
     return outputs[0] if len(outputs) == 1 else torch.cat([q[:0], *outputs])
+
+
+def _packed_plan(rows: list[tuple[slice, slice]], num_keys: int, window: int | None) -> PrefillPlan:
+    """A key is a page of its own, and a document's table begins at its first key."""
+    sequences = [(k.start, q.start, q.stop - q.start, k.stop - k.start) for q, k in rows]
+    tables = np.arange(num_keys, dtype=np.int32).reshape(-1, 1)
+    return PrefillPlan(np.array(sequences).reshape(-1, 4), tables, 1, window)
 
 
 def _bands_pay(q: Tensor) -> bool:

@@ -1,9 +1,10 @@
 """Paged attention in PyTorch, for the CPU: kernels/attention/paged.py says what it computes.
 
-Decoding and verifying sequences go to `_decode_cpu` where it takes them. Else they are grouped by similar length. One
-gather per group lines up their keys, and one call of torch's attention serves the group: the G query heads of a
-key/value head go in as G rows, so that keys are read once instead of G times. A sequence whose pages lie side by side
-is used in place when it is alone in its group. 8-bit keys and values are decoded as they are gathered.
+Decoding and verifying sequences go to `_decode_cpu`, prompts to `_prefill_cpu`, where these take them. Other sequences
+are grouped by similar length. One gather per group lines up their keys, and one call of torch's attention serves the
+group: the G query heads of a key/value head go in as G rows, so that keys are read once instead of G times. A sequence
+whose pages lie side by side is used in place when it is alone in its group. 8-bit keys and values are decoded as they
+are gathered.
 
 Legend: T queries of all sequences, B sequences, Hq query heads, Hkv key/value heads, G query heads per key/value head,
 d head dim, P pages in the pool; in a group g sequences of n queries and at most m keys.
@@ -11,7 +12,7 @@ d head dim, P pages in the pool; in a group g sequences of n queries and at most
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,9 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention._decode_cpu import DecodePlan, attend_decode, takes
+from kernels.attention._cached_rows import CachedRows, take
+from kernels.attention._decode_cpu import DecodePlan, attend_decode
+from kernels.attention._decode_cpu import takes as decodes
 from kernels.attention._flash_cpu import attend_causally
-from kernels.attention._kv_quantization import dequantize_rows
+from kernels.attention._prefill_cpu import PrefillPlan, attend_prefill
+from kernels.attention._prefill_cpu import takes as prefills
 from kernels.common.cpu_graph import refuse_capture
 
 # Sequences with more queries than this (prompts) are attended one by one.
@@ -84,7 +88,7 @@ class GroupedPlan:
     def renew(self, block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor) -> None:
         """Make it the plan of these. What was captured with it follows as far as its sequences decode or verify."""
         refuse_capture("attention on the CPU is planned from lengths")
-        for of_before in ("groups", "prompts"):
+        for of_before in ("groups", "prefill", "prompts"):
             self.__dict__.pop(of_before, None)
         self.tables, window = block_tables.numpy(), self.window
         bounds = cu_seqlens_q.tolist()
@@ -119,8 +123,16 @@ class GroupedPlan:
         return tuple(_plan_group(members, self.tables, self.page_size, self.window) for members in groups)
 
     @cached_property
+    def prefill(self) -> PrefillPlan | None:
+        """Sequences with many queries, for the kernel in C."""
+        if not self._many:
+            return None
+        sequences = np.array([(s.row, s.start, s.queries, s.length) for s in self._many])
+        return PrefillPlan(sequences, self.tables, self.page_size, self.window)
+
+    @cached_property
     def prompts(self) -> tuple[_Group, ...]:
-        """Sequences with many queries, one by one; their mask is causal."""
+        """Sequences with many queries, for torch: one by one, their mask is causal."""
         return tuple(
             _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], self.tables, self.page_size), None)
             for s in self._many
@@ -188,53 +200,25 @@ def _mask(members: list[_Sequence], window: int | None) -> Tensor | None:
     return torch.from_numpy(visible if window is None else visible & (key > last - window))
 
 
-class CachedRows(NamedTuple):
-    """The keys, or the values, of every slot."""
-
-    rows: Tensor
-    """[slots, Hkv, d]."""
-    scales: Tensor | None
-    """[slots, Hkv] fp32 of rows in 8 bits; None: the rows are as they are read."""
-
-    @classmethod
-    def of_pages(cls, pages: Tensor, scales: Tensor | None) -> "CachedRows":
-        """Of pages [P, page, Hkv, d], and scales [P, page, Hkv]."""
-        return cls(pages.flatten(0, 1), None if scales is None else scales.flatten(0, 1))
-
-    def take(self, where: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Return some rows in `dtype`, which those without scales have already."""
-        if self.scales is None:
-            return _take(self.rows, where)
-        # Not every torch copies rows of fp8, but all copy bytes.
-        codes, scales = _take(self.rows.view(torch.uint8), where), _take(self.scales, where)
-        if self.rows.dtype == torch.int8:
-            return dequantize_rows(codes.view(torch.int8), scales, torch.float32).to(dtype)
-        values = _values_of_codes(self.rows.dtype).index_select(0, codes.flatten().int()).view(codes.shape)
-        return dequantize_rows(values, scales, torch.float32).to(dtype)
-
-
-@cache
-def _values_of_codes(dtype: torch.dtype) -> Tensor:
-    """Return what each of the 256 codes of an 8-bit format stands for: torch converts fp8 five times as slowly."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
 def attend_groups(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, plan: GroupedPlan, scale: float) -> Tensor:
     """Return the attention of all queries, [T, Hq, d] in and out."""
     out = q.new_empty(q.shape)
-    in_c = plan.decode is not None and takes(q, k_slots.rows, v_slots.rows)
-    if plan.prompts or not in_c:
-        refuse_capture("attention that torch computes on the CPU follows lengths")
+    in_c = plan.decode is not None and decodes(q, k_slots.rows, v_slots.rows)
+    if plan.prefill is not None or not in_c:
+        refuse_capture("attention that torch computes on the CPU, or of prompts, follows lengths")
     if plan.decode is not None and in_c:
         attend_decode(q, k_slots.rows, v_slots.rows, plan.decode, out, scale)
-    elif len(plan.groups) == 1 and not plan.prompts:
+    elif len(plan.groups) == 1 and plan.prefill is None:
         return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
     else:
         for group in plan.groups:
-            _put(out, group.queries, _attend_group(_take(q, group.queries), k_slots, v_slots, group, scale))
+            _put(out, group.queries, _attend_group(take(q, group.queries), k_slots, v_slots, group, scale))
+    if plan.prefill is not None and prefills(q, k_slots, v_slots):
+        attend_prefill(q, k_slots, v_slots, plan.prefill, out, scale)
+        return out
     for prompt in plan.prompts:
         k, v = (slots.take(prompt.keys, q.dtype) for slots in (k_slots, v_slots))
-        _put(out, prompt.queries, attend_causally(_take(q, prompt.queries), k, v, window=plan.window, scale=scale))
+        _put(out, prompt.queries, attend_causally(take(q, prompt.queries), k, v, window=plan.window, scale=scale))
     return out
 
 
@@ -254,11 +238,6 @@ def _attend_group(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, group: _G
         mask = mask.repeat_interleave(rows.shape[3], dim=1)[:, None]
     out = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=mask, scale=scale)
     return out.view(rows.shape).transpose(1, 2).reshape(q.shape)
-
-
-def _take(rows: Tensor, where: slice | Tensor) -> Tensor:
-    # Unlike indexing, index_select copies whole rows.
-    return rows[where] if isinstance(where, slice) else rows.index_select(0, where)
 
 
 def _put(rows: Tensor, where: slice | Tensor, values: Tensor) -> None:

@@ -29,10 +29,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention._cached_rows import CachedRows
 from kernels.attention._flash_cpu import visible_keys
 from kernels.attention._kv_quantization import dequantize_rows
 from kernels.attention._paged_cpu import MOST_QUERIES_TO_GROUP as MOST_QUERIES_TO_GROUP
-from kernels.attention._paged_cpu import CachedRows, GroupedPlan, attend_groups
+from kernels.attention._paged_cpu import GroupedPlan, attend_groups
 from kernels.attention._paged_plan import ListedPlan, Tiles, padded_head_dim
 from kernels.attention.write_pages import check_page_dtypes
 from kernels.attention.write_pages import write_pages as write_pages

@@ -103,7 +103,7 @@ def test_beside_prompts_and_sequences_without_queries(make: Make) -> None:
 def test_agrees_with_torch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(SEQUENCES, heads=(9, 3))
     ours = case.attend()
-    monkeypatch.setattr(module, "takes", lambda *tensors: False)
+    monkeypatch.setattr(module, "decodes", lambda *tensors: False)
     check_close(case.attend(), ours.double())
 
 

@@ -1,15 +1,18 @@
 """Norm, gate, rotation and write in C on the CPU: rows alone and together, threads, and torch without a compiler."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels._rows_cpu as rows_cpu
 import kernels.attention._rotary_write_cpu as rotary_cpu
 from kernels.attention.rotary import rope_frequencies, rotary_tables
 from kernels.attention.rotary_write import HeadNorms, rotate_and_write
+from kernels.geglu import geglu
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
 from tests.compare import check_close
@@ -28,6 +31,10 @@ def gate(x: Tensor) -> tuple[Tensor, ...]:
     return (swiglu(x[:, :D], x[:, D : 2 * D]),)
 
 
+def gelu(x: Tensor) -> tuple[Tensor, ...]:
+    return (geglu(x[:, :D], x[:, D : 2 * D]),)
+
+
 def rotate(x: Tensor) -> tuple[Tensor, ...]:
     """Heads of a fused projection; the pages come out too, in the order of the tokens."""
     q, k, v = x[:, : 7 * 64].view(-1, 7, 64).split([3, 2, 2], dim=1)
@@ -39,8 +46,9 @@ def rotate(x: Tensor) -> tuple[Tensor, ...]:
     return out, *(pages.flatten(0, 1)[slots] for pages in (k_pages, v_pages))
 
 
-PARTS = pytest.mark.parametrize("part", [norm, gate, rotate])
+PARTS = pytest.mark.parametrize("part", [norm, gate, gelu, rotate])
 Part = Callable[[Tensor], tuple[Tensor, ...]]
+Gate = Callable[[Tensor, Tensor], Tensor]
 
 
 @EACH
@@ -70,7 +78,7 @@ def test_torch_takes_over_without_a_compiler(part: Part, dtype: torch.dtype, mon
 
 
 @EACH
-@pytest.mark.parametrize("part", [norm, gate])
+@pytest.mark.parametrize("part", [norm, gate, gelu])
 def test_training_computes_the_same_bits(part: Part, dtype: torch.dtype) -> None:
     x = (3 * torch.randn(TOKENS, 2 * D)).to(dtype)
     learned = part(x.clone().requires_grad_())
@@ -78,14 +86,14 @@ def test_training_computes_the_same_bits(part: Part, dtype: torch.dtype) -> None
 
 
 @EACH
-def test_a_gate_of_any_size(dtype: torch.dtype) -> None:
-    gates = torch.tensor([-1e30, -200.0, -88.0, -1.0, -1e-20, 0.0, 1e-20, 1.0, 88.0, 200.0, 1e30]).to(dtype)[None]
-    result = swiglu(gates, torch.ones_like(gates)).double()
-    expected = gates.double() * torch.sigmoid(gates.double())
+@pytest.mark.parametrize(("function", "activation"), [(swiglu, F.silu), (geglu, partial(F.gelu, approximate="tanh"))])
+def test_a_gate_of_any_size(function: Gate, activation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    gates = torch.tensor([-1e30, -200.0, -88.0, -5.0, -1.0, -1e-20, 0.0, 1e-20, 1.0, 88.0, 200.0, 1e30]).to(dtype)[None]
+    result, expected = function(gates, torch.ones_like(gates)).double(), activation(gates.double())
     assert bool(((result - expected).abs() <= 2**-8 * expected.abs() + 1e-7).all())
     wrong = torch.tensor([[torch.nan, torch.inf, 1.0]]).to(dtype)
-    assert swiglu(wrong, torch.ones_like(wrong)).isnan().tolist() == [[True, False, False]]
-    assert swiglu(wrong, torch.ones_like(wrong))[0, 1] == torch.inf
+    assert function(wrong, torch.ones_like(wrong)).isnan().tolist() == [[True, False, False]]
+    assert function(wrong, torch.ones_like(wrong))[0, 1] == torch.inf
 
 
 def test_bf16_is_rounded_to_the_nearest_even() -> None:

@@ -1,0 +1,253 @@
+/* Attention of many queries a sequence over keys and values in pages, for x86 processors with AVX2 and FMA.
+
+   out[t, h] = sum over keys j that t sees of softmax(scale · q[t, h] · k[j]) v[j],   t sees j: t - window < j <= t
+
+   A task is QUERIES queries and up to HEADS query heads that share a key/value head. It takes KEYS keys at a time, from
+   positions that are multiples of KEYS: they are copied out of their pages as fp32 and folded into a running softmax
+   (https://arxiv.org/abs/2205.14135) of each tile of rows. Rows are lanes, so a row's result has the same bits whatever
+   is beside it: in any batch, with any number of threads, and however a prompt is cut into chunks.
+
+   Legend: T queries of all sequences, S sequences, Hq query heads, Hkv key/value heads, d head dim (a multiple of 8); a
+   row is one head of one query.
+*/
+
+#include <stdlib.h>
+
+#include "../common/floats.h"
+#include "../common/wide.h"
+
+enum { QUERIES = 64, HEADS = 4, KEYS = 64, PARTS = 3, ROWS = PARTS * WIDTH, STEP = 4 };
+enum { TILES = (QUERIES * HEADS + ROWS - 1) / ROWS, ALIGNMENT = 64, CODES = 2 };
+
+typedef struct {
+    int64_t table;   /* row of the block tables */
+    int64_t start;   /* of its queries among all T */
+    int64_t queries;
+    int64_t length;  /* keys in the cache */
+} Sequence;
+
+/* The same for all layers of a step. */
+typedef struct {
+    int64_t num_tasks, page, window, table_stride; /* slots of a page; no window: the longest; from row to row */
+    const int32_t *tables;                         /* [B, max_pages] */
+    const Sequence *sequences;                     /* [S] */
+    const int64_t *owners, *firsts;                /* [tasks]: whose queries they are, and the first of them */
+} Plan;
+
+typedef struct {
+    int64_t kind, slot, head; /* FP32, BF16 or CODES; strides */
+    const void *rows;         /* [slots, Hkv, d] */
+    const float *scales;      /* [slots, Hkv] of CODES */
+} Cached;
+
+typedef struct {
+    const Plan *plan;
+    int64_t dtype, heads, kv_heads, d, q_token, q_head; /* strides; out is contiguous */
+    const void *q;                                      /* [T, Hq, d] */
+    void *out;                                          /* [T, Hq, d] */
+    Cached k, v;
+    const float *values; /* [256]: what each of CODES stands for */
+    float scale;         /* by log2(e), so that probabilities are powers of two */
+} Batch;
+
+/* What a thread works with. */
+typedef struct {
+    float *queries, *sums, *k, *v;    /* [TILES, d, ROWS], twice; [KEYS, d], twice */
+    Wide scores[KEYS][PARTS];
+    Wide top[TILES][PARTS], total[TILES][PARTS]; /* highest score so far, sum of 2^(score - top) */
+    Lanes last[TILES][PARTS];         /* position of each row's own key; -1: there is no such row */
+    const Sequence *owner;
+    int64_t first, count, head, heads; /* its queries within the sequence; its query heads */
+} Task;
+
+INLINE int64_t own_key(const Task *task, int64_t row) {
+    return task->owner->length - task->owner->queries + task->first + row / task->heads;
+}
+
+INLINE const void *query_of(const Batch *batch, const Task *task, int64_t row) {
+    int64_t token = task->owner->start + task->first + row / task->heads, head = task->head + row % task->heads;
+    return at(batch->dtype, batch->q, token * batch->q_token + head * batch->q_head);
+}
+
+/* Turns the rows so that neighbours lie side by side, times the scale; lanes without a row are zero and see nothing. */
+INLINE void begin(const Batch *batch, Task *task) {
+    int64_t rows = task->count * task->heads, d = batch->d;
+    for (int64_t row = 0; row < TILES * ROWS && row / ROWS * ROWS < rows; row++) {
+        int64_t tile = row / ROWS, lane = row % ROWS;
+        float *to = task->queries + tile * d * ROWS + lane, part[LANES];
+        ((int32_t *)task->last[tile])[lane] = row < rows ? own_key(task, row) : -1;
+        for (int64_t c = 0; c < d; c += LANES) {
+            __m256 x = _mm256_setzero_ps();
+            if (row < rows) x = load(batch->dtype, at(batch->dtype, query_of(batch, task, row), c));
+            _mm256_storeu_ps(part, _mm256_mul_ps(x, _mm256_set1_ps(batch->scale)));
+            for (int i = 0; i < LANES; i++) to[(c + i) * ROWS] = part[i];
+        }
+        ((float *)task->top[tile])[lane] = -__builtin_inff();
+        ((float *)task->total[tile])[lane] = 0;
+    }
+    memset(task->sums, 0, sizeof(float) * d * ROWS * ((rows + ROWS - 1) / ROWS));
+}
+
+INLINE void copy_row(const Batch *batch, const Cached *cached, int64_t slot, int64_t head, float *to) {
+    int64_t place = slot * cached->slot + head * cached->head, d = batch->d;
+    if (cached->kind == CODES) {
+        const uint8_t *codes = (const uint8_t *)cached->rows + place;
+        float scale = cached->scales[slot * batch->kv_heads + head];
+        for (int64_t c = 0; c < d; c++) to[c] = batch->values[codes[c]] * scale;
+        return;
+    }
+    for (int64_t c = 0; c < d; c += LANES)
+        _mm256_store_ps(to + c, load(cached->kind, at(cached->kind, cached->rows, place + c)));
+}
+
+/* Keys and values of KEYS positions; where no row of the task looks they are zero, whatever lies there. */
+INLINE void copy_keys(const Batch *batch, Task *task, int64_t kv_head, int64_t first, int64_t low, int64_t high) {
+    const Plan *plan = batch->plan;
+    const int32_t *table = plan->tables + task->owner->table * plan->table_stride;
+    for (int64_t j = 0; j < KEYS; j++) {
+        int64_t position = first + j;
+        float *k = task->k + j * batch->d, *v = task->v + j * batch->d;
+        if (position < low || position >= high) {
+            memset(k, 0, sizeof(float) * batch->d);
+            memset(v, 0, sizeof(float) * batch->d);
+            continue;
+        }
+        int64_t slot = table[position / plan->page] * plan->page + position % plan->page;
+        copy_row(batch, &batch->k, slot, kv_head, k);
+        copy_row(batch, &batch->v, slot, kv_head, v);
+    }
+}
+
+/* The scores of a tile's rows at keys [low, high) of those copied. */
+INLINE void score(Task *task, const float *queries, int64_t d, int64_t low, int64_t high) {
+    for (int64_t j = low; j < high; j += STEP) {
+        Wide sums[STEP][PARTS] = {0};
+        const float *key = task->k + j * d;
+        for (int64_t c = 0; c < d; c++) {
+            const Wide *query = (const Wide *)(queries + c * ROWS);
+            UNROLLED(int i = 0; i < STEP; i++)
+                UNROLLED(int w = 0; w < PARTS; w++) sums[i][w] += query[w] * key[i * d + c];
+        }
+        UNROLLED(int i = 0; i < STEP; i++)
+            UNROLLED(int w = 0; w < PARTS; w++) task->scores[j + i][w] = sums[i][w];
+    }
+}
+
+/* Scores of keys that a row does not see become -inf; `first` is the position of the first key copied. */
+INLINE void hide(Task *task, const Lanes *last, int64_t window, int64_t first, int64_t low, int64_t high) {
+    for (int64_t j = low; j < high; j++)
+        UNROLLED(int w = 0; w < PARTS; w++) {
+            Lanes distance = last[w] - (int32_t)(first + j);
+            Lanes seen = (distance >= 0) & (distance < (int32_t)window);
+            task->scores[j][w] = chosen(seen, task->scores[j][w], all(-__builtin_inff()));
+        }
+}
+
+/* Scores become probabilities times 2^-top. `shrink`: what the sums so far are to be multiplied with. */
+INLINE void exponentiate(Task *task, int64_t tile, int64_t low, int64_t high, Wide *shrink) {
+    UNROLLED(int w = 0; w < PARTS; w++) {
+        Wide top = task->top[tile][w];
+        for (int64_t j = low; j < high; j++) top = highest_of(top, task->scores[j][w]);
+        Wide finite = chosen(top == all(-__builtin_inff()), all(0), top); /* of a row that has seen no key */
+        shrink[w] = exp2_wide(task->top[tile][w] - finite);
+        Wide total = all(0);
+        for (int64_t j = low; j < high; j++) {
+            task->scores[j][w] = exp2_wide(task->scores[j][w] - finite);
+            total += task->scores[j][w];
+        }
+        task->top[tile][w] = top;
+        task->total[tile][w] = task->total[tile][w] * shrink[w] + total;
+    }
+}
+
+INLINE void mix(Task *task, float *out, int64_t d, int64_t low, int64_t high, const Wide *shrink) {
+    for (int64_t c = 0; c < d; c += STEP) {
+        Wide sums[STEP][PARTS] = {0}, *so_far = (Wide *)(out + c * ROWS);
+        for (int64_t j = low; j < high; j++) {
+            const float *value = task->v + j * d + c;
+            UNROLLED(int i = 0; i < STEP; i++)
+                UNROLLED(int w = 0; w < PARTS; w++) sums[i][w] += task->scores[j][w] * value[i];
+        }
+        UNROLLED(int i = 0; i < STEP; i++)
+            UNROLLED(int w = 0; w < PARTS; w++)
+                so_far[i * PARTS + w] = so_far[i * PARTS + w] * shrink[w] + sums[i][w];
+    }
+}
+
+/* Folds the keys that were copied, from position `first` on, into a tile of rows. */
+INLINE void attend(const Batch *batch, Task *task, int64_t tile, int64_t first) {
+    int64_t d = batch->d, window = batch->plan->window, rows = task->count * task->heads;
+    int64_t earliest = own_key(task, tile * ROWS), latest = own_key(task, smaller(rows, (tile + 1) * ROWS) - 1);
+    int64_t low = larger(0, earliest - window + 1 - first) / STEP * STEP;
+    int64_t high = smaller(KEYS, (latest + STEP - first) / STEP * STEP);
+    if (low >= high) return;
+    Wide shrink[PARTS];
+    score(task, task->queries + tile * d * ROWS, d, low, high);
+    if (first + high - 1 > earliest || first + low <= latest - window)
+        hide(task, task->last[tile], window, first, low, high);
+    exponentiate(task, tile, low, high, shrink);
+    mix(task, task->sums + tile * d * ROWS, d, low, high, shrink);
+}
+
+/* What the rows have found; a row that saw no key is zero. */
+INLINE void end(const Batch *batch, const Task *task) {
+    int64_t d = batch->d;
+    for (int64_t row = 0; row < task->count * task->heads; row++) {
+        int64_t tile = row / ROWS, lane = row % ROWS, token = task->owner->start + task->first + row / task->heads;
+        const float *sums = task->sums + tile * d * ROWS + lane;
+        float total = ((const float *)task->total[tile])[lane], share = total > 0 ? 1 / total : 0, part[LANES];
+        void *to = (void *)at(batch->dtype, batch->out, (token * batch->heads + task->head + row % task->heads) * d);
+        for (int64_t c = 0; c < d; c += LANES) {
+            for (int i = 0; i < LANES; i++) part[i] = sums[(c + i) * ROWS] * share;
+            store(batch->dtype, (void *)at(batch->dtype, to, c), rounded(batch->dtype, _mm256_loadu_ps(part)));
+        }
+    }
+}
+
+static void work(const Batch *batch, Task *task, int64_t number, int64_t kv_head, int64_t head, int64_t heads) {
+    const Plan *plan = batch->plan;
+    task->owner = plan->sequences + plan->owners[number];
+    task->first = plan->firsts[number];
+    task->count = smaller(QUERIES, task->owner->queries - task->first);
+    task->head = head;
+    task->heads = heads;
+    begin(batch, task);
+    int64_t rows = task->count * heads;
+    int64_t low = larger(0, own_key(task, 0) - plan->window + 1), high = own_key(task, rows - 1) + 1;
+    for (int64_t first = low / KEYS * KEYS; first < high; first += KEYS) {
+        copy_keys(batch, task, kv_head, first, low, high);
+        for (int64_t tile = 0; tile * ROWS < rows; tile++) attend(batch, task, tile, first);
+    }
+    end(batch, task);
+}
+
+static Task *new_task(int64_t d) {
+    size_t rows = sizeof(float) * TILES * ROWS * d, keys = sizeof(float) * KEYS * d;
+    size_t head = (sizeof(Task) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    Task *task = aligned_alloc(ALIGNMENT, head + 2 * rows + 2 * keys);
+    if (!task) return NULL;
+    task->queries = (float *)((char *)task + head);
+    task->sums = task->queries + TILES * ROWS * d;
+    task->k = task->sums + TILES * ROWS * d;
+    task->v = task->k + KEYS * d;
+    return task;
+}
+
+/* Writes the rows of out that are queries of these sequences. Returns how many threads found no memory. */
+int attend_prefill(const Batch *batch, int threads) {
+    int64_t group = batch->heads / batch->kv_heads, parts = (group + HEADS - 1) / HEADS;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
+    {
+        Task *task = new_task(batch->d);
+        failed += !task;
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t number = 0; number < batch->plan->num_tasks; number++)
+            for (int64_t part = 0; part < batch->kv_heads * parts; part++) {
+                int64_t kv_head = part / parts, done = part % parts * HEADS;
+                if (task) work(batch, task, number, kv_head, kv_head * group + done, smaller(HEADS, group - done));
+            }
+        free(task);
+    }
+    return failed;
+}

@@ -1,0 +1,47 @@
+/* The widest registers of fp32 numbers that the processor has, as vectors of the compiler: 16 lanes, or 8.
+
+   Arithmetic is written with operators, so that one source serves both; WIDTH may be given to try the other.
+*/
+
+#ifndef WIDE_H
+#define WIDE_H
+
+#include <stdint.h>
+
+#include "inline.h"
+
+#ifndef WIDTH
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+#endif
+
+typedef float Wide __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
+
+INLINE Wide all(float x) { return (Wide){0} + x; }
+
+/* Of each lane `yes` where the mask is -1, `no` where it is 0. */
+INLINE Wide chosen(Lanes mask, Wide yes, Wide no) { return (Wide)((mask & (Lanes)yes) | (~mask & (Lanes)no)); }
+
+INLINE Wide highest_of(Wide a, Wide b) { return chosen(a > b, a, b); }
+
+/* 2^x for x <= 0, to 2e-7; 0 below 2^-126, and NaN of NaN. */
+INLINE Wide exp2_wide(Wide x) {
+    Lanes tiny = x < all(-126);
+    x = chosen(tiny, all(-126), x);
+    Wide shifted = x + 0x1.8p23f; /* the last bits now hold x, rounded */
+    Wide f = x - (shifted - 0x1.8p23f), y = all(1.5403530e-4f);
+    y = y * f + 1.3333558e-3f;
+    y = y * f + 9.6181291e-3f;
+    y = y * f + 5.5504109e-2f;
+    y = y * f + 2.4022651e-1f;
+    y = y * f + 6.9314718e-1f;
+    y = y * f + 1.0f;
+    Wide power = (Wide)(((Lanes)shifted << 23) + 0x3f800000);
+    return (Wide)(~tiny & (Lanes)(y * power));
+}
+
+#endif
