@@ -18,6 +18,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 PAGE_SIZE = 16
+WORTH_WAITING = 16
+"""So many pages that are being computed for another sequence cost more than a step of waiting for them."""
 
 
 def pages_for(num_tokens: int) -> int:
@@ -139,6 +141,8 @@ class KVCache:
     def __init__(self, num_pages: int, *, share_prefixes: bool = True) -> None:
         self.pool = PagePool(num_pages)
         self.share_prefixes = share_prefixes
+        self._promised: dict[bytes, BlockTable] = {}
+        """By digest, the table of the sequence that will publish such a page, once it has computed it."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -149,6 +153,16 @@ class KVCache:
     @property
     def num_used(self) -> int:
         return self.pool.num_pages - self.pool.num_free
+
+    def is_being_computed(self, table: BlockTable, tokens: Sequence[int]) -> bool:
+        """Whether some sequence is about to publish many more leading pages of these tokens than can be found now."""
+        if not self.share_prefixes:
+            return False
+        last = len(self._find_prefix(table, tokens)) + WORTH_WAITING - 1
+        if last >= (len(tokens) - 1) // PAGE_SIZE:
+            return False
+        owner = self._promised.get(table.digest(last, tokens))
+        return owner is not None and owner.num_published <= last < owner.num_pages
 
     def admit(
         self, table: BlockTable, tokens: Sequence[int], *, headroom: int = 0, may_share: bool = True
@@ -173,6 +187,8 @@ class KVCache:
         if may_share:
             self.num_queried_tokens += len(tokens)
             self.num_hit_tokens += len(hits) * PAGE_SIZE
+            for number in range(len(hits), len(tokens) // PAGE_SIZE):
+                self._promised[table.digest(number, tokens)] = table
         return len(hits) * PAGE_SIZE
 
     def reserve(self, table: BlockTable, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
@@ -181,8 +197,11 @@ class KVCache:
         Returns the (source, destination) pages to copy before writing, or None, with nothing changed, when the free
         pages do not suffice. Pages before `start` may stay shared.
         """
-        shared = [n for n in range(start // PAGE_SIZE, table.num_pages) if self.pool.holders[table.ids[n]] > 1]
-        num_new = max(0, pages_for(stop) - table.num_pages)
+        first, num_pages = start // PAGE_SIZE, table.num_pages
+        if pages_for(stop) == num_pages == first + 1 and self.pool.holders[table.ids[first]] == 1:
+            return ()  # as for most decodes: in the middle of a page of its own
+        shared = [n for n in range(first, num_pages) if self.pool.holders[table.ids[n]] > 1]
+        num_new = max(0, pages_for(stop) - num_pages)
         if num_new + len(shared) > self.pool.num_free:
             return None
         copies = []
@@ -209,7 +228,9 @@ class KVCache:
         if not self.share_prefixes:
             return
         for number in range(table.num_published, num_committed // PAGE_SIZE):
-            self.pool.publish(int(table.ids[number]), table.digest(number, tokens))
+            digest = table.digest(number, tokens)
+            self.pool.publish(int(table.ids[number]), digest)
+            self._promised.pop(digest, None)
             table.num_published = number + 1
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
@@ -219,6 +240,9 @@ class KVCache:
     def free(self, table: BlockTable) -> None:
         """Give back all pages, the last first, so that the beginning of a sequence stays findable longest."""
         self._cut(table, 0)
+        for digest in table.digests[table.num_published :]:
+            if self._promised.get(digest) is table:
+                del self._promised[digest]
         table.num_published = 0
         table.num_returns += 1
 

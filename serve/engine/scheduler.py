@@ -9,6 +9,9 @@ half-computed prompts can never wait for each other's pages. When a decoding seq
 the running ones (lowest priority, latest arrival) is preempted: its pages are freed and it waits again, with its tokens
 and its random streams, to be recomputed. The first of the running ones is never preempted, so there is progress.
 
+Of requests that come together with a long common beginning the first computes it, and the others, which wait for that,
+find it in the cache; who is behind them may go first.
+
 A step can be planned before the host has read what the one before it draws: a sequence then has a token that is not
 known yet (`Sequence.num_unread`), which is planned with like any other. One that must end by its length gets nothing
 more; one that ends otherwise is found out a step later, and what was computed for it is thrown away.
@@ -18,14 +21,14 @@ Sources: Sarathi-Serve (https://arxiv.org/abs/2403.02310); vLLM, v1/core/sched/s
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve.engine.fair_shares import FairShares
 from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, and room for `num_drafts` draft tokens behind them."""
 
     sequence_id: int
@@ -122,21 +125,36 @@ class Scheduler:
         return Schedule(tuple(step.chunks), tuple(step.copies), tuple(step.preempted))
 
     def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int]) -> None:
-        decoding = [s for s in self.running if s.num_pending == 1 and not self._is_complete(s)]
-        prefilling = [sequence for sequence in self.running if sequence.num_pending > 1]
+        decoding, prefilling = self._unfinished()
         for position, sequence in enumerate(decoding):
-            if sequence.is_running:  # not preempted by one before it
+            if not sequence.is_running:  # preempted by one before it
+                continue
+            num_drafts = draft_length(sequence)
+            if num_drafts:
                 spare = step.budget - (len(decoding) - position)  # one token stays for each decode after this one
                 room = self.max_model_len - sequence.num_drawn
-                self._schedule_decode(step, sequence, max(0, min(draft_length(sequence), spare, room)))
+                num_drafts = max(0, min(num_drafts, spare, room))
+            self._schedule_decode(step, sequence, num_drafts)
         for sequence in prefilling:
             if sequence.is_running and step.budget > 0:
                 step.add(sequence, min(sequence.num_pending, step.budget))
 
+    def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that decode, and those whose prompts are still to be computed."""
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            num_pending = sequence.num_pending
+            if num_pending > 1:
+                prefilling.append(sequence)
+            elif num_pending == 1 and not self._is_complete(sequence):
+                decoding.append(sequence)
+        return decoding, prefilling
+
     def _is_complete(self, sequence: Sequence) -> bool:
         """Whether the last token that it may have has been drawn, if not read."""
-        num_output = sequence.num_drawn - sequence.num_prompt_tokens
-        return num_output >= sequence.params.max_tokens or sequence.num_drawn >= self.max_model_len
+        num_drawn = sequence.num_drawn
+        return num_drawn - sequence.num_prompt_tokens >= sequence.params.max_tokens or num_drawn >= self.max_model_len
 
     def _schedule_decode(self, step: "_Step", sequence: Sequence, num_drafts: int) -> None:
         start = sequence.num_computed
@@ -165,7 +183,7 @@ class Scheduler:
         self._wait(sequence, is_new=False)
 
     def _admit_waiting(self, step: "_Step") -> None:
-        num_batch_rows = sum(sequence.num_batch_rows for sequence in self.running)
+        num_batch_rows = self.max_num_seqs - len(self._free_batch_rows)
         waiting = self.waiting
         while waiting and step.budget > 0 and num_batch_rows < self.max_num_seqs:
             sequence = self.shares.first(waiting)
@@ -176,6 +194,9 @@ class Scheduler:
             # Behind one that waits for a slot only those go on that need none, so that slots come free.
             if sequence.adapter is not None and not self._place(sequence, self.running):
                 waiting = [other for other in waiting if other.adapter is None]
+                continue
+            if self._finds_more_soon(sequence):
+                waiting = [other for other in waiting if not self._finds_more_soon(other)]
                 continue
             # Each running sequence keeps a page to grow into, else the newcomer would soon be preempted again. Cached
             # pages have no hidden states, so a prompt that is scored or pooled is computed in full.
@@ -189,6 +210,9 @@ class Scheduler:
                 waiting.remove(sequence)
             num_batch_rows += sequence.num_batch_rows
             step.add(sequence, min(sequence.num_pending, step.budget))
+
+    def _finds_more_soon(self, sequence: Sequence) -> bool:
+        return not sequence.needs_whole_prompt and self.cache.is_being_computed(sequence.table, sequence.tokens)
 
     def _start(self, sequence: Sequence, num_found: int) -> None:
         self._wait_no_more(sequence)

@@ -131,6 +131,27 @@ def test_a_cached_prefix_changes_nothing_and_is_not_computed_again(model: Transf
     assert again == outputs
 
 
+def test_requests_that_come_together_compute_a_common_prefix_once(model: Transformer) -> None:
+    """Eight with 1,500 common tokens cost at most 1.3 of one, and nothing waits for one that is gone."""
+    shared = random_prompts(1, low=1500, high=1501)[0]
+    prompts = [shared + tail for tail in random_prompts(8, seed=2, low=10, high=20)]
+    counting = CountingModel(model)
+    engine = make_engine(counting, max_num_batched_tokens=2048, num_pages=1024, max_model_len=2048)
+    engine.add_request("leaves", prompts[0], greedy(4))
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, greedy(4))
+    engine.add_request("other", prompts[0][::-1], greedy(4))
+    engine.step()
+    assert [sequence.request_id for sequence in engine.scheduler.running] == ["leaves", "other"]
+    engine.abort("leaves")
+    engine.abort("other")
+    counting.num_tokens = 0
+    joined = drain(engine)
+    assert counting.num_tokens <= 1.3 * len(prompts[0])
+    alone = generate(make_engine(model, num_pages=1024, max_model_len=2048), prompts[:2], greedy(4))
+    assert [joined[(str(number), 0)].new_token_ids for number in range(2)] == alone
+
+
 def test_cached_prefixes_are_not_shared_across_salts(model: Transformer) -> None:
     engine = make_engine(model)
     prompt = random_prompts(1, low=50, high=51)[0]

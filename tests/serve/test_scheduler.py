@@ -1,5 +1,6 @@
 """The scheduler without a model: budgets, order, preemption, progress. Steps are committed as the engine does."""
 
+import cProfile
 import random
 from collections.abc import Callable
 
@@ -193,6 +194,23 @@ def test_choices_take_batch_rows_before_they_fork() -> None:
     bench.step()
     assert bench.cache.num_used == 5  # two of three have copied the last page, which is not full
     bench.drain()
+
+
+def test_a_step_costs_the_same_however_many_wait() -> None:
+    """In Python calls, which no other process changes: a few for a sequence that decodes, none for one that waits."""
+
+    def num_calls(num_waiting: int) -> int:
+        bench = Bench(num_pages=1000, max_num_seqs=100, budget=4000)
+        for number in range(100 + num_waiting):
+            bench.add(20, 100, arrival=float(number))
+        bench.step()
+        assert (len(bench.scheduler.running), len(bench.scheduler.waiting)) == (100, num_waiting)
+        profiler = cProfile.Profile()
+        profiler.runcall(bench.scheduler.schedule)
+        return sum(entry.callcount for entry in profiler.getstats())
+
+    alone = num_calls(0)
+    assert alone <= 15 * 100 and num_calls(1000) <= alone + 5
 
 
 def test_the_budget_must_hold_a_token_for_every_sequence() -> None:
