@@ -1,4 +1,4 @@
-/* Philox's words, the race for a token and the threshold of top-p, on any processor: see random.py and sample.py.
+/* Philox words, the race for a token, the best one and the threshold of top-p, on any processor: see random.py, sample.py.
 
    A row's token depends on that row and its stream alone.
 */
@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "../common/inline.h"
+#include "../common/wide.h"
 
 enum { ROUNDS = 10, COUNTERS = 32, BLOCK = 4 * COUNTERS };
 
@@ -99,6 +100,76 @@ static int64_t race_of_row(const float *p, int64_t count, const Stream *stream, 
 void race(const float *p, const Stream *stream, int64_t rows, int64_t count, int64_t *tokens, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
     for (int64_t row = 0; row < rows; row++) tokens[row] = race_of_row(p + row * count, count, stream, row);
+}
+
+enum { AT_ONCE = 16 * WIDTH };
+
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+
+/* WIDTH scores, fp32 or bf16, from `i` on. */
+INLINE Wide scores_at(int is_bf16, const void *row, int64_t i) {
+    Wide wide;
+    if (is_bf16) {
+        Halves halves;
+        __builtin_memcpy(&halves, (const uint16_t *)row + i, sizeof halves);
+        return (Wide)(__builtin_convertvector(halves, Lanes) << 16);
+    }
+    __builtin_memcpy(&wide, (const float *)row + i, sizeof wide);
+    return wide;
+}
+
+INLINE float score_at(int is_bf16, const void *row, int64_t i) {
+    if (!is_bf16) return ((const float *)row)[i];
+    union {
+        uint32_t bits;
+        float value;
+    } score = {(uint32_t)((const uint16_t *)row)[i] << 16};
+    return score.value;
+}
+
+/* The first largest score; -1 where that is not finite, or a score is NaN. Only where AT_ONCE scores hold one larger than
+   all before is it looked for. */
+INLINE int64_t first_best_of(int is_bf16, const void *row, int64_t count) {
+    float best = -__builtin_inff();
+    int64_t place = -1, whole = count / AT_ONCE * AT_ONCE;
+    for (int64_t i = 0; i < whole; i += AT_ONCE) {
+        Wide top = scores_at(is_bf16, row, i);
+        Lanes unordered = top != top;
+        for (int64_t j = WIDTH; j < AT_ONCE; j += WIDTH) {
+            Wide scores = scores_at(is_bf16, row, i + j);
+            unordered |= scores != scores;
+            top = highest_of(top, scores);
+        }
+        float largest = best;
+        int is_wrong = 0;
+        for (int lane = 0; lane < WIDTH; lane++) {
+            is_wrong |= unordered[lane];
+            largest = top[lane] > largest ? top[lane] : largest;
+        }
+        if (is_wrong) return -1;
+        if (largest == best) continue;
+        best = largest;
+        for (place = i; score_at(is_bf16, row, place) != best;) place++;
+    }
+    for (int64_t i = whole; i < count; i++) {
+        float score = score_at(is_bf16, row, i);
+        if (score != score) return -1;
+        if (score > best) {
+            best = score;
+            place = i;
+        }
+    }
+    return __builtin_isinf(best) ? -1 : place;
+}
+
+/* scores [rows, count], fp32 or bf16, rows so many bytes apart; tokens [rows] */
+void first_best(const void *scores, int is_bf16, int64_t row_bytes, int64_t rows, int64_t count, int64_t *tokens,
+                int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 1)
+    for (int64_t i = 0; i < rows; i++) {
+        const void *row = (const char *)scores + i * row_bytes;
+        tokens[i] = is_bf16 ? first_best_of(1, row, count) : first_best_of(0, row, count);
+    }
 }
 
 typedef struct {

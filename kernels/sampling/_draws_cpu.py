@@ -1,4 +1,4 @@
-"""Random words, the race for a token and the threshold of top-p on the CPU, by `_draws.c` where that compiles.
+"""Random words, the race for a token, the best one and the threshold of top-p on the CPU, by `_draws.c` if it compiles.
 
 Legend: N rows, V numbers a row.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.common.compiled import compiled
 from kernels.common.cpu_graph import call
+from kernels.common.floats_cpu import is_plain
 
 
 class _Stream(ctypes.Structure):
@@ -41,6 +42,19 @@ def race(probabilities: Tensor, stream: tuple[Tensor, Tensor, Tensor], purpose: 
     tokens = torch.empty(len(probabilities), dtype=torch.int64)
     arguments = *probabilities.shape, tokens.data_ptr(), torch.get_num_threads()
     call(_library().race, probabilities.data_ptr(), _at(stream, purpose), *arguments)
+    return tokens
+
+
+def ranks(scores: Tensor) -> bool:
+    """Whether `first_best` takes these."""
+    return is_plain(scores) and draws()
+
+
+def first_best(scores: Tensor) -> Tensor:
+    """The first largest of each row, [N] int64, of scores [N, V]; −1 where it is not finite, or a score is NaN."""
+    tokens = torch.empty(len(scores), dtype=torch.int64)
+    where = scores.data_ptr(), scores.dtype == torch.bfloat16, scores.stride(0) * scores.itemsize
+    call(_library().first_best, *where, *scores.shape, tokens.data_ptr(), torch.get_num_threads())
     return tokens
 
 
@@ -73,6 +87,7 @@ def _library() -> Any:
         library.draw_words.argtypes = (stream, number, number, pointer)
         library.race.argtypes = (pointer, stream, number, number, pointer, ctypes.c_int)
         library.least_kept.argtypes = (pointer, pointer, pointer, number, number, pointer, ctypes.c_int)
+        library.first_best.argtypes = (pointer, ctypes.c_int, number, number, number, pointer, ctypes.c_int)
         library.least_kept.restype = ctypes.c_int
-        library.draw_words.restype = library.race.restype = None
+        library.draw_words.restype = library.race.restype = library.first_best.restype = None
     return library

@@ -233,14 +233,21 @@ def sample_tokens(
     """
     if runs_triton(logits):
         return _launch_race(logits, filters, stream, int(purpose), cuts=cuts)
-    # fp32 first, because a CPU compares fp32 several times faster than bf16.
-    scores = logits.float()
-    tokens = scores.argmax(dim=-1)
-    best = scores.gather(1, tokens[:, None])[:, 0]
+    tokens = _first_best(logits)
     for rows in blocks_of_rows(filters.temperature > 0, logits.shape[1]):
-        probabilities = adjusted_probabilities(scores[rows], **{name: x[rows] for name, x in filters._asdict().items()})
-        tokens[rows] = race(probabilities, Stream(*(x[rows] for x in stream)), purpose)
-    return torch.where(best.isfinite(), tokens, -1)
+        probabilities = adjusted_probabilities(logits[rows], **{name: x[rows] for name, x in filters._asdict().items()})
+        drawn = race(probabilities, Stream(*(x[rows] for x in stream)), purpose)
+        tokens[rows] = torch.where(tokens[rows] < 0, -1, drawn)
+    return tokens
+
+
+def _first_best(logits: Tensor) -> Tensor:
+    """The first largest of each row, [N] int64; −1 where it is not finite, or the row holds a NaN."""
+    if in_c.ranks(logits):
+        return in_c.first_best(logits)
+    scores = logits.float()  # a CPU compares fp32 several times faster than bf16
+    tokens = scores.argmax(dim=-1)
+    return torch.where(scores.gather(1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
 
 
 def race(probabilities: Tensor, stream: Stream, purpose: int) -> Tensor:

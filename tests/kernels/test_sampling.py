@@ -10,6 +10,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from kernels.sampling.random import Stream
 from kernels.sampling.sample import (
     Filters,
+    _first_best,
     adjusted_probabilities,
     adjusted_probabilities_reference,
     sample,
@@ -73,6 +74,20 @@ def test_greedy_is_one_hot_at_the_first_maximum() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [-math.inf, -5.0, -math.inf]])
     actual = adjusted_probabilities(logits, **parameters(2, temperature=0.0, top_k=2, top_p=0.5, min_p=0.1))
     assert torch.equal(actual, torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]))
+
+
+@pytest.mark.usefixtures("sampling_form")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 7, 128, 300, 49_157])
+def test_the_best_is_the_first_maximum(dtype: torch.dtype, vocabulary: int) -> None:
+    """As torch finds it, with ties, in strided rows; −1 where it is not finite or a score is no number."""
+    wide = torch.randint(-50, 50, (12, vocabulary + 3)).to(dtype)
+    scores = wide[:, :vocabulary]
+    assert torch.equal(_first_best(scores), scores.float().argmax(-1))
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf, torch.nan)):
+        scores[row, :: 1 if value < 0 else vocabulary] = value
+    scores[3, 0], scores[3, -1] = 0, torch.nan
+    assert _first_best(scores).tolist() == [-1] * 4 + scores[4:].float().argmax(-1).tolist()
 
 
 @pytest.mark.usefixtures("sampling_form")
