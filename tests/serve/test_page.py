@@ -32,10 +32,13 @@ CONTRAST = """(() => {
     return [255, 255, 255];
   };
   const worst = [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
-      && !element.disabled && [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim()))
+      && !element.disabled && (element.placeholder
+        || [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())))
     .map((element) => {
-      const [a, b] = [light(parse(getComputedStyle(element).color)), light(behind(element))];
-      return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), element.textContent.trim().slice(0, 30)];
+      const style = getComputedStyle(element, element.placeholder ? "::placeholder" : null);
+      const [a, b] = [light(parse(style.color)), light(behind(element))];
+      const text = (element.placeholder || element.textContent).trim().slice(0, 30);
+      return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), text];
     }).sort((one, other) => one[0] - other[0]);
   return worst[0];
 })()"""

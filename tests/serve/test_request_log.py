@@ -1,8 +1,10 @@
 """What operators see of requests: one log line each, percentiles, throughput and cost."""
 
+import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +17,7 @@ import pytest
 
 from serve.http import load, metrics
 from serve.http.metrics import Latencies, Metrics
+from serve.logs import FORMAT, OneLine
 from serve.outputs import EngineStats
 from tests.serve.http_server import SCRIPTED, RunningServer, running_server, save_tiny_folder
 
@@ -184,3 +187,16 @@ def test_streams_of_every_protocol_die_alike(server: RunningServer) -> None:
         for number, path in enumerate(DIED):
             request, said = line_of(server, number)
             assert (request, said["finish"]) == (f"POST {path} 503", "engine_died")
+
+
+@pytest.mark.parametrize("line", ["\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"], ids=ascii)
+def test_a_record_is_one_line_whatever_it_holds(line: str) -> None:
+    try:
+        raise ValueError(f"of a prompt{line}2026-01-01 00:00:00,000 ERROR potstill.server: forged")
+    except ValueError:
+        error = sys.exc_info()
+    record = logging.LogRecord(
+        "potstill.engine", logging.ERROR, "engine.py", 1, "request %s failed", (f"a{line}b",), error
+    )
+    written = OneLine(FORMAT).format(record)
+    assert len(written.splitlines()) == 1 and "forged" in written and "request a | b failed" in written
