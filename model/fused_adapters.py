@@ -83,7 +83,6 @@ def _empty_slots(parts: Sequence[nn.Module], room: AdapterRoom, dtype: torch.dty
     sizes: list[Any] = [part.out_features for part in parts]
     first: Any = parts[0]
     slots, rank = room.num_slots, room.max_rank * len(parts)
-    with torch.device(first.device):
-        a = torch.zeros(slots, rank, first.in_features, dtype=dtype)
-        b = torch.zeros(slots, sum(sizes), rank, dtype=dtype)
-        return FusedAdapters(LoraWeights(a, b, torch.zeros(slots)), factors=None)
+    a = torch.zeros(slots, rank, first.in_features, dtype=dtype, device=first.device)
+    b = torch.zeros(slots, sum(sizes), rank, dtype=dtype, device=first.device)
+    return FusedAdapters(LoraWeights(a, b, torch.zeros(slots, device=first.device)), factors=None)
