@@ -157,7 +157,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-loras", "most adapters in one batch, with --enable-lora", type=int, metavar="N")
     add("--max-cpu-loras", "most adapters loaded at once; the next takes the place of that used longest ago",
         type=int, metavar="N")  # fmt: skip
-    add("--max-lora-rank", "largest rank of an adapter, with --enable-lora", type=int, metavar="RANK")
+    add("--max-lora-rank", "largest rank of an adapter, with --enable-lora", type=int, metavar="NUMBER")
     add("--allowed-lora-path", "let clients load adapters from below FOLDER by /v1/load_lora_adapter", metavar="FOLDER")
     add("--seed", "seed of requests that bring none", type=int)
     add("--api-key", f"key that requests must bring; repeatable; also {API_KEY_VARIABLE}", action="append",
