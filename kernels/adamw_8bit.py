@@ -75,14 +75,15 @@ def _bounds(device: torch.device, signed: bool) -> Tensor:
     return bounds
 
 
-def _encode_reference(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes [B, 256] and absmax [B] of fp32 values [B, 256]."""
     absmax = values.abs().amax(-1)
     scaled = values * (1 / absmax.clamp(min=_TINIEST))[:, None]
     return torch.bucketize(scaled, _bounds(values.device, signed)).to(torch.uint8), absmax
 
 
-def _decode_reference(codes: Tensor, absmax: Tensor, signed: bool) -> Tensor:
+def decode(codes: Tensor, absmax: Tensor, signed: bool) -> Tensor:
+    """fp32 values [B, 256]."""
     return dynamic_table(codes.device, signed)[codes.long()] * absmax[:, None]
 
 
@@ -92,14 +93,14 @@ def adamw_8bit_reference(
 ) -> tuple[Tensor, Moments]:  # fmt: skip
     """`adamw_8bit` in its plainest form; returns the new weight and moments and changes nothing."""
     padded = F.pad(grad.float().flatten(), (0, -grad.numel() % BLOCK)).view(-1, BLOCK)
-    exp_avg = _decode_reference(moments.exp_avg, moments.exp_avg_absmax, True)
+    exp_avg = decode(moments.exp_avg, moments.exp_avg_absmax, True)
     exp_avg = exp_avg + (1 - beta1) * (padded - exp_avg)
-    exp_avg_sq = beta2 * _decode_reference(moments.exp_avg_sq, moments.exp_avg_sq_absmax, False)
+    exp_avg_sq = beta2 * decode(moments.exp_avg_sq, moments.exp_avg_sq_absmax, False)
     exp_avg_sq = exp_avg_sq + (1 - beta2) * padded * padded
     update = exp_avg / (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step) + eps)
     update = update.flatten()[: weight.numel()].view(weight.shape)
     weight = weight * (1 - learning_rate * weight_decay) - learning_rate / (1 - beta1**step) * update
-    return weight, Moments(*_encode_reference(exp_avg, True), *_encode_reference(exp_avg_sq, False))
+    return weight, Moments(*encode(exp_avg, True), *encode(exp_avg_sq, False))
 
 
 @triton.jit

@@ -5,6 +5,7 @@ knows its rank before that.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,81 @@ def this_rank() -> Rank:
 
 
 _LAUNCHED = (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+
+
+class MeshError(ValueError):
+    """Processes that cannot be arranged as they were asked to; a fact of the launch, the same in all of them."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the processes of a run share the memory of training: `replicate` groups of `shard` each.
+
+    A group holds the weights, their gradients and moments once, a part in each process; groups hold the same.
+    """
+
+    replicate: int
+    shard: int
+    reshards: bool = True
+    """Whether a layer's weights are freed between forward and backward, and gathered anew."""
+    recomputes: bool = False
+    """Whether the launcher asks for activation checkpointing, whatever the recipe says."""
+
+
+def training_mesh(shard: int | None, environment: Mapping[str, str] = os.environ) -> Mesh:
+    """The mesh of this run: a recipe's number of processes that share one copy, else what the launcher asks for.
+
+    That is accelerate's FSDP configuration, handed down in the environment; without one every process has a copy of its
+    own. Raises MeshError for what the processes do not divide into, or potstill does not do.
+    """
+    world = int(environment.get("WORLD_SIZE", "1"))
+    if shard is not None:
+        return Mesh(_groups(world, shard, "dp_shard_size"), shard)
+    if not _is_on(environment, "ACCELERATE_USE_FSDP"):
+        return Mesh(world, 1)
+    if _is_on(environment, "FSDP_OFFLOAD_PARAMS"):
+        advice = "set it to false; the optimizer paged_adamw keeps moments in host memory"
+        raise MeshError(f"the launcher asks for fsdp_offload_params, which potstill does not do: {advice}")
+    asked = _asked_sizes(environment, world)
+    return Mesh(
+        _groups(world, asked, "the launcher's FSDP configuration"),
+        asked,
+        reshards=environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in _KEEPS,
+        recomputes=_is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING"),
+    )
+
+
+_KEEPS = ("false", "shard_grad_op", "hybrid_shard_zero2", "no_shard")
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""accelerate numbers them from 1."""
+
+
+def _is_on(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")
+
+
+def _asked_sizes(environment: Mapping[str, str], world: int) -> int:
+    """Over how many processes accelerate's configuration shards."""
+    if _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
+        replicate, shard, *others = (int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names)
+        if max(others) > 1:
+            raise MeshError("training is sharded over data alone: set tp_size, cp_size and sp_size to 1")
+        if replicate * shard != world:
+            product = f"dp_replicate_size {replicate} times dp_shard_size {shard}"
+            raise MeshError(f"{product} is {replicate * shard}, but {world} processes were started")
+        return shard
+    strategy = environment.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()
+    strategy = _STRATEGIES[int(strategy) - 1] if strategy in ("1", "2", "3", "4", "5") else strategy
+    if environment.get("FSDP_VERSION", "1") == "2" or strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        return world
+    return 1 if strategy == "NO_SHARD" else int(environment.get("LOCAL_WORLD_SIZE", world))
+
+
+def _groups(world: int, shard: int, who: str) -> int:
+    if world % shard:
+        raise MeshError(f"{who} asks for shards over {shard} processes, which does not divide the {world} that run")
+    return world // shard
 
 
 def has_gpu() -> bool:

@@ -8,17 +8,20 @@ import argparse
 import logging
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.files.sources import KNOWN
+from model.mesh import MeshError, this_rank
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
 from serve.http.options import add_serve_arguments, options_from_arguments
 
 if TYPE_CHECKING:
     from pipeline.results import Result
 
+SAID_S = 5.0
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
 
 
@@ -36,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if options.traceback:
             raise
+        if isinstance(error, MeshError) and this_rank().index:
+            time.sleep(SAID_S)  # the main process says it; a launcher ends all as soon as one has ended
+            return UserError.exit_code
         logging.getLogger("potstill").debug("the command failed", exc_info=True)
         text = str(error) or type(error).__name__
         _say(text if text.endswith((".", "?", "!")) else f"{text}.")
@@ -182,13 +188,14 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _run(options: argparse.Namespace) -> int:
     from model.files.safe_io import default_cache
-    from pipeline.processes import Processes
+    from pipeline.processes import Processes, check_mesh
     from pipeline.recipe import load_recipe
     from pipeline.run_folder import RECIPE_NAME, RunFolder, is_run
 
     resumes = is_run(options.recipe)
     path = options.recipe / RECIPE_NAME if resumes else options.recipe
     recipe = load_recipe(path, options.overrides)
+    check_mesh(recipe)
     folder = RunFolder(options.folder or (options.recipe if resumes else Path("runs") / recipe.name))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: children first, one sentence
     processes = Processes()

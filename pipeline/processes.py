@@ -7,7 +7,21 @@ decides; the others train with it and wait for it otherwise. They share the run 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from model.mesh import this_rank
+from model.mesh import MeshError, this_rank, training_mesh
+from pipeline.schema import Recipe
+from train.config import TrainingConfig
+
+
+def check_mesh(recipe: Recipe) -> None:
+    """Raises MeshError where the stages that train cannot share the processes that run, before anything is done."""
+    for stage in recipe.plan():
+        if not isinstance(stage.config, TrainingConfig):
+            continue
+        training_mesh(stage.config.dp_shard_size)
+        count, batches = this_rank().count, stage.config.micro_batches_per_step
+        if batches % count:
+            of = "micro-batches (batch_tokens / micro_batch_tokens)"
+            raise MeshError(f"{stage.name}: a step of {batches} {of} cannot be shared evenly by {count} processes")
 
 
 class Processes:

@@ -4,6 +4,9 @@ accelerate keeps its state for the whole process and refuses a second Accelerato
 training and the pipeline's barriers share this one.
 """
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
@@ -13,13 +16,31 @@ from model.mesh import choose_device, this_rank
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+OURS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+"""What a launcher says of sharding `model.mesh.training_mesh` reads. accelerate would wrap models by itself: one
+alone, none on a CPU, no block of ours."""
 WAIT_S = 24 * 3600
 """How long processes wait for the main one, which may tokenize or measure for hours."""
 
 
 @cache
 def this_accelerator() -> "Accelerator":
-    """Made on first use; with several processes this joins the group. Raises ValueError for a launcher's shards."""
+    """Made on first use; with several processes this joins the group. Raises ValueError for DeepSpeed or Megatron."""
+    with _without(OURS):
+        return _made()
+
+
+@contextmanager
+def _without(names: Sequence[str]) -> Iterator[None]:
+    """The environment as if the launcher had not said these."""
+    said = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(said)
+
+
+def _made() -> "Accelerator":
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 
@@ -32,9 +53,9 @@ def this_accelerator() -> "Accelerator":
             DistributedDataParallelKwargs(broadcast_buffers=False),
         ],
     )
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         kind = accelerator.distributed_type.value
-        raise ValueError(f"training runs as full replicas; the launcher's configuration asks for {kind}")
+        raise ValueError(f"training is replicated or sharded by FSDP; the launcher's configuration asks for {kind}")
     if accelerator.num_processes != this_rank().count:
         raise ValueError("several processes are started by `accelerate launch` or torchrun, which number them by RANK")
     return accelerator

@@ -6,6 +6,9 @@
         state.json               counters, sampler position, seed
         manifest.json            size and SHA-256 of the three, and a SHA-256 of itself; written last
 
+Where processes hold a part each, so do files: `model-00001-of-00004.safetensors` has the first rows of every matrix,
+and the vectors. Any number of processes reads them (train/saved_tensors.py).
+
 Writing: staging folder, fsync, rename, then the published files are read back and verified, and only then are older
 checkpoints purged. Reading: newest first; one that fails verification is set aside with a loud message.
 """
@@ -14,12 +17,12 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.files.safe_io import read_json_object, sync_file, write_json
@@ -49,39 +52,79 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of `NAME.safetensors`, on the CPU."""
-        try:
-            return load_file(self.folder / f"{name}.safetensors")
-        except (OSError, SafetensorError) as reason:
-            raise TrainingStateError(f"{self.folder / name}.safetensors cannot be read: {reason}.") from None
+
+class Writers(Protocol):
+    """The processes that write a checkpoint; each of them calls `save_checkpoint`."""
+
+    is_main: bool
+    parts: int
+    """Files of each kind."""
+    part: int | None
+    """This process's, from 0; None where another one holds the same."""
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Does this process's work, and returns when all have done theirs. Raises in all of them where one failed."""
+        ...
 
 
 def save_checkpoint(
-    folder: Path, step: int, *, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any], keep: int
-) -> Path:
-    """Publishes a checkpoint below `folder`, verifies it, and purges all but the newest `keep`. Returns its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_room(folder, tensors)
+    folder: Path,
+    step: int,
+    *,
+    tensors: dict[str, dict[str, Tensor]],
+    state: dict[str, Any],
+    keep: int,
+    writers: Writers,
+) -> None:
+    """Publishes a checkpoint below `folder`, verifies it, and purges all but the newest `keep`.
+
+    `tensors`: by file, those that this process is to write.
+    """
     staging, target = folder / f".staging-step-{step:08d}", folder / f"step-{step:08d}"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
+
+    def prepare() -> None:
+        if writers.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+
+    def write() -> None:
+        if writers.part is None:
+            return
+        _check_room(folder, tensors, writers.parts)
         for name, group in tensors.items():
-            save_file(group, staging / f"{name}.safetensors")
-        write_json(staging / STATE, state)
-        seal(staging)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(staging, target)
-        sync_file(folder)
+            path = staging / part_name(name, writers.part, writers.parts)
+            save_file(group, path)
+            sync_file(path)
+
+    def publish() -> None:
+        if writers.is_main:
+            _publish(staging, target, state)
+
+    try:
+        for work in (prepare, write, publish):
+            writers.together(work)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        if writers.is_main:
+            shutil.rmtree(staging, ignore_errors=True)
         raise
-    _verify(target)
-    for old in published(folder)[keep:]:
+    for old in published(folder)[keep:] if writers.is_main else ():
         shutil.rmtree(old)
-    return target
+
+
+def part_name(name: str, part: int, parts: int) -> str:
+    """The file that holds one of so many parts of what is called `name`."""
+    return f"{name}.safetensors" if parts == 1 else f"{name}-{part + 1:05d}-of-{parts:05d}.safetensors"
+
+
+def _publish(staging: Path, target: Path, state: dict[str, Any]) -> None:
+    write_json(staging / STATE, state)
+    seal(staging)
+    if target.exists():
+        shutil.rmtree(target)
+    os.rename(staging, target)
+    sync_file(target.parent)
+    _verify(target)
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool = True) -> Checkpoint | None:
@@ -113,9 +156,15 @@ def published(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), reverse=True)
 
 
-def _check_room(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> None:
-    """A tenth more than the tensors: headers, JSON, and room to finish the log."""
-    needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+def open_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """One that another process has verified."""
+    target = folder / f"step-{step:08d}"
+    return Checkpoint(target, step, read_json_object(target / STATE, TrainingStateError))
+
+
+def _check_room(folder: Path, tensors: dict[str, dict[str, Tensor]], parts: int) -> None:
+    """A tenth more than the tensors: headers, JSON, and room to finish the log. Parts are of about the same size."""
+    needed = parts * sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
     free = shutil.disk_usage(folder).free
     if free < 1.1 * needed:
         raise DiskFullError(f"A checkpoint of {needed:,} bytes does not fit {folder}: {free:,} bytes are free.")

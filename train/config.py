@@ -54,6 +54,9 @@ class TrainingConfig:
     """
     activation_checkpointing: bool = setting(False, weights=False)
     """Recompute each layer in the backward pass: less memory, a third more work."""
+    dp_shard_size: int | None = setting(None, result=False, later=True, range=(1, 1e6))
+    """Processes that share one copy of weights, gradients and moments (FSDP); nothing: as many as the launcher's FSDP
+    configuration says, and one where it has none."""
     deterministic: bool = setting(False, weights=False, later=True)
     """On a GPU: the same bits in every run, as far as torch has such algorithms; attention's backward pass then takes
     seven products instead of five. On a CPU runs repeat their bits either way."""

@@ -10,35 +10,38 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from model.mesh import training_dtype
+from model.mesh import Mesh, training_dtype, training_mesh
 from model.transformer import Transformer
 from train.accelerator import this_accelerator
-from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, save_checkpoint
+from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, open_checkpoint, save_checkpoint
 from train.config import TrainingConfig
 from train.data import TokenizedDocuments
-from train.objectives import Objective, ObjectiveOutput
+from train.objectives import Objective, ObjectiveOfModel
 from train.optimizer import (
-    copy_into,
     frozen_digest,
     learning_rate_factor,
     make_optimizer,
     named_moments,
     named_weights,
     prepare_moments,
+    restore,
 )
-from train.packing import Batch
+from train.parallel import Parallel
 from train.progress import Progress
 from train.sampler import Sampler
 from train.signals import StopRequested, StopSignals
 from train.tracking import Tracker
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 log = logging.getLogger(__name__)
 
@@ -94,15 +97,56 @@ def _deterministic(asked: bool) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-class _ObjectiveOfModel(nn.Module):
-    """Model and objective as one module, so that everything differentiable happens inside the wrapped `forward`."""
+class _Replicated:
+    """Every process has the model whole."""
 
-    def __init__(self, model: Transformer, objective: Objective) -> None:
-        super().__init__()
-        self.model, self.objective = model, objective
+    def __init__(self, model: Transformer, objective: Objective, accelerator: "Accelerator") -> None:
+        self.accelerator, self.model = accelerator, model.to(accelerator.device)
+        self.trained = model
+        self.parts, self.part = 1, 0 if accelerator.is_main_process else None
+        self.module: nn.Module = ObjectiveOfModel(model, objective)
+        if accelerator.num_processes > 1:  # one process has nothing to wrap
+            self.module = accelerator.prepare_model(self.module)
+            accelerator.free_memory()  # it outlives the trainer, and must not keep the model
 
-    def forward(self, batch: Batch, progress: float) -> ObjectiveOutput:
-        return self.objective(self.model, batch, progress)
+    @property
+    def divided_by(self) -> int:
+        """DistributedDataParallel has averaged what must be a sum."""
+        return self.accelerator.num_processes
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients travel between processes once a step, with the last micro-batch."""
+        return nullcontext() if last else self.accelerator.no_sync(self.module)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def clear(self) -> None:
+        # Freed, not zeroed: the next backward fills them while it frees activations, so the two never add up.
+        self.model.zero_grad(set_to_none=True)
+
+    def whole(self) -> Transformer | None:
+        return self.model if self.accelerator.is_main_process else None
+
+    def written(self) -> set[str]:
+        return {name for name, _ in self.trained.named_parameters()}
+
+    def put_away(self) -> None:
+        """It is what training goes on with."""
+
+
+def _parallel(
+    model: Transformer, objective: Objective, accelerator: "Accelerator", mesh: Mesh, dtype: torch.dtype
+) -> Parallel:
+    """As the mesh says. `dtype`: of products."""
+    if mesh.shard == 1:
+        return _Replicated(model, objective, accelerator)
+    from train.sharding import Sharded
+
+    return Sharded(model, objective, accelerator, mesh, dtype)
 
 
 class Trainer:
@@ -124,8 +168,8 @@ class Trainer:
         evaluate: Callable[[Transformer], dict[str, float]] | None = None,
     ) -> None:
         """`folder` receives `checkpoints/`; `evaluate` runs on process 0, in the training precision."""
-        self.accelerator = this_accelerator()
-        self.model, self.config, self.tracker, self.evaluate = model, config, tracker, evaluate
+        self.accelerator, self.given = this_accelerator(), model
+        self.config, self.tracker, self.evaluate = config, tracker, evaluate
         self.steps, self.micro_batches = config.steps, config.micro_batches_per_step
         self.checkpoints = Path(folder) / "checkpoints"
         self.is_main = self.accelerator.is_main_process
@@ -135,14 +179,12 @@ class Trainer:
             data, sequence_length=sequence_length, micro_batch_tokens=config.micro_batch_tokens, seed=config.seed
         )
         self.frozen = frozen_digest(model)
-        model.to(self.accelerator.device)
-        model.activation_checkpointing = config.activation_checkpointing
-        self.module: nn.Module = _ObjectiveOfModel(model, objective)
-        if self.world > 1:  # one process has nothing to wrap
-            self.module = self.accelerator.prepare_model(self.module)
-            self.accelerator.free_memory()  # it outlives the trainer, and must not keep the model
+        self.mesh = training_mesh(config.dp_shard_size)
+        model.activation_checkpointing = config.activation_checkpointing or self.mesh.recomputes
         self.dtype = training_dtype(config.precision, on_gpu=self.accelerator.device.type == "cuda")
-        self.optimizer = make_optimizer(model, config)
+        self.parallel = _parallel(model, objective, self.accelerator, self.mesh, self.dtype)
+        self.model, self.module = self.parallel.model, self.parallel.module
+        self.optimizer = make_optimizer(self.parallel.trained, config)
         self.counters = _Counters()
         self._saved: tuple[int, bool] | None = None
         self._saved_at = time.monotonic()
@@ -165,7 +207,10 @@ class Trainer:
                     interrupted, save = self._run_step(signals, display)
                 if interrupted or self._finished() or (save and not self.counters.evaluation_due):
                     self._save()
+        if not interrupted:
+            self.parallel.whole()
         self.model.eval()
+        self.given.eval()
         return self._result(interrupted)
 
     def _finished(self) -> bool:
@@ -210,8 +255,7 @@ class Trainer:
             batch = self.sampler.batch(taken[index]).to(self.accelerator.device)
             # Whatever draws random numbers draws the same ones on any process, and after a resume.
             torch.manual_seed(_mix(self.config.seed, self.counters.step, index))
-            # Gradients travel between processes once a step, with the last micro-batch.
-            with nullcontext() if index == own[-1] else self.accelerator.no_sync(self.module):
+            with self.parallel.accumulating(last=index == own[-1]):
                 with self._autocast():
                     output = self.module(batch, self.counters.step / self.steps)
                 output.loss_sum.backward()
@@ -222,18 +266,16 @@ class Trainer:
 
     def _update(self, labels: int, factor: float) -> float:
         """Divides the gradient by the labels, clips it, applies it if finite. Returns its norm before clipping."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        # DistributedDataParallel has averaged what must be a sum.
-        scale = self.world / labels
-        norm = torch.nn.utils.get_total_norm(gradients).item() * scale
+        gradients = self.parallel.gradients()
+        scale = self.parallel.divided_by / labels
+        norm = self.parallel.norm(gradients).item() * scale
         if math.isfinite(norm):
             torch._foreach_mul_(gradients, scale * min(1.0, self.config.max_grad_norm / max(norm, 1e-12)))
             for group in self.optimizer.param_groups:
                 group["lr"] = self.config.learning_rate * factor * group["rate"]
             self.optimizer.step()
             self.counters.updates += 1
-        # Freed, not zeroed: the next backward fills them while it frees activations, so the two never add up.
-        self.optimizer.zero_grad(set_to_none=True)
+        self.parallel.clear()
         return norm
 
     def _over_processes(self, sums: dict[str, Tensor], *votes: bool) -> tuple[dict[str, float], list[bool]]:
@@ -274,16 +316,17 @@ class Trainer:
 
     def _run_evaluation(self, signals: StopSignals) -> bool:
         """Runs the callback on process 0; a stop throws it away, and whoever resumes runs it first."""
-        stop = signals.requested
-        if self.is_main and self.evaluate is not None:
-            self.model.eval()
+        stop, model = signals.requested, self.parallel.whole()
+        if model is not None and self.evaluate is not None:
+            model.eval()
             try:
                 with signals.interruptible(), self._autocast():
-                    found = self.evaluate(self.model)
+                    found = self.evaluate(model)
                 self._record(found, {})
             except StopRequested:
                 stop = True
-            self.model.train()
+            model.train()
+        self.parallel.put_away()
         _, (stop,) = self._over_processes({}, stop)
         self.counters.evaluation_due = stop
         return stop
@@ -293,34 +336,48 @@ class Trainer:
     def _save(self) -> None:
         """Publishes a checkpoint, unless one of this very state exists."""
         now = (self.counters.step, self.counters.evaluation_due)
-        if self.is_main and self._saved != now:
-            state = {
-                "counters": asdict(self.counters),
-                "sampler": self.sampler.state_dict(),
-                "batch_tokens": self.config.batch_tokens,
-                "frozen": self.frozen,
-                "optimizer": self.config.optimizer,
-                "metrics_bytes": self.tracker.sync(),
-            }
+        if self._saved != now:
+            written = self.parallel.written()
+            weights, moments = (
+                named_weights(self.parallel.trained),
+                named_moments(self.parallel.trained, self.optimizer),
+            )
             tensors = {
-                "model": named_weights(self.model),
-                "optimizer": named_moments(self.model, self.optimizer),
+                "model": {name: tensor for name, tensor in weights.items() if name in written},
+                "optimizer": {name: tensor for name, tensor in moments.items() if name.split(".", 1)[1] in written},
             }
-            save_checkpoint(self.checkpoints, self.counters.step, tensors=tensors, state=state, keep=KEPT_CHECKPOINTS)
-        self.accelerator.wait_for_everyone()
+            step, state = self.counters.step, self._state() if self.is_main else {}
+            save_checkpoint(
+                self.checkpoints, step, tensors=tensors, state=state, keep=KEPT_CHECKPOINTS, writers=_Writers(self)
+            )
         self._saved, self._saved_at = now, time.monotonic()
 
+    def _state(self) -> dict[str, Any]:
+        return {
+            "counters": asdict(self.counters),
+            "sampler": self.sampler.state_dict(),
+            "batch_tokens": self.config.batch_tokens,
+            "frozen": self.frozen,
+            "optimizer": self.config.optimizer,
+            "metrics_bytes": self.tracker.sync(),
+        }
+
     def _resume(self) -> None:
-        if self.is_main:
-            newest_checkpoint(self.checkpoints)  # sets damaged ones aside before any process reads
-        self.accelerator.wait_for_everyone()
-        checkpoint = newest_checkpoint(self.checkpoints, set_aside=False)
-        if checkpoint is not None:
+        # It sets damaged ones aside before any process reads, and spares the others the verification.
+        checkpoint = newest_checkpoint(self.checkpoints) if self.is_main else None
+        step = self._agreed(-1 if checkpoint is None else checkpoint.step)
+        if step >= 0:
+            checkpoint = checkpoint or open_checkpoint(self.checkpoints, step)
             self._restore(checkpoint)
             log.info("Resuming from step %d of %d.", self.counters.step, self.steps)
         if self.is_main:
             self.tracker.start(checkpoint.state["metrics_bytes"] if checkpoint is not None else 0)
         self.model.train()
+
+    def _agreed(self, number: int) -> int:
+        """The main process's number."""
+        value = torch.tensor(number if self.is_main else 0, device=self.accelerator.device)
+        return int(self.accelerator.reduce(value, "sum"))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Raises ValueError when the checkpoint is of another model, of other data, or does not fit this run."""
@@ -330,9 +387,8 @@ class Trainer:
             raise TrainingStateError(sentence)
         self.sampler.load_state_dict(state["sampler"])
         self.counters = _Counters(**state["counters"])
-        prepare_moments(self.model, self.optimizer, self.counters.updates)
-        copy_into(named_weights(self.model), checkpoint.tensors("model"), checkpoint.folder)
-        copy_into(named_moments(self.model, self.optimizer), checkpoint.tensors("optimizer"), checkpoint.folder)
+        prepare_moments(self.parallel.trained, self.optimizer, self.counters.updates)
+        restore(self.parallel.trained, self.optimizer, checkpoint.folder)
         self._saved = (self.counters.step, self.counters.evaluation_due)
 
     def _unfit(self, step: int, state: dict[str, Any]) -> str | None:
@@ -357,6 +413,24 @@ class Trainer:
             interrupted=interrupted,
             skipped=counters.skipped,
         )
+
+
+class _Writers:
+    """All processes of a trainer: see `train.checkpoint.Writers`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.is_main, self._over_processes = trainer.is_main, trainer._over_processes
+        self.parts, self.part = trainer.parallel.parts, trainer.parallel.part
+
+    def together(self, work: Callable[[], None]) -> None:
+        error = None
+        try:
+            work()
+        except Exception as reason:
+            error = reason
+        _, (failed,) = self._over_processes({}, error is not None)
+        if failed:
+            raise error or OSError("another process could not write its part of a checkpoint; its log says why")
 
 
 def _check(model: Transformer, config: TrainingConfig, world: int) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
@@ -44,6 +44,17 @@ class Objective(Protocol):
     """Called once a micro-batch, in the trainer's precision. `progress`: how much of training is done, from 0 to 1."""
 
     def __call__(self, model: Transformer, batch: Batch, progress: float) -> ObjectiveOutput: ...
+
+
+class ObjectiveOfModel(nn.Module):
+    """Model and objective as one module, so that everything differentiable happens inside the wrapped `forward`."""
+
+    def __init__(self, model: Transformer, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Batch, progress: float) -> ObjectiveOutput:
+        return self.objective(self.model, batch, progress)
 
 
 def hidden_states(

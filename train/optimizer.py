@@ -30,9 +30,10 @@ from torch.optim.adamw import adamw
 from kernels.adamw_8bit import BLOCK, Moments, adamw_8bit
 from model.quantized import quantized_tensors
 from model.training_memory import PAGED_PIECE, SMALLEST_IN_8_BITS, SMALLEST_PAGED
-from train.checkpoint import TrainingStateError
 from train.config import TrainingConfig
 from train.offload import PinnedArena, Prefetcher, State
+from train.parallel import Trained
+from train.saved_tensors import Rows, SavedTensors, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 EPS = 1e-8
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: Trained, config: TrainingConfig) -> torch.optim.Optimizer:
     """The optimizer that `config.optimizer` names. Norms and biases are not decayed; LoRA's B has its own rate.
 
     Each group's `rate` is what its learning rate is multiplied by.
@@ -56,7 +57,7 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     return AdamW(groups, lr=config.learning_rate, betas=betas, eight_bit=eight_bit, paged=paged and on_gpu)
 
 
-def _groups(model: nn.Module, config: TrainingConfig) -> Iterator[dict[str, Any]]:
+def _groups(model: Trained, config: TrainingConfig) -> Iterator[dict[str, Any]]:
     """Parameters that are decayed and trained alike."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for is_up in (False, True):
@@ -122,7 +123,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _empty(self, parameter: Tensor, device: torch.device) -> State:
         """A state with undefined content."""
-        if self.eight_bit and parameter.numel() >= SMALLEST_IN_8_BITS:
+        if self.eight_bit and full_numel(parameter) >= SMALLEST_IN_8_BITS:
             return Moments.empty(parameter.numel(), device=device)._asdict()
         return {kind: torch.empty(parameter.shape, dtype=parameter.dtype, device=device) for kind in MOMENTS}
 
@@ -159,6 +160,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, part: Part) -> None:
         parameter, grad, state, group = part
+        if not parameter.numel():  # a shard without a row
+            return
         beta1, beta2 = group["betas"]
         common = {"beta1": beta1, "beta2": beta2, "eps": EPS, "weight_decay": group["weight_decay"]}
         if "exp_avg_absmax" in state:
@@ -169,6 +172,11 @@ class AdamW(torch.optim.Optimizer):
             [parameter], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [steps],
             lr=group["lr"], amsgrad=False, maximize=False, fused=True, **common,
         )  # fmt: skip
+
+
+def full_numel(parameter: Tensor) -> int:
+    """Elements of the whole, of which this may be some rows (train/sharding.py)."""
+    return rows_of(parameter).of * math.prod(parameter.shape[1:])
 
 
 def _pieces(parameter: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> Iterator[Part]:
@@ -185,12 +193,12 @@ def _pieces(parameter: Tensor, grad: Tensor, state: State, group: dict[str, Any]
 # --- states by name ---------------------------------------------------------------------------------------------------
 
 
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
+def named_weights(model: Trained) -> dict[str, Tensor]:
     """Trained parameters by name, tied ones once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_moments(model: Trained, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """`exp_avg.NAME`, `exp_avg_sq.NAME` and so on of every trained parameter; none before the first update."""
     moments = {}
     for name, parameter in model.named_parameters():
@@ -214,7 +222,7 @@ def frozen_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def prepare_moments(model: nn.Module, optimizer: torch.optim.Optimizer, updates: int) -> None:
+def prepare_moments(model: Trained, optimizer: torch.optim.Optimizer, updates: int) -> None:
     """Gives the optimizer the state that it has after `updates` updates, with empty moments to be copied over."""
     if isinstance(optimizer, AdamW):
         optimizer.updates = updates
@@ -229,14 +237,27 @@ def prepare_moments(model: nn.Module, optimizer: torch.optim.Optimizer, updates:
 
 
 @torch.no_grad()
-def copy_into(own: dict[str, Tensor], saved: dict[str, Tensor], folder: Path) -> None:
-    """Copies saved tensors over one's own; raises TrainingStateError unless names, shapes and dtypes are the same."""
-    if own.keys() != saved.keys():
-        odd = sorted(own.keys() ^ saved.keys())[0]
-        where = "there" if odd in saved else "here"
-        raise TrainingStateError(f"{folder} is of another model: {odd} is only {where}.")
-    for name, tensor in own.items():
-        found, needed = tuple(saved[name].shape), tuple(tensor.shape)
-        if found != needed:
-            raise TrainingStateError(f"{folder} is of another model: {name} is {found} instead of {needed}.")
-        tensor.copy_(saved[name])
+def restore(model: Trained, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Copies a checkpoint's weights and moments over one's own, as far as this process holds them.
+
+    Raises TrainingStateError unless names and shapes are the same.
+    """
+    own, states = named_weights(model), named_moments(model, optimizer)
+    rows = {name: rows_of(parameter) for name, parameter in model.named_parameters()}
+    shapes = {name: (rows[name].of, *tensor.shape[1:]) for name, tensor in own.items()}
+    with SavedTensors(folder, "model") as weights, SavedTensors(folder, "optimizer") as moments:
+        weights.check(shapes)
+        in_8_bits = {name for name in own if f"exp_avg_absmax.{name}" in states}
+        parameters = {key: key.split(".", 1)[1] for key in states}
+        moments.check({key: () if name in in_8_bits else shapes[name] for key, name in parameters.items()})
+        for name, tensor in own.items():
+            tensor.copy_(weights.rows(name, rows[name]))
+        for key, name in parameters.items():
+            if name not in in_8_bits:
+                states[key].copy_(moments.rows(key, rows[name]))
+        for name in in_8_bits:
+            size = math.prod(shapes[name][1:])
+            held, *spans = (
+                Rows(*(size * row for row in part)) for part in (rows[name], *(one for _, one in weights.parts(name)))
+            )
+            moments.moments(name, Moments(*(states[f"{kind}.{name}"] for kind in Moments._fields)), held, spans)

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.mesh import Rank, choose_device, choose_dtype, has_gpu, this_rank, training_dtype
+from model.mesh import (
+    Mesh,
+    MeshError,
+    Rank,
+    choose_device,
+    choose_dtype,
+    has_gpu,
+    this_rank,
+    training_dtype,
+    training_mesh,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOICES = re.compile(
@@ -101,3 +111,58 @@ def test_nobody_else_chooses_a_device_or_reads_a_rank() -> None:
             if path != ROOT / "model" / "mesh.py":
                 found = [line for line in path.read_text().splitlines() if CHOICES.search(line)]
                 assert not found, f"{path.relative_to(ROOT)} leaves model/mesh.py out: {found[0].strip()}"
+
+
+LAUNCH_FILES = {
+    "multi_gpu": Mesh(8, 1),
+    "fsdp": Mesh(1, 8),
+    "multi_node_fsdp": Mesh(2, 8),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCH_FILES)
+def test_the_mesh_is_what_the_launch_file_asks_for(name: str) -> None:
+    """By the environment that accelerate's own launcher makes of the file."""
+    assert training_mesh(None, launched(name)) == LAUNCH_FILES[name]
+
+
+def launched(name: str, *words: str) -> dict[str, str]:
+    """What a process finds that `accelerate launch` starts."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    file = str(ROOT / "configs" / "accelerate" / f"{name}.yaml")
+    arguments = launch_command_parser().parse_args(["--config_file", file, "--main_process_port", "0", *words, "x"])
+    arguments, *_ = _validate_launch_command(arguments)
+    world = arguments.num_processes
+    return prepare_multi_gpu_env(arguments) | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "8"}
+
+
+def test_what_the_launcher_asks_for_beside_the_sizes_is_done() -> None:
+    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert training_mesh(None, sharded | {"FSDP_SHARDING_STRATEGY": "4"}) == Mesh(2, 2)
+    assert training_mesh(None, sharded | {"FSDP_SHARDING_STRATEGY": "NO_SHARD"}) == Mesh(4, 1)
+    changes = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    assert training_mesh(None, sharded | changes) == Mesh(1, 4, reshards=False, recomputes=True)
+    assert training_mesh(2, sharded) == Mesh(2, 2), "the recipe knows better"
+    assert training_mesh(4, {"WORLD_SIZE": "4"}) == Mesh(1, 4), "torchrun asks for nothing"
+    assert training_mesh(None, {"WORLD_SIZE": "4"}) == Mesh(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("shard", "environment", "sentence"),
+    [
+        (3, {}, "dp_shard_size asks for shards over 3 processes, which does not divide the 4 that run"),
+        (None, {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params, which potstill does not do: set it to false"),
+        (None, {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "dp_shard_size 3 is 3, but 4 processes were started"),
+        (None, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "set tp_size, cp_size and sp_size to 1"),
+    ],
+)
+def test_processes_that_do_not_fit_the_mesh_are_one_sentence(
+    shard: int | None, environment: dict[str, str], sentence: str
+) -> None:
+    known = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "4"}
+    if any(name.startswith("PARALLELISM") for name in environment):
+        known |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    with pytest.raises(MeshError, match=sentence):
+        training_mesh(shard, known | environment)

@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from model.config import ModelConfig
 from model.files.checkpoint import load_config, load_model
+from model.mesh import training_mesh
 from model.text.tokenizer import Tokenizer, different_token
 from model.training_memory import Setup
 from pipeline.errors import UserError
@@ -57,6 +58,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     origin = config.student.origin
     check_dense(context, origin)
     _check_vocabularies(context, config)
+    _check_mesh(config)
     whole = load_config(context.model(origin))
     for shape in config.student.shapes:
         shape_of_student(origin, whole, shape)
@@ -105,6 +107,14 @@ def _check_vocabularies(context: StageContext, config: Distill) -> None:
         raise UserError(
             f"{student} and {teacher} have different tokenizers: token {token} is {learnt!r} in {student} and "
             f"{taught!r} in {teacher}; they must be equal."
+        )
+
+
+def _check_mesh(config: Distill) -> None:
+    if config.on_policy.share and training_mesh(config.dp_shard_size).shard > 1:
+        raise UserError(
+            "distill: a student that writes itself must be whole in every process, and this one is trained in shards; "
+            "set on_policy.share to 0, or start as many replicas."
         )
 
 

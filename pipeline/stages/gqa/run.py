@@ -80,7 +80,7 @@ def run(context: StageContext) -> Result[GqaDetails] | None:
         method=config.method,
         groups=[plan.groups for plan in _load_plans(stage, config.method)],
         compared=[Compared(method, start.converted[method], quality) for method, quality in uptrained.items()],
-        capacity=_capacity(stage.teacher.config, config),
+        capacity=_capacity(load_config(context.model(config.model)), config),
     )
     measured = start.parent, start.converted[config.method]
     result = stage.finish_student(student, config.model, measured=measured, training=training, details=details)
@@ -122,7 +122,7 @@ def _groupings(config: Gqa) -> list[Method]:
 
 def _calibrate(stage: GqaStage) -> None:
     """Writes the plan of each layer for each method."""
-    config, parent, folder = stage.config, stage.teacher, stage.context.folder / PLANS_NAME
+    config, parent, folder = stage.config, stage.parent, stage.context.folder / PLANS_NAME
     layers = parent.config.num_layers
     known = next((layer for layer in range(layers) if not _is_planned(_plan_path(folder, layer), config)), layers)
     if known == layers:
@@ -197,8 +197,8 @@ def _refit(stage: GqaStage) -> None:
         path = _refitted_path(stage, method)
         if method.endswith(REFIT) and not path.exists():
             log.info("fitting the output projections of %s", method.removesuffix(REFIT))
-            fitted = _converted(stage, stage.teacher, method.removesuffix(REFIT))
-            refit_outputs(fitted, stage.teacher, stage.training_text(stage.config.calibration_tokens))
+            fitted = _converted(stage, stage.parent, method.removesuffix(REFIT))
+            refit_outputs(fitted, stage.parent, stage.training_text(stage.config.calibration_tokens))
             weights = {name: weight for name, weight in fitted.state_dict().items() if name.endswith("o_proj.weight")}
             write_tensors(path, weights)
 
@@ -239,7 +239,7 @@ def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
 
 
 def _measure_converted(stage: GqaStage, method: str) -> Quality:
-    quality = stage.held_out.quality(_converted(stage, stage.teacher, method), stage.reference)
+    quality = stage.held_out.quality(_converted(stage, stage.parent, method), stage.reference)
     log.info("%s: held-out loss %.3f, KL %.3f", method, quality.nll.value, quality.kl.value if quality.kl else 0.0)
     return quality
 

@@ -113,7 +113,7 @@ def _check(model: ModelConfig, config: Mod) -> None:
 
 def _convert(stage: ModStage) -> Start:
     """Chooses the layers, fits the routers, keeps these, and measures what is left."""
-    config, parent = stage.config, stage.teacher
+    config, parent = stage.config, stage.parent
     text = stage.training_text(config.calibration_tokens)
     costs = None
     if config.start == "fitted" or config.least_important is not None:

@@ -25,6 +25,7 @@ from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publ
 from model.files.checkpoint import load_config, replace_config, save_model
 from model.formats.registry import NO_FORMAT, format_named
 from model.lora import LoraConfig, adapted_layers
+from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from model.training_memory import Setup
 from model.transformer import Transformer
@@ -47,7 +48,7 @@ class QloraStage(TrainingStage[Qlora]):
     """A frozen base with an adapter is published as it is trained."""
 
     def published_form(self, model: Transformer) -> Transformer:
-        return model
+        return model.to(choose_device())
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _measure_start(stage: QloraStage, base: Path) -> Start:
 
 
 def _publish(stage: QloraStage, start: Start, model: Transformer, training: TrainingResult) -> Result[QloraDetails]:
-    config, context, adapter = stage.config, stage.context, stage.config.adapter
+    config, context, adapter, model = stage.config, stage.context, stage.config.adapter, model.to(choose_device())
     tokenizer = Tokenizer.load(context.model(config.model))
     merges = _measure_merges(stage, model)
     details = QloraDetails(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from safetensors.torch import save_file
@@ -25,7 +25,7 @@ from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
 from model.lora import LoraConfig, LoraError
-from model.mesh import choose_device, choose_dtype, training_dtype
+from model.mesh import choose_device, choose_dtype, training_dtype, training_mesh
 from model.quantized import QuantizedEmbedding
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
@@ -69,8 +69,9 @@ class TrainingStage(Generic[C]):
     Each process makes one, once it has checked what goes in: the data are tokenized here.
     """
 
-    teacher: Transformer | None = None
-    """What held-out figures are compared with, if anything."""
+    teacher_name: str | None = None
+    """The recipe's, of the model that held-out figures are compared with, if there is one."""
+    teacher: Transformer
     kv_cache_dtype = "auto"
     """In what keys and values of the result will be cached, and its quality is measured."""
 
@@ -78,6 +79,7 @@ class TrainingStage(Generic[C]):
         self.context, self.config = context, cast("C", context.stage.config)
         self.data = context.data(self.config.data, tokenizer)
         self.sequence_length = context.data_set(self.config.data).sequence_length
+        self.mesh = training_mesh(self.config.dp_shard_size)
 
     @cached_property
     def held_out(self) -> HeldOut:
@@ -87,7 +89,7 @@ class TrainingStage(Generic[C]):
     @cached_property
     def reference(self) -> TeacherStates:
         """What the teacher makes of that text; ValueError without one."""
-        if self.teacher is None:
+        if self.teacher_name is None:
             raise ValueError("the stage has no teacher")
         return self.held_out.states(self.teacher)
 
@@ -181,7 +183,7 @@ class TrainingStage(Generic[C]):
         if self.config.evaluate_every_tokens is None:
             return None
         held_out = self._held_out(min(CURVE_TOKENS, self.config.held_out_tokens))
-        reference = None if self.teacher is None else held_out.states(self.teacher)
+        reference = None if self.teacher_name is None else held_out.states(self.teacher)
 
         def measure(model: Transformer) -> dict[str, float]:
             quality = held_out.quality(self.published_form(model), reference)
@@ -193,14 +195,15 @@ class TrainingStage(Generic[C]):
 
     def published_form(self, model: Transformer) -> Transformer:
         """As it would be published: a copy of a model that is trained, rounded to bf16, its routers calibrated."""
-        form = copy.deepcopy(model).to(PUBLISHED_DTYPE).to(choose_dtype("auto", model.device)).requires_grad_(False)
+        device = choose_device()
+        form = copy.deepcopy(model).to(PUBLISHED_DTYPE).to(device, choose_dtype("auto", device)).requires_grad_(False)
         if learns_routing(model):
             calibrate(form, self.training_text())
         return form
 
     def calibrate_routers(self, model: Transformer) -> None:
-        """Sets the thresholds of routers that have learned as suits the rounded weights."""
-        if not learns_routing(model):
+        """Sets the thresholds of routers that have learned as suits the rounded weights, where the model is whole."""
+        if not learns_routing(model) or (self.mesh.shard > 1 and not self.context.processes.is_main):
             return
         calibrated = self.published_form(model).config.mixture_of_depths
         set_thresholds(model, calibrated.thresholds if calibrated else ())
@@ -264,7 +267,7 @@ class TrainingStage(Generic[C]):
         """Of what is published; `known` before, unless its cache changes it."""
         if known is not None and self.kv_cache_dtype == "auto":
             return known
-        states = None if self.teacher is None else self.reference
+        states = None if self.teacher_name is None else self.reference
         return self.held_out.quality(published, states, kv_cache_dtype=self.kv_cache_dtype)
 
 
@@ -274,7 +277,6 @@ class RecoveryStage(TrainingStage[R]):
     Where there is no such model here, towards what it has stored with the data.
     """
 
-    teacher: Transformer
     matching: Sequence[int] | None = None
     """Of each of the student's layers the teacher's that it is to be like; by default evenly spread ones."""
 
@@ -282,8 +284,28 @@ class RecoveryStage(TrainingStage[R]):
         """`tokens_of`: the model whose tokens are read where there is no teacher."""
         super().__init__(context, Tokenizer.load(context.model(teacher or str(tokens_of))))
         self.teacher_name = teacher
-        if teacher is not None:
-            self.teacher = load_published(context.model(teacher))
+        if teacher is not None and self.mesh.shard > 1:
+            _ = self.reference  # by all processes, which hold the teacher together; only one of them asks for it later
+
+    @cached_property
+    def teacher(self) -> Transformer:  # type: ignore[override]  # made when first asked for
+        """As it is asked in training and for comparisons: in shards where the student is trained in shards."""
+        if self.mesh.shard == 1:
+            return self.parent
+        from train.sharding import load_frozen
+
+        return load_frozen(self.context.model(str(self.teacher_name)), self.mesh)
+
+    @cached_property
+    def parent(self) -> Transformer:
+        """The same model whole, on this process's device: what a student is made of."""
+        return load_published(self.context.model(str(self.teacher_name)))
+
+    def train(self, model: Transformer, **how: Any) -> TrainingResult:
+        """As `TrainingStage.train`."""
+        if self.mesh.shard > 1:
+            self.__dict__.pop("parent", None)  # no process keeps a whole one beside its shards
+        return super().train(model, **how)
 
     def objective(self) -> LanguageModelling | Distillation | StoredDistillation:
         """Towards what the teacher has stored with the data, or else by its passes."""

@@ -1,0 +1,153 @@
+"""The stages that train, by processes that hold a part of the models each: as accelerate's shipped files ask for it.
+
+What one process makes, 2 and 4 make too, over gloo; whichever of them is killed, the same command goes on to the same
+weights.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.model.test_mesh import launched
+from tests.pipeline.tiny_run import RECIPE, ROOT, run_stages, write_teacher, write_text
+from train.tracking import read_metrics
+
+pytestmark = pytest.mark.slow
+
+TRAINING = {
+    "data": "text",
+    "tokens": "2k",
+    "batch_tokens": 512,
+    "micro_batch_tokens": 128,
+    "learning_rate": 3e-3,
+    "precision": "fp32",
+    "held_out_tokens": 512,
+    "evaluate_every_tokens": "1k",
+}
+BRIEF = {"new_tokens": 2, "context_tokens": 8, "batch_sizes": [1]}
+STAGES = {
+    "gqa": {"model": "teacher", "kv_heads": 1, "method": "subspace+refit", "long_context": BRIEF, "out": "narrow"},
+    "mod": {"model": "teacher", "layers": [1], "speed": {"prefill_tokens": 8, **BRIEF}, "out": "routed"},
+    "distill": {"teacher": "teacher", "student": {"from": "teacher", "layers": 2}, "out": "student"},
+    "qlora": {"model": "student", "adapter": {"rank": 4, "dropout": 0.1}, "learning_rate": 2e-2, "out": "adapted"},
+}
+KILLED = {"distill": STAGES["distill"] | {"checkpoint_every_s": 0, "tokens": "6k"}}
+
+
+def stages(wanted: dict[str, dict]) -> list[dict[str, dict]]:
+    return [{name: TRAINING | settings} for name, settings in wanted.items()]
+
+
+def command(home: Path, folder: str, wanted: dict[str, dict], processes: int) -> list[str]:
+    last = list(wanted.values())[-1]["out"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    words += ["-m", "pipeline", "run", str(RECIPE), f"stages={json.dumps(stages(wanted))}", f"serve={{model: {last}}}"]
+    words += [f"models.teacher.from={home / 'teacher'}", f"data.text.source={home / 'text'}"]
+    return [*words, "--folder", str(home / folder), "--cache", str(home / "cache")]
+
+
+def environment(file: str, *words: str) -> dict[str, str]:
+    """Of processes that accelerate would start by this file, were there GPUs."""
+    asked = {
+        name: value for name, value in launched(file, *words).items() if name not in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
+    return os.environ | asked | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def launch(words: list[str], variables: dict[str, str]) -> None:
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one process has run all stages."""
+    home = tmp_path_factory.mktemp("sharded")
+    write_teacher(home / "teacher")
+    write_text(home / "text")
+    run_stages(home, *stages(STAGES), serve="adapted", folder="one")
+    return home
+
+
+FILES = {
+    "fsdp": (2, ("--num_processes", "2")),
+    "multi_node_fsdp": (4, ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2")),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_launch_file_makes_what_one_process_makes(file: str, home: Path) -> None:
+    processes, words = FILES[file]
+    launch(command(home, file, STAGES, processes), environment(file, *words))
+    for number, name in enumerate(STAGES, 1):
+        one, many = (home / folder / f"{number:02d}-{name}" for folder in ("one", file))
+        logs = read_metrics(one / "metrics.jsonl"), read_metrics(many / "metrics.jsonl")
+        assert len(logs[0]) == len(logs[1]) > 4
+        for expected, line in zip(*logs, strict=True):
+            losses = {key: line[key] for key in line if not key.startswith("held_out") and key != "passing_1"}
+            assert losses == pytest.approx({key: expected[key] for key in losses}, rel=1e-5), name
+        published = [next((folder / "model").glob("*model.safetensors")) for folder in (one, many)]
+        weights = [load_file(path) for path in published]
+        assert weights[0].keys() == weights[1].keys()
+        for key, tensor in weights[0].items():
+            torch.testing.assert_close(weights[1][key], tensor, rtol=2**-7, atol=1e-5, msg=f"{name}: {key}")
+        digests = (
+            [json.loads((folder / "model" / "config.json").read_text()) for folder in (one, many)]
+            if name != "qlora"
+            else [0, 0]
+        )
+        if name != "mod":  # whose thresholds are numbers in it
+            assert digests[0] == digests[1]
+
+
+@contextmanager
+def running(words: list[str], variables: dict[str, str]) -> Iterator[subprocess.Popen]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, cwd=ROOT, env=variables, start_new_session=True, **quiet) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.wait(60)
+
+
+def process_of_rank(launcher: subprocess.Popen, rank: int) -> int:
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher.pid and f"\0RANK={rank}\0".encode() in b"\0" + (path / "environ").read_bytes():
+                return int(path.name)
+        except (OSError, ValueError):
+            continue
+    raise AssertionError(f"no process has rank {rank}")
+
+
+def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weights(home: Path) -> None:
+    variables = environment("fsdp", "--num_processes", "2")
+    launch(command(home, "straight", KILLED, 2), variables)
+    words, log = command(home, "killed", KILLED, 2), home / "killed" / "01-distill" / "metrics.jsonl"
+    moments = random.Random(0)
+    for rank, lines in ((1, 2), (0, 7)):
+        with running(words, variables) as launcher:
+            deadline = time.monotonic() + 120
+            while len(read_metrics(log)) < lines:
+                assert time.monotonic() < deadline and launcher.poll() is None, "training does not get on"
+                time.sleep(0.02)
+            time.sleep(moments.uniform(0.0, 0.2))
+            os.kill(process_of_rank(launcher, rank), signal.SIGKILL)
+        assert launcher.returncode != 0
+    launch(words, variables)
+    straight = home / "straight" / "01-distill"
+    assert (home / "killed" / "01-distill" / "metrics.jsonl").read_text() == (straight / "metrics.jsonl").read_text()
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (straight, log.parent)]
+    assert weights[0] == weights[1]

@@ -1,0 +1,140 @@
+"""Toy runs of every way to train, by as many processes as there are: alone, or started several times by torchrun.
+
+torchrun --nproc_per_node 4 -m tests.train.sharded_process FOLDER SHARD/PLACE/CASE[/STOP] …
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from compress.lora import inject
+from compress.mod import add_routers
+from compress.quantize.round_to_nearest import quantize_model
+from model.config import MixtureOfDepths
+from model.formats.bitsandbytes import NF4
+from model.lora import LoraConfig
+from model.mesh import Mesh, this_rank
+from model.transformer import Transformer
+from tests.tiny import tiny_model
+from tests.train.toy import toy_trainer
+from train.accelerator import this_accelerator
+from train.objectives import Distillation, LanguageModelling, Objective, ObjectiveOutput, RoutedTraining, RoutingConfig
+from train.packing import Batch
+from train.sharding import device_mesh, shard_frozen
+
+STEPS, BATCH_TOKENS = 6, 256
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_query_heads": 4, "num_kv_heads": 1, "head_dim": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    model: Callable[[], Transformer]
+    objective: Callable[[], Objective] = LanguageModelling
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def _teacher() -> Distillation:
+    return Distillation(tiny_model(seed=2, num_layers=3))
+
+
+def _narrow() -> Transformer:
+    """One KV head: its projections have fewer rows than others, and are tied to no head of their own."""
+    return tiny_model(seed=1, tie_word_embeddings=True, num_kv_heads=1)
+
+
+def _adapted(dora: bool = False) -> Transformer:
+    model = tiny_model(seed=1, **WIDE)
+    quantize_model(model, NF4())
+    inject(model, LoraConfig(rank=6, dropout=0.1, dora=dora), seed=1)
+    return model
+
+
+def _routed() -> Transformer:
+    return add_routers(tiny_model(seed=1), MixtureOfDepths("block", (1,), capacity=0.5))
+
+
+def _routers_alone() -> Transformer:
+    model = _routed().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".router." in name)
+    return model
+
+
+def _routed_objective() -> Objective:
+    return RoutedTraining(_teacher(), RoutingConfig(0.5))
+
+
+CASES = {
+    "distill": Case(lambda: tiny_model(seed=1), _teacher),
+    "gqa": Case(_narrow, _teacher, {"activation_checkpointing": True}),
+    "qlora": Case(_adapted),
+    "dora": Case(lambda: _adapted(dora=True), settings={"activation_checkpointing": True}),
+    "mod": Case(_routed, _routed_objective),
+    "mod, recomputed": Case(_routed, _routed_objective, {"activation_checkpointing": True}),
+    "routers alone": Case(_routers_alone, _routed_objective),
+    "8 bits": Case(lambda: tiny_model(seed=1, **WIDE), settings={"optimizer": "adamw_8bit"}),
+}
+
+
+class Stopping:
+    """An objective during which a signal comes to this process, in a step."""
+
+    def __init__(self, objective: Objective, step: int) -> None:
+        self.objective, self.after = objective, step / STEPS
+
+    def __call__(self, model: Transformer, batch: Batch, progress: float) -> ObjectiveOutput:
+        if progress >= self.after - 1e-9:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.objective(model, batch, progress)
+
+
+def run(folder: Path, name: str, shard: int | None = None, stop: int | None = None) -> None:
+    """Trains to the end and writes the weights, or until a stop; from the checkpoint that is there."""
+    this_accelerator()  # joins the group
+    case = CASES[name]
+    objective = case.objective()
+    if shard is not None and shard > 1 and isinstance(objective, Distillation):
+        shard_frozen(objective.teacher, device_mesh(Mesh(this_rank().count // shard, shard), torch.device("cpu")))
+    trainer = toy_trainer(
+        folder / name,
+        model=case.model(),
+        objective=objective if stop is None else Stopping(objective, stop),
+        evaluate=held_out,
+        evaluate_every_tokens=3 * BATCH_TOKENS,
+        tokens=STEPS * BATCH_TOKENS,
+        batch_tokens=BATCH_TOKENS,
+        dp_shard_size=shard,
+        checkpoint_every_s=1e6,
+        **case.settings,
+    )
+    result = trainer.train()
+    assert result.interrupted == (stop is not None)
+    if trainer.is_main and not result.interrupted:
+        weights = {key: tensor.detach().clone() for key, tensor in trainer.given.named_parameters()}
+        save_file(weights, folder / name / "weights.safetensors")
+
+
+def held_out(model: Transformer) -> dict[str, float]:
+    """Of the whole model, wherever its parts are."""
+    return {"weights": sum(p.detach().double().abs().sum().item() for p in model.parameters() if p.requires_grad)}
+
+
+def main(folder: Path, *jobs: str) -> None:
+    """Each job: over how many processes to shard, a folder, the case, and where to stop, if it is to."""
+    torch.set_num_threads(1)
+    for job in jobs:
+        shard, place, name, stop = f"{job}/".split("/")[:4]
+        run(folder / place, name, int(shard), int(stop) if stop else None)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
