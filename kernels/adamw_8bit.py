@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
 from kernels.linear.quantization import dynamic_table
 from kernels.losses._projection import slices

@@ -17,11 +17,10 @@ from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels._rows_cpu import norm_rows, normalizes
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, num_processors, runs_triton
 
 # Up to this many rows a call costs more than its arithmetic.

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels._rows_cpu import gate_halves, gate_rows, gates, gates_halves
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 
 

@@ -12,10 +12,9 @@ Source: https://arxiv.org/abs/2404.02258 (mixture of depths). Legend: T tokens, 
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 
 _SELECT_BLOCK = 1024

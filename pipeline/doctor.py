@@ -66,18 +66,33 @@ def examine() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    for name in ("torch", "triton"):
-        found = _version(name)
-        missing = "bad" if name == "torch" or sys.platform == "linux" else "fine"
-        yield Finding("fine" if found else missing, name, found or "not installed")
+    torch = _version("torch")
+    yield Finding("fine" if torch else "bad", "torch", torch or "not installed")
+    if torch:
+        yield _triton()
+
+
+def _triton() -> Finding:
+    """Whether it is there, and what its absence costs."""
+    from torch import version
+
+    found, is_for_gpus = importlib.util.find_spec("triton") is not None, bool(version.cuda or version.hip)
+    if found:
+        use = "for GPUs" if is_for_gpus else "not used: this torch is for CPUs"
+        return Finding("fine", "triton", f"{_version('triton') or 'of unknown version'}, {use}")
+    if is_for_gpus:
+        return Finding("bad", "triton", "not installed: nothing runs on a GPU without it; pip install triton")
+    return Finding("fine", "triton", "not installed, and not needed: this torch is for CPUs")
 
 
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("fine", "processor", f"{processor_name()}, {cores} cores, {size(memory_bytes())} memory")
     if _version("torch"):
+        from kernels.linear.cpu_form import cpu_form
         from model.mesh import gpus
 
+        yield Finding("fine", "products", f"with weights in 4 and 8 bits by {cpu_form()}")
         names = ", ".join(f"{gpu.name} ({size(gpu.total_memory)})" for gpu in gpus())
         yield Finding("fine", "GPU", names or "none: everything runs on the CPU")
     free = shutil.disk_usage(Path.cwd()).free
@@ -108,7 +123,7 @@ def _requirements() -> Iterator[Finding]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         found = _version(requirement.name)
-        if found is None and requirement.name.replace("-", "_") not in OPTIONAL:
+        if found is None and requirement.name.replace("-", "_") not in {"torch", "triton", *OPTIONAL}:
             yield Finding("bad", requirement.name, f"is not installed; potstill needs {requirement}")
         elif found is not None and not requirement.specifier.contains(found, prereleases=True):
             yield Finding("bad", requirement.name, f"is {found}; potstill needs {requirement.specifier}")

@@ -11,9 +11,9 @@ Legend: R rows (tokens, heads or both), d head dim, D d rounded up to a power of
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from kernels.common.triton import tl, triton
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude that each 8-bit format stores."""

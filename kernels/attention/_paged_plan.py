@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import num_processors, shared_memory_bytes
 
 # A key tile of this size keeps enough loads in flight at two programs per processor.

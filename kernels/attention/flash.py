@@ -22,8 +22,6 @@ import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import _flash_tiles as cut
@@ -43,6 +41,7 @@ from kernels.common.ragged_tiles import (
     tile_source,
     work_item,
 )
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -25,8 +25,6 @@ import math
 from typing import NamedTuple, TypeAlias
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.attention._cached_rows import CachedRows
@@ -37,6 +35,7 @@ from kernels.attention._paged_cpu import GroupedPlan, attend_groups
 from kernels.attention._paged_plan import ListedPlan, Tiles, padded_head_dim
 from kernels.attention.write_pages import check_page_dtypes
 from kernels.attention.write_pages import write_pages as write_pages
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
 
 PagedPlan: TypeAlias = GroupedPlan | ListedPlan

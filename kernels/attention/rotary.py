@@ -15,10 +15,9 @@ import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 
 

@@ -14,14 +14,13 @@ dim, P pages; in a program HEADS heads of one token, D numbers each, a power of 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.attention._kv_quantization import LIMITS, quantize_rows, row_scales
 from kernels.attention._rotary_write_cpu import rotate_and_write_rows, writes
 from kernels.attention.rotary import apply_rotary, apply_rotary_reference, check_rotary, split_heads
 from kernels.attention.write_pages import check_page_dtypes, write_pages, write_pages_reference
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 from kernels.rms_norm import apply_weight, inverse_rms, rms_norm, rms_norm_reference
 

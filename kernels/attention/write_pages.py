@@ -12,11 +12,10 @@ of two.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.attention._kv_quantization import LIMITS, quantize_rows, quantize_rows_reference, row_scales
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, compute_capability, runs_triton
 
 # Ada. Triton converts to and from e4m3 on no older GPU.

@@ -1,7 +1,6 @@
 """The program that comes last does what is left for one: no second launch for a few numbers."""
 
-import triton
-import triton.language as tl
+from kernels.common.triton import tl, triton
 
 
 @triton.jit

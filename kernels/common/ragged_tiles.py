@@ -8,9 +8,9 @@ Legend: B documents; document B stands for the rows past the last document; d he
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from kernels.common.triton import tl, triton
 
 # What a kernel must know of a tile: where its document starts and how many rows that has, the same on the other side
 # of the attention, and the tile's first row in the document.

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
-import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.common.cpu_graph import UNFILLED
+from kernels.common.triton import triton
 
 REPORT_EVERY_S = 5.0
 log = logging.getLogger(__name__)

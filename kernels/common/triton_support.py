@@ -10,8 +10,9 @@ from contextvars import ContextVar
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
+
+from kernels.common.triton import has_triton, triton
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,7 +25,7 @@ def interpreted() -> Iterator[None]:
 
     Raises RuntimeError unless TRITON_INTERPRET=1 was set before the kernels were imported: Triton decides then.
     """
-    if not triton.knobs.runtime.interpret:
+    if not has_triton() or not triton.knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before Python starts, to run Triton kernels on the CPU")
     token = _interpreting.set(True)
     try:

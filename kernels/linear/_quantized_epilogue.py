@@ -3,9 +3,7 @@
 Legend: T tokens, N output features; a gated result has N / 2 columns.
 """
 
-import triton
-import triton.language as tl
-
+from kernels.common.triton import tl, triton
 from kernels.linear.lora import adapters_of_rows, lora_tile
 
 

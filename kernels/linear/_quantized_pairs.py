@@ -15,9 +15,8 @@ Sources: https://arxiv.org/abs/2211.10017 (integers behind an exponent), PTX ISA
 """
 
 import torch
-import triton
-import triton.language as tl
 
+from kernels.common.triton import tl, triton
 from kernels.linear.quantization import NF4_TABLE
 
 NF4_ORDER = (0, 4, 1, 5, 8, 12, 9, 13, 3, 6, 2, 7, 11, 15, 10, 14)

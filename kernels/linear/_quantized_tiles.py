@@ -23,10 +23,9 @@ from math import gcd
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.linear._quantized_pairs import NF4_ORDER, decoded_pairs, nf4_bytes
 from kernels.linear.quantization import (
     NESTED_BLOCK,

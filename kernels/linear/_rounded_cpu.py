@@ -47,7 +47,11 @@ def rounded_rows(x: Tensor, group: int) -> Tensor:
 
 def source_for(features: frozenset[str]) -> str:
     """The C form for a processor with these features: with VNNI the neighbours of an output are lanes, else outputs."""
-    return "_rounded.c" if {"avx512_vnni", "avx512vl"} <= features else "_rounded_lanes.c"
+    return "_rounded.c" if has_vnni(features) else "_rounded_lanes.c"
+
+
+def has_vnni(features: frozenset[str]) -> bool:
+    return {"avx512_vnni", "avx512vl"} <= features
 
 
 @cache

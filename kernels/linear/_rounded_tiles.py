@@ -11,10 +11,9 @@ Legend: T tokens, K input features, N output features.
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import compute_capability, is_interpreted
 from kernels.linear._quantized_tiles import TiledWeight
 

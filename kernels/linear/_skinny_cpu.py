@@ -75,10 +75,9 @@ class _Source:
     needs: frozenset[str]
 
 
-_SOURCES = {
-    torch.bfloat16: _Source("_skinny.c", frozenset({"avx512_bf16", "avx512vbmi"})),
-    torch.float32: _Source("_skinny_wide.c", NEEDS | {"f16c"}),
-}
+NEEDS_BF16 = frozenset({"avx512_bf16", "avx512vbmi"})
+NEEDS_WIDE = NEEDS | {"f16c"}
+_SOURCES = {torch.bfloat16: _Source("_skinny.c", NEEDS_BF16), torch.float32: _Source("_skinny_wide.c", NEEDS_WIDE)}
 
 
 def multiplies(dtype: torch.dtype) -> bool:

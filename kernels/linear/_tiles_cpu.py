@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.common.compiled import compiled
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress, product_in_c
 
-_NEEDS = frozenset({"amx_bf16", "avx512_bf16", "avx512vbmi"})
+NEEDS = frozenset({"amx_bf16", "avx512_bf16", "avx512vbmi"})
 _FEWEST_ROWS = 2
 """Measured with `python -m bench.kernels.decode`: a single row costs less without these registers."""
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def tiled_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
 
 @cache
 def _library() -> Any:
-    library = compiled(Path(__file__).with_name("_tiles.c"), needs=_NEEDS)
+    library = compiled(Path(__file__).with_name("_tiles.c"), needs=NEEDS)
     if library is None:
         return None
     if library.permit_tiles():

@@ -8,11 +8,10 @@ Legend: T rows, n of them leading, K input features, N output features.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.ragged_tiles import dot
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, runs_triton
 
 # Rows, outputs and inputs of a tile, warps, stages: three stages of 32 KiB fit every GPU since Ampere. fp32 has no

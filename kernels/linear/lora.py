@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.ragged_tiles import dot
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
 from kernels.linear import _lora_cpu
 

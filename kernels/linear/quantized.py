@@ -20,12 +20,11 @@ Legend: T tokens, K input features, N output features.
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.arrival import arrives_last
 from kernels.common.ragged_tiles import as_operand, dot
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
 from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, prepare_for_cpu
 from kernels.linear._quantized_epilogue import finish, output_columns

@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.ragged_tiles import dot
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors
 from kernels.losses._projection import IGNORE_LABEL, slices
 

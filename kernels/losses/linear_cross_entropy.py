@@ -12,10 +12,9 @@ Legend: T tokens, D hidden size, V vocabulary; in a program a tile of ROWS x COL
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
 from kernels.losses._linear_cross_entropy_cpu import linear_cross_entropy_cpu
 from kernels.losses._projection import IGNORE_LABEL, attach_gradients, product_dtype, statistics_dtype

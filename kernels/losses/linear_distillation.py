@@ -34,10 +34,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
 from kernels.losses._divergence import SHARE_DECAY, DistillationSums, DivergenceKind, Objective, make_objective
 from kernels.losses._linear_distillation_cpu import linear_distillation_cpu

@@ -8,11 +8,10 @@ for the results of a row, follows from the vocabulary alone.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.arrival import arrives_last
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import num_processors
 
 BLOCK = 2048

@@ -18,11 +18,10 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.arrival import arrives_last
+from kernels.common.triton import tl, triton
 from kernels.sampling import _race
 
 LOG2_E = tl.constexpr(math.log2(math.e))

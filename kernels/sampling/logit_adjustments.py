@@ -14,11 +14,10 @@ Legend: N rows, V vocabulary, S slots, M most biases a request, K most drafted t
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.rows import blocks_of_rows
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 
 IN_PROMPT = 1 << 30

@@ -8,10 +8,9 @@ Legend: B sequences, R rows of text, S most tokens, k drafted tokens.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
 
 MAX_NGRAM = 3

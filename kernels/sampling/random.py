@@ -21,10 +21,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
 from kernels.sampling import _draws_cpu as in_c
 

@@ -12,11 +12,10 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.rows import blocks_of_rows
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 from kernels.sampling import _draws_cpu as in_c
 from kernels.sampling import _race

@@ -11,12 +11,11 @@ Legend: N rows, V vocabulary, P blocks of a row, K most probable tokens.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.common.arrival import arrives_last
 from kernels.common.rows import rows_per_block
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 from kernels.sampling import _race
 

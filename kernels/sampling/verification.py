@@ -22,10 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
 from kernels.sampling import _race
 from kernels.sampling.random import (
