@@ -49,46 +49,40 @@ class FairShares:
 
     def __init__(self) -> None:
         self._shares: dict[str, Share] = {}
+        self.has_tenants = False
+        """Whether there is anything to share; else requests go in the order of their arrival."""
         self._last_waiting: Share | None = None
         """The tenant of the last request that stopped waiting."""
-        self._num_nameless = 0
-        """Waiting requests of nobody in particular."""
 
     def of(self, tenant: Tenant | None) -> Share | None:
-        """The share of a tenant; None for requests of nobody in particular."""
-        if tenant is None or not tenant.name:
+        """The share of a tenant, or of all requests of nobody in particular; None as long as there are no others."""
+        tenant = tenant or Tenant()
+        self.has_tenants |= bool(tenant.name)
+        if not self.has_tenants:
             return None
         share = self._shares.setdefault(tenant.name, Share(tenant.weight))
         share.weight = tenant.weight
         return share
 
-    def waits(self, share: Share | None, *, is_new: bool) -> None:
+    def waits(self, share: Share, *, is_new: bool) -> None:
         """A request waits, anew or because it was preempted."""
-        if share is None:
-            self._num_nameless += 1
-            return
         if is_new and not share.num_waiting:
             others = [other.counter for other in self._shares.values() if other.num_waiting]
             floor = min(others) if others else self._last_waiting.counter if self._last_waiting is not None else 0.0
             share.counter = max(share.counter, floor)
         share.num_waiting += 1
 
-    def waits_no_more(self, share: Share | None) -> None:
+    def waits_no_more(self, share: Share) -> None:
         """A request was admitted, or given up."""
-        if share is None:
-            self._num_nameless -= 1
-            return
         share.num_waiting -= 1
         self._last_waiting = share
 
     def first(self, waiting: Iterable[Request]) -> Request | None:
         """Whose turn it is among `waiting`, in order of priority and arrival: of the first priority, who has had least.
 
-        Requests of nobody in particular count as those of one that has had nothing.
+        What came before there were tenants goes before all that they ask for.
         """
-        if not self._shares:
-            return next(iter(waiting), None)
-        num_tenants = sum(share.num_waiting > 0 for share in self._shares.values()) + (self._num_nameless > 0)
+        num_tenants = sum(share.num_waiting > 0 for share in self._shares.values())
         best: Request | None = None
         seen: set[Share | None] = set()
         for request in waiting:
@@ -99,7 +93,7 @@ class FairShares:
             seen.add(request.share)
             if best is None or _had(request) < _had(best):
                 best = request
-            if len(seen) == num_tenants:
+            if len(seen) >= num_tenants or request.share is None:
                 break
         return best
 

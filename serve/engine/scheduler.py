@@ -92,7 +92,8 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence, *, is_new: bool) -> None:
         bisect.insort(self.waiting, sequence, key=_order)
-        self.shares.waits(sequence.share, is_new=is_new)
+        if sequence.share is not None:
+            self.shares.waits(sequence.share, is_new=is_new)
 
     def fork(self, parent: Sequence) -> list[Sequence]:
         """Start the siblings of a sequence whose prompt is computed: they share its pages and join the running ones."""
@@ -186,7 +187,7 @@ class Scheduler:
         num_batch_rows = self.max_num_seqs - len(self._free_batch_rows)
         waiting = self.waiting
         while waiting and step.budget > 0 and num_batch_rows < self.max_num_seqs:
-            sequence = self.shares.first(waiting)
+            sequence = self.shares.first(waiting) if self.shares.has_tenants else waiting[0]
             if sequence is None or num_batch_rows + sequence.num_batch_rows > self.max_num_seqs:
                 break
             if sequence.num_unread:  # preempted a moment ago: what it will say last is still on its way
@@ -228,7 +229,8 @@ class Scheduler:
 
     def _wait_no_more(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
-        self.shares.waits_no_more(sequence.share)
+        if sequence.share is not None:
+            self.shares.waits_no_more(sequence.share)
 
     def _give_back_row(self, sequence: Sequence) -> None:
         if sequence.batch_row >= 0:

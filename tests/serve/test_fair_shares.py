@@ -164,3 +164,12 @@ def test_preemption_is_not_paid_for_twice() -> None:
     ends(service)
     share = service.engine.scheduler.shares.of(Tenant("a"))
     assert share is not None and share.counter == 32 + 2 * 16 and share.num_waiting == 0
+
+
+def test_requests_of_nobody_in_particular_are_one_tenant_beside_others() -> None:
+    service = Service(make_engine(TableModel(torch.full((8, 8), 1 / 8)), max_num_seqs=1, num_pages=16))
+    before = service.ask(Tenant(), (8, 2))
+    named = service.ask(Tenant("a"), (8, 2))
+    nobodys = [service.ask(Tenant(), (8, 2)) for _ in range(3)]
+    second = service.ask(Tenant("a"), (8, 2))
+    assert ends(service) == [before, named, *nobodys[:2], second, nobodys[2]]

@@ -82,6 +82,9 @@ def test_examples_are_answered(server: RunningServer) -> None:
         if "requestBody" in methods.get("post", {}):
             example = methods["post"]["requestBody"]["content"]["application/json"]["example"] | {"model": "tiny"}
             answer = httpx.post(server.url + path, json=example, timeout=20)
+            if path.endswith("lora_adapter"):  # for the operator to open
+                assert answer.status_code == 404 and "--allowed-lora-path" in answer.text
+                continue
             assert answer.status_code in (200, 400), answer.text
             assert answer.status_code == 200 or "context length" in answer.text
 
