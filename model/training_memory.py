@@ -112,10 +112,16 @@ class Setup:
     """Or train through rounding, in fp32."""
     on_gpu: bool = True
     processes: int = 1
+    shards: int = 1
+    """Processes that hold a copy of the models together (train/sharding.py); of training through rounding each one."""
 
     def memory(self) -> Memory:
         """The arithmetic. Raises LoraError for a target that names no layer."""
-        return (_Arithmetic(self) if self.rounding is None else _ThroughRounding(self, self.rounding)).memory()
+        from model.sharded_memory import InShards
+
+        if self.rounding is not None:
+            return _ThroughRounding(self, self.rounding).memory()
+        return (Arithmetic if self.shards == 1 else InShards)(self).memory()
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with micro-batches of this size, as many in a step as before."""
@@ -144,13 +150,23 @@ def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
     return low * step
 
 
+def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
+    """The setup on so many processes, in the fewest shards whose peak fits `budget` bytes; None if none does."""
+    most = 1 if setup.rounding is not None else processes
+    for shards in (count for count in range(1, most + 1) if processes % count == 0):
+        placed = replace(setup, processes=processes, shards=shards)
+        if placed.memory().peak <= budget:
+            return placed
+    return None
+
+
 def _moment_bytes(count: int, eight_bit: bool) -> int:
     if eight_bit and count >= SMALLEST_IN_8_BITS:
         return -(-count // BLOCK) * 2 * (BLOCK + FULL)
     return 2 * FULL * count
 
 
-class _Arithmetic:
+class Arithmetic:
     """A setup with everything that is derived from it."""
 
     def __init__(self, setup: Setup) -> None:
@@ -174,18 +190,22 @@ class _Arithmetic:
         return {} if adapter is None else matching_layers(self.shape, adapter.targets)
 
     @cached_property
-    def trained(self) -> list[int]:
-        """Elements of each trained tensor."""
+    def trained_shapes(self) -> list[tuple[int, ...]]:
         adapter = self.setup.adapter
         if not self.frozen:
-            return [parameter.numel() for parameter in self.shape.parameters()]
+            return [tuple(parameter.shape) for parameter in self.shape.parameters()]
         if adapter is None:
-            return [self.config.hidden_size, 1] * self.setup.routers
-        sizes = []
+            return [(1, self.config.hidden_size), (1,)] * self.setup.routers
+        shapes: list[tuple[int, ...]] = []
         for layer in self.adapted.values():
             outputs, inputs = layer.weight.shape
-            sizes += [adapter.rank * inputs, adapter.rank * outputs] + [outputs] * adapter.dora
-        return sizes
+            shapes += [(adapter.rank, inputs), (outputs, adapter.rank), *[(outputs,)] * adapter.dora]
+        return shapes
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Elements of each trained tensor, as many as the process updates."""
+        return [math.prod(shape) for shape in self.trained_shapes]
 
     def memory(self) -> Memory:
         weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
@@ -213,12 +233,14 @@ class _Arithmetic:
         total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
         if not self.frozen:
             return total + FULL * sum(self.trained)
+        dtype = torch.float32 if self.stream == FULL else torch.bfloat16
+        return total + planned_weight_bytes(self.config, self._formats(), dtype)
+
+    def _formats(self) -> dict[str, WeightFormat[Any]]:
+        """Of the quantized layers of a frozen base, by name."""
         format = format_named(self.setup.quantization, double=self.setup.double_quantization)
         names = [name for name, layer in self.shape.model.named_modules(prefix="model") if isinstance(layer, Linear)]
-        formats = {} if format is None else dict.fromkeys(names, format)
-        return total + planned_weight_bytes(
-            self.config, formats, torch.float32 if self.stream == FULL else torch.bfloat16
-        )
+        return {} if format is None else dict.fromkeys(names, format)
 
     def _layers(self) -> list[Linear]:
         """Every linear layer but the output projection: what is quantized."""
@@ -328,7 +350,7 @@ class _Arithmetic:
         if not self.frozen or self.item == FULL:
             return 0
         matrices = sum(layer.weight.numel() for layer in self._layers()) if self.setup.fp32_base else 0
-        return HALF * (sum(self.trained) + matrices) // self.config.num_layers
+        return HALF * (sum(map(math.prod, self.trained_shapes)) + matrices) // self.config.num_layers
 
     def _work(self) -> int:
         """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""
@@ -371,7 +393,7 @@ class _Arithmetic:
         return 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
 
 
-class _ThroughRounding(_Arithmetic):
+class _ThroughRounding(Arithmetic):
     """Of layers that round an fp32 weight, or keep its levels, each time that they multiply."""
 
     def __init__(self, setup: Setup, rounding: Rounding) -> None:

@@ -156,6 +156,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     plan.add_argument("recipe", type=Path, help="recipe file")
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.add_argument("--gpu-memory", metavar="80GiB", help="memory to fit (default: this GPU's, or common sizes)")
+    plan.add_argument("--gpus", type=int, metavar="8", help="say in how many shards each stage fits so many of them")
     plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
     plan.set_defaults(command=_plan, late="overrides")
     data = commands.add_parser(
@@ -315,11 +316,13 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from model.files.safe_io import default_cache
-    from pipeline.plan import budgets_of, note, plan_recipe, plan_table
+    from pipeline.plan import budgets_of, note, on_gpus, plan_recipe, plan_table
     from pipeline.report.terminal import terminal_table
 
     budgets = budgets_of(options.gpu_memory)
     plans = plan_recipe(recipe, options.cache or default_cache())
+    if options.gpus is not None:
+        plans = on_gpus(plans, options.gpus, budgets)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(terminal_table(plan_table(plans, budgets), width=console.width))
     console.print(note(plans), soft_wrap=True, highlight=False)

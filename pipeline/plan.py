@@ -6,12 +6,12 @@ what a stage publishes has the shape that its settings say.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from model.config import ModelConfig
 from model.mesh import gpus
-from model.training_memory import Memory, Setup, largest_micro_batch
+from model.training_memory import Memory, Setup, largest_micro_batch, smallest_shards
 from pipeline.errors import UserError
 from pipeline.report.section import Table
 from pipeline.schema import Recipe
@@ -62,6 +62,21 @@ def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
     return plans
 
 
+def on_gpus(plans: Sequence[StagePlan], gpus: int, budgets: Sequence[int]) -> list[StagePlan]:
+    """The same on so many GPUs, each stage in the fewest shards that fit their memory; in all of them if none do.
+
+    Raises UserError where there is not one memory to fit.
+    """
+    if gpus < 1 or len(budgets) != 1:
+        raise UserError(f"--gpus {gpus} needs a number of GPUs and their memory, like --gpus 8 --gpu-memory 80GiB.")
+    placed = []
+    for plan in plans:
+        whole = replace(plan.setup, processes=gpus, shards=gpus if plan.setup.rounding is None else 1)
+        setup = smallest_shards(plan.setup, gpus, budgets[0]) or whole
+        placed.append(replace(plan, setup=setup, memory=setup.memory()))
+    return placed
+
+
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
@@ -84,11 +99,19 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
         sizes = [getattr(plan.memory, part) for plan in plans]
         if any(sizes):
             lines.append([words, *(f"{size / GIB:,.2f}" for size in sizes)])
+    if any(plan.setup.processes > 1 for plan in plans):
+        lines.append(["mesh, replicate × shard", *(_mesh(plan, max(budgets)) for plan in plans)])
     lines.append(["micro-batch, tokens", *(f"{plan.setup.training.micro_batch_tokens:,}" for plan in plans)])
     for budget in budgets:
         cells = [_largest(plan, budget) for plan in plans]
         lines.append([f"largest in {budget / GIB:.4g} GiB", *cells])
     return Table(lines, ["GiB", *(plan.name for plan in plans)])
+
+
+def _mesh(plan: StagePlan, budget: int) -> str:
+    setup = plan.setup
+    fits = "" if plan.memory.peak <= budget else ", does not fit"
+    return f"{setup.processes // setup.shards} × {setup.shards}{fits}"
 
 
 def _largest(plan: StagePlan, budget: int) -> str:
@@ -103,4 +126,6 @@ def note(plans: Sequence[StagePlan]) -> str:
         "peak is below their sum. A micro-batch may be one sequence, so its largest size is also the longest context"
     )
     limits = {plan.setup.model.num_positions for plan in plans}
+    if any(plan.setup.shards > 1 for plan in plans):
+        text += ". Quantized weights, and a teacher's embeddings and head, are whole in every process"
     return f"{text} (the model knows {', '.join(f'{limit:,}' for limit in sorted(limits))} positions)."

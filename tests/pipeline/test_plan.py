@@ -135,6 +135,18 @@ def test_a_mistake_is_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
+def test_each_stage_says_which_mesh_fits(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(recipe), "gqa.optimizer=adamw_8bit", "--gpus", "4", "--gpu-memory"]
+    assert main([*arguments, "1GiB"]) == 0
+    assert re.search(r"mesh, replicate × shard +4 × 1 +4 × 1", capsys.readouterr().out)
+    assert main([*arguments, "0.001GiB"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"mesh, replicate × shard +1 × 4, does not fit +1 × 4, does not fit", printed)
+    assert "embeddings and head, are whole in every process" in printed
+    assert main(["plan", str(recipe), "--gpus", "4"]) == 2
+    assert "like --gpus 8 --gpu-memory 80GiB." in capsys.readouterr().err
+
+
 def test_budgets() -> None:
     assert budgets_of("80GiB") == [80 * GIB] and budgets_of("24 GB") == [24 * 10**9]
     with pytest.raises(UserError):

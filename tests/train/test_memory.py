@@ -20,7 +20,7 @@ from model.lora import LoraConfig, LoraError
 from model.mesh import choose_dtype
 from model.quantized import QuantizedLayer
 from model.routed import routed_layers
-from model.training_memory import Rounding, Setup, largest_micro_batch
+from model.training_memory import Rounding, Setup, largest_micro_batch, smallest_shards
 from model.transformer import Transformer
 from tests.memory import peak_bytes
 from tests.tiny import tiny_config
@@ -262,6 +262,21 @@ def test_a_llama_of_8_billion_weights_in_nf4_fits_where_its_bf16_base_does_not()
     # What stays on the GPU: moments too small to page, and those of the two tensors that are worked on.
     assert 0.95 < nf4.host / (2 * nf4.adapters) < 1 and nf4.optimizer < nf4.host / 20
     assert nf4.peak < 16 * 2**30 < bf16.peak
+
+
+def test_a_llama_of_8_billion_weights_learns_from_one_of_70_on_eight_gpus_of_80_gib() -> None:
+    teacher = tiny_config(
+        hidden_size=8192, intermediate_size=28_672, num_layers=80, vocab_size=128_256, num_query_heads=64,
+        num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+    setup = Setup(llama_8b(), training(4096, micro_batches=8, activation_checkpointing=True), teacher=teacher)
+    placed = smallest_shards(setup, 8, 80 * 2**30)
+    assert placed is not None and placed.shards == 4
+    memory, heads = placed.memory(), 2 * 128_256 * 8192
+    weights, taught = 8.03e9, 70.55e9
+    assert memory.weights == pytest.approx(4 * weights / 4 + 2 * ((taught - heads) / 4 + heads), rel=1e-2)
+    assert memory.optimizer == pytest.approx(8 * weights / 4, rel=1e-2)
+    assert smallest_shards(setup, 2, 80 * 2**30) is None
 
 
 def test_a_target_that_names_no_layer_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Training by shards: processes over gloo that hold a part each train as one that has all, and resume one another."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -83,3 +84,19 @@ def test_so_do_two_groups_of_two(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", HANDED_ON)
 def test_a_checkpoint_resumes_on_another_number_of_processes(place: str, name: str, folder: Path) -> None:
     check(folder, place, name)
+
+
+def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a step: weights, gradients, moments, and all that it needs besides."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed leaves the process
+    names = ("language", "distill")
+    for processes in (1, 2, 4):
+        torchrun(tmp_path, processes, *names, module="tests.train.memory_process")
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert len(found) == 7
+    for name in names:
+        for process in found.values():
+            assert process[name]["weights"] == process[name]["loaded"]
+            assert process[name]["planned"] == pytest.approx(process[name]["peak"], rel=0.1)
+        most = max(process[name]["peak"] for stem, process in found.items() if stem.startswith("4-"))
+        assert most <= 0.35 * found["1-0"][name]["peak"]

@@ -1,0 +1,97 @@
+"""What training in shards (train/sharding.py) holds in each of the processes that have a copy of the models together.
+
+    what lasts      a share of every matrix with its gradient and moments; vectors, quantized weights, and a teacher's
+                    embeddings and head whole
+    gathered        the head from forward to the end of backward, and layers one after another: in backward one and the
+                    next, in the dtype of products, or as they are where the model has an adapter
+    on their way    a layer's gradients, whole, and once more in fp32 as they are reduced; at the end the head's
+
+A process counts that has as many rows as any.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from model.cost import FULL
+from model.training_memory import Arithmetic, Memory
+from model.transformer import Transformer
+
+
+class InShards(Arithmetic):
+    """A setup with `shards`."""
+
+    def _held(self, shape: Sequence[int]) -> int:
+        """Elements of a tensor that the process has."""
+        count = self.setup.shards
+        is_cut = len(shape) > 1 and shape[0] >= count
+        return math.prod((-(-shape[0] // count), *shape[1:])) if is_cut else math.prod(shape)
+
+    @cached_property
+    def trained(self) -> list[int]:
+        return [self._held(shape) for shape in self.trained_shapes]
+
+    def _weights(self) -> int:
+        formats, total = self._formats() if self.frozen else {}, self._of_teacher(whole=False)
+        for name, parameter in self.shape.named_parameters():
+            format = formats.get(name.removesuffix(".weight"))
+            held = self._held(parameter.shape) * self.stream
+            total += held if format is None else format.num_bytes(parameter.shape)
+        return total
+
+    def _of_teacher(self, *, whole: bool) -> int:
+        """What the process has of it; `whole`: a layer when it is gathered."""
+        if self.setup.teacher is None:
+            return 0
+        with torch.device("meta"):
+            named = dict(Transformer(self.setup.teacher).named_parameters())
+        if whole:
+            return self.teacher_item * sum(p.numel() for name, p in named.items() if name.startswith("model.layers.0."))
+        in_layers = {name: name.startswith("model.layers.") for name in named}
+        return self.teacher_item * sum(
+            self._held(p.shape) if in_layers[name] else p.numel() for name, p in named.items()
+        )
+
+    # What is gathered
+
+    @property
+    def _gathered_item(self) -> int:
+        """Bytes of a layer's element: cast before it travels, but beside an adapter."""
+        exact = self.setup.adapter is not None or self.config.experts is not None
+        return self.stream if exact else min(self.stream, self.item)
+
+    def _layer_weights(self) -> int:
+        """Of one layer that is whole; quantized ones always are."""
+        if self._formats() and self.frozen:
+            return FULL * self._layer_trained()
+        matrices = sum(layer.weight.numel() for layer in self._layers()) // self.config.num_layers
+        return self._gathered_item * matrices + FULL * self._layer_trained() * (self.setup.adapter is not None)
+
+    def _layer_trained(self) -> int:
+        """Elements of a layer's gradients."""
+        if self.frozen and self.setup.adapter is None:
+            return 0
+        matrices = sum(layer.weight.numel() for layer in self._layers())
+        return (sum(map(math.prod, self.trained_shapes)) if self.frozen else matrices) // self.config.num_layers
+
+    def memory(self) -> Memory:
+        weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
+        gradients, (optimizer, host) = FULL * sum(self.trained), self._moments()
+        fixed, loss, kept, work = weights + adapters + optimizer, self._loss(), self._kept(), self._work()
+        held = gradients if self.training.micro_batches_per_step > self.setup.processes else 0
+        head, head_gradient = self.stream * self.config.vocab_size * self.config.hidden_size, self._head_gradient()
+        layer, moving = self._layer_weights(), FULL * self._layer_trained()
+        backward = 2 * layer + (self._gathered_item + FULL) * self._layer_trained()
+        peaks = {
+            "teacher": fixed + held + head + kept + 2 * self._of_teacher(whole=True),
+            "loss": fixed + held + head + kept + loss,
+            "first layer of backward": fixed + held + head + head_gradient + kept + work + backward,
+            "last layer of backward": fixed + gradients + head + head_gradient + work + backward
+            + self._layer() * (not self._recomputes),
+            "head": fixed + gradients + head + 2 * head_gradient,
+            "update": fixed + gradients,
+        }  # fmt: skip
+        activations = kept + work + head + head_gradient + 2 * layer + moving
+        return Memory(weights, adapters, gradients, optimizer, activations, loss, max(peaks.values()), host)

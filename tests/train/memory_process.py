@@ -1,0 +1,83 @@
+"""What a sharded training step takes in each of the processes that torchrun has started, beside what is planned.
+
+torchrun --nproc_per_node 4 -m tests.train.memory_process FOLDER NAME …
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from model.lora import LoraConfig
+from model.mesh import Mesh, this_rank
+from model.quantized import quantized_layers
+from model.training_memory import Setup
+from model.transformer import Transformer
+from tests.memory import peak_resident_bytes
+from tests.tiny import tiny_config
+from tests.train.test_memory import built, documents, training
+from train.accelerator import this_accelerator
+from train.loop import Trainer
+from train.objectives import Distillation, LanguageModelling
+from train.sharding import device_mesh, shard_frozen
+from train.tracking import Tracker
+
+DEEP = tiny_config(
+    hidden_size=512, intermediate_size=1536, num_layers=12, num_query_heads=8, head_dim=64, max_position_embeddings=512
+)
+FEW = 64
+SETUPS = {
+    "language": Setup(DEEP, training(FEW, micro_batches=4)),
+    "8 bit": Setup(DEEP, training(FEW, micro_batches=4, optimizer="adamw_8bit")),
+    "recomputed": Setup(DEEP, training(4 * FEW, micro_batches=4, activation_checkpointing=True)),
+    "distill": Setup(DEEP, training(FEW, micro_batches=4), teacher=DEEP),
+    "adapter": Setup(DEEP, training(FEW, micro_batches=4), adapter=LoraConfig(rank=16)),
+    "NF4": Setup(DEEP, training(FEW, micro_batches=4), adapter=LoraConfig(rank=16), quantization="nf4"),
+}
+
+
+def held_bytes(model: Transformer | None) -> int:
+    """Of the part that this process has."""
+    if model is None:
+        return 0
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(part.nbytes for part in local) + sum(layer.weight_bytes for layer in quantized_layers(model).values())
+
+
+def measure(folder: Path, name: str) -> dict[str, int]:
+    """Two steps, of which nothing is saved."""
+    world = this_rank().count
+    setup = replace(SETUPS[name], on_gpu=False, processes=world, shards=world)
+    model, teacher = built(setup)
+    if teacher is not None and world > 1:
+        shard_frozen(teacher.requires_grad_(False), device_mesh(Mesh(1, world), torch.device("cpu")))
+    length = setup.training.micro_batch_tokens
+    trainer = Trainer(
+        model,
+        LanguageModelling() if teacher is None else Distillation(teacher),
+        documents([length + 1] * 16),
+        replace(setup.training, dp_shard_size=world),
+        folder=folder,
+        sequence_length=length,
+        tracker=Tracker(folder, run_name="memory", job_type="test"),
+    )
+    trainer._save = trainer.parallel.whole = lambda: None  # type: ignore[method-assign]
+    loaded = held_bytes(trainer.model) + held_bytes(teacher)
+    plan, peak = setup.memory(), loaded + peak_resident_bytes(trainer.train)
+    return {"loaded": loaded, "peak": peak, "planned": plan.peak, "weights": plan.weights + plan.adapters}
+
+
+def main(folder: Path, *names: str) -> None:
+    torch.set_num_threads(1)
+    this_accelerator()
+    rank = this_rank()
+    measure(folder / "warm", names[0])  # what a process allocates once for all
+    found = {name: measure(folder / name, name) for name in names}
+    (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
