@@ -84,14 +84,17 @@ class BatchState:
         self.facts = np.zeros((num_rows, 5), dtype=np.int64)
         """[S, 5], on the host: slot of the adapter, prompt tokens, whether all scores are adjusted, min_tokens, whether
         top-k or top-p is asked for."""
-        self._holders = [NOBODY] * self.spare_row
-        """Ids of the sequences whose state the rows hold."""
+        self._holders: list[tuple[int, int] | None] = [None] * self.spare_row
+        """Whose state the rows hold: ids, and how often they had given back all pages when they took the row."""
+        self.num_writes = 0
+        """How often rows have been written, or lost what they held: what is known of them by then, holds no more."""
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Write the rows of those sequences that have newly taken theirs; all their tokens are known to the host."""
-        new = [sequence for sequence in sequences if self._holders[sequence.batch_row] != sequence.id]
+        new = [sequence for sequence in sequences if self._holders[sequence.batch_row] != _holder(sequence)]
         if not new:
             return
+        self.num_writes += 1
         rows = self._upload([sequence.batch_row for sequence in new], np.int64)
         params = [sequence.params for sequence in new]
         settings = [
@@ -110,15 +113,17 @@ class BatchState:
                 self._write_counts(sequence)
             if self.text is not None:
                 self.text[sequence.batch_row, : sequence.num_tokens] = self._upload(sequence.tokens, np.int32)
-            self._holders[sequence.batch_row] = sequence.id
+            self._holders[sequence.batch_row] = _holder(sequence)
 
     def forget_others(self, rows: set[int]) -> None:
         """Have every row but these written again before its next use."""
-        self._holders = [holder if row in rows else NOBODY for row, holder in enumerate(self._holders)]
+        self._holders = [holder if row in rows else None for row, holder in enumerate(self._holders)]
+        self.num_writes += 1
 
     def invalidate(self) -> None:
         """Have every row written again before its next use: after a failure, steps may have left anything in them."""
-        self._holders = [NOBODY] * len(self._holders)
+        self._holders = [None] * len(self._holders)
+        self.num_writes += 1
 
     @property
     def bias_width(self) -> int:
@@ -199,6 +204,10 @@ class BatchState:
 
     def _upload(self, values: object, dtype: type) -> Tensor:
         return upload(np.array(values, dtype=dtype), self.device)
+
+
+def _holder(sequence: Sequence) -> tuple[int, int]:
+    return sequence.id, sequence.table.num_returns
 
 
 def _no_biases(num_rows: int, width: int, device: torch.device) -> tuple[Tensor, ...]:

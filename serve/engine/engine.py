@@ -13,6 +13,7 @@ sequence before it has succeeded, so it may be repeated; what it found is commit
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.adapters import Adapters
 from serve.engine.batch_state import BatchState, Download, feed_reference, synchronize, upload
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
-from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer
+from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer, Prepares
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
 from serve.engine.graphs import Tables, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
@@ -58,7 +59,7 @@ class Counters:
     speculative_tokens: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """A scheduled chunk and the draft tokens to verify behind it."""
 
@@ -333,39 +334,44 @@ class Engine:
         """Launch a pass; from here on the next step can be planned with what it will have computed and drawn."""
         self._pending.append(self.launch_pass(work))
         for item in work:
-            sequence, samples = item.sequence, item.samples
-            sequence.num_computed = item.chunk.start + item.chunk.num_tokens
+            sequence, end = item.sequence, item.chunk.start + item.chunk.num_tokens
+            samples = end == len(sequence.tokens) + sequence.num_unread
+            sequence.num_computed = end
             self._publish(sequence)
             if samples:
-                for choice in (sequence, *self.scheduler.fork(sequence)):
-                    choice.num_unread += 1
+                sequence.num_unread += 1
+                for sibling in self.scheduler.fork(sequence) if sequence.siblings else ():
+                    sibling.num_unread += 1
 
     def launch_pass(self, work: list[Work]) -> PendingStep:
         """One forward pass of the target. Raises what the model raises; batch rows are written and up to date after."""
-        steps = self.uniform_steps if self.uniform_steps is not None and self._is_uniform(work) else None
-        if self.draft is None or any(item.chunk.num_tokens > 1 for item in work):
-            return self._launch_with(steps, work)
+        sequences = tuple([item.sequence for item in work])
+        launch = partial(self._launch_ragged, work)
+        launcher: Prepares = self.runner
+        steps, all_single = self.uniform_steps, max([item.chunk.num_tokens for item in work]) == 1
+        # Who decoded in the step before decodes in this one, if each still computes one token.
+        goes_on = steps is not None and steps.goes_on(sequences)
+        if steps is not None and all_single and (goes_on or all(map(_decodes, work))):
+            if not goes_on:
+                self.state.add(sequences)
+            launch, launcher = partial(self._launch_uniform, steps, sequences, work), steps
+        if self.draft is None or not all_single:
+            return launch()
         # Prompts would blur what decoding costs.
         num_rows = sum(1 + item.draft.num_tokens for item in work)
-        with self._target_timer.measure(num_rows, steps or self.runner):
-            return self._launch_with(steps, work)
+        with self._target_timer.measure(num_rows, launcher):
+            return launch()
 
-    def _launch_with(self, steps: UniformSteps | None, work: list[Work]) -> PendingStep:
-        if steps is None:
-            self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
-            return self._launch_ragged(work)
-        self.state.add(item.sequence for item in work)
-        return PendingStep(steps.decode([(item.sequence, item.chunk.start, item.draft) for item in work]))
-
-    def _is_uniform(self, work: list[Work]) -> bool:
-        """Whether every sequence decodes."""
-        for item in work:
-            reads_prompt = item.scores_prompt or item.pools_prompt
-            if item.chunk.num_tokens > 1 or item.sequence.siblings or reads_prompt or not item.samples:
-                return False
-        return True
+    def _launch_uniform(self, steps: UniformSteps, sequences: tuple[Sequence, ...], work: list[Work]) -> PendingStep:
+        is_masked = self.requests.have_masks and any(sequence.mask is not None for sequence in sequences)
+        starts = [item.chunk.start for item in work]
+        drafts = [] if self.draft is None else [item.draft for item in work]
+        return PendingStep(steps.decode(sequences, starts, drafts, is_masked=is_masked))
 
     def _launch_ragged(self, work: list[Work]) -> PendingStep:
+        if self.uniform_steps is not None:
+            self.uniform_steps.interrupt()
+        self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
         inputs = [item.input(self.runner.feed.shape[1]) for item in work]
         hidden = self.runner.hidden(inputs)
         step, first = PendingStep(), 0
@@ -426,15 +432,17 @@ class Engine:
             sequence, sampled.tokens, num_accepted=sampled.num_accepted, logprobs=sampled.logprobs
         )
         self._publish(sequence)
-        self.cache.trim(sequence.table, sequence.num_drawn)
+        if self.draft is not None:  # pages for tokens that were not to be
+            self.cache.trim(sequence.table, sequence.num_drawn)
         if output.finished:
             self.requests.finish(sequence)
         return output
 
     def _publish(self, sequence: Sequence) -> None:
         """Offer its full pages to others, as far as its tokens are known."""
-        num_known = min(sequence.num_computed, sequence.num_tokens)
-        self.cache.publish(sequence.table, sequence.tokens, num_known)
+        num_known = min(sequence.num_computed, len(sequence.tokens))
+        if num_known >= (sequence.table.num_published + 1) * PAGE_SIZE:
+            self.cache.publish(sequence.table, sequence.tokens, num_known)
 
     def _observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Let the draft and all counters know what became of a proposal."""
@@ -449,6 +457,11 @@ class Engine:
         counters.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             counters.accepted_per_position[position] += 1
+
+
+def _decodes(work: Work) -> bool:
+    """Whether a chunk of one token is the sequence's last, and nothing but what follows it is wanted."""
+    return work.samples and not (work.sequence.siblings or work.scores_prompt or work.pools_prompt)
 
 
 def _pool_prompt(step: PendingStep, work: Work, hidden: Tensor) -> None:

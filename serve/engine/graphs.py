@@ -11,6 +11,7 @@ B sequences of a captured size, n ≤ B of them real, q tokens of each, P pages 
 
 from collections.abc import Iterable
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +21,8 @@ from torch import Tensor
 from kernels.common.cuda_graph import Graphs, Outputs
 from model.passes import Pass, run_pass
 from serve.config import NO_ADAPTER
-from serve.engine.batch_state import NOBODY, feed_references, resolve, upload
-from serve.engine.drafts.tree import DraftTree
+from serve.engine.batch_state import NOBODY, BatchState, feed_references, resolve, upload
+from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable
 from serve.engine.requests import Sequence
 from serve.engine.runner import Runner
@@ -32,6 +33,7 @@ from serve.engine.sampling import (
     SequenceRows,
     emitted,
     meant_by,
+    most_logprobs,
     pending_samples,
 )
 
@@ -43,6 +45,8 @@ BYTES_PER_GRAPH = 32 * 2**20
 """Set aside for each that is captured before the first request; other engines report 24 to 28 MiB for theirs."""
 _NUM_STAGING = 3
 """One for the step that is being written, two for those whose upload may still be under way."""
+_NO_PAGES = np.empty((3, 0), dtype=np.int32)
+_NUM_UNREAD, _BATCH_ROW, _LENGTH = map(attrgetter, ("num_unread", "batch_row", "num_tokens"))
 
 
 def captured_size(num_sequences: int) -> int:
@@ -76,7 +80,7 @@ class End(Enum):
         return self in (End.DRAFT, End.DRAFT_FOR_REJECTION)
 
 
-def draft_end(sequences: list[Sequence], by_rejection: set[bool]) -> End:
+def draft_end(sequences: tuple[Sequence, ...], by_rejection: set[bool]) -> End:
     """Of a pass of the draft for these sequences, whose tokens will be verified by one rule or by either."""
     if len(by_rejection) > 1 or any(sequence.mask is not None for sequence in sequences):
         return End.LOGITS
@@ -85,10 +89,8 @@ def draft_end(sequences: list[Sequence], by_rejection: set[bool]) -> End:
     return End.DRAFT_FOR_REJECTION if captured_size(len(sequences)) <= MOST_DISTRIBUTIONS else End.LOGITS
 
 
-def _target_end(sequences: list[Sequence], drafts: list[DraftTree], q: int) -> End:
+def _target_end(sequences: tuple[Sequence, ...], drafts: list[DraftTree], q: int) -> End:
     """Of a pass of the target over these sequences and their draft tokens, q − 1 at most."""
-    if any(sequence.mask is not None for sequence in sequences):
-        return End.LOGITS
     if q == 1 or not any(draft.by_rejection for draft in drafts):
         return End.MATCHING
     for sequence, draft in zip(sequences, drafts, strict=True):
@@ -117,20 +119,50 @@ class Shape(NamedTuple):
 class Batch(NamedTuple):
     """What a step computes."""
 
-    sequences: list[Sequence]
+    who: "Members"
     tokens: np.ndarray
     """`[n, q]`, stand-ins included (`feed_reference`)."""
-    starts: list[int]
+    starts: np.ndarray
     """Positions of the first tokens."""
-    last: list[int]
+    last: np.ndarray | int = 0
     """How many tokens are written behind the first."""
-    counts: list[int]
+    counts: np.ndarray | int = 0
     """Draft tokens that are meant, by `meant_by`; of a guess, those before it."""
+    wanted: np.ndarray | int = 0
+    """Draft tokens that passes of a draft, this one and those that follow it, are to guess."""
 
     @property
     def num_tokens(self) -> int:
         """q"""
         return self.tokens.shape[1]
+
+
+class Members:
+    """What of a batch stays from step to step, as long as the same sequences are in it."""
+
+    def __init__(self, number: int, sequences: tuple[Sequence, ...], state: BatchState) -> None:
+        """`number`: no other members have it."""
+        self.number, self.sequences = number, sequences
+        self._state, self._num_writes = state, state.num_writes
+        self.rows = np.fromiter(map(_BATCH_ROW, sequences), np.int64, len(sequences))
+        self.adapters, self.prompts, self._always, self._min_tokens, cuts_tail = state.facts[self.rows].T
+        self.has_adapters, self.cuts_tail = bool((self.adapters != NO_ADAPTER).any()), bool(cuts_tail.any())
+        self._may_adjust = bool(self._always.any() or self._min_tokens.any())
+        self.most_logprobs = most_logprobs(sequences)
+        self.tables = [sequence.table for sequence in sequences]
+        self.references = feed_references(self.rows[:, None], np.arange(1), state.feed.shape[1])
+        """`[n, 1]`: of the latest token of each; those of draft tokens lie below."""
+
+    def are(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Whether these are they, and nothing of it has been written since."""
+        return self._num_writes == self._state.num_writes and self.sequences == sequences
+
+    def adjusted(self, positions: np.ndarray) -> np.ndarray | None:
+        """The rows of those whose scores are adjusted at a position, −1 for the others; None: nobody's."""
+        if not self._may_adjust:
+            return None
+        adjusted = np.where((self._always != 0) | (positions < self._min_tokens), self.rows, NOBODY)
+        return adjusted if adjusted.max() != NOBODY else None
 
 
 class Tables:
@@ -156,14 +188,13 @@ class Tables:
         """As `KVFormat.allocate` asks for them: lists of visible slots are by batch row too."""
         return {"num_rows": self.num_rows, "most_tokens": self.most_tokens}
 
-    def missing(self, sequences: list[Sequence], room: int) -> np.ndarray:
+    def missing(self, members: Members, room: int) -> np.ndarray:
         """Rows, columns and ids of pages that the device lacks, `[3, m]`, m ≤ room; more are uploaded here."""
-        entries: list[tuple[int, int, int]] = []
-        for sequence in sequences:
-            table = sequence.table
-            if table.num_uploaded < table.num_pages:
-                entries += _new_pages(table, sequence.batch_row)
-        columns = np.array(entries, dtype=np.int32).reshape(-1, 3).T
+        grown = [n for n, table in enumerate(members.tables) if table.num_uploaded < table.num_pages]
+        if not grown:
+            return _NO_PAGES
+        entries = [entry for n in grown for entry in _new_pages(members.tables[n], int(members.rows[n]))]
+        columns = np.array(entries, dtype=np.int32).T
         if len(entries) <= room:
             return columns
         self.take(upload(columns.copy(), self.pages.device))
@@ -185,51 +216,93 @@ def _new_pages(table: BlockTable, row: int) -> list[tuple[int, int, int]]:
     return [(row, first + n, page) for n, page in enumerate(table.ids[first : table.num_pages].tolist())]
 
 
-class _Inputs:
+class Inputs:
     """What the host decides of a step, on the device; all int32, in one piece."""
 
     def __init__(self, shape: Shape, spare_row: int, device: torch.device) -> None:
         self._size, self._q = shape.size, shape.num_tokens
+        self._is_plain = shape.num_tokens == 1 and not shape.end.is_draft
+        """Whether there are no draft tokens."""
         self.room = shape.size * (1 + (shape.num_tokens + PAGE_SIZE - 2) // PAGE_SIZE)
         """Pages that the device may lack."""
         on_gpu = device.type == "cuda"
-        nobody = [spare_row, 0, -shape.num_tokens, -1, NO_ADAPTER, 0, 0, NOBODY]
+        nobody = [spare_row, 0, -shape.num_tokens, -1, NO_ADAPTER, 0, 0, NOBODY, 0]
+        self._num_columns = len(nobody)
         self.empty = np.zeros((len(nobody) + shape.num_tokens) * shape.size + 3 * self.room, dtype=np.int32)
         columns, _, entries = self.parts(self.empty)
         columns[:], entries[0] = np.array(nobody, dtype=np.int32)[:, None], spare_row
-        self.values = torch.zeros(len(self.empty), dtype=torch.int32, device=device)
+        self._host, self._number, self._brings_pages = self.empty.copy(), 0, False
+        """The latest batch, the number of its members, and whether it had new pages."""
+        self.values = torch.tensor(self.empty, device=device)
+        """What the latest step was given, or what one for a draft has left for the one behind it."""
+        self._no_pages = self.parts(self.values.clone())[2]
         self._staging = [torch.zeros_like(self.values, device="cpu", pin_memory=on_gpu) for _ in range(_NUM_STAGING)]
         self._left = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
         self._turn = 0
 
     def parts(self, values: Any) -> tuple[Any, Any, Any]:
-        """Columns `[8, B]`, tokens `[B, q]` and new pages `[3, m]` (row, column, id), in an array or a tensor.
+        """Columns `[9, B]`, tokens `[B, q]` and new pages `[3, m]` (row, column, id), in an array or a tensor.
 
         Columns: batch row; the first position whose slot may not be listed; position of the first token (−q: no keys);
         how many are written behind it; adapter; draft tokens meant, or before a guess; number of the first output token
-        that is drawn; the batch row again where scores are adjusted, else −1.
+        that is drawn; the batch row again where scores are adjusted, else −1; draft tokens wanted from here on.
         """
-        pages, tokens = len(values) - 3 * self.room, self._q * self._size
-        columns = values[: pages - tokens].reshape(-1, self._size)
+        first, behind = self._num_columns * self._size, len(values) - 3 * self.room
         return (
-            columns,
-            values[pages - tokens : pages].reshape(self._size, self._q),
-            values[pages:].reshape(3, self.room),
+            values[:first].reshape(self._num_columns, self._size),
+            values[first:behind].reshape(self._size, self._q),
+            values[behind:].reshape(3, self.room),
         )
 
-    def write(self, batch: Batch, columns: np.ndarray, new_pages: np.ndarray) -> None:
-        """Upload a batch, `columns [8, n]` as in `parts`."""
-        values, n = self.empty.copy(), len(batch.sequences)
-        all_columns, tokens, pages = self.parts(values)
-        all_columns[:, :n], tokens[:n], pages[:, : new_pages.shape[1]] = columns, batch.tokens, new_pages
-        self.upload(values)
+    def write(
+        self,
+        batch: Batch,
+        *,
+        first_to_list: np.ndarray,
+        positions: np.ndarray,
+        adjusted: np.ndarray | None,
+        new_pages: np.ndarray,
+    ) -> None:
+        """Upload a batch and its columns `[n]` as in `parts`; what is as in the batch before it stays."""
+        who, n, (columns, tokens, pages) = batch.who, len(batch.tokens), self.parts(self._host)
+        if self._number != who.number:
+            self._host[:], self._number = self.empty, who.number
+            columns[0, :n], columns[3, :n], columns[4, :n] = who.rows, 0, who.adapters
+        columns[1, :n], columns[2, :n], columns[6, :n] = first_to_list, batch.starts, positions
+        if not self._is_plain:
+            columns[3, :n], columns[5, :n], columns[8, :n] = batch.last, batch.counts, batch.wanted
+        if adjusted is not None:
+            columns[7, :n] = adjusted
+        tokens[:n] = batch.tokens
+        num_new = new_pages.shape[1]
+        if num_new or self._brings_pages:
+            pages[:] = self.parts(self.empty)[2]
+            pages[:, :num_new], self._brings_pages = new_pages, num_new > 0
+        self.upload(self._host)
+
+    def follow(self, columns: Tensor, q: int, feed_width: int) -> None:
+        """On the device: what a draft's pass with these columns, over q tokens each, leaves for the one behind it.
+
+        Whoever has got all draft tokens that were wanted computes on, and writes nowhere; so the next pass needs
+        nothing from the host.
+        """
+        rows, _, starts, _, adapters, num_before, positions, adjusted, wanted = columns
+        following, last = torch.where(starts < 0, -1, starts + q), torch.where(wanted > 1, 0, -1)
+        latest = -1 - rows * feed_width - (1 + num_before)
+        own, tokens, pages = self.parts(self.values)
+        to_list, before, position = following.clamp_min(0), num_before + 1, positions + 1
+        left = rows, to_list, following, last, adapters, before, position, adjusted, wanted - 1
+        own.copy_(torch.stack(left))
+        tokens.copy_(latest[:, None])
+        pages.copy_(self._no_pages)
 
     def upload(self, values: np.ndarray) -> None:
         """Waits for the device where it is as many steps behind as there are places to upload from."""
         self._turn = (self._turn + 1) % _NUM_STAGING
         if self._left:
             self._left[self._turn].synchronize()
-        staging = self._staging[self._turn].copy_(torch.from_numpy(values))
+        staging = self._staging[self._turn]
+        staging.numpy()[:] = values
         self.values.copy_(staging, non_blocking=True)
         if self._left:
             self._left[self._turn].record()
@@ -244,63 +317,100 @@ class UniformSteps:
         """`has_adapters`: whether a sequence's adapter is meant for this model."""
         self._runner, self._sampler, self._tables, self._graphs = runner, sampler, tables, graphs
         self._has_adapters = has_adapters
-        self._inputs: dict[Shape, _Inputs] = {}
+        self._inputs: dict[Shape, Inputs] = {}
+        self._members: Members | None = None
+        """Of the latest batch."""
+        self._num_members = 0
+        """How many batches had others than the one before."""
+        self._following: Shape | None = None
+        """What may be launched behind the latest step, if that left what it takes."""
 
     @property
     def has_prepared(self) -> bool:
         """Whether the latest step also did what later ones like it need not do again."""
         return self._graphs.has_prepared
 
-    def decode(self, asked: list[tuple[Sequence, int, DraftTree]]) -> list[PendingSamples]:
-        """Launch a step of the target: what sequences emit behind a last token, at a position, and draft tokens."""
-        sequences, starts, drafts = map(list, zip(*asked, strict=True))
-        last = [draft.num_tokens for draft in drafts]
-        q = 1 + max(last)
-        counts = [meant_by(draft) for draft in drafts] if q > 1 else last
-        batch = Batch(sequences, self._last_tokens(sequences, q), starts, last, counts)
-        end = _target_end(sequences, drafts, q)
+    def decode(
+        self,
+        sequences: tuple[Sequence, ...],
+        starts: list[int],
+        drafts: list[DraftTree],
+        *,
+        is_masked: bool,
+    ) -> list[PendingSamples]:
+        """Launch a step of the target: what sequences emit behind a last token, at a position, and draft tokens.
+
+        `drafts`: none, or one of each. `is_masked`: whether any of them has a token mask.
+        """
+        n, q, who = len(sequences), 1, self.members(sequences)
+        last: np.ndarray | int = 0
+        counts: np.ndarray | int = 0
+        if drafts.count(NO_DRAFT) < len(drafts):
+            last, counts = (np.array(list(map(of, drafts))) for of in (_LENGTH, meant_by))
+            q += int(last.max())
+        batch = Batch(who, _last_tokens(who, q), np.array(starts), last, counts)
+        end = End.LOGITS if is_masked else _target_end(sequences, drafts, q)
         if end is End.LOGITS:
             (logits,) = self.launch(batch, end)
-            rows = [SequenceRows(one, at * q, draft) for at, (one, _, draft) in enumerate(asked)]
-            return self._sampler.sample(logits, rows)
+            each = enumerate(zip(sequences, drafts or [NO_DRAFT] * n, strict=True))
+            return self._sampler.sample(logits, [SequenceRows(one, at * q, draft) for at, (one, draft) in each])
         found, logits = self.launch(batch, end)
-        return [pending_samples(list(range(len(asked))), sequences, found, logits)]
+        return [pending_samples(list(range(n)), sequences, found, logits, who.most_logprobs)]
 
-    def _last_tokens(self, sequences: list[Sequence], q: int) -> np.ndarray:
-        """The last of each and q − 1 draft tokens, `[n, q]`; what the host does not know is in the feed."""
-        rows = np.array([sequence.batch_row for sequence in sequences])
-        tokens = feed_references(rows[:, None], np.arange(q), self._runner.feed.shape[1])
-        for at, sequence in enumerate(sequences):
-            if not sequence.num_unread:
-                tokens[at, 0] = sequence.tokens[-1]
-        return tokens
+    def members(self, sequences: tuple[Sequence, ...]) -> Members:
+        """Of a batch that is launched next; what is known of the latest one's is kept."""
+        if self._members is None or not self._members.are(sequences):
+            self._num_members += 1
+            self._members = Members(self._num_members, sequences, self._sampler.state)
+        return self._members
+
+    def goes_on(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Whether the latest batch had exactly these in it, and nothing has been written of them since."""
+        return self._members is not None and self._members.are(sequences)
+
+    def interrupt(self) -> None:
+        """Some step has been launched otherwise: the next one is not taken to go on from the latest here."""
+        self._members = None
 
     def launch(self, batch: Batch, end: End) -> Outputs:
         """Launch a step. Returns what `pending_samples` asks for, if the target decides, and the logits `[n · q, V]`.
 
         They lie where the next step puts its own.
         """
-        (n, q), state = batch.tokens.shape, self._sampler.state
-        rows, starts = np.array([sequence.batch_row for sequence in batch.sequences]), np.array(batch.starts)
-        adapters, prompts, always, min_tokens, cut = state.facts[rows].T
-        positions = starts + (q if end.is_draft else 1) - prompts
-        adjusted = np.where((always != 0) | (positions < min_tokens), rows, NOBODY)
-        has_adapters = self._has_adapters and bool((adapters != NO_ADAPTER).any())
-        bias_width = state.bias_width if end is not End.LOGITS and adjusted.max() != NOBODY else -1
-        cuts_tail = end is not End.LOGITS and bool(cut.any())
-        shape = Shape(captured_size(n), q, end, has_adapters, bias_width, cuts_tail)
+        (n, q), who = batch.tokens.shape, batch.who
+        positions = batch.starts + (q if end.is_draft else 1) - who.prompts
+        draws = end is not End.LOGITS
+        adjusted = who.adjusted(positions) if draws else None
+        bias_width = -1 if adjusted is None else self._sampler.state.bias_width
+        has_adapters = self._has_adapters and who.has_adapters
+        shape = Shape(captured_size(n), q, end, has_adapters, bias_width, draws and who.cuts_tail)
         inputs = self._inputs_of(shape)
-        columns = np.empty((8, n), dtype=np.int32)
-        columns[:] = rows, self._first_to_list(batch), starts, batch.last, adapters, batch.counts, positions, adjusted
-        inputs.write(batch, columns, self._tables.missing(batch.sequences, inputs.room))
-        *found, logits = self._graphs_run(shape, inputs)
-        return *(part[:n] for part in found), logits[: n * q]
+        self._following = shape._replace(num_tokens=1) if end.is_draft else None
+        inputs.write(
+            batch,
+            first_to_list=self._first_to_list(batch),
+            positions=positions,
+            adjusted=adjusted,
+            new_pages=self._tables.missing(who, inputs.room),
+        )
+        found = self._graphs_run(shape, inputs)
+        return found if n == shape.size else (*(part[:n] for part in found[:-1]), found[-1][: n * q])
 
-    def _first_to_list(self, batch: Batch) -> list[int]:
+    def launch_following(self) -> None:
+        """Launch a draft's pass over what its latest one has guessed: nothing is uploaded.
+
+        RuntimeError where that one drew nothing.
+        """
+        if self._following is None:
+            raise RuntimeError("the latest step has left nothing for another one behind it")
+        self._graphs_run(self._following, self._inputs_of(self._following))
+
+    def _first_to_list(self, batch: Batch) -> np.ndarray:
         if not self._runner.pages.visible:
             return batch.starts
-        each = zip(batch.sequences, batch.starts, batch.last, strict=True)
-        return [self._runner.first_to_list(one.table, start, start + 1 + last) for one, start, last in each]
+        stops = batch.starts + batch.last + np.maximum(batch.wanted, 1)
+        each = zip(batch.who.tables, batch.starts.tolist(), stops.tolist(), strict=True)
+        return np.array([self._runner.first_to_list(table, start, stop) for table, start, stop in each])
 
     @torch.inference_mode()
     def prepare(self, size: int) -> None:
@@ -311,28 +421,32 @@ class UniformSteps:
             inputs.upload(inputs.empty)
             self._graphs_run(shape, inputs)
 
-    def _inputs_of(self, shape: Shape) -> _Inputs:
+    def _inputs_of(self, shape: Shape) -> Inputs:
         if shape not in self._inputs:
-            self._inputs[shape] = _Inputs(shape, self._sampler.state.spare_row, self._runner.device)
+            self._inputs[shape] = Inputs(shape, self._sampler.state.spare_row, self._runner.device)
+            if shape.end.is_draft and shape.num_tokens > 1:
+                self._inputs_of(shape._replace(num_tokens=1))  # no capture may make them
         return self._inputs[shape]
 
-    def _graphs_run(self, shape: Shape, inputs: _Inputs) -> Outputs:
+    def _graphs_run(self, shape: Shape, inputs: Inputs) -> Outputs:
         return self._graphs.run((id(self), shape), lambda: self._run(shape, inputs))
 
-    def _run(self, shape: Shape, inputs: _Inputs) -> Outputs:
+    def _run(self, shape: Shape, inputs: Inputs) -> Outputs:
         """The step: nothing below knows whether it is launched or captured."""
         columns, tokens, pages = inputs.parts(inputs.values)
         self._tables.take(pages)
         logits = self._logits(shape, columns, tokens)
         if shape.end.is_draft:
             self._guess(shape, columns, logits)
+            following = self._inputs_of(shape._replace(num_tokens=1))
+            following.follow(columns, shape.num_tokens, self._runner.feed.shape[1])
         elif shape.end is not End.LOGITS:
             return self._decide(shape, columns, logits), logits
         return (logits,)
 
     def _guess(self, shape: Shape, columns: Tensor, logits: Tensor) -> None:
         """A draft token behind the last of each sequence's own."""
-        batch_rows, _, _, _, _, num_before, positions, adjusted = columns.long()
+        batch_rows, _, _, _, _, num_before, positions, adjusted, _ = columns.long()
         rows = Rows(
             batch_rows=batch_rows,
             num_before=num_before,
@@ -348,7 +462,7 @@ class UniformSteps:
 
     def _decide(self, shape: Shape, columns: Tensor, logits: Tensor) -> Tensor:
         """What each sequence emits, `[B, k + 3]`, and what the next step starts from."""
-        k, (batch_rows, _, starts, _, _, counts, positions, adjusted) = shape.num_tokens - 1, columns
+        k, (batch_rows, _, starts, _, _, counts, positions, adjusted, _) = shape.num_tokens - 1, columns
         rows = _rows(batch_rows, positions, adjusted, shape)
         counts = self._sampler.meant(counts, batch_rows.long(), k)
         decide = self._sampler.verify if shape.end is End.REJECTION else self._sampler.match
@@ -376,6 +490,20 @@ class UniformSteps:
             listing=columns[:2] if self._runner.pages.visible else None,
         )
         return self._runner.logits(run_pass(self._runner.model, self._runner.pages, step))
+
+
+def _last_tokens(who: Members, q: int) -> np.ndarray:
+    """The last of each and q − 1 draft tokens, `[n, q]`; what the host does not know is in the feed."""
+    tokens = who.references
+    if q > 1:
+        tokens = tokens - np.arange(q)
+    if all(map(_NUM_UNREAD, who.sequences)):
+        return tokens
+    tokens = tokens.copy()
+    for at, sequence in enumerate(who.sequences):
+        if not sequence.num_unread:
+            tokens[at, 0] = sequence.tokens[-1]
+    return tokens
 
 
 def _rows(batch_rows: Tensor, positions: Tensor, adjusted: Tensor, shape: Shape) -> Rows:

@@ -37,7 +37,7 @@ class BlockTable:
 
     __slots__ = (
         *("__weakref__", "_listed", "digests", "ids", "num_pages", "num_published", "num_returns", "num_uploaded"),
-        "root",
+        *("num_writable", "root"),
     )
 
     def __init__(self, max_pages: int, salt: str = "") -> None:
@@ -46,6 +46,8 @@ class BlockTable:
         self.num_pages = 0
         self.num_published = 0
         """Leading pages that have been offered for sharing."""
+        self.num_writable = 0
+        """Tokens up to which its slots, from the last computed one on, are known to be its own."""
         self.num_returns = 0
         """How often it has given back all pages: what somebody knew of them then, is no longer true of this table."""
         self.num_uploaded = 0
@@ -195,13 +197,12 @@ class KVCache:
         """Make slots [start, stop) of a sequence writable, by new pages and by copies of shared ones.
 
         Returns the (source, destination) pages to copy before writing, or None, with nothing changed, when the free
-        pages do not suffice. Pages before `start` may stay shared.
+        pages do not suffice. Pages before `start`, which never goes back, may stay shared.
         """
-        first, num_pages = start // PAGE_SIZE, table.num_pages
-        if pages_for(stop) == num_pages == first + 1 and self.pool.holders[table.ids[first]] == 1:
-            return ()  # as for most decodes: in the middle of a page of its own
-        shared = [n for n in range(first, num_pages) if self.pool.holders[table.ids[n]] > 1]
-        num_new = max(0, pages_for(stop) - num_pages)
+        if stop <= table.num_writable:
+            return ()
+        shared = [n for n in range(start // PAGE_SIZE, table.num_pages) if self.pool.holders[table.ids[n]] > 1]
+        num_new = max(0, pages_for(stop) - table.num_pages)
         if num_new + len(shared) > self.pool.num_free:
             return None
         copies = []
@@ -213,6 +214,7 @@ class KVCache:
             copies.append((source, copy))
         for _ in range(num_new):
             self._append(table, self.pool.take())
+        table.num_writable = table.num_pages * PAGE_SIZE
         return tuple(copies)
 
     def fork(self, parent: BlockTable, child: BlockTable, num_tokens: int) -> None:
@@ -220,6 +222,7 @@ class KVCache:
         for page in parent.ids[: pages_for(num_tokens)].tolist():
             self.pool.hold(page)
             self._append(child, page)
+        parent.num_writable = child.num_writable = 0
         child.num_published = parent.num_published
         child.digests = list(parent.digests)
 
@@ -264,7 +267,10 @@ class KVCache:
         table.num_pages += 1
 
     def _cut(self, table: BlockTable, num_pages: int) -> None:
+        if table.num_pages <= num_pages:
+            return
         while table.num_pages > num_pages:
             table.num_pages -= 1
             self.pool.release(int(table.ids[table.num_pages]))
+        table.num_writable = min(table.num_writable, num_pages * PAGE_SIZE)
         table.changes_from(num_pages)

@@ -430,10 +430,11 @@ class Requests:
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[FinishReason | None, str | int | None]:
         """Append tokens until one ends the sequence. Returns its finish reason and the stop string or token id."""
-        params = sequence.params
+        params, known = sequence.params, sequence.tokens
         for token in tokens:
-            sequence.tokens.append(token)
-            may_stop = sequence.num_output >= params.min_tokens
+            known.append(token)
+            num_output = len(known) - sequence.num_prompt_tokens
+            may_stop = num_output >= params.min_tokens
             if may_stop and token in sequence.end_token_ids:
                 if params.include_stop_str_in_output:
                     sequence.text.push(token, may_stop=False)
@@ -441,7 +442,7 @@ class Requests:
             stop = sequence.text.push(token, may_stop=may_stop)
             if stop is not None:
                 return "stop", stop
-            if sequence.num_output >= params.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
+            if num_output >= params.max_tokens or len(known) >= self.limits.max_model_len:
                 return "length", None
         return None, None
 

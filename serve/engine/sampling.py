@@ -27,6 +27,7 @@ N rows, V vocabulary, k draft tokens, g sequences that are verified at once.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,7 +83,7 @@ class SequenceRows:
     draft: DraftTree = NO_DRAFT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """What one sequence emits, read by the host."""
 
@@ -102,7 +103,7 @@ class PendingSamples:
 
     numbers: list[int]
     """Of the sequences, in the step."""
-    sequences: list[Sequence]
+    sequences: SequenceType[Sequence]
     emitted: Download
     """`[g, k + 3]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers. Then how
     many of them were drafted, and how many draft tokens were meant."""
@@ -133,10 +134,19 @@ def emitted(tokens: Tensor, num_accepted: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([tokens, num_accepted[:, None], counts[:, None]], dim=1)
 
 
-def pending_samples(numbers: list[int], sequences: list[Sequence], found: Tensor, logits: Tensor) -> PendingSamples:
-    """What sequences `numbers` of a step emit, `found [g, k + 3]`, from `logits [g · (k + 1), V]`."""
-    wanted = [sequence.params.logprobs for sequence in sequences if sequence.params.logprobs is not None]
-    scores = token_logprobs(logits, found[:, :-2].flatten(), max(wanted)) if wanted else None
+def most_logprobs(sequences: SequenceType[Sequence]) -> int | None:
+    """The most log-probabilities beside that of a token that any of these asks for; None: nobody asks."""
+    return max((s.params.logprobs for s in sequences if s.params.logprobs is not None), default=None)
+
+
+def pending_samples(
+    numbers: list[int], sequences: SequenceType[Sequence], found: Tensor, logits: Tensor, num_top: int | None
+) -> PendingSamples:
+    """What sequences `numbers` of a step emit, `found [g, k + 3]`, from `logits [g · (k + 1), V]`.
+
+    `num_top`: as `most_logprobs` has it.
+    """
+    scores = None if num_top is None else token_logprobs(logits, found[:, :-2].flatten(), num_top)
     return PendingSamples(numbers, sequences, Download([found]), None if scores is None else Download(list(scores)))
 
 
@@ -175,7 +185,8 @@ class Sampler:
         decide = self.verify if asked[0].draft.by_rejection else self.match
         tokens, num_accepted = decide(logits, rows, counts, k)
         self.state.advance(batch_rows, tokens, lengths=lengths, counted=counted)
-        return pending_samples(numbers, sequences, emitted(tokens, num_accepted, counts), logits)
+        found = emitted(tokens, num_accepted, counts)
+        return pending_samples(numbers, sequences, found, logits, most_logprobs(sequences))
 
     def _table(self, asked: list[SequenceRows]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Of each: batch row, draft tokens meant (see `meant`), length, and the batch row if its tokens are counted."""

@@ -28,7 +28,8 @@ from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
 
 
-class Chunk(NamedTuple):
+@dataclass(slots=True)
+class Chunk:
     """Tokens [start, start + num_tokens) of one sequence, and room for `num_drafts` draft tokens behind them."""
 
     sequence_id: int
@@ -51,10 +52,6 @@ class Schedule:
     def num_tokens(self) -> int:
         """Rows of the step if every draft token is proposed; at most the budget."""
         return sum(chunk.num_tokens + chunk.num_drafts for chunk in self.chunks)
-
-
-def _no_drafts(sequence: Sequence) -> int:
-    return 0
 
 
 class Scheduler:
@@ -116,7 +113,7 @@ class Scheduler:
         self._give_back_row(sequence)
         self.cache.free(sequence.table)
 
-    def schedule(self, draft_length: Callable[[Sequence], int] = _no_drafts) -> Schedule:
+    def schedule(self, draft_length: Callable[[Sequence], int] | None = None) -> Schedule:
         """Plan one step and reserve its pages; `draft_length` says how many draft tokens a sequence would like."""
         step = _Step(self.max_num_batched_tokens)
         self._schedule_running(step, draft_length)
@@ -125,13 +122,13 @@ class Scheduler:
         self.num_preemptions += len(step.preempted)
         return Schedule(tuple(step.chunks), tuple(step.copies), tuple(step.preempted))
 
-    def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int]) -> None:
+    def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int] | None) -> None:
         decoding, prefilling = self._unfinished()
         for position, sequence in enumerate(decoding):
             if not sequence.is_running:  # preempted by one before it
                 continue
-            num_drafts = draft_length(sequence)
-            if num_drafts:
+            num_drafts = 0
+            if draft_length is not None and (num_drafts := draft_length(sequence)):
                 spare = step.budget - (len(decoding) - position)  # one token stays for each decode after this one
                 room = self.max_model_len - sequence.num_drawn
                 num_drafts = max(0, min(num_drafts, spare, room))
@@ -170,7 +167,8 @@ class Scheduler:
             if victim is sequence:
                 return
             copies = self.cache.reserve(sequence.table, start, start + 1)
-        step.copies += copies
+        if copies:
+            step.copies += copies
         step.add(sequence, 1, num_drafts)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -184,6 +182,8 @@ class Scheduler:
         self._wait(sequence, is_new=False)
 
     def _admit_waiting(self, step: "_Step") -> None:
+        if not self.waiting:
+            return
         num_batch_rows = self.max_num_seqs - len(self._free_batch_rows)
         waiting = self.waiting
         while waiting and step.budget > 0 and num_batch_rows < self.max_num_seqs:

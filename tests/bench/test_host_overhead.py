@@ -13,9 +13,11 @@ import pytest
 
 PROGRAM = """
 import json
-from bench.host_overhead import LAYERS, measure
+from bench.host_overhead import LAYERS, measure, measure_pair
 replayed = {batch: measure(batch, captures=True) for batch in (1, 256)}
-print(json.dumps({"layers": LAYERS, "replayed": replayed, "launched": measure(1, captures=False)}))
+launched = measure(1, captures=False)
+pair = measure_pair(16, captures=True)
+print(json.dumps({"layers": LAYERS, "replayed": replayed, "launched": launched, "pair": pair}))
 """
 
 
@@ -33,6 +35,10 @@ def test_a_replayed_step_is_one_upload_and_little_time(
     replayed = measured["replayed"][batch]
     assert replayed["launches"] == 0 and replayed["uploads"] <= 3
     assert replayed["microseconds"] < 2 * most_microseconds
+
+
+def test_a_step_of_a_pair_uploads_for_the_draft_once_and_for_the_target_once(measured: dict[str, Any]) -> None:
+    assert measured["pair"]["uploads"] <= 3 and measured["pair"]["launches"] == 0
 
 
 def test_without_graphs_every_layer_is_launched(measured: dict[str, Any]) -> None:

@@ -115,6 +115,18 @@ def test_counts_follow_what_is_drawn() -> None:
     torch.testing.assert_close(probabilities, torch.stack([torch.tensor(expected), scores]).softmax(1))
 
 
+def test_a_row_that_is_taken_again_is_written_again() -> None:
+    """A sequence that was preempted may come back to its first row from another, in which it has gone on."""
+    own = sequence(SamplingParams(presence_penalty=2.0), [3], [5])
+    state = BatchState(2, V, max_drafts=0, device=torch.device("cpu"))
+    for row, drawn in ((0, [7]), (1, [8]), (0, [])):
+        own.batch_row = row
+        state.add([own])
+        own.tokens += drawn
+        own.table.num_returns += 1
+    assert state.adjustments.counts[0].nonzero().flatten().tolist() == [3, 5, 7, 8]
+
+
 def test_penalties_of_a_whole_generation(model: Transformer) -> None:
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {7: 2.0}}
     prompt = random_prompts(1, low=20, high=21)[0]

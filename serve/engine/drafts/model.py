@@ -154,9 +154,12 @@ class ModelDraft:
         proposed, num_drawn = list(guesses), 0
         while inputs:
             with self.timer.measure(sum(len(own.tokens) for own in inputs), self):
-                self._extend(inputs, guesses, num_drawn)
+                steps = self._extend(inputs, guesses, num_drawn)
             num_drawn += 1
             guesses = [guess for guess in guesses if num_drawn < guess.length]
+            if steps is not None:
+                self._follow(steps, len(inputs), max((guess.length for guess in guesses), default=0) - num_drawn)
+                break
             inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
         return {guess.sequence.id: DraftTree(guess.length, by_rejection=guess.by_rejection) for guess in proposed}
 
@@ -208,21 +211,34 @@ class ModelDraft:
         token = feed_reference(sequence.batch_row, num_drawn, self.runner.feed.shape[1])
         return _input(sequence, [token], sequence.num_tokens + num_drawn - 1, num_rows=1)
 
-    def _extend(self, inputs: list[SequenceInput], guesses: list[_Guess], num_drawn: int) -> None:
-        """One pass; it draws a token for each guess, whose input is complete."""
-        batch = None if self._steps is None else self._uniform(inputs, guesses, num_drawn)
+    def _follow(self, steps: UniformSteps, num_rows: int, num_passes: int) -> None:
+        """Passes over what the one before has guessed; whoever wants less computes on, for nobody."""
+        for _ in range(num_passes):
+            with self.timer.measure(num_rows, self):
+                steps.launch_following()
+                self.has_prepared = steps.has_prepared
+
+    def _extend(self, inputs: list[SequenceInput], guesses: list[_Guess], num_drawn: int) -> UniformSteps | None:
+        """One pass; it draws a token for each guess, whose input is complete.
+
+        Returns what can launch the passes behind it, if it left on the device what they need.
+        """
+        batch = None if self._steps is None else self._uniform(self._steps, inputs, guesses, num_drawn)
         if self._steps is None or batch is None:
             logits = self.runner.logits(self.runner.hidden(inputs))
             self.has_prepared = self.runner.has_prepared
             self._draw(guesses, logits, num_drawn)
-            return
-        end = draft_end(batch.sequences, {guess.by_rejection for guess in guesses})
+            return None
+        end = draft_end(batch.who.sequences, {guess.by_rejection for guess in guesses})
         (logits,) = self._steps.launch(batch, end)
         self.has_prepared = self._steps.has_prepared
         if end is End.LOGITS:
             self._draw(guesses, logits[batch.num_tokens - 1 :: batch.num_tokens], num_drawn)
+        return self._steps if end.is_draft else None
 
-    def _uniform(self, inputs: list[SequenceInput], guesses: list[_Guess], num_drawn: int) -> Batch | None:
+    def _uniform(
+        self, steps: UniformSteps, inputs: list[SequenceInput], guesses: list[_Guess], num_drawn: int
+    ) -> Batch | None:
         """The inputs with equally many tokens each, one or two, if the pass can be captured so.
 
         Where one lacks a token and another two, the first computes once more what it has.
@@ -233,8 +249,10 @@ class ModelDraft:
             return None
         before = [[min(guess.sequence.tokens[-2], self.last_token)] if q > 1 else [] for guess in guesses]
         tokens = np.array([[*one, *own.tokens][-q:] for one, own in zip(before, inputs, strict=True)])
-        sequences, n = [guess.sequence for guess in guesses], len(guesses)
-        return Batch(sequences, tokens, starts, last=[q - 1] * n, counts=[num_drawn] * n)
+        who, n = steps.members(tuple(guess.sequence for guess in guesses)), len(guesses)
+        wanted = np.array([guess.length - num_drawn for guess in guesses])
+        last, counts = np.full(n, q - 1), np.full(n, num_drawn)
+        return Batch(who, tokens, np.array(starts), last=last, counts=counts, wanted=wanted)
 
     def _draw(self, guesses: list[_Guess], logits: Tensor, num_drawn: int) -> None:
         """Draw one token for each guess, of `logits [R, any]`."""
