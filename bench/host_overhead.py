@@ -5,7 +5,7 @@
 An engine over a model of 32 layers decodes 1, 16 and 256 sequences. Kernels are stubs that count themselves, operators
 of torch run on a CPU over tiny tensors, and a replay does nothing: what is left is the time that Python and torch's
 dispatcher take before a GPU hears of a step. On a GPU each launch takes some microseconds more, and so does a replay.
-Of each figure the least of all steps; of launches and uploads the most.
+Of each figure the least of all steps, in processor time of the one thread; of launches and uploads the most.
 
 `replayed`: a step from a CUDA graph, from the scheduled work to what will be read; `launched`: the same step kernel by
 kernel; `step`: all of `Engine.step` around a replay, scheduling and telling clients included. Of a pair, a draft of 4
@@ -122,16 +122,16 @@ def measure(batch: int, *, captures: bool) -> dict[str, float]:
 
         def timed(work: Any) -> Any:
             counts.clear()
-            began = time.perf_counter()
+            began = time.thread_time()
             pending = launch(work)
-            launches.append((time.perf_counter() - began, counts["launches"], counts["uploads"]))
+            launches.append((time.thread_time() - began, counts["launches"], counts["uploads"]))
             return pending
 
         engine.launch_pass = timed  # type: ignore[method-assign]
         for _ in range(STEPS):
-            began = time.perf_counter()
+            began = time.thread_time()
             engine.step()
-            steps.append(time.perf_counter() - began)
+            steps.append(time.thread_time() - began)
     seconds = min(seconds for seconds, _, _ in launches)
     # A page fills up in one step of sixteen.
     most_launches, most_uploads = (max(column) for column in list(zip(*launches, strict=True))[1:])
@@ -150,9 +150,9 @@ def measure_pair(batch: int, *, captures: bool) -> dict[str, float]:
         engine = decoding_engine(batch, captures=captures, drafts=True)
         for _ in range(STEPS):
             counts.clear()
-            began = time.perf_counter()
+            began = time.thread_time()
             engine.step()
-            steps.append((time.perf_counter() - began, counts["launches"], counts["uploads"]))
+            steps.append((time.thread_time() - began, counts["launches"], counts["uploads"]))
     seconds, launches, uploads = zip(*steps, strict=True)
     return {"microseconds": round(1e6 * min(seconds), 1), "launches": max(launches), "uploads": max(uploads)}
 

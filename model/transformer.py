@@ -5,6 +5,7 @@ A batch is flat and ragged: T tokens of all sequences one after another. Paramet
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class Transformer(nn.Module):
         *,
         adapters: Tensor | None = None,
         states: list[Tensor] | None = None,
+        num_layers: int | None = None,
     ) -> Tensor:
         """Runs the layers.
 
@@ -90,7 +92,7 @@ class Transformer(nn.Module):
         have a router; None is the rule by which the model is served, the thresholds of its configuration.
         adapters: `[T]` int32, the number of each token's adapter among those given to `fuse`, −1 for none; None: nobody
         has one. Without any given, the adapter that the model carries, if it does, is everybody's.
-        states: takes the residual stream behind each layer, `[T, D]`.
+        states: takes the residual stream behind each layer, `[T, D]`. num_layers: ends after so many; None: all.
         Returns the hidden states after the final norm, divided by what the family divides its logits by, `[T, D]`.
         """
         if adapters is not None and not self.num_choices:
@@ -99,7 +101,7 @@ class Transformer(nn.Module):
             adapters = torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device)
         rotary = self.rotary(positions)
         delta, residual = self.embed(tokens), None
-        for layer in self.model.layers:
+        for layer in islice(self.model.layers, num_layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 delta, residual = checkpoint(
                     layer, delta, residual, rotary=rotary, attention=attention, routing=routing, use_reentrant=False

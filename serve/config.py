@@ -9,6 +9,7 @@ DRAFTS = {
     DRAFT_MODEL: "serve.engine.drafts.model.ModelDraft",
     "ngram": "serve.engine.drafts.ngram.NgramDraft",
     "suffix": "serve.engine.drafts.suffix.SuffixDraft",
+    "early_exit": "serve.engine.drafts.early_exit.EarlyExitDraft",
 }
 """The kinds of draft, by the names that vLLM has for them, and where they stand. As EngineConfig.draft a name means its
 kind, anything else the folder of a draft model."""
@@ -27,6 +28,8 @@ class EngineConfig:
     """Folder of a smaller model with the same vocabulary, or a name in DRAFTS: it proposes what `model` verifies."""
     draft_model: str | None = None
     """Folder of a smaller model beside a `draft` that is a name, for kinds that can use one."""
+    draft_layers: int | None = None
+    """Layers of `model` after which the draft "early_exit" ends; None: as many as promise most, found at loading."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters of `model` that requests choose from: their folders, by name."""
     enable_lora: bool = False
@@ -74,7 +77,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be positive, not {value}")
-        for name in ("num_pages", "kv_cache_bytes", "num_speculative_tokens"):
+        for name in ("num_pages", "kv_cache_bytes", "num_speculative_tokens", "draft_layers"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         for name in ("max_loras", "max_lora_rank"):

@@ -201,6 +201,9 @@ class Engine:
                 cache=self.cache,
                 model=models.draft,
                 pages=self.runner.pages if models.share_cache else None,
+                target=models.target,
+                target_pages=self.runner.pages,
+                num_layers=self.config.draft_layers,
                 kv_format=choose_kv_format(self.config.kv_cache_dtype, self.dtype),
                 max_tokens=self.config.max_num_batched_tokens,
                 timer=PassTimer(draft_costs, self.device),
@@ -250,6 +253,8 @@ class Engine:
         self._read(outputs)
         self.requests.report_later(outputs)
         self.runner.update_weights(weights)
+        if self.draft is not None:
+            self.draft.forget_captures()
         for sequence in list(self.scheduler.running):
             self.scheduler.preempt(sequence)
         self.cache.forget_prefixes()

@@ -90,6 +90,8 @@ def load_models(config: EngineConfig) -> Models:
 
 def _draft_folder(config: EngineConfig, kind: type[Draft] | None) -> str | None:
     """The folder of the model that drafts, if one does."""
+    if config.draft_layers is not None and (kind is None or kind.model_use != "target"):
+        raise ValueError(f"draft_layers is for drafts of the target's own layers, not for {config.draft or 'no draft'}")
     if kind is not None and kind.model_use == "optional":
         return config.draft_model
     if config.draft_model is not None:

@@ -73,6 +73,10 @@ class Runner:
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Gives the model other weights; raises what the model raises."""
         self.model.update_weights(weights)
+        self.forget_captures()
+
+    def forget_captures(self) -> None:
+        """Whoever gives the model's weights other memory calls this."""
         self._passes.forget_captures()
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:

@@ -312,7 +312,7 @@ def _speculative(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         methods = " or ".join(METHODS)
         raise argparse.ArgumentTypeError(f"{text!r} is neither {methods} nor JSON: {error}") from None
-    if not isinstance(value, dict) or set(value) - {"model", "method", "num_speculative_tokens"}:
+    if not isinstance(value, dict) or set(value) - {"model", "method", "num_speculative_tokens", "num_layers"}:
         raise argparse.ArgumentTypeError('expected {"model": ..., "num_speculative_tokens": ...} and nothing else')
     method = value.get("method", DRAFT_MODEL)
     if method not in DRAFTS:
@@ -320,10 +320,12 @@ def _speculative(text: str) -> dict[str, Any]:
     model, tokens = value.get("model"), value.get("num_speculative_tokens")
     if model is not None and not isinstance(model, str):
         raise argparse.ArgumentTypeError("model must be a string")
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
-        raise argparse.ArgumentTypeError("num_speculative_tokens must be a whole number")
+    layers = value.get("num_layers")
+    for name, number in (("num_speculative_tokens", tokens), ("num_layers", layers)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+            raise argparse.ArgumentTypeError(f"{name} must be a whole number")
     chosen = {"draft": model} if method == DRAFT_MODEL else {"draft": method, "draft_model": model}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = {name: value for name, value in (chosen | {"draft_layers": layers}).items() if value is not None}
     return chosen | {"num_speculative_tokens": tokens}
 
 

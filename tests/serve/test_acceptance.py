@@ -55,6 +55,8 @@ class ScriptedDraft:
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None: ...
 
+    def forget_captures(self) -> None: ...
+
     def num_missing(self, sequence: Sequence) -> int:
         return 0
 

@@ -50,6 +50,8 @@ class EchoDraft:
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None: ...
 
+    def forget_captures(self) -> None: ...
+
     def num_missing(self, sequence: Sequence) -> int:
         return 0
 

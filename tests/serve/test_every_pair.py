@@ -37,7 +37,7 @@ from tests.serve.test_speculation import noisy_twin, p_value
 from tests.serve.toys import drain, make_engine, random_prompts, toy_tokenizer
 from tests.tiny import tiny_model
 
-SHARED = "shared cache"
+SHARED, OWN_LAYERS = "shared cache", "early_exit"
 BESIDE = "+model"
 
 
@@ -86,8 +86,8 @@ NUM_FAST = 6
 
 
 def can_be(row: Row) -> bool:
-    """A draft of a routed target has pages of its own (test_shared_cache.py)."""
-    return not (row["draft"] == SHARED and row["route"])
+    """A draft of a routed target has pages of its own (test_shared_cache.py, test_early_exit.py)."""
+    return not (row["draft"] in (SHARED, OWN_LAYERS) and row["route"])
 
 
 ROWS = pairwise(ENGINES, can_be)

@@ -28,6 +28,10 @@ class DraftContext:
     """What `Models.draft` holds, for kinds that need a model."""
     pages: KVPages | None
     """The target's, if the model's keys and values are as good as the target's and stand in their place; else None."""
+    target: LanguageModel
+    target_pages: KVPages
+    num_layers: int | None
+    """EngineConfig.draft_layers."""
     kv_format: KVFormat
     """The target's, for keys and values of its own."""
     max_tokens: int
@@ -43,8 +47,9 @@ class DraftContext:
 class Draft(Protocol):
     """A source of guesses. What it guesses decides how fast the target is, never what it says."""
 
-    model_use: ClassVar[Literal["needed", "optional", "none"]]
-    """Whether a model is to be loaded for it: EngineConfig.draft where that is its folder, else draft_model."""
+    model_use: ClassVar[Literal["needed", "optional", "target", "none"]]
+    """Whether a model is to be loaded for it: EngineConfig.draft where that is its folder, else draft_model. "target":
+    none is, it uses layers of the target, EngineConfig.draft_layers."""
     needs_text: ClassVar[bool]
     """Whether it looks into `BatchState.text`."""
 
@@ -71,6 +76,10 @@ class Draft(Protocol):
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy (source, destination) pages of its own, as the target's are copied."""
+        ...
+
+    def forget_captures(self) -> None:
+        """The target has been given other weights."""
         ...
 
     def num_missing(self, sequence: Sequence) -> int:

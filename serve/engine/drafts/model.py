@@ -170,6 +170,10 @@ class ModelDraft:
         if not self.shares_pages:
             self.runner.copy_pages(copies)
 
+    def forget_captures(self) -> None:
+        """Where the target's layers are its own, passes were captured over weights that are no more."""
+        self.runner.forget_captures()
+
     def num_missing(self, sequence: Sequence) -> int:
         return sequence.num_tokens - self._reading.num_computed(sequence)
 

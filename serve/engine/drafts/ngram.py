@@ -47,5 +47,8 @@ class NgramDraft:
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """It has no pages."""
 
+    def forget_captures(self) -> None:
+        """It captures nothing."""
+
     def num_missing(self, sequence: Sequence) -> int:
         return 0

@@ -147,5 +147,9 @@ class SuffixDraft:
         if self.model is not None:
             self.model.copy_pages(copies)
 
+    def forget_captures(self) -> None:
+        if self.model is not None:
+            self.model.forget_captures()
+
     def num_missing(self, sequence: Sequence) -> int:
         return 0 if self.model is None else self.model.num_missing(sequence)
