@@ -24,7 +24,7 @@ from serve.config import EngineConfig
 from serve.engine.drafts.base import Draft, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS
 from serve.engine.drafts.shared_cache import can_share_cache
-from serve.engine.graphs import BYTES_PER_GRAPH, captured_sizes
+from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes
 from serve.engine.kv_cache import PAGE_SIZE, pages_for
 from serve.engine.runner import LanguageModel
 

@@ -15,7 +15,7 @@ from kernels.common.rehearsal import Rehearsal
 from model.files.adapter import Adapter
 from model.lora_config import LoraConfig
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, FixedLength
-from serve.engine.graphs import captured_sizes
+from serve.engine.graph_shapes import captured_sizes
 from serve.sampling_params import SamplingParams
 from serve.tenant import Tenant
 

@@ -22,7 +22,7 @@ from model.passes import Pass, run_pass
 from serve.engine import engine as engine_module
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
-from serve.engine.graphs import End, captured_sizes
+from serve.engine.graph_shapes import End, captured_sizes
 from serve.engine.warm_up import warm_up
 from serve.sampling_params import SamplingParams
 from tests.compare import check_close

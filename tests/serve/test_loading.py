@@ -16,7 +16,8 @@ from model.quantized import round_activations
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.engine import loading
-from serve.engine.graphs import BYTES_PER_GRAPH, Tables, captured_sizes
+from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes
+from serve.engine.graphs import Tables
 from serve.engine.kv_cache import PAGE_SIZE
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, most_draft_tokens
 from tests.serve.test_routed import routed_model

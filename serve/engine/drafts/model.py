@@ -21,7 +21,8 @@ from torch import Tensor
 from serve.engine.batch_state import feed_reference
 from serve.engine.drafts.base import DraftContext
 from serve.engine.drafts.tree import DraftTree, Wanted
-from serve.engine.graphs import Batch, End, UniformSteps, draft_end
+from serve.engine.graph_shapes import End, draft_end
+from serve.engine.graphs import Batch, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
 from serve.engine.requests import Sequence
 from serve.engine.runner import Runner, SequenceInput
