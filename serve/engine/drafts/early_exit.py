@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from model.adapter_slots import AdapterSlots
 from model.attention import PackedAttention, PagedAttention
 from model.transformer import Transformer
 from serve.engine.drafts.base import DraftContext
@@ -30,6 +31,9 @@ log = logging.getLogger("potstill.engine")
 
 class FirstLayers:
     """A model that ends after its first layers; it holds no tensor of its own."""
+
+    adapter_slots: AdapterSlots | None = None
+    """A draft has no adapter."""
 
     def __init__(self, model: Transformer, num_layers: int) -> None:
         self.model, self.num_layers = model, num_layers
