@@ -21,7 +21,6 @@ Sources: Sarathi-Serve (https://arxiv.org/abs/2403.02310); vLLM, v1/core/sched/s
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from serve.engine.fair_shares import FairShares
 from serve.engine.kv_cache import KVCache
