@@ -257,7 +257,8 @@ def wanted_pairs(factors: dict[str, tuple[Any, ...]]) -> set[tuple[Any, ...]]:
 
 def test_every_pair_occurs() -> None:
     seen = {pair for row in ROWS for pair in pairs_of(row)}
-    assert wanted_pairs(ENGINES) - seen == {("draft", SHARED, "route", route) for route in ENGINES["route"] if route}
+    refused = product((SHARED, OWN_LAYERS), filter(None, ENGINES["route"]))
+    assert wanted_pairs(ENGINES) - seen == {("draft", draft, "route", route) for draft, route in refused}
     assert (
         sum(len(set(pairs_of(row))) for row in REQUEST_ROWS)
         >= len({pair for row in REQUEST_ROWS for pair in pairs_of(row)})
