@@ -164,7 +164,6 @@ class Inputs:
         """What the latest step was given, or what one for a draft has left for the one behind it."""
         self._no_pages = self.parts(self.values.clone())[2]
         self._staging = [torch.zeros_like(self.values, device="cpu", pin_memory=on_gpu) for _ in range(_NUM_STAGING)]
-        self._arrays = [staging.numpy() for staging in self._staging]
         self._left = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
         self._turn = 0
 
@@ -229,8 +228,8 @@ class Inputs:
         self._turn = (self._turn + 1) % _NUM_STAGING
         if self._left:
             self._left[self._turn].synchronize()
-        self._arrays[self._turn][:] = values
-        self.values.copy_(self._staging[self._turn], non_blocking=True)
+        staging = self._staging[self._turn].copy_(torch.from_numpy(values))
+        self.values.copy_(staging, non_blocking=True)
         if self._left:
             self._left[self._turn].record()
 
