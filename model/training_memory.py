@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
@@ -117,11 +118,11 @@ class Setup:
 
     def memory(self) -> Memory:
         """The arithmetic. Raises LoraError for a target that names no layer."""
-        from model.sharded_memory import InShards
+        kind = Arithmetic if self.shards == 1 else import_module("model.sharded_memory").InShards
 
         if self.rounding is not None:
             return _ThroughRounding(self, self.rounding).memory()
-        return (Arithmetic if self.shards == 1 else InShards)(self).memory()
+        return kind(self).memory()
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with micro-batches of this size, as many in a step as before."""
