@@ -118,11 +118,11 @@ class Setup:
 
     def memory(self) -> Memory:
         """The arithmetic. Raises LoraError for a target that names no layer."""
-        kind = Arithmetic if self.shards == 1 else import_module("model.sharded_memory").InShards
-
         if self.rounding is not None:
             return _ThroughRounding(self, self.rounding).memory()
-        return kind(self).memory()
+        if self.shards == 1:
+            return Arithmetic(self).memory()
+        return import_module("model.sharded_memory").InShards(self).memory()  # by name: it builds on what is here
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with micro-batches of this size, as many in a step as before."""
