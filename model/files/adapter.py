@@ -35,6 +35,7 @@ from model.lora import (
     attach_lora,
     detach_lora,
 )
+from model.tensor_parallel import WHOLE, Layout, Part
 
 log = logging.getLogger(__name__)
 
@@ -118,33 +119,47 @@ def read_adapter(folder: str | Path) -> Adapter:
     return Adapter(config, layers)
 
 
-def load_adapter(model: nn.Module, folder: str | Path) -> LoraConfig:
+def load_adapter(model: nn.Module, folder: str | Path, layout: Layout = WHOLE) -> LoraConfig:
     """Attaches the adapter in `folder` to the model, which keeps its dtype and device; returns its configuration.
 
-    Raises AdapterError for a folder that cannot be read or does not fit the model, LoraError if the model has one.
+    `layout`: by which the model was loaded. Raises AdapterError for a folder that cannot be read or does not fit the
+    model, LoraError if the model has one.
     """
     adapter = read_adapter(folder)
-    layers = adaptable_layers(model)
+    layers, whole = adaptable_layers(model), adaptable_layers(layout.whole(model))
     for name, tensors in adapter.layers.items():
-        _check_fits(Path(folder), name, tensors, layers.get(name))
+        _check_fits(Path(folder), name, tensors, whole.get(name))
     attach_lora(model, adapter.config)
     with torch.no_grad():
         for name, tensors in adapter.layers.items():
-            lora: Lora = layers[name].lora
+            held, lora = _part(Path(folder), name, tensors, layout), layers[name].lora
             for leaf in ("a", "b", "magnitude"):
                 if getattr(lora, leaf) is not None:
-                    getattr(lora, leaf).copy_(getattr(tensors, leaf))
+                    getattr(lora, leaf).copy_(getattr(held, leaf))
     return adapter.config
 
 
-def load_adapters(model: nn.Module, folders: Sequence[str | Path]) -> list[dict[nn.Module, Lora]]:
+def _part(folder: Path, name: str, tensors: LayerAdapter, layout: Layout) -> LayerAdapter:
+    """What a layer's part needs of its adapter."""
+    part = layout.part(f"{name}.weight", (tensors.b.shape[0], tensors.a.shape[1]))
+    if part == Part():
+        return tensors
+    if tensors.magnitude is not None or not name.startswith("model.layers."):
+        kind = "is a DoRA adapter" if tensors.magnitude is not None else f"adapts {name}"
+        raise AdapterError(f"{folder} {kind}; such a one is not served by several ranks.")
+    return LayerAdapter(tensors.a[:, part.columns], Part(part.rows).of(tensors.b))
+
+
+def load_adapters(
+    model: nn.Module, folders: Sequence[str | Path], layout: Layout = WHOLE
+) -> list[dict[nn.Module, Lora]]:
     """The adapters in `folders`, for `Transformer.fuse`: tokens choose among them. The model stays as it is.
 
-    Raises what `load_adapter` does, and AdapterError for one of the embeddings or the head.
+    `layout` as in `load_adapter`. Raises what that does, and AdapterError for one of the embeddings or the head.
     """
     choices = []
     for folder in folders:
-        load_adapter(model, folder)
+        load_adapter(model, folder, layout)
         adapted = adapted_layers(model)
         detached = {layer: layer.lora for layer in adapted.values()}
         detach_lora(model)

@@ -28,6 +28,7 @@ from model.formats.registry import formats_of_config
 from model.linear import Embedding, Linear
 from model.lora import adapted_layers
 from model.quantized import quantized_layers, set_quantized
+from model.tensor_parallel import WHOLE, Layout, Part
 from model.transformer import Transformer
 
 log = logging.getLogger(__name__)
@@ -115,19 +116,20 @@ def load_model(
     dtype: torch.dtype | Literal["auto"] = torch.float32,
     device: str | torch.device = "cpu",
     heard: Heard = lambda num_bytes: None,
+    layout: Layout = WHOLE,
 ) -> Transformer:
     """Opens an artifact or any Hugging Face folder of a known family, in evaluation mode: a trainer asks for its own.
 
     Tensors go one by one from the file to the device, so memory holds the model once; `heard` is told each one's bytes.
     `dtype="auto"` keeps the dtype of the file (of its embeddings, or of its norms where those are quantized); quantized
-    weights stay as they are. Raises ConfigError or CheckpointError naming the field, file or tensor that is wrong,
-    AdapterError for an adapter that does not belong to the base beside it.
+    weights stay as they are. `layout`: which part of them is kept. Raises ConfigError or CheckpointError naming the
+    field, file or tensor that is wrong, AdapterError for an adapter that does not belong to the base beside it.
     """
     base = base_folder(folder)
-    model = _load_base(base, dtype, device, heard)
+    model = _load_base(base, dtype, device, heard, layout)
     if base != Path(folder):
         check_base(folder, base)
-        load_adapter(model, folder)
+        load_adapter(model, folder, layout)
     return model.eval()
 
 
@@ -152,7 +154,7 @@ def open_layerwise(
 
 
 def _load_base(
-    folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device, heard: Heard
+    folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device, heard: Heard, layout: Layout
 ) -> Transformer:
     config = load_config(folder)
     files = TensorFiles(folder, heard)
@@ -165,18 +167,31 @@ def _load_base(
     known = {piece for pieces in stored.values() for piece in pieces if piece in files.places}
     _check_names(folder, config, names | known, files.places)
     wanted = _resolve_dtype(dtype, files)
+    with torch.device("meta"):
+        model = layout.arrange(model)
     for name in [name for name in shapes if name not in formats]:
         tensor = files.read(name)
         _check_tensor(f"{files.places[name]} holds {name}", tensor, shapes[name])
-        _set_parameter(model, name, torch.empty(shapes[name], dtype=wanted, device=device).copy_(tensor))
+        part = layout.part(name, shapes[name]).of(tensor)
+        _set_parameter(model, name, torch.empty(part.shape, dtype=wanted, device=device).copy_(part))
     for name, format in formats.items():
         weight = format.from_files(name, shapes[name], files.read)
-        set_quantized(model, name.removesuffix(".weight"), format.moved(weight, device), format)
+        _set_part(model, name, layout.part(name, shapes[name]), format, weight, device=device)
     if config.tie_word_embeddings and HEAD in files.places:
         _check_tied_head(files)
     quantization = read_json_object(folder / "config.json", CheckpointError).get("quantization_config") or {}
-    model.cache_scales = read_cache_scales(config, quantization, files.places, files.read)
+    model.cache_scales = layout.cache_scales(read_cache_scales(config, quantization, files.places, files.read))
     return model
+
+
+def _set_part(
+    model: Transformer, name: str, part: Part, format: WeightFormat[Any], weight: Any, *, device: str | torch.device
+) -> None:
+    try:
+        weight = part.of_quantized(weight, format)
+    except ValueError as reason:
+        raise CheckpointError(f"{name} cannot be split over ranks: {reason}.") from None
+    set_quantized(model, name.removesuffix(".weight"), format.moved(weight, device), format)
 
 
 def save_model(

@@ -126,6 +126,10 @@ class WeightFormat(ServingForm[W]):
         """The weight on another device."""
         return dataclasses.replace(weight, **{name: part.to(device) for name, part in self.tensors(weight).items()})
 
+    def narrow(self, weight: W, rows: slice, columns: slice) -> W:
+        """A part of the matrix, of the same numbers. ValueError where the format cannot hold it alone."""
+        raise ValueError(f"{self.title} weights are served whole")
+
     # Products
 
     @property
@@ -214,6 +218,12 @@ class WeightFormat(ServingForm[W]):
     @abstractmethod
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> W:
         """Reads a weight [N, K] by its tensors; CheckpointError naming the one that is wrong."""
+
+
+def check_narrow_rows(title: str, rounding: Rounding | None, columns: slice, num_columns: int) -> None:
+    """Raise ValueError where fewer activations than a row would be rounded with a scale of their own."""
+    if rounding is not None and rounding.group is None and columns.indices(num_columns)[:2] != (0, num_columns):
+        raise ValueError(f"{title} here rounds whole rows of activations, of which a rank has a part")
 
 
 class KernelFormat(WeightFormat[W]):
@@ -358,6 +368,18 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
         if zeros is None and not self.symmetric:
             zeros = torch.full_like(scales, 1 << self.bits - 1, dtype=torch.uint8)
         return self.pack(levels, scales, zeros)
+
+    def narrow(self, weight: IntegerWeight, rows: slice, columns: slice) -> IntegerWeight:
+        num_columns = weight.shape[1]
+        check_narrow_rows(self.title, self.rounding, columns, num_columns)
+        first, stop, _ = columns.indices(num_columns)
+        group = self.group or num_columns
+        if self.group and (first % group or (stop % group and stop < num_columns)):
+            raise ValueError(f"groups of {group} weights do not divide the {stop - first} that a rank takes of a row")
+        groups = slice(first // group, -(-stop // group)) if self.group else slice(None)
+        levels, scales, zeros = self.unpack(weight)
+        held = None if zeros is None else zeros[rows, groups].clone()
+        return self.pack(levels[rows, columns], scales[rows, groups].clone(), held)
 
     def quantize(self, dense: Tensor) -> IntegerWeight:
         self.num_groups(dense.shape[1])

@@ -30,7 +30,14 @@ from torch import Tensor
 from kernels.linear.quantization import Fp8Weight, Int8Weight, IntegerWeight, quantize_fp8
 from kernels.linear.rounded import Rounding
 from model.files.safe_io import CheckpointError
-from model.formats.base import ROUNDED_BLOCKS, FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
+from model.formats.base import (
+    ROUNDED_BLOCKS,
+    FormatOfLayer,
+    IntegerFormat,
+    KernelFormat,
+    WeightFormat,
+    check_narrow_rows,
+)
 from model.formats.words import check_scales, check_stored, num_words, pack_words, stored_scales, unpack_words
 
 _METHOD, _MIXED = "compressed-tensors", "mixed-precision"
@@ -268,6 +275,10 @@ class Fp8(_CompressedTensors[Fp8Weight]):
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         return shape[0] * (shape[1] + 4)
+
+    def narrow(self, weight: Fp8Weight, rows: slice, columns: slice) -> Fp8Weight:
+        check_narrow_rows(self.title, self.rounding, columns, weight.shape[1])
+        return Fp8Weight(weight.codes[rows, columns].contiguous(), weight.scales[rows].clone())
 
     def stack(self, weights: Sequence[Fp8Weight]) -> Fp8Weight:
         codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(torch.float8_e4m3fn)

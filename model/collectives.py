@@ -1,0 +1,59 @@
+"""What processes that compute one model together tell each other while they do: sums and gathers of tensors.
+
+By torch.distributed's process groups, NCCL between GPUs and gloo between CPUs, held here alone: a program that has a
+default group of its own, as under a launcher, keeps it. Ranks meet through a file in a private folder, and gloo listens
+on loopback.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.common.cpu_graph import call
+
+_PATIENCE = timedelta(minutes=10)
+"""For ranks that load, or compute a long step."""
+
+
+class Group:
+    """One rank's side of all of them."""
+
+    def __init__(self, index: int, count: int) -> None:
+        """`index`: this rank's, below `count`."""
+        self.index, self.count = index, count
+        self._backend: Any = None
+
+    def join(self, meeting_point: Path, device: torch.device) -> None:
+        """Meet the other ranks, who name the same file; tensors will be on the device. Waits for all of them."""
+        self.join_by(dist.FileStore(str(meeting_point), self.count), device)
+
+    def join_by(self, store: dist.Store, device: torch.device) -> None:
+        """The same by a store that is there already."""
+        if device.type == "cuda":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = _PATIENCE
+            self._backend = dist.ProcessGroupNCCL(store, self.index, self.count, nccl)
+            return
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _PATIENCE
+        self._backend = gloo(store, self.index, self.count, options)
+
+    def sum(self, parts: Tensor) -> Tensor:
+        """The sum of what all ranks give, in the same memory; the same bits everywhere. `parts` is contiguous."""
+        call(self._sum, parts)
+        return parts
+
+    def gather(self, part: Tensor) -> Tensor:
+        """What each rank gives, `[T, n]`, one below the other, `[ranks, T, n]`."""
+        gathered = part.new_empty(self.count * part.shape[0], *part.shape[1:])
+        self._backend._allgather_base(gathered, part.contiguous()).wait()
+        return gathered.view(self.count, *part.shape)
+
+    def _sum(self, parts: Tensor) -> None:
+        self._backend.allreduce([parts]).wait()
