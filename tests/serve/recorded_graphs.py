@@ -10,7 +10,7 @@ interpreter, which takes the wrappers of a GPU.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernels.common.cpu_graph import _looks_at_numbers
 from kernels.common.cuda_graph import Graphs, Outputs
@@ -57,7 +56,10 @@ class _NoHost(TorchFunctionMode):
 
 
 class _Log(TorchDispatchMode):
-    """What is computed: operators, with shapes and numbers."""
+    """What is computed: operators, with shapes and numbers.
+
+    It sees some hundred thousand operators in a run of the tests, so it goes through their arguments once, and plainly.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,27 +69,33 @@ class _Log(TorchDispatchMode):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         """What was written to, and what it held."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing compiles this; to have torch say so at each operator takes longer than most of them."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            self._keep(_tensors((args, kwargs)))
-        given = {_address(tensor) for tensor in _tensors((args, kwargs))}
-        result = func(*args, **kwargs)
-        made = set() if func._schema.is_mutable else {_address(tensor) for tensor in _tensors(result)} - given
-        if _in_kernel():
-            self._made |= made
-            return result
-        if _looks_at_numbers(func, args):
+        given = _leaves((*args, *kwargs.values()))
+        is_mutable = func._schema.is_mutable
+        if is_mutable:
+            self._keep([value for value in given if isinstance(value, Tensor)])
+        in_kernel = _in_kernel()
+        if not in_kernel and _looks_at_numbers(func, args):
             raise CaptureViolation(f"{func} looks at numbers")
-        described = tree_map_only(Tensor, self._describe, (args, kwargs))
-        self.entries.append((str(func), *map(str, tree_leaves(described))))
-        self._made |= made
+        entry = None if in_kernel else (func, *[self._describe(value) for value in given])
+        result = func(*args, **kwargs)
+        if entry is not None:
+            self.entries.append(entry)
+        if not is_mutable:
+            made = {_address(value) for value in _leaves((result,)) if isinstance(value, Tensor)}
+            self._made |= made - {_address(value) for value in given if isinstance(value, Tensor)}
         return result
 
     def _keep(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._made | self._before.keys():
+            if storage.data_ptr() not in self._made and storage.data_ptr() not in self._before:
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._before[storage.data_ptr()] = whole, whole.clone()
 
@@ -96,13 +104,23 @@ class _Log(TorchDispatchMode):
         for whole, held in self._before.values():
             whole.copy_(held)
 
-    def _describe(self, tensor: Tensor) -> tuple[Any, ...]:
-        address = _address(tensor)
-        return tuple(tensor.shape), tensor.dtype, "made" if address in self._made else address
+    def _describe(self, value: Any) -> Any:
+        """Of a tensor its shape, dtype and place; any other value is itself."""
+        if not isinstance(value, Tensor):
+            return value
+        address = _address(value)
+        return tuple(value.shape), value.dtype, "made" if address in self._made else address
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+def _leaves(values: Iterable[Any]) -> list[Any]:
+    """What is in lists within lists; those of tree_leaves know many kinds more, and take ten times as long."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += _leaves(value)
+        else:
+            found.append(value)
+    return found
 
 
 def _address(tensor: Tensor) -> int:
