@@ -94,4 +94,5 @@ class InShards(Arithmetic):
             "update": fixed + gradients,
         }  # fmt: skip
         activations = kept + work + head + head_gradient + 2 * layer + moving
-        return Memory(weights, adapters, gradients, optimizer, activations, loss, max(peaks.values()), host)
+        peak = max(peaks.values())
+        return Memory(weights, adapters, gradients, optimizer, activations, loss, peak, host, self._checkpoint())

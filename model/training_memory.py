@@ -64,6 +64,9 @@ class Memory:
     peak: int
     host: int = 0
     """Moments in pinned host memory."""
+    checkpoint: int = 0
+    """As large as its files: in host memory, pinned beside a GPU, a copy from the first one on, which is written behind
+    training. Of processes that hold the same, the first one has it."""
 
 
 class TrainingStep(Protocol):
@@ -221,7 +224,8 @@ class Arithmetic:
             "last layer of backward": fixed + gradients + work + self._layer() * (not self._recomputes),
             "update": fixed + gradients,
         }
-        return Memory(weights, adapters, gradients, optimizer, kept + copies + work, loss, max(peaks.values()), host)
+        activations, peak = kept + copies + work, max(peaks.values())
+        return Memory(weights, adapters, gradients, optimizer, activations, loss, peak, host, self._checkpoint())
 
     @property
     def _recomputes(self) -> bool:
@@ -259,6 +263,10 @@ class Arithmetic:
             else:
                 near += _moment_bytes(count, eight_bit)
         return near + PAGED_BUFFERS * largest, far
+
+    def _checkpoint(self) -> int:
+        eight_bit = self.training.optimizer.endswith("8bit")
+        return FULL * sum(self.trained) + sum(_moment_bytes(count, eight_bit) for count in self.trained)
 
     # What a step adds
 

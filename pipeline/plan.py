@@ -29,6 +29,7 @@ PARTS = {
     "loss": "logits and loss",
     "peak": "peak",
     "host": "host memory",
+    "checkpoint": "copy of a checkpoint, host memory",
 }
 
 

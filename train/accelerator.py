@@ -15,6 +15,7 @@ from model.mesh import choose_device, this_rank
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed import ProcessGroup
 
 OURS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 """What a launcher says of sharding `model.mesh.training_mesh` reads. accelerate would wrap models by itself: one
@@ -28,6 +29,19 @@ def this_accelerator() -> "Accelerator":
     """Made on first use; with several processes this joins the group. Raises ValueError for DeepSpeed or Megatron."""
     with _without(OURS):
         return _made()
+
+
+@cache
+def writers_group() -> "ProcessGroup | None":
+    """What processes agree over while checkpoints are written behind training; None where there is one process.
+
+    On the CPU, whatever trains; all processes make it at the same time.
+    """
+    if this_accelerator().num_processes == 1:
+        return None
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
 
 
 @contextmanager

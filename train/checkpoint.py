@@ -9,23 +9,26 @@
 Where processes hold a part each, so do files: `model-00001-of-00004.safetensors` has the first rows of every matrix,
 and the vectors. Any number of processes reads them (train/saved_tensors.py).
 
-Writing: staging folder, fsync, rename, then the published files are read back and verified, and only then are older
-checkpoints purged. Reading: newest first; one that fails verification is set aside with a loud message.
+Writing (behind training, train/checkpoint_writer.py): staging folder, fsync, rename, then the published files are read
+back and verified, and only then are older checkpoints purged. Reading: newest first; one that fails verification is set
+aside with a loud message.
 """
 
+import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from model.files.safe_io import read_json_object, sync_file, write_json
+from model.files.safe_io import HASH_CHUNK_BYTES, Heard, read_json_object, sync_file, unheard, write_json
 from train.sealed_folder import check, seal
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,11 @@ STATE = "state.json"
 # Whole names only: `step-00000050.damaged` or `step-00000050-copy` is somebody else's folder.
 NAME = re.compile(r"step-(\d{8})")
 STAGING = re.compile(r"\.staging-step-\d{8}")
+# What trained weights and their moments are kept in, as safetensors spells it.
+DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+
+Files = dict[str, dict[str, Tensor]]
+"""The tensors of each file by their names, contiguous and on the CPU."""
 
 
 class TrainingStateError(ValueError):
@@ -66,19 +74,24 @@ class Writers(Protocol):
         """Does this process's work, and returns when all have done theirs. Raises in all of them where one failed."""
         ...
 
+    def moved(self, num_bytes: int) -> None:
+        """Told after each piece that was written or read back."""
+        ...
+
 
 def save_checkpoint(
     folder: Path,
     step: int,
     *,
-    tensors: dict[str, dict[str, Tensor]],
+    files: Files,
     state: dict[str, Any],
     keep: int,
     writers: Writers,
 ) -> None:
     """Publishes a checkpoint below `folder`, verifies it, and purges all but the newest `keep`.
 
-    `tensors`: by file, those that this process is to write.
+    `files`: what this process is to write. Raises OSError, DiskFullError among it, where it cannot be written; what was
+    published before stays.
     """
     staging, target = folder / f".staging-step-{step:08d}", folder / f"step-{step:08d}"
 
@@ -91,25 +104,26 @@ def save_checkpoint(
     def write() -> None:
         if writers.part is None:
             return
-        _check_room(folder, tensors, writers.parts)
-        for name, group in tensors.items():
-            path = staging / part_name(name, writers.part, writers.parts)
-            save_file(group, path)
-            sync_file(path)
+        _check_room(folder, files, writers.parts)
+        for name, tensors in files.items():
+            _write_tensors(staging / part_name(name, writers.part, writers.parts), tensors, writers.moved)
 
     def publish() -> None:
         if writers.is_main:
-            _publish(staging, target, state)
+            _publish(staging, target, state, writers.moved)
+            for old in published(folder)[keep:]:
+                shutil.rmtree(old)
 
     try:
         for work in (prepare, write, publish):
             writers.together(work)
-    except BaseException:
+    except BaseException as reason:
         if writers.is_main:
             shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(reason, OSError) and reason.strerror:
+            sentence = f"The checkpoint of step {step} cannot be written to {folder}: {reason.strerror}"
+            raise type(reason)(f"{sentence}. The one before it is untouched.") from reason
         raise
-    for old in published(folder)[keep:] if writers.is_main else ():
-        shutil.rmtree(old)
 
 
 def part_name(name: str, part: int, parts: int) -> str:
@@ -117,14 +131,32 @@ def part_name(name: str, part: int, parts: int) -> str:
     return f"{name}.safetensors" if parts == 1 else f"{name}-{part + 1:05d}-of-{parts:05d}.safetensors"
 
 
-def _publish(staging: Path, target: Path, state: dict[str, Any]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, Tensor], moved: Heard) -> None:
+    """A safetensors file, forced to the disk; written by pieces, during which other threads run."""
+    ends = list(accumulate((tensor.nbytes for tensor in tensors.values()), initial=0))
+    header = {
+        name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        for (name, tensor), start, stop in zip(tensors.items(), ends, ends[1:], strict=False)
+    }
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    with open(path, "wb") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        for tensor in tensors.values():
+            content = tensor.view(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(content), HASH_CHUNK_BYTES):
+                moved(file.write(content[start : start + HASH_CHUNK_BYTES]))
+    sync_file(path)
+
+
+def _publish(staging: Path, target: Path, state: dict[str, Any], moved: Heard) -> None:
     write_json(staging / STATE, state)
-    seal(staging)
+    seal(staging, moved)
     if target.exists():
         shutil.rmtree(target)
     os.rename(staging, target)
     sync_file(target.parent)
-    _verify(target)
+    _verify(target, moved)
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool = True) -> Checkpoint | None:
@@ -162,16 +194,16 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     return Checkpoint(target, step, read_json_object(target / STATE, TrainingStateError))
 
 
-def _check_room(folder: Path, tensors: dict[str, dict[str, Tensor]], parts: int) -> None:
+def _check_room(folder: Path, files: Files, parts: int) -> None:
     """A tenth more than the tensors: headers, JSON, and room to finish the log. Parts are of about the same size."""
-    needed = parts * sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+    needed = parts * sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     free = shutil.disk_usage(folder).free
     if free < 1.1 * needed:
         raise DiskFullError(f"A checkpoint of {needed:,} bytes does not fit {folder}: {free:,} bytes are free.")
 
 
-def _verify(folder: Path) -> Checkpoint:
+def _verify(folder: Path, moved: Heard = unheard) -> Checkpoint:
     """Raises TrainingStateError naming the first file that is missing, short or altered."""
-    check(folder, TrainingStateError)
+    check(folder, TrainingStateError, moved)
     state = read_json_object(folder / STATE, TrainingStateError)
     return Checkpoint(folder, int(folder.name.removeprefix("step-")), state)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from model.mesh import Mesh, training_dtype, training_mesh
 from model.transformer import Transformer
 from train.accelerator import this_accelerator
-from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, open_checkpoint, save_checkpoint
+from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, open_checkpoint
+from train.checkpoint_writer import CheckpointWriter
 from train.config import TrainingConfig
 from train.data import TokenizedDocuments
 from train.objectives import Objective, ObjectiveOfModel
@@ -185,6 +186,9 @@ class Trainer:
         self.parallel = _parallel(model, objective, self.accelerator, self.mesh, self.dtype)
         self.model, self.module = self.parallel.model, self.parallel.module
         self.optimizer = make_optimizer(self.parallel.trained, config)
+        self.writer = CheckpointWriter(
+            self.checkpoints, keep=KEPT_CHECKPOINTS, part=self.parallel.part, parts=self.parallel.parts
+        )
         self.counters = _Counters()
         self._saved: tuple[int, bool] | None = None
         self._saved_at = time.monotonic()
@@ -198,7 +202,12 @@ class Trainer:
             log.info("This CPU has no bf16 instructions: products are in fp32.")
         self._resume()
         interrupted = False
-        with StopSignals() as signals, self._display() as display, _deterministic(self.config.deterministic):
+        with (
+            StopSignals() as signals,
+            self.writer,
+            self._display() as display,
+            _deterministic(self.config.deterministic),
+        ):
             while not (interrupted or self._finished()):
                 if self.counters.evaluation_due:
                     interrupted = self._run_evaluation(signals)
@@ -230,7 +239,10 @@ class Trainer:
         sums, tokens, labels = self._accumulate()
         norm = self._update(labels, factor)
         save = self.is_main and time.monotonic() - self._saved_at >= self.config.checkpoint_every_s
-        totals, (stop, save) = self._over_processes(sums, signals.requested, save)
+        failed = self.writer.error is not None
+        totals, (stop, save, failed) = self._over_processes(sums, signals.requested, save, failed)
+        if failed:
+            self.writer.wait()
         self.counters.step += 1
         self.counters.tokens += tokens
         seconds = time.monotonic() - began
@@ -273,6 +285,8 @@ class Trainer:
             torch._foreach_mul_(gradients, scale * min(1.0, self.config.max_grad_norm / max(norm, 1e-12)))
             for group in self.optimizer.param_groups:
                 group["lr"] = self.config.learning_rate * factor * group["rate"]
+            if self.writer.copy.arriving is not None:
+                self.writer.copy.update_may_begin()
             self.optimizer.step()
             self.counters.updates += 1
         self.parallel.clear()
@@ -334,7 +348,7 @@ class Trainer:
     # Saving and resuming
 
     def _save(self) -> None:
-        """Publishes a checkpoint, unless one of this very state exists."""
+        """Has a checkpoint written behind training, unless one of this very state exists."""
         now = (self.counters.step, self.counters.evaluation_due)
         if self._saved != now:
             written = self.parallel.written()
@@ -342,14 +356,11 @@ class Trainer:
                 named_weights(self.parallel.trained),
                 named_moments(self.parallel.trained, self.optimizer),
             )
-            tensors = {
+            files = {
                 "model": {name: tensor for name, tensor in weights.items() if name in written},
                 "optimizer": {name: tensor for name, tensor in moments.items() if name.split(".", 1)[1] in written},
             }
-            step, state = self.counters.step, self._state() if self.is_main else {}
-            save_checkpoint(
-                self.checkpoints, step, tensors=tensors, state=state, keep=KEPT_CHECKPOINTS, writers=_Writers(self)
-            )
+            self.writer.save(self.counters.step, files, self._state() if self.is_main else {})
         self._saved, self._saved_at = now, time.monotonic()
 
     def _state(self) -> dict[str, Any]:
@@ -413,24 +424,6 @@ class Trainer:
             interrupted=interrupted,
             skipped=counters.skipped,
         )
-
-
-class _Writers:
-    """All processes of a trainer: see `train.checkpoint.Writers`."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.is_main, self._over_processes = trainer.is_main, trainer._over_processes
-        self.parts, self.part = trainer.parallel.parts, trainer.parallel.part
-
-    def together(self, work: Callable[[], None]) -> None:
-        error = None
-        try:
-            work()
-        except Exception as reason:
-            error = reason
-        _, (failed,) = self._over_processes({}, error is not None)
-        if failed:
-            raise error or OSError("another process could not write its part of a checkpoint; its log says why")
 
 
 def _check(model: Transformer, config: TrainingConfig, world: int) -> None:

@@ -23,16 +23,16 @@ State = dict[str, Tensor]
 class PinnedArena:
     """One allocation of pinned host memory that holds states of given shapes, to the byte."""
 
-    def __init__(self, shapes: Sequence[State]) -> None:
+    def __init__(self, shapes: Sequence[State], *, holds: str = "optimizer states") -> None:
         """`shapes`: at least one state, of tensors on the meta device. MemoryError where so much cannot be pinned."""
         self.num_bytes = sum(tensor.nbytes for state in shapes for tensor in state.values())
-        memory = _pinned(self.num_bytes)
+        memory = _pinned(self.num_bytes, holds)
         weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
         self.states = _carved(memory, shapes)
         """Tensors of these shapes, with undefined content."""
 
 
-def _pinned(num_bytes: int) -> Tensor:
+def _pinned(num_bytes: int, holds: str) -> Tensor:
     """u8 `[num_bytes]`. Torch's own pinned memory is rounded up to a power of two: up to twice of what is asked for."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A child process that shared these pages would make writes to them go to copies, where no device looks.
@@ -41,7 +41,7 @@ def _pinned(num_bytes: int) -> Tensor:
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     except RuntimeError as reason:
-        raise MemoryError(f"{num_bytes:,} bytes cannot be pinned for optimizer states: {reason}") from None
+        raise MemoryError(f"{num_bytes:,} bytes cannot be pinned for {holds}: {reason}") from None
     return memory
 
 

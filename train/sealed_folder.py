@@ -8,22 +8,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.files.safe_io import read_json_object, sha256_of, sync_file, sync_tree, write_json
+from model.files.safe_io import Heard, read_json_object, sha256_of, sync_file, sync_tree, unheard, write_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 
 
-def seal(folder: Path) -> None:
+def seal(folder: Path, heard: Heard = unheard) -> None:
     """Forces all files of `folder` to the disk, then writes its manifest."""
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path, heard)} for path in sorted(folder.iterdir())
+    }
     sync_tree(folder)
     manifest = {"format": FORMAT_VERSION, "files": files}
     write_json(folder / MANIFEST, manifest | {"sha256": _digest(manifest)})
     sync_file(folder)
 
 
-def check(folder: Path, error: type[ValueError]) -> dict[str, dict[str, Any]]:
+def check(folder: Path, error: type[ValueError], heard: Heard = unheard) -> dict[str, dict[str, Any]]:
     """The size and hash of each file, all verified; raises `error` naming the first that is missing or altered."""
     manifest = read_json_object(folder / MANIFEST, error)
     expected = manifest.pop("sha256", None)
@@ -36,7 +38,7 @@ def check(folder: Path, error: type[ValueError]) -> dict[str, dict[str, Any]]:
         size = path.stat().st_size if path.exists() else 0
         if size != entry["bytes"]:
             raise error(f"{path} ends at byte {size} instead of {entry['bytes']}.")
-        if sha256_of(path) != entry["sha256"]:
+        if sha256_of(path, heard) != entry["sha256"]:
             raise error(f"{path} has been altered: its SHA-256 is not the recorded one.")
     return manifest["files"]
 

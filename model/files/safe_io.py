@@ -15,6 +15,10 @@ Heard = Callable[[int], None]
 """Told how many bytes more have been read."""
 
 
+def unheard(num_bytes: int) -> None:
+    """For whom nobody waits."""
+
+
 def default_cache() -> Path:
     """Where downloads and what is made of them are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
@@ -70,7 +74,7 @@ def read_json_object(path: Path, error: type[ValueError]) -> dict[str, Any]:
     return value
 
 
-def sha256_of(path: Path, heard: Heard = lambda num_bytes: None) -> str:
+def sha256_of(path: Path, heard: Heard = unheard) -> str:
     """Hexadecimal SHA-256 of a file's contents; `heard` is told the bytes of each piece that was read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:

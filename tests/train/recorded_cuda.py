@@ -50,8 +50,11 @@ class _Access:
 
 
 class _Event:
-    def __init__(self, actor: str, known: Known) -> None:
-        self.actor, self.known = actor, known
+    def __init__(self, cuda: "RecordedCuda", actor: str, known: Known) -> None:
+        self.cuda, self.actor, self.known = cuda, actor, known
+
+    def synchronize(self) -> None:
+        self.cuda.wait(HOST, self)
 
 
 class _Stream:
@@ -59,7 +62,7 @@ class _Stream:
         self.cuda, self.name = cuda, name
 
     def record_event(self) -> _Event:
-        return _Event(self.name, dict(self.cuda.known[self.name]))
+        return _Event(self.cuda, self.name, dict(self.cuda.known[self.name]))
 
     def wait_event(self, event: _Event) -> None:
         self.cuda.wait(self.name, event)

@@ -218,7 +218,9 @@ def test_what_lasts_is_planned_to_the_byte(name: str, tmp_path: Path, monkeypatc
     adapters = sum(parameter.nbytes for parameter in trained) if setup.adapter else 0
     assert plan.adapters == adapters and plan.weights == loaded_bytes(model) - adapters
     trainer.train()
-    assert plan.optimizer == sum(tensor.nbytes for tensor in named_moments(model, trainer.optimizer).values())
+    moments = sum(tensor.nbytes for tensor in named_moments(model, trainer.optimizer).values())
+    assert plan.optimizer == moments
+    assert plan.checkpoint == sum(parameter.nbytes for parameter in trained) + moments
     LanguageModelling()(model, trainer.sampler.batch(trainer.sampler.take(1)[0])).loss_sum.backward()
     assert plan.gradients == sum(
         parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None

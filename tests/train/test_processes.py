@@ -93,6 +93,27 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(tmp_path: Path, 
     assert sorted(names) == [f"step-{steps - 1:08d}", f"step-{steps:08d}"]
 
 
+def test_killed_while_a_checkpoint_is_written_behind_it_training_resumes_from_the_one_before(
+    tmp_path: Path, start: Start, straight: tuple[str, str]
+) -> None:
+    folder = tmp_path / "killed"
+    process = start(str(folder), "awake", held_at=5)
+    wait_for_lines(folder, 7)  # six steps and an evaluation: training has gone on
+    process.kill()
+    process.join()
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == [".staging-step-00000005", "step-00000002", "step-00000003"]  # of step 4 evaluation was due
+    assert [path.name for path in (folder / "checkpoints" / names[0]).iterdir()]
+    assert finish(start(str(folder), "awake")) == 0
+    assert ((folder / "weights.sha256").read_text(), (folder / "metrics.jsonl").read_text()) == straight
+
+
+def test_a_write_that_fails_in_one_process_stops_both(tmp_path: Path, start: Start) -> None:
+    both = [start(str(tmp_path / "full"), launched=rank, file_limit=50_000) for rank in launched(2)]
+    assert [finish(process) for process in both] == [1, 1]
+    assert not list((tmp_path / "full" / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops_and_the_next_run_goes_on(
     number: signal.Signals, tmp_path: Path, start: Start, straight: tuple[str, str]

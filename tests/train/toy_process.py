@@ -1,6 +1,8 @@
 """A toy run in a process of its own: to be signalled, killed, or one of several that train together."""
 
+import itertools
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -33,11 +35,14 @@ def run(
     steps: int = STEPS,
     adapted: bool = False,
     launched: dict[str, str] | None = None,
+    held_at: int | None = None,
+    file_limit: int | None = None,
 ) -> None:
     """Trains to the end and writes the hash of the weights; a stop is told by the exit code.
 
     `adapted`: only adapters on a frozen base, with 8-bit moments and activation checkpointing. `launched`: what a
-    launcher's environment says.
+    launcher's environment says. `held_at`: the step whose checkpoint is begun and never finished. `file_limit`: bytes
+    that no file of this process may exceed.
     """
     os.environ.update(launched or {})
     torch.set_num_threads(1)
@@ -53,7 +58,22 @@ def run(
         tokens=steps * 128,
         **special,
     )
+    if held_at is not None:
+        _hold(trainer, held_at)
+    if file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     if trainer.train().interrupted:
         sys.exit(INTERRUPTED)
     if trainer.is_main:
         (Path(folder) / "weights.sha256").write_text(weights_hash(trainer.model))
+
+
+def _hold(trainer: Trainer, step: int) -> None:
+    """Its checkpoint stays as it is after the first piece of the second file."""
+    pieces = itertools.count()
+
+    def moved(num_bytes: int) -> None:
+        if (trainer.checkpoints / f".staging-step-{step:08d}").exists() and next(pieces):
+            time.sleep(1e6)
+
+    trainer.writer.moved = moved  # type: ignore[method-assign]

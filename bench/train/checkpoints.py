@@ -1,0 +1,134 @@
+"""What checkpoints cost training: steps while one is written, beside steps while none is.
+
+    OMP_NUM_THREADS=1 python -m bench.train.checkpoints [--tiny]
+
+A model of 300 MB is trained on random tokens; every sixth step is saved. A step's time is told by the clock, and as
+the processor's time of the thread that trains, which other work on the machine hardly changes. What a save keeps
+training from counts with the step behind it.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import write_result
+from model.config import ModelConfig
+from model.transformer import Transformer
+from train.config import TrainingConfig
+from train.data import TokenizedDocuments
+from train.loop import Trainer
+from train.objectives import LanguageModelling
+from train.progress import Progress
+from train.signals import StopSignals
+from train.tracking import Tracker
+
+TOKENS, STEPS, SAVED_EVERY = 512, 25, 6
+
+
+def shape(*, tiny: bool) -> ModelConfig:
+    """As SmolLM2-135M, with fewer layers."""
+    layers, vocab_size = (1, 512) if tiny else (13, 49_152)
+    return ModelConfig(
+        family="llama", vocab_size=vocab_size, hidden_size=576, intermediate_size=1536, num_layers=layers,
+        num_query_heads=9, num_kv_heads=3, head_dim=64, tie_word_embeddings=True, windows=(None,) * layers,
+        rope_layers=(True,) * layers,
+    )  # fmt: skip
+
+
+@dataclass
+class Step:
+    """Seconds, by the clock and of the processor."""
+
+    clock_s: float
+    processor_s: float
+    writing: bool
+    """Whether a checkpoint was being written when it began."""
+
+
+class TimedTrainer(Trainer):
+    """Saves every so many steps and keeps the time of each."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.timed: list[Step] = []
+        self.saving = Step(0.0, 0.0, writing=False)
+
+    def _run_step(self, signals: StopSignals, display: Progress) -> tuple[bool, bool]:
+        before, self.saving = self.saving, Step(0.0, 0.0, writing=False)
+        writing, clock, processor = self._is_writing(), time.perf_counter(), time.thread_time()
+        stop, _ = super()._run_step(signals, display)
+        spent = time.perf_counter() - clock, time.thread_time() - processor
+        self.timed.append(Step(spent[0] + before.clock_s, spent[1] + before.processor_s, writing))
+        return stop, self.counters.step % SAVED_EVERY == 0
+
+    def _save(self) -> None:
+        clock, processor = time.perf_counter(), time.thread_time()
+        super()._save()
+        self.saving = Step(time.perf_counter() - clock, time.thread_time() - processor, writing=False)
+
+    def _is_writing(self) -> bool:
+        thread = self.writer._thread
+        return thread is not None and thread.is_alive()
+
+
+def measure(config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """Trains; the first save, which also allocates its memory, counts as all others, the first step does not."""
+    model = Transformer(config)
+    model.initialize(0)
+    length = TOKENS + 1
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, STEPS * length).astype(np.int32)
+    data = TokenizedDocuments(
+        name="bench", tokens=tokens, offsets=np.arange(STEPS + 1) * length, labels_mask=None,
+        num_bytes_per_document=np.full(STEPS, length), digest="bench",
+    )  # fmt: skip
+    settings = TrainingConfig(tokens=STEPS * TOKENS, batch_tokens=TOKENS, micro_batch_tokens=TOKENS, precision="fp32")
+    trainer = TimedTrainer(
+        model, LanguageModelling(), data, settings, folder=folder, sequence_length=TOKENS,
+        tracker=Tracker(folder, run_name="checkpoints", job_type="bench"),
+    )  # fmt: skip
+    trainer.train()
+    steps = trainer.timed[1:]
+    found = {name: _compared(steps, name) for name in ("clock_s", "processor_s")}
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    newest = next(path for path in trainer.checkpoints.iterdir() if path.name.endswith(f"{STEPS:08d}"))
+    checkpoint_bytes = sum(path.stat().st_size for path in newest.iterdir())
+    return {
+        "weight_bytes": weight_bytes,
+        "checkpoint_bytes": checkpoint_bytes,
+        **found,
+        "steps": [asdict(s) for s in steps],
+    }
+
+
+def _compared(steps: list[Step], name: str) -> dict[str, float]:
+    """Medians with and without a checkpoint being written, and the longest step with one over the median of all."""
+    writing, quiet = ([getattr(step, name) for step in steps if step.writing is on] for on in (True, False))
+    median = statistics.median(writing + quiet)
+    return {
+        "median_while_writing": statistics.median(writing),
+        "median_otherwise": statistics.median(quiet),
+        "longest_while_writing_over_median": max(writing) / median,
+        "mean_over_median_otherwise": statistics.mean(writing + quiet) / statistics.median(quiet),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; writes no result")
+    tiny = parser.parse_args().tiny
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(shape(tiny=tiny), Path(folder))
+    for name in ("clock_s", "processor_s"):
+        print(name, {key: round(value, 3) for key, value in found[name].items()})
+    if not tiny:
+        write_result("checkpoints-cpu", "OMP_NUM_THREADS=1 python -m bench.train.checkpoints", found)
+
+
+if __name__ == "__main__":
+    main()
