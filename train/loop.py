@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +71,10 @@ class TrainingResult:
 
 class DivergedError(RuntimeError):
     """The gradient stayed non-finite. The weights are those of the last good step, and so is the last checkpoint."""
+
+
+class MemoryShortageError(RuntimeError):
+    """The device's memory does not hold what training needs at once; the last checkpoint is from before."""
 
 
 @dataclass
@@ -190,6 +195,8 @@ class Trainer:
             self.checkpoints, keep=KEPT_CHECKPOINTS, part=self.parallel.part, parts=self.parallel.parts
         )
         self.counters = _Counters()
+        self.micro_batch_parts = 1
+        """In which each micro-batch is computed, one after the other: more once memory has been short."""
         self._saved: tuple[int, bool] | None = None
         self._saved_at = time.monotonic()
 
@@ -261,20 +268,57 @@ class Trainer:
         Returns the sums of its metrics, and the tokens and labels of all processes' micro-batches.
         """
         taken = self.sampler.take(self.micro_batches)
+        while (sums := self._gradients_of(taken)) is None:
+            self._compute_in_halves()
+        tokens = sum(int(self.sampler.pieces.length[numbers].sum()) for numbers in taken)
+        return sums, tokens, sum(self.sampler.num_labels(numbers) for numbers in taken)
+
+    def _gradients_of(self, taken: list[np.ndarray]) -> dict[str, Tensor] | None:
+        """The sums of its metrics; None where memory is short and smaller parts may fit."""
         own = range(self.rank, len(taken), self.world)
         sums: dict[str, Tensor] = {}
         for index in own:
-            batch = self.sampler.batch(taken[index]).to(self.accelerator.device)
             # Whatever draws random numbers draws the same ones on any process, and after a resume.
             torch.manual_seed(_mix(self.config.seed, self.counters.step, index))
-            with self.parallel.accumulating(last=index == own[-1]):
-                with self._autocast():
-                    output = self.module(batch, self.counters.step / self.steps)
-                output.loss_sum.backward()
-            for name, value in {"loss": output.loss_sum.detach(), **output.metrics}.items():
-                sums[name] = sums[name] + value.double() if name in sums else value.double()
-        tokens = sum(int(self.sampler.pieces.length[numbers].sum()) for numbers in taken)
-        return sums, tokens, sum(self.sampler.num_labels(numbers) for numbers in taken)
+            parts = self.sampler.split(taken[index], self.micro_batch_parts)
+            for number, part in enumerate(parts):
+                try:
+                    self._add_gradients(part, sums, last=index == own[-1] and number == len(parts) - 1)
+                except torch.OutOfMemoryError as shortage:
+                    self._check_divisible(part, shortage)
+                    return None  # what was on its way to the error is free once this has returned
+        return sums
+
+    def _add_gradients(self, numbers: np.ndarray, sums: dict[str, Tensor], *, last: bool) -> None:
+        """Those of a batch of pieces, and its metrics to `sums`."""
+        batch = self.sampler.batch(numbers).to(self.accelerator.device)
+        with self.parallel.accumulating(last=last):
+            with self._autocast():
+                output = self.module(batch, self.counters.step / self.steps)
+            output.loss_sum.backward()
+        for name, value in {"loss": output.loss_sum.detach(), **output.metrics}.items():
+            sums[name] = sums[name] + value.double() if name in sums else value.double()
+
+    def _check_divisible(self, numbers: np.ndarray, shortage: torch.OutOfMemoryError) -> None:
+        """Raises MemoryShortageError where smaller parts cannot help."""
+        what, advice = "a micro-batch", "lower micro_batch_tokens, which only a process alone does by itself"
+        if len(numbers) == 1:
+            what, advice = "one document", "lower sequence_length, or set activation_checkpointing: true"
+        elif self.world == 1:  # otherwise all wait for this one in the middle of a step
+            return
+        tokens = int(self.sampler.pieces.length[numbers].sum())
+        raise MemoryShortageError(f"memory does not hold {what} of {tokens:,} tokens: {advice}") from shortage
+
+    def _compute_in_halves(self) -> None:
+        """From now on, and this step from its beginning: backward may have added a part of its gradients already."""
+        self.parallel.clear()
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.micro_batch_parts *= 2
+        parts, step = self.micro_batch_parts, self.counters.step + 1
+        log.warning(
+            "Step %d: memory is short. Each micro-batch is computed in %d parts, to the same sums.", step, parts
+        )
 
     def _update(self, labels: int, factor: float) -> float:
         """Divides the gradient by the labels, clips it, applies it if finite. Returns its norm before clipping."""

@@ -64,6 +64,13 @@ class Sampler:
             self.index += 1
         return taken
 
+    def split(self, numbers: np.ndarray, count: int) -> list[np.ndarray]:
+        """Pieces in their order in at most `count` parts of about as many tokens each, none of them empty."""
+        lengths = self.pieces.length[numbers]
+        middles = np.cumsum(lengths) - lengths / 2
+        part = (middles * count / lengths.sum()).astype(np.int64)
+        return [numbers[part == one] for one in np.unique(part)]
+
     def batch(self, numbers: np.ndarray) -> Batch:
         return pack(self.documents, self.pieces, numbers)
 

@@ -39,7 +39,7 @@ from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetail
 from pipeline.stages.shared.config import Decoding, Recovery, Training
 from pipeline.stages.shared.context import StageContext
 from train.evaluate import TeacherStates
-from train.loop import DivergedError, Trainer, TrainingResult
+from train.loop import DivergedError, MemoryShortageError, Trainer, TrainingResult
 from train.objectives import (
     Distillation,
     LanguageModelling,
@@ -138,7 +138,7 @@ class TrainingStage(Generic[C]):
         Routers, where the model has some, go on at their capacity, or learn as `routing` says; then their thresholds
         are set anew. Frozen ones route as they are served, and keep their thresholds.
 
-        Raises RunInterrupted after a signal, StageFailed when training diverged.
+        Raises RunInterrupted after a signal, StageFailed when training diverged or its memory did not suffice.
         """
         context, settings = self.context, replace(self.config, tokens=tokens or self.config.tokens)
         objective, mixture = self.objective(), model.config.mixture_of_depths
@@ -166,7 +166,7 @@ class TrainingStage(Generic[C]):
         log.info("training on %s tokens in %d steps", f"{settings.tokens:,}", settings.steps)
         try:
             training = trainer.train()
-        except DivergedError as error:
+        except (DivergedError, MemoryShortageError) as error:
             raise StageFailed(f"{context.stage.name}: {error}") from None
         finally:
             tracker.finish()
