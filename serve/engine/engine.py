@@ -11,38 +11,34 @@ sequence before it has succeeded, so it may be repeated; what it found is commit
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.common.cuda_graph import graphs_on
-from kernels.sampling.token_logprobs import Logprobs, token_logprobs
 from model.kv_format import choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.adapters import Adapters
-from serve.engine.batch_state import BatchState, Download, feed_reference, synchronize, upload
+from serve.engine.batch_state import BatchState, feed_reference, synchronize
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer, Prepares
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
 from serve.engine.graphs import Tables, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
+from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
 from serve.engine.requests import Limits, Requests, Sequence
 from serve.engine.runner import Runner, SequenceInput
-from serve.engine.sampling import PendingSamples, Sampled, Sampler, SequenceRows, logprob_entries, select
+from serve.engine.sampling import PendingSamples, Sampled, Sampler, SequenceRows, select
 from serve.engine.scheduler import Chunk, Schedule, Scheduler
 from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams", "TokenLogprobs"]
-
-PROMPT_ROWS_PER_BLOCK = 64
-"""Rows of logits at a time when a prompt's log-probabilities are wanted: never the whole prompt times vocabulary."""
 
 log = logging.getLogger("potstill.engine")
 
@@ -98,24 +94,15 @@ class PendingStep:
     """A step that has been launched, and what the host will know of it."""
 
     samples: list[PendingSamples] = field(default_factory=list)
-    prompt_scores: list[tuple[Sequence, list[int], Download]] = field(default_factory=list)
-    """Prompt tokens in order, and their log-probabilities on the way."""
-    pooled: list[tuple[Sequence, int, Download]] = field(default_factory=list)
-    """Sums of hidden states of a prompt up to a position."""
+    of_prompts: list[PromptScores | PromptSum] = field(default_factory=list)
 
     def read(self) -> list[Sampled]:
         """Wait for the device, and read what it found, in the order of the batch."""
         found: dict[int, Sampled] = {}
         for group in self.samples:
             found |= group.read()
-        for sequence, tokens, download in self.prompt_scores:
-            entries = logprob_entries(tokens, Logprobs(*download.wait()), sequence.params.prompt_logprobs or 0)
-            if sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += entries
-        for sequence, stop, download in self.pooled:
-            (rows,) = download.wait()
-            sequence.pooled = rows.numpy() + (0 if sequence.pooled is None else sequence.pooled)
-            sequence.num_pooled = stop
+        for part in self.of_prompts:
+            part.read()
         return [found[number] for number in sorted(found)]
 
 
@@ -387,28 +374,21 @@ class Engine:
                 asked.append(SequenceRows(item.sequence, len(rows), item.draft))
                 asked += [SequenceRows(sibling, len(rows)) for sibling in item.sequence.siblings]
                 rows += range(first + own.num_rows - 1 - item.draft.num_tokens, first + own.num_rows)
-            if item.scores_prompt:
-                self._score_prompt(step, item, hidden[first : first + own.num_rows])
-            if item.pools_prompt:
-                _pool_prompt(step, item, hidden[first : first + own.num_rows])
+            if item.scores_prompt or item.pools_prompt:
+                states = hidden[first : first + own.num_rows - item.draft.num_tokens]
+                step.of_prompts.extend(self._of_prompt(item, states))
             first += own.num_rows
         if asked:
             logits = self.runner.logits(hidden if len(rows) == len(hidden) else select(hidden, rows))
             step.samples.extend(self.sampler.sample(logits, asked))
         return step
 
-    def _score_prompt(self, step: PendingStep, work: Work, hidden: Tensor) -> None:
-        """`hidden [num_tokens, D]` of the chunk; each row scores the token after it."""
-        sequence, start = work.sequence, work.chunk.start
-        known = len(sequence.prompt_logprobs or ())
-        first = max(known, start + 1)  # a chunk that is computed again after preemption has been scored
-        stop = min(start + work.chunk.num_tokens + 1, sequence.num_prompt_tokens)
-        for at in range(first, stop, PROMPT_ROWS_PER_BLOCK):
-            tokens = sequence.tokens[at : min(at + PROMPT_ROWS_PER_BLOCK, stop)]
-            logits = self.runner.logits(hidden[at - 1 - start : at - 1 - start + len(tokens)])
-            wanted = upload(np.array(tokens), logits.device)
-            logprobs = token_logprobs(logits, wanted, sequence.params.prompt_logprobs or 0)
-            step.prompt_scores.append((sequence, tokens, Download(list(logprobs))))
+    def _of_prompt(self, work: Work, hidden: Tensor) -> Iterator[PromptScores | PromptSum]:
+        """`hidden [R, D]` of the chunk's last tokens."""
+        if work.scores_prompt:
+            yield from score_prompt(work.sequence, work.chunk.start, hidden, self.runner.logits)
+        if work.pools_prompt:
+            yield from pool_prompt(work.sequence, work.chunk.start, work.chunk.num_tokens, hidden)
 
     # Committing what a step found
 
@@ -467,16 +447,3 @@ class Engine:
 def _decodes(work: Work) -> bool:
     """Whether a chunk of one token is the sequence's last, and nothing but what follows it is wanted."""
     return work.samples and not (work.sequence.siblings or work.scores_prompt or work.pools_prompt)
-
-
-def _pool_prompt(step: PendingStep, work: Work, hidden: Tensor) -> None:
-    """`hidden [R, D]` of the chunk's last tokens and its draft tokens: what it adds to the prompt's embedding."""
-    sequence, end = work.sequence, work.chunk.start + work.chunk.num_tokens
-    first_row = end + work.draft.num_tokens - len(hidden)
-    first = max(work.chunk.start, sequence.num_pooled)  # a chunk that is computed again after preemption is in already
-    if sequence.params.pooling == "last":
-        first = max(first, sequence.num_prompt_tokens - 1)
-    stop = min(end, sequence.num_prompt_tokens)
-    if first < stop:
-        rows = hidden[first - first_row : stop - first_row]
-        step.pooled.append((sequence, stop, Download([rows.float().sum(dim=0)])))
