@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model.files.artifact import ArtifactError, open_artifact
+from model.files.sealed_folder import folder_digest
 from pipeline.errors import GateRefused, RunInterrupted
 from pipeline.files import write_atomically
 from pipeline.keys import StageKeys, digest, stage_keys
@@ -27,7 +28,6 @@ from pipeline.schema import Recipe, Stage
 from pipeline.stages.base import kind_of, read_result
 from pipeline.stages.shared.context import Input, StageContext, prepare_data
 from train.data import DamagedCacheError
-from train.sealed_folder import folder_digest
 from train.sources import open_source, settings_of
 
 log = logging.getLogger(__name__)

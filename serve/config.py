@@ -68,6 +68,15 @@ class EngineConfig:
     """Keep pages of finished requests and share them with requests that begin alike."""
     num_speculative_tokens: int | None = None
     """Tokens drafted before each verification; None: follows measured acceptance and measured step cost."""
+    watch_draft: str | None = None
+    """Artifact folder of a draft like the one that is served: whenever another one is published there, it takes its
+    place, as long as no fewer of its tokens are accepted."""
+    watch_draft_tokens: int = 1000
+    """Verified tokens after which such a draft has proved itself."""
+    label_folder: str | None = None
+    """Store there what the model says of answers to requests that consent: `distill` needs no teacher then."""
+    label_bytes: int = 2**30
+    """Most that this folder may take; the oldest go first."""
     seed: int = 0
     """Seeds the random streams of requests that bring no seed of their own."""
     verify_artifact: bool = True
@@ -77,7 +86,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be positive, not {value}")
-        for name in ("num_pages", "kv_cache_bytes", "num_speculative_tokens", "draft_layers"):
+        counts = ("num_pages", "kv_cache_bytes", "num_speculative_tokens", "draft_layers")
+        for name in (*counts, "label_bytes", "watch_draft_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         for name in ("max_loras", "max_lora_rank"):

@@ -88,6 +88,18 @@ class EngineStats:
     """Accepted tokens by their position in the draft, first position first."""
     speculative_tokens: float = 0.0
     """Mean draft length that the latest steps asked for."""
+    num_draft_swaps: int = 0
+    """Newer drafts that were swapped in."""
+    num_draft_rollbacks: int = 0
+    """Those of them that were taken back."""
+    draft_on_trial: int = 0
+    """1 while it is not known whether the newest is as good as the one before."""
+    num_labels: int = 0
+    """Stored for training."""
+    num_dropped_labels: int = 0
+    """Answers whose labels could not be stored."""
+    label_bytes: int = 0
+    """That stored labels take."""
     num_graphs: int = 0
     """Kinds of steps that are replayed from a CUDA graph."""
     num_graph_failures: int = 0

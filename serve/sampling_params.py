@@ -69,6 +69,8 @@ class SamplingParams:
     before penalties and temperature)."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first."""
+    store: bool = False
+    """Consent to storing prompt and answer for training, where the engine stores any (serve/engine/labels.py)."""
     pooling: Pooling | None = None
     """Also report the prompt's embedding: the mean of its hidden states behind the final norm, or the last of them."""
 

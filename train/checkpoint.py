@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from model.files.safe_io import HASH_CHUNK_BYTES, Heard, read_json_object, sync_file, unheard, write_json
-from train.sealed_folder import check, seal
+from model.files.sealed_folder import check, seal
 
 log = logging.getLogger(__name__)
 

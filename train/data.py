@@ -21,20 +21,23 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from model.files.distributions import Distributions, shard_name, write_index, write_shard
+from model.files.labels import LabelledDocument, Origin, label_shards, read_labels, read_origin, vocabulary_digest
+from model.files.safe_io import sha256_of
+from model.files.sealed_folder import check, seal
 from model.text.tokenizer import Tokenizer
-from train.distributions import Distributions
 from train.mixture import Mixture, document_order
 from train.progress import Progress
-from train.rows import Completion, Continuation
-from train.sealed_folder import check, seal
+from train.rows import Completion, Content, Continuation
 from train.sources import DataConfig, Document, Source, open_source, settings_of
 
 log = logging.getLogger(__name__)
@@ -99,10 +102,14 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, *, pro
     Raises ValueError naming the source when it cannot be read or when it supervises no token, DistributionsError when
     the stored distributions that `config` names are not those of its documents.
     """
+    if config.is_labels and config.distributions is None:
+        return _labelled(config, tokenizer, cache_folder)
     data = _tokenized(config, tokenizer, cache_folder, progress)
-    if config.distributions is None:
-        return data
-    stored = Distributions(Path(config.distributions), data.train.digest)
+    return data if config.distributions is None else _with_distributions(data, Path(config.distributions))
+
+
+def _with_distributions(data: PreparedData, folder: Path) -> PreparedData:
+    stored = Distributions(folder, data.train.digest)
     digest = hashlib.sha256(f"{data.train.digest} {stored.digest}".encode()).hexdigest()
     return replace(data, train=replace(data.train, distributions=stored, digest=digest))
 
@@ -168,7 +175,6 @@ def load_cache(folder: Path, name: str) -> PreparedData:
 def _open_split(folder: Path, split: str, entries: dict[str, dict[str, Any]], name: str) -> TokenizedDocuments:
     files = {file: entry for file, entry in entries.items() if file.startswith(f"{split}.")}
     arrays = {kind: _map(folder / f"{split}.{kind}", dtype) for kind, dtype in DTYPES.items()}
-    hashes = "".join(entry["sha256"] for _, entry in sorted(files.items()))
     return TokenizedDocuments(
         name=name if split == "train" else f"{name} ({split})",
         tokens=arrays["tokens"],
@@ -176,8 +182,12 @@ def _open_split(folder: Path, split: str, entries: dict[str, dict[str, Any]], na
         labels_mask=arrays["mask"] if f"{split}.mask" in files else None,
         mixture=Mixture(arrays["parts"], arrays["weights"]) if f"{split}.parts" in files else None,
         num_bytes_per_document=np.array(arrays["bytes"]),
-        digest=hashlib.sha256(hashes.encode()).hexdigest(),
+        digest=_digest_of(entry["sha256"] for _, entry in sorted(files.items())),
     )
+
+
+def _digest_of(hashes: Iterable[str]) -> str:
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _map(path: Path, dtype: str) -> np.ndarray:
@@ -252,37 +262,92 @@ class _SplitWriter:
         self.files[kind].write(np.asarray(values, dtype=DTYPES[kind]).tobytes())
 
 
+class _Splits:
+    """Documents on their way into the two splits."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, folder: Path, *, masked: bool) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self.train, self.held_out = (_SplitWriter(folder, split, masked=masked) for split in SPLITS)
+        self._windows: list[tuple[int, int, _Encoded]] = []
+        """Number of the window in its document, of the window, and what it holds."""
+        self._count, self._smallest = 0, 1.0
+
+    def add(self, content: Content | list[int], encoded: _Encoded) -> bool:
+        """Returns whether the document is trained on."""
+        fraction = _hash_fraction(content, self._config.seed)
+        self._count, self._smallest = self._count + 1, min(self._smallest, fraction)
+        if fraction >= self._config.held_out:
+            self.train.append(encoded)
+            return True
+        windows = _cut_windows(encoded, self._config.sequence_length, self._tokenizer)
+        self._windows += [(at, len(self._windows) + at, window) for at, window in enumerate(windows)]
+        return False
+
+    def close(self, *, learns_all: bool) -> None:
+        """Raises ValueError where a split is empty."""
+        for _, _, window in sorted(self._windows, key=lambda entry: entry[:2]):
+            self.held_out.append(window)
+        for writer in (self.train, self.held_out):
+            writer.close()
+        _check_supervision(self._config, learns_all, (self.train, self.held_out), self._count, self._smallest)
+
+
 def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Path, *, progress: bool) -> None:
     for sentence in source.left_out:
         log.warning("%s.", sentence)
-    train, held_out = (_SplitWriter(folder, split, masked=not source.learns_all) for split in SPLITS)
-    windows: list[tuple[int, int, _Encoded]] = []  # (number of the window in its document, document, window)
-    count, smallest = 0, 1.0
+    splits = _Splits(config, tokenizer, folder, masked=not source.learns_all)
     with Progress(f"tokenizing {config.source}", source.size, enabled=progress) as bar:
         for document in source.documents():
-            fraction = _hash_fraction(document, config.seed)
-            count, smallest = count + 1, min(smallest, fraction)
-            encoded = _encode_checked(document, tokenizer)
-            if fraction < config.held_out:
-                windows += [
-                    (at, held_out.num_documents + len(windows), window)
-                    for at, window in enumerate(_cut_windows(encoded, config.sequence_length, tokenizer))
-                ]
-            else:
-                train.append(encoded)
-            bar.advance(document.weight, f"{train.num_tokens:,} tokens")
-    for _, _, window in sorted(windows, key=lambda entry: entry[:2]):
-        held_out.append(window)
-    for writer in (train, held_out):
-        writer.close()
-    _check_supervision(config, source, (train, held_out), count, smallest)
+            splits.add(document.content, _encode_checked(document, tokenizer))
+            bar.advance(document.weight, f"{splits.train.num_tokens:,} tokens")
+    splits.close(learns_all=source.learns_all)
     seal(folder)
 
 
-def _hash_fraction(document: Document, seed: int) -> float:
-    """Where the document falls between 0 and 1, by a hash of its content and the seed alone."""
-    content = document.content if isinstance(document.content, str) else json.dumps(document.content, sort_keys=True)
-    digest = hashlib.sha256(f"{seed}\0{content}".encode("utf-8", "surrogatepass")).digest()
+def _labelled(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path) -> PreparedData:
+    """What a server has stored, as it is now: it may go on meanwhile."""
+    origin, shards = read_origin(Path(config.source)), label_shards(Path(config.source))
+    if origin.vocabulary != vocabulary_digest(tokenizer):
+        raise ValueError(f"{config.source} holds labels in tokens of another tokenizer than the student's")
+    cached = Path(cache_folder) / _cache_key(config, open_source(config), tokenizer)
+    data = _cached(config, cached, partial(_build_labelled, config, origin, shards, tokenizer))
+    return _with_distributions(data, cached)
+
+
+def _build_labelled(
+    config: DataConfig, origin: Origin, shards: Sequence[Path], tokenizer: Tokenizer, folder: Path
+) -> None:
+    splits, left = _Splits(config, tokenizer, folder, masked=True), config.max_documents
+    firsts: list[int] = []
+    for shard in shards:
+        start, tokens, found = splits.train.num_tokens, [], []
+        for document in islice(read_labels(shard), left):
+            left = None if left is None else left - 1
+            first = splits.train.num_tokens - start
+            if splits.add(document.tokens.tolist(), _encode_labelled(document, tokenizer)):
+                tokens.append(document.tokens)
+                found.append((document.positions + first, document.sampled))
+        if tokens:
+            write_shard(folder / shard_name(len(firsts)), np.concatenate(tokens), found)
+            firsts.append(start)
+    splits.close(learns_all=False)
+    digest = _digest_of(sha256_of(path) for path in sorted(folder.glob("train.*")))
+    write_index(folder, first_tokens=firsts, draws=origin.draws, documents=digest, teacher=origin.teacher)
+    seal(folder)
+
+
+def _encode_labelled(document: LabelledDocument, tokenizer: Tokenizer) -> _Encoded:
+    """Labels are the tokens of which it is known what the model would have said."""
+    mask, bytes_of = np.zeros(len(document.tokens), dtype=np.uint8), tokenizer.token_bytes(skip_special_tokens=True)
+    mask[document.positions + 1] = 1
+    num_bytes = sum(len(bytes_of[token]) for token in document.tokens[document.positions + 1].tolist())
+    return _Encoded(document.tokens, mask, num_bytes)
+
+
+def _hash_fraction(content: Content | list[int], seed: int) -> float:
+    """Where a document falls between 0 and 1, by a hash of its content and the seed alone."""
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    digest = hashlib.sha256(f"{seed}\0{text}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -347,13 +412,13 @@ def _cut_windows(document: _Encoded, sequence_length: int, tokenizer: Tokenizer)
 
 
 def _check_supervision(
-    config: DataConfig, source: Source, splits: tuple[_SplitWriter, _SplitWriter], count: int, smallest: float
+    config: DataConfig, learns_all: bool, splits: tuple[_SplitWriter, _SplitWriter], count: int, smallest: float
 ) -> None:
     """Raises ValueError where a split is empty; `count` documents, the first of them by hash at `smallest`."""
     train, held_out = splits
     name = f"data source {config.source!r}"
     if train.num_labels == 0 and held_out.num_labels == 0:
-        kind = "text of at least two tokens" if source.learns_all else "answers of an assistant, and no completions"
+        kind = "text of at least two tokens" if learns_all else "answers of an assistant, and no completions"
         raise ValueError(f"{name} supervises no token: it has no {kind}")
     if config.held_out > 0 and count == 1:
         raise ValueError(

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
 from model.attention import AttentionOf, PackedAttention
+from model.files.distributions import Targets
 from model.layers import Routing
 from model.routed import ExpertChoice
 from model.transformer import Transformer
 from train.config import Loss
-from train.distributions import Targets
 from train.packing import IGNORE_LABEL, Batch
 
 REST_LOGITS = 2**24

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.files.distributions import Targets
 from train.data import TokenizedDocuments
-from train.distributions import Targets
 
 IGNORE_LABEL = -100
 # Micro-batches that are being filled at once. More fill better and mix pieces from farther apart.

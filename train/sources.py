@@ -16,6 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model.files.labels import INDEX_NAME, is_label_folder, label_shards
 from model.files.safe_io import sha256_of
 from model.settings import COUNTS, POSITIVE, check, setting
 from train.rows import Content, Message, RowFormat, fields_of, recognise
@@ -102,6 +103,16 @@ class DataConfig(SourceConfig):
         for one in fields(SourceConfig):
             if getattr(self, one.name) != (one.default if one.name != "source" else ""):
                 raise ValueError(f"{one.name} stands beside mix; it belongs to each source in that list")
+
+    @property
+    def is_labels(self) -> bool:
+        """Whether a server has stored it, with what its model says."""
+        return bool(self.source) and is_label_folder(self.source)
+
+    @property
+    def has_distributions(self) -> bool:
+        """Whether what a teacher says of it is stored."""
+        return self.distributions is not None or self.is_labels
 
     @property
     def name(self) -> str:
@@ -198,6 +209,8 @@ def _standard_library(config: DataConfig) -> Source:
 
 
 def _local(path: Path, config: DataConfig) -> Source:
+    if is_label_folder(path):
+        return _labels(path)
     if (path / SAVED).exists() or (path / SAVED_SPLITS).exists():
         return _saved(path, config)
     files = _files_below(path)
@@ -207,6 +220,16 @@ def _local(path: Path, config: DataConfig) -> Source:
     if chosen[0][1].suffix in TEXT_SUFFIXES:
         return _text_files(chosen, config, left_out)
     return _table_files(path, chosen, config, left_out)
+
+
+def _labels(path: Path) -> Source:
+    """What a server has stored: tokens, that train/data.py reads by themselves."""
+
+    def documents() -> Iterator[Document]:
+        raise ValueError(f"{path} holds labels of a server, which are trained on as they are: alone, not in a mix")
+
+    parts = [sha256_of(path / INDEX_NAME), *(shard.name for shard in label_shards(path))]
+    return Source(_fingerprint(parts), len(parts) - 1, documents, learns_all=False, format="labels of a server")
 
 
 def _chosen(path: Path, files: Sequence[NamedFile], config: DataConfig) -> list[NamedFile]:

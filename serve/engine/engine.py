@@ -24,11 +24,13 @@ from model.kv_format import choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.adapters import Adapters
 from serve.engine.batch_state import BatchState, feed_reference, synchronize
+from serve.engine.draft_watch import DraftWatch
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer, Prepares
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
 from serve.engine.graphs import Tables, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
+from serve.engine.labels import Labels
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
 from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
 from serve.engine.requests import Limits, Requests, Sequence
@@ -154,7 +156,8 @@ class Engine:
         self.add_request, self.abort = self.requests.add, self.requests.abort
         self.set_token_mask = self.requests.set_token_mask
         self.grammars = self.requests.grammars
-        self.sampler = Sampler(self.state)
+        self.labels = Labels(config, models.tokenizer, self.device) if config.label_folder else None
+        self.sampler = Sampler(self.state, self.labels)
         most_tokens = self.max_model_len + self.state.max_drafts
         self.tables = Tables(1 + self.state.spare_row, most_tokens, self.device)
         pages = kv_format.allocate(
@@ -177,6 +180,9 @@ class Engine:
         """Called in each step when it is known who takes part, before anything is computed."""
         self._pending: list[PendingStep] = []
         """Steps that have been launched and not been read yet, the oldest first."""
+        self.draft_watch: DraftWatch | None = None
+        if config.watch_draft:
+            self.draft_watch = DraftWatch(config, self.draft, self.update_draft_weights, dtype=self.dtype)
         self._counters = Counters([0] * (config.num_speculative_tokens or MAX_DRAFT_TOKENS))
 
     def _add_draft(self, kind: type[Draft], models: Models) -> None:
@@ -211,6 +217,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         counters = vars(self._counters) | {"accepted_per_position": tuple(self._counters.accepted_per_position)}
+        if self.labels is not None:
+            counters |= self.labels.counts()
+        if self.draft_watch is not None:
+            counters |= self.draft_watch.counts()
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=sum(sequence.num_batch_rows for sequence in self.scheduler.waiting),
@@ -231,9 +241,11 @@ class Engine:
 
         Steps under way are read first; the next step reports them. Tokens that were emitted stay, and running requests
         go on from them as if the new weights had computed all that is before: their keys and values are computed
-        again, and no cached prefix survives. ValueError, with nothing changed, for what does not fit the model. A draft
-        keeps its weights, which decide how often it is right and nothing else.
+        again, and no cached prefix survives. ValueError, with nothing changed, for what does not fit the model, and
+        where labels of the model are stored. A draft keeps its weights, which decide how often it is right alone.
         """
+        if self.labels is not None:
+            raise ValueError(f"{self.config.label_folder} holds labels of one model; its weights cannot be replaced")
         if not isinstance(weights, Mapping):
             weights = load_weights(weights, self.runner.model.config, self.dtype, self.device)
         outputs: list[RequestOutput] = []
@@ -246,11 +258,31 @@ class Engine:
             self.scheduler.preempt(sequence)
         self.cache.forget_prefixes()
 
+    def close(self) -> None:
+        """Put on the disk what is still to be stored; the engine is not used again."""
+        if self.labels is not None:
+            self.labels.close()
+
+    def update_draft_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Draft by other weights from here on; running requests go on, and say what they would have said.
+
+        ValueError, with nothing changed, for what does not fit, or a draft whose weights cannot be replaced.
+        """
+        if self.draft is None or self.draft.replaceable is None:
+            raise ValueError("there is no draft model whose weights could be replaced")
+        outputs: list[RequestOutput] = []
+        self._read(outputs)
+        self.requests.report_later(outputs)
+        self.draft.replaceable.update_weights(weights)
+        self.draft_length.forget_acceptance()
+
     # A step
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Compute one batch. Returns what is new, and the ends of requests that ended since the last step."""
+        if self.draft_watch is not None:
+            self.draft_watch.between_steps()
         outputs = self.requests.take_news()
         if self.requests.have_masks:
             self._read(outputs)
@@ -413,13 +445,18 @@ class Engine:
         if sampled.num_drafted:
             self._observe(sequence, sampled.num_drafted, sampled.num_accepted)
         sequence.num_computed += sampled.num_accepted
+        position = sequence.num_tokens + sampled.num_accepted - 1
         output = self.requests.extend(
             sequence, sampled.tokens, num_accepted=sampled.num_accepted, logprobs=sampled.logprobs
         )
         self._publish(sequence)
         if self.draft is not None:  # pages for tokens that were not to be
             self.cache.trim(sequence.table, sequence.num_drawn)
+        if sampled.label is not None and position < sequence.num_tokens - 1:
+            sequence.labels.append((position, *sampled.label))
         if output.finished:
+            if self.labels is not None:
+                self.labels.offer(sequence)
             self.requests.finish(sequence)
         return output
 

@@ -34,7 +34,6 @@ from serve.engine.sampling import (
     emitted,
     meant_by,
     most_logprobs,
-    pending_samples,
 )
 
 _NUM_STAGING = 3
@@ -281,7 +280,7 @@ class UniformSteps:
             each = enumerate(zip(sequences, drafts or [NO_DRAFT] * n, strict=True))
             return self._sampler.sample(logits, [SequenceRows(one, at * q, draft) for at, (one, draft) in each])
         found, logits = self.launch(batch, end)
-        return [pending_samples(list(range(n)), sequences, found, logits, who.most_logprobs)]
+        return [self._sampler.pending(list(range(n)), sequences, found, logits, who.most_logprobs)]
 
     def members(self, sequences: tuple[Sequence, ...]) -> Members:
         """Of a batch that is launched next; what is known of the latest one's is kept."""
@@ -299,7 +298,7 @@ class UniformSteps:
         self._members = None
 
     def launch(self, batch: Batch, end: End) -> Outputs:
-        """Launch a step. Returns what `pending_samples` asks for, if the target decides, and the logits `[n · q, V]`.
+        """Launch a step. Returns what `Sampler.pending` asks for, if the target decides, and the logits `[n · q, V]`.
 
         They lie where the next step puts its own.
         """

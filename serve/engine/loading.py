@@ -135,6 +135,8 @@ def load_weights(
     model = load_model(folder, dtype=dtype, device=device)
     if model.config != config:
         raise ValueError(f"{folder} holds a model of another configuration than the one that is served")
+    if quantized_layers(model) or adapted_layers(model) or config.draft_vocabulary:
+        raise ValueError(f"{folder} holds quantized weights, an adapter or a draft vocabulary; weights must be whole")
     return dict(model.named_parameters())
 
 

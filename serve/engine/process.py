@@ -286,6 +286,7 @@ def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
         EngineLoop(engine, connection, queue_wait_s=arguments.queue_wait_s).run()
     except (EOFError, ConnectionError):
         log.warning("the HTTP process is gone; the engine leaves")
+    engine.close()
     return 0
 
 

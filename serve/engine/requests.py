@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from model.text.detokenizer import StreamDecoder
 from model.text.tokenizer import Tokenizer
@@ -26,6 +27,8 @@ from serve.sampling_params import MAX_SEED, SamplingParams
 from serve.tenant import Tenant
 
 log = logging.getLogger("potstill.engine")
+Label = tuple[int, Tensor, Tensor]
+"""A position, what was drawn from the model's distribution of the token behind it, and the entropy of that."""
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -142,6 +145,8 @@ class Sequence:
     """Sum of the hidden states that its `params.pooling` asks for, `[D]` fp32; grows with the computed prompt."""
     num_pooled: int = 0
     """Prompt tokens that have been considered for it."""
+    labels: list[Label] = field(default_factory=list)
+    """Kept for training, with consent."""
     num_drafted: int = 0
     num_accepted: int = 0
     recent_accepted: float = 0.0

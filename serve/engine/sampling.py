@@ -29,6 +29,7 @@ N rows, V vocabulary, k draft tokens, g sequences that are verified at once.
 from collections import defaultdict
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -46,6 +47,9 @@ from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.requests import NonFiniteLogitsError, Sequence
 from serve.engine.token_mask import WORD_BITS, forbid
 from serve.outputs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from serve.engine.labels import Labels, PendingLabels
 
 LEAST_GUESS = -1e4
 """What a draft at least says of a token: where a mask allows only those that it never says, it must guess one."""
@@ -94,6 +98,8 @@ class Sampled:
     num_accepted: int = 0
     logprobs: list[TokenLogprobs] | None = None
     """One for each token, when asked for."""
+    label: tuple[Tensor, Tensor] | None = None
+    """Of the target's own token, when it is kept: as `PendingLabels.read` has it."""
     error: Exception | None = None
 
 
@@ -108,12 +114,14 @@ class PendingSamples:
     """`[g, k + 3]` int64: the tokens to emit, then -1; -1 in their place where the scores are not numbers. Then how
     many of them were drafted, and how many draft tokens were meant."""
     logprobs: Download | None
+    labels: "PendingLabels | None" = None
 
     def read(self) -> dict[int, Sampled]:
         """By number; waits for the device. What failed for one sequence alone is in its error."""
         (found,) = self.emitted.wait()
         tokens, (accepted, counts) = found[:, :-2].tolist(), found[:, -2:].T.tolist()
         scores = None if self.logprobs is None else Logprobs(*self.logprobs.wait())
+        labels = {} if self.labels is None else self.labels.read()
         samples = {}
         for at, (number, sequence) in enumerate(zip(self.numbers, self.sequences, strict=True)):
             emitted, num_top = tokens[at][: accepted[at] + 1], sequence.params.logprobs
@@ -125,7 +133,7 @@ class PendingSamples:
                 first = at * len(tokens[at])
                 own = Logprobs(*(part[first : first + len(emitted)] for part in scores))
                 entries = logprob_entries(emitted, own, num_top)
-            samples[number] = Sampled(sequence, emitted, counts[at], accepted[at], entries)
+            samples[number] = Sampled(sequence, emitted, counts[at], accepted[at], entries, labels.get(at))
         return samples
 
 
@@ -139,17 +147,6 @@ def most_logprobs(sequences: SequenceType[Sequence]) -> int | None:
     return max((s.params.logprobs for s in sequences if s.params.logprobs is not None), default=None)
 
 
-def pending_samples(
-    numbers: list[int], sequences: SequenceType[Sequence], found: Tensor, logits: Tensor, num_top: int | None
-) -> PendingSamples:
-    """What sequences `numbers` of a step emit, `found [g, k + 3]`, from `logits [g · (k + 1), V]`.
-
-    `num_top`: as `most_logprobs` has it.
-    """
-    scores = None if num_top is None else token_logprobs(logits, found[:, :-2].flatten(), num_top)
-    return PendingSamples(numbers, sequences, Download([found]), None if scores is None else Download(list(scores)))
-
-
 def meant_by(draft: DraftTree) -> int:
     """How many draft tokens are meant, as `Sampler.meant` reads it: below 0, at most -1 - that many."""
     return -1 - draft.num_tokens if draft.is_counted else draft.num_tokens
@@ -158,8 +155,8 @@ def meant_by(draft: DraftTree) -> int:
 class Sampler:
     """Draws and verifies tokens from rows of logits by the state of the sequences' batch rows."""
 
-    def __init__(self, state: BatchState) -> None:
-        self.state = state
+    def __init__(self, state: BatchState, labels: "Labels | None" = None) -> None:
+        self.state, self.labels = state, labels
 
     def sample(self, logits: Tensor, asked: list[SequenceRows]) -> list[PendingSamples]:
         """Launch what each sequence emits, from the target's `logits [R, V]`; exact for every sampling setting.
@@ -186,7 +183,25 @@ class Sampler:
         tokens, num_accepted = decide(logits, rows, counts, k)
         self.state.advance(batch_rows, tokens, lengths=lengths, counted=counted)
         found = emitted(tokens, num_accepted, counts)
-        return pending_samples(numbers, sequences, found, logits, most_logprobs(sequences))
+        return self.pending(numbers, sequences, found, logits, most_logprobs(sequences))
+
+    def pending(
+        self,
+        numbers: list[int],
+        sequences: SequenceType[Sequence],
+        found: Tensor,
+        logits: Tensor,
+        num_top: int | None,
+    ) -> PendingSamples:
+        """What sequences `numbers` of a step emit, `found [g, k + 3]`, from `logits [g · (k + 1), V]`.
+
+        `num_top`: as `most_logprobs` has it.
+        """
+        scores = None
+        if num_top is not None:
+            scores = Download(list(token_logprobs(logits, found[:, :-2].flatten(), num_top)))
+        labels = None if self.labels is None else self.labels.draw(sequences, found, logits)
+        return PendingSamples(numbers, sequences, Download([found]), scores, labels)
 
     def _table(self, asked: list[SequenceRows]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Of each: batch row, draft tokens meant (see `meant`), length, and the batch row if its tokens are counted."""

@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from serve.http.errors import ApiError, invalid
-from serve.http.options import ServerOptions
+from serve.http.options import EVERYBODY, ServerOptions
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DEFAULT_TIERS = (None, "auto", "default")
@@ -97,6 +97,8 @@ class Account:
     tokens: Bucket | None = None
     classes: dict[str, RequestClass] = field(default_factory=dict)
     """Those that its requests may have, the first unless they say."""
+    consents: bool = False
+    """Whether its answers may be stored for training."""
     is_ordered: bool = False
     """Whether the operator orders requests, so that they cannot do so themselves."""
 
@@ -147,14 +149,28 @@ class Account:
 
 def accounts_of(options: ServerOptions) -> list[Account]:
     """All keys of the options. ValueError with one sentence, which holds no key, for a file that is wrong."""
-    plain = [Account(f"key{number}", _digest(key)) for number, key in enumerate(options.api_keys, 1)]
-    if options.api_keys_file is None:
-        return plain
-    file = _read(Path(options.api_keys_file))
+    accounts = [Account(f"key{number}", _digest(key)) for number, key in enumerate(options.api_keys, 1)]
+    if options.api_keys_file is not None:
+        accounts = _with_file(accounts, options.api_keys_file)
+    return _with_consent(accounts, options.label_consent)
+
+
+def _with_file(plain: list[Account], path: str) -> list[Account]:
+    file = _read(Path(path))
     accounts = plain + [_account(key, file.classes) for key in file.keys]
     if min(len({account.name for account in accounts}), len({account.digest for account in accounts})) < len(accounts):
-        raise ValueError(f"--api-keys-file {options.api_keys_file}: a key, or its name, is there twice")
+        raise ValueError(f"--api-keys-file {path}: a key, or its name, is there twice")
     return accounts
+
+
+def _with_consent(accounts: list[Account], consent: tuple[str, ...]) -> list[Account]:
+    """The same, each with what --label-consent says of it."""
+    names = [account.name for account in accounts]
+    if unknown := [name for name in consent if name not in (EVERYBODY, *names)]:
+        raise ValueError(f"--label-consent names {unknown[0]}; it can name {', '.join((EVERYBODY, *names))}")
+    if EVERYBODY in consent and EVERYBODY in names:
+        raise ValueError(f"--label-consent {EVERYBODY} means everybody, but a key has this name; give it another")
+    return [replace(account, consents=EVERYBODY in consent or account.name in consent) for account in accounts]
 
 
 def _read(path: Path) -> KeysFile:

@@ -75,6 +75,11 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
 
 
+def unsupported(message: str, param: str) -> ApiError:
+    """400: something of OpenAI's that potstill does not do."""
+    return ApiError(400, message, code="unsupported_parameter", param=param)
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """503: the server is draining, or its engine is starting or has died; worth another try in a few seconds."""
     return ApiError(503, message, code=code, retry_after_s=5)

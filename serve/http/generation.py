@@ -25,10 +25,10 @@ from starlette.types import Receive, Scope, Send
 
 from serve.http.accounts import Account
 from serve.http.engine_client import Call, EngineClient
-from serve.http.errors import ApiError, invalid, late
+from serve.http.errors import ApiError, invalid, late, unsupported
 from serve.http.grammar_check import GrammarChecker
 from serve.http.metrics import Metrics
-from serve.http.options import ServerOptions
+from serve.http.options import EVERYBODY, ServerOptions
 from serve.http.requests import GRAMMAR_FIELDS, GenerationRequest, StreamOptions
 from serve.http.responses import (
     DONE,
@@ -351,11 +351,20 @@ class GenerationResponse:
         params, grammar = self._reply.params(room), self._reply.grammar
         if grammar is not None:
             params = replace(params, grammar=grammar.text)
+        params = replace(params, store=self._may_store())
         try:
             params.validate(vocab_size)
         except ValueError as error:
             raise invalid(str(error), str(error).split()[0]) from None
         return params
+
+    def _may_store(self) -> bool:
+        """Whether the answer may be kept for training: with its account's consent, and unless the request says no."""
+        account, wish = self._account, self._reply.request.store
+        consents = EVERYBODY in self._service.options.label_consent if account is None else account.consents
+        if wish and not consents:
+            raise unsupported("store can only be false here: nothing that this client asks may be stored", "store")
+        return consents and wish is not False
 
     async def _tokenize(self, call: Call) -> list[list[int]]:
         return await self._in_time(call, asyncio.to_thread(self._reply.tokenize))

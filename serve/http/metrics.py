@@ -130,6 +130,8 @@ class Metrics:
         self.num_graph_failures = self._one(
             Gauge, "cuda_graph_failures", "Captures that failed; such steps are launched kernel by kernel."
         )
+        self.draft_on_trial = self._one(Gauge, "draft_on_trial", "1 while a newer draft has not proved itself.")
+        self.label_bytes = self._one(Gauge, "label_bytes", "Bytes that stored labels take.")
         self.engine_ready = self._one(Gauge, "engine_ready", "1 while a warm engine is connected, else 0.")
         if self.price_per_hour is not None:
             cost = self._one(Gauge, "cost_per_million_generation_tokens", "Price of 1,000,000 tokens generated lately.")
@@ -153,6 +155,10 @@ class Metrics:
                 ("num_drafts", "spec_decode_num_drafts", "Verifications with at least one draft token."),
                 ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens proposed."),
                 ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+                ("num_draft_swaps", "draft_swaps", "Newer drafts that were swapped in."),
+                ("num_draft_rollbacks", "draft_rollbacks", "Newer drafts that were taken back."),
+                ("num_labels", "labels_stored", "Distributions stored for training."),
+                ("num_dropped_labels", "labels_dropped", "Answers whose labels could not be stored."),
             )
         }
         self.accepted_per_position = self._many(
@@ -238,6 +244,8 @@ class Metrics:
         self.num_requests_waiting.set(stats.num_waiting)
         self.kv_cache_usage.set(stats.num_pages_used / stats.num_pages if stats.num_pages else 0.0)
         self.speculative_tokens.set(stats.speculative_tokens)
+        self.draft_on_trial.set(stats.draft_on_trial)
+        self.label_bytes.set(stats.label_bytes)
         self.num_graphs.set(stats.num_graphs)
         self.num_graph_failures.set(stats.num_graph_failures)
 

@@ -18,6 +18,8 @@ from serve.http.tools.registry import AUTO, NONE, REASONING_FORMATS, TOOL_PARSER
 METHODS = [name for name in DRAFTS if name != DRAFT_MODEL]
 """Of speculation, those that need no model."""
 API_KEY_VARIABLE = "POTSTILL_API_KEY"
+EVERYBODY = "all"
+"""In place of names in label_consent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,9 @@ class ServerOptions(RequestLimits):
     """Whether browsers may send what they store for the server."""
     allowed_lora_path: str | None = None
     """Clients may load adapters from below this folder, and unload them; None: they may not. Needs enable_lora."""
+    label_consent: tuple[str, ...] = ()
+    """Whose answers are stored in engine.label_folder, unless a request says `store: false`: accounts by name (the
+    first of api_keys is "key1"), or EVERYBODY. Nobody else's are."""
     chat_template: str | None = None
     """File that replaces the model's chat template."""
     tool_call_parser: str = AUTO
@@ -102,6 +107,8 @@ class ServerOptions(RequestLimits):
             raise ValueError(f"--allowed-lora-path {self.allowed_lora_path}: there is no such folder")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError('allow_credentials needs origins by name: with "*" any page could use them')
+        if (self.engine.label_folder is None) != (not self.label_consent):
+            raise ValueError("--label-folder and --label-consent belong together: where answers are stored, and whose")
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("an API key is empty")
         if not (_is_loopback(self.host) or self.has_keys or self.allow_unauthenticated):
@@ -169,6 +176,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allowed-methods", "JSON list of methods that such pages may use; all", type=_names, metavar="JSON")
     add("--allowed-headers", "JSON list of headers that such pages may send; all", type=_names, metavar="JSON")
     add("--allow-credentials", "let browsers send what they store for the server", action="store_true")
+    add("--watch-draft", "artifact folder: a newer draft that is published there is swapped in while requests run, "
+        "and taken back if fewer of its tokens are accepted", metavar="FOLDER")  # fmt: skip
+    add("--watch-draft-tokens", "verified tokens after which it has proved itself", type=int, metavar="N")
+    add("--label-folder", "store there, for training, what the model says of its answers to those who consent; "
+        "nothing is stored without it", metavar="FOLDER")  # fmt: skip
+    add("--label-bytes", "most that this folder may take, such as 4G; the oldest go first", type=_size, metavar="BYTES")
+    add("--label-consent", "whose answers are stored, unless a request says store: false: keys by the names that logs "
+        f"have for them, such as key1, or {EVERYBODY}; nobody's", nargs="+", metavar="NAME")  # fmt: skip
     add("--chat-template", "Jinja file that replaces the model's chat template", metavar="FILE")
     add("--tool-call-parser", "in which format the model calls tools: auto reads it off the chat template; none: "
         "calls stay text", choices=[AUTO, NONE, *TOOL_PARSERS])  # fmt: skip
@@ -203,6 +218,7 @@ def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:
     if not values.get("api_keys") and os.environ.get(API_KEY_VARIABLE):
         values["api_keys"] = [os.environ[API_KEY_VARIABLE]]
     values["api_keys"] = tuple(values.get("api_keys") or ())
+    values["label_consent"] = tuple(values.get("label_consent") or ())
     values["adapters"] = _by_name(values.get("adapters") or [])
     values["model_names"] = tuple(values.pop("served_model_name", None) or (source_name(values["model"]),))
     verify, draft = values.pop("verify", None), values.pop("draft", None)

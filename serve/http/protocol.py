@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from serve.http.errors import ApiError, invalid
+from serve.http.errors import ApiError, invalid, unsupported
 from serve.http.options import RequestLimits
 from serve.http.requests import (
     MAX_STOP_BYTES,
@@ -68,7 +68,7 @@ def read(value: dict[str, Any], kind: type[AnyRequest], limits: RequestLimits = 
     """`value` as a request of this kind, or ApiError 400 naming the field at fault. null means "not given"."""
     known = without_nulls(value)
     for name in (UNSUPPORTED.keys() - set(kind.__struct_fields__)) & known.keys():
-        raise _unsupported(UNSUPPORTED[name], name)
+        raise unsupported(UNSUPPORTED[name], name)
     depths = getattr(kind, "null_depths", NULL_DEPTHS)
     for name in depths.keys() & known.keys():
         known[name] = without_nulls(known[name], depths[name])
@@ -97,11 +97,6 @@ def without_nulls(value: Any, depth: int = 1) -> Any:
     return {name: without_nulls(field, depth - 1) for name, field in value.items() if field is not None}
 
 
-def _unsupported(message: str, param: str) -> ApiError:
-    """400: something of OpenAI's that potstill does not do."""
-    return ApiError(400, message, code="unsupported_parameter", param=param)
-
-
 def _named(message: str) -> ApiError:
     """msgspec's message, rewritten to begin with the field: "max_tokens: expected an integer, got `str`"."""
     if unknown := re.search(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", message, re.DOTALL):
@@ -124,7 +119,7 @@ def _check_generation(request: GenerationRequest, limits: RequestLimits) -> None
     _check_limit("n", request.n or 1, limits.max_n)
     _check_limit("prompt_logprobs", request.prompt_logprobs or 0, limits.max_logprobs)
     if request.best_of not in (None, 1, request.n):
-        raise _unsupported("best_of can only be 1 or n: use n, and choose among the choices yourself", "best_of")
+        raise unsupported("best_of can only be 1 or n: use n, and choose among the choices yourself", "best_of")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -144,7 +139,7 @@ def check_only(request: msgspec.Struct, where: str = "") -> None:
     for name, (values, because) in restricted(type(request)).items():
         if getattr(request, name) not in (None, *values):
             allowed = " or ".join(json.dumps(value) for value in values)
-            raise _unsupported(f"{where}{name} can only be {allowed}: {because}", where + name)
+            raise unsupported(f"{where}{name} can only be {allowed}: {because}", where + name)
 
 
 def _check_limit(name: str, value: int, limit: int, unit: str = "") -> None:

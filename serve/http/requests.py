@@ -155,7 +155,9 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     """OpenAI: further labels."""
     prompt_cache_key: ShortText | None = None
     """OpenAI: a label of requests that begin alike; prefixes are found without it."""
-    store: Annotated[bool, only(False, because="answers are not stored")] | None = None
+    store: bool | None = None
+    """OpenAI: whether prompt and answer may be stored, for distillation alone. True is taken only from those whom the
+    server's operator has named in --label-consent, whose requests are stored unless they say false."""
     service_tier: ShortText | None = None
     """OpenAI: auto, default, or a class of requests that the server's operator has given the API key."""
     use_beam_search: Annotated[bool, only(False, because="there is no beam search")] | None = None

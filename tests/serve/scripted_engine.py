@@ -1,7 +1,7 @@
 """An engine without a model, run as the engine process of a real server: fast to start, and as slow or wild as told.
 
 A prompt of up to three token ids is a script: [milliseconds a step, KiB of text a token, 1 to die]. A step
-of 510 takes 3 s, one of 511 a minute. The prompt [9] is answered by whose it is.
+of 510 takes 3 s, one of 511 a minute. The prompt [9] is answered by whose it is, [8] by whether it may be stored.
 Every step gives each running request one token; a request runs until max_tokens.
 """
 
@@ -36,6 +36,11 @@ class Scripted:
     origin: str
     """Of whom it is, and how urgent."""
     num_output: int = 0
+
+    def text(self) -> str:
+        """Of each token."""
+        told = {(9,): self.origin, (8,): str(self.params.store)}
+        return told.get(tuple(self.prompt), "x" * max(1, 1024 * self.script(1)))
 
     def script(self, place: int) -> int:
         return self.prompt[place] if place < len(self.prompt) <= 3 else 0
@@ -91,6 +96,8 @@ class ScriptedEngine:
         for queue in (self.scheduler.waiting, self.scheduler.running):
             queue[:] = [request for request in queue if request.request_id != request_id]
 
+    def close(self) -> None: ...
+
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
@@ -129,7 +136,7 @@ class ScriptedEngine:
                 request.request_id,
                 index,
                 new_token_ids=[5],
-                new_text=request.origin if request.prompt == [9] else "x" * max(1, 1024 * request.script(1)),
+                new_text=request.text(),
                 finish_reason="deadline" if late else "length" if ends else None,
                 num_prompt_tokens=len(request.prompt),
                 num_output_tokens=request.num_output,

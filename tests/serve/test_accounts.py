@@ -22,6 +22,7 @@ FILE: dict[str, Any] = {
         {"name": "shop", "key": "s1", "weight": 2.5, "classes": ["interactive", "batch"]},
         {"name": "few", "key": "s2", "requests_per_minute": 2},
         {"name": "small", "key": "s3", "tokens_per_minute": 40},
+        {"name": "quiet", "key": "s4"},
     ],
 }
 SLOW = [200]
@@ -32,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     at = tmp_path_factory.mktemp("accounts")
     (at / "keys.json").write_text(json.dumps(FILE))
     options = ["--api-keys-file", str(at / "keys.json"), "--api-key", "plain", "--served-model-name", "m"]
+    options += ["--label-folder", str(at / "labels"), "--label-consent", "shop", "key1"]
     with running_server(save_tiny_folder(at / "m"), at / "log", *options, program=SCRIPTED) as running:
         yield running
 
@@ -114,6 +116,43 @@ def test_log_lines_name_keys_and_never_show_them(server: RunningServer) -> None:
     ask(server, "plain", [9])
     log = server.log.read_text()
     assert " key=shop " in log and " key=key1 " in log and "s1" not in log.replace("tokens1", "")
+
+
+def test_accounts_consent_to_being_stored_and_requests_can_only_withdraw_that(server: RunningServer) -> None:
+    for key in ("s1", "plain"):
+        answers = [ask(server, key, [8], **said) for said in ({}, {"store": None}, {"store": True}, {"store": False})]
+        assert [answer.json()["choices"][0]["text"] for answer in answers] == ["True", "True", "True", "False"]
+    for said in ({}, {"store": None}, {"store": False}):
+        assert ask(server, "s4", [8], **said).json()["choices"][0]["text"] == "False"
+    refused = ask(server, "s4", [8], store=True)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, "store", "unsupported_parameter")
+
+
+def consenting(file: Path, *names: str) -> list[str]:
+    """The accounts that consent where these are named."""
+    engine = EngineConfig("m", label_folder="labels")
+    options = ServerOptions(engine, ("m",), api_keys=("k",), api_keys_file=str(file), label_consent=names)
+    return [account.name for account in accounts_of(options) if account.consents]
+
+
+def test_consent_names_accounts(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "a", "key": "1"}, {"name": "b", "key": "2"}]}))
+    assert consenting(file, "a") == ["a"]
+    assert consenting(file, "key1", "b") == ["key1", "b"]
+    assert consenting(file, "all") == ["key1", "a", "b"]
+    with pytest.raises(ValueError, match="names key2; it can name all, key1, a, b"):
+        consenting(file, "key2")
+    file.write_text(json.dumps({"keys": [{"name": "all", "key": "1"}]}))
+    with pytest.raises(ValueError, match="means everybody, but a key has this name"):
+        consenting(file, "all")
+
+
+@pytest.mark.parametrize(("engine", "names"), [({"label_folder": "f"}, ()), ({}, ("all",))])
+def test_labels_need_both_a_folder_and_consent(engine: dict[str, Any], names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="--label-folder and --label-consent belong together"):
+        ServerOptions(EngineConfig("m", **engine), ("m",), label_consent=names)
 
 
 def test_a_bucket_holds_a_minute_and_fills_evenly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Every pair of the engine's features: what a busy engine says with both is what a plain one says to a request alone.
 
 A row is an engine; which features it has is a pairwise design over all of them (pairs.py). On each, requests of all
-kinds (a pairwise design too) run at once. A plain engine has the same weights, cache format, routers and adapters,
-since those decide what is said, and nothing else: no draft, no shared prefixes, whole prompts, pages enough.
+kinds (a pairwise design too) run at once; labels of some are stored, and a draft whose weights can be replaced is given
+others meanwhile. A plain engine has the same weights, cache format, routers and adapters, since those decide what is
+said, and nothing else: no draft, no shared prefixes, whole prompts, pages enough, nothing stored.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, product
 from math import exp
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths
 from model.files.adapter import load_adapters
+from model.files.labels import label_shards, read_labels
 from model.formats.registry import format_named
 from model.lora import LoraConfig
 from model.transformer import Transformer
@@ -63,6 +66,7 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
     "n": (1, 3),
     "seed": (None, 11),
     "adapted": (False, True),
+    "stored": (False, True),
 }
 """No seed: greedy."""
 PREFIX, *TAILS = random_prompts(12, seed=5, low=33, high=34)
@@ -82,6 +86,7 @@ NO_SPACE = dict.fromkeys(toy_tokenizer().encode("\t\n\r "), -100.0)
 """JSON may hold much of it, and random models write it."""
 TOP_K, RUN = 4, 2
 """Sampled without a seed: runs of two tokens, each of the four most likely."""
+SWAP_STEP = 10
 NUM_FAST = 6
 
 
@@ -112,7 +117,7 @@ def target_of(row: Row, folders: dict[str, str]) -> Transformer:
     return model.fuse(load_adapters(model, list(folders.values()) if row["adapters"] else []))
 
 
-def engine_of(row: Row, folders: dict[str, str]) -> Engine:
+def engine_of(row: Row, folders: dict[str, str], labels: Path | None = None) -> Engine:
     draft, beside = row["draft"], (row["draft"] or "").endswith(BESIDE)
     twin = noisy_twin(dense(row["route"]))
     name = twin if draft in (DRAFT_MODEL, SHARED) else draft and draft.removesuffix(BESIDE)
@@ -128,6 +133,7 @@ def engine_of(row: Row, folders: dict[str, str]) -> Engine:
         max_num_batched_tokens=20 if row["chunks"] else 512,
         num_pages=13 if row["preempts"] else 300,
         max_model_len=120,
+        label_folder=labels and str(labels),
     )
     engine.is_overlapped = row["overlapped"]
     return engine
@@ -149,6 +155,7 @@ def requests_of(row: Row) -> Iterator[tuple[list[int], SamplingParams, str | Non
             logit_bias={} if grammar is None else NO_SPACE,
             ignore_eos=grammar is None,
             grammar=grammar,
+            store=wanted["stored"],
         )
         yield PREFIX + tail[:13], params, "ab"[number % 2] if row["adapters"] and wanted["adapted"] else None
 
@@ -163,6 +170,24 @@ def answers_alone(row: Row, folders: dict[str, str]) -> dict[tuple[str, int], tu
         engine.add_request(str(number), prompt, params, adapter=adapter)
         alone |= drain(engine)
     return {key: essence(output) for key, output in alone.items()}
+
+
+class Swap:
+    """In the place of a watch of the draft: gives it other weights once, where it can take some."""
+
+    def __init__(self, engine: Engine, row: Row) -> None:
+        draft, self.engine, self.steps = engine.draft, engine, 0
+        self.weights: dict[str, torch.Tensor] | None = None
+        if draft is not None and draft.replaceable is not None:
+            self.weights = dict(noisy_twin(dense(row["route"]), 0.02).named_parameters())
+
+    def between_steps(self) -> None:
+        self.steps += 1
+        if self.steps == SWAP_STEP and self.weights is not None:
+            self.engine.update_draft_weights(self.weights)
+
+    def counts(self) -> dict[str, int]:
+        return {"num_draft_swaps": int(self.steps >= SWAP_STEP)}
 
 
 def answers_together(engine: Engine, row: Row) -> dict[tuple[str, int], tuple[Any, ...]]:
@@ -199,7 +224,7 @@ def exact_runs(engine: Engine, prompt: list[int], adapter: str | None) -> Counte
 
 
 def sampled_runs(engine: Engine, prompt: list[int], adapter: str | None) -> Counter[tuple[int, ...]]:
-    params = SamplingParams(temperature=1.0, top_k=TOP_K, max_tokens=RUN, ignore_eos=True, n=8)
+    params = SamplingParams(temperature=1.0, top_k=TOP_K, max_tokens=RUN, ignore_eos=True, n=8, store=True)
     for number in range(20):
         engine.add_request(f"sampled {number}", prompt, params, adapter=adapter)
     return Counter(tuple(output.new_token_ids) for output in drain(engine).values())
@@ -212,6 +237,21 @@ def check_idle(engine: Engine) -> None:
     assert engine.cache.pool.num_free == engine.num_pages and not any(engine.cache.pool.holders)
     assert sorted(engine.scheduler._free_batch_rows) == list(range(engine.config.max_num_seqs))
     assert not engine.requests._sequences and not engine.requests._requests and not engine.requests.have_masks
+    assert (stats.num_dropped_labels, stats.draft_on_trial) == (0, 0)
+
+
+def check_labels(labels: Path, row: Row, answers: dict[tuple[str, int], tuple[Any, ...]], num_sampled: int) -> None:
+    """Stored is what was said by those who agree, without an adapter, and not a token of anybody else."""
+    agreed = [
+        prompt + answers[str(number), choice][0]
+        for number, (prompt, params, adapter) in enumerate(requests_of(row))
+        for choice in range(params.n)
+        if params.store and adapter is None
+    ]
+    stored = [document.tokens.tolist() for shard in label_shards(labels) for document in read_labels(shard)]
+    sampled = [tokens for tokens in stored if len(tokens) == len(PREFIX) + RUN]
+    assert len(sampled) == num_sampled and all(tokens[:-RUN] == PREFIX for tokens in sampled)
+    assert sorted(tokens for tokens in stored if len(tokens) != len(PREFIX) + RUN) == sorted(agreed)
 
 
 def check_features(engine: Engine, row: Row) -> None:
@@ -223,8 +263,10 @@ def check_features(engine: Engine, row: Row) -> None:
     assert stats.num_draft_tokens > stats.num_accepted_tokens or row["draft"] is None
 
 
-def check_row(row: Row, folders: dict[str, str]) -> None:
-    engine, alone = engine_of(row, folders), answers_alone(row, folders)
+def check_row(row: Row, folders: dict[str, str], labels: Path) -> None:
+    engine, alone = engine_of(row, folders, labels), answers_alone(row, folders)
+    swap: Any = Swap(engine, row)
+    engine.draft_watch = swap
     assert answers_together(engine, row) == alone
     check_tool_calls(row, alone)
     check_idle(engine)
@@ -233,6 +275,9 @@ def check_row(row: Row, folders: dict[str, str]) -> None:
     assert p_value(counts, exact_runs(plain_engine(row, folders), PREFIX, adapter)) > 1e-4
     check_idle(engine)
     check_features(engine, row)
+    assert swap.steps > SWAP_STEP
+    engine.close()
+    check_labels(labels, row, alone, 0 if row["adapters"] else counts.total())
 
 
 def marked(number: int, row: Row) -> Any:
@@ -243,8 +288,8 @@ def marked(number: int, row: Row) -> Any:
 
 
 @pytest.mark.parametrize("row", [marked(number, row) for number, row in enumerate(ROWS)])
-def test_both_change_nothing(row: Row, folders: dict[str, str]) -> None:
-    check_row(row, folders)
+def test_both_change_nothing(row: Row, folders: dict[str, str], tmp_path: Path) -> None:
+    check_row(row, folders, tmp_path / "labels")
 
 
 def wanted_pairs(factors: dict[str, tuple[Any, ...]]) -> set[tuple[Any, ...]]:
@@ -292,9 +337,9 @@ MISTAKES: dict[str, tuple[Row, str, Any]] = {
 @pytest.mark.eager
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_between_two_features_are_noticed(
-    mistake: str, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    mistake: str, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, place, wrong = MISTAKES[mistake]
     monkeypatch.setattr(place, wrong)
     with pytest.raises(AssertionError):
-        check_row(row, folders)
+        check_row(row, folders, tmp_path / "labels")

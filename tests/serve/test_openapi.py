@@ -59,7 +59,7 @@ def test_every_reference_leads_somewhere_and_every_request_field_is_there(docume
         properties = schemas[kind.__name__]["properties"]
         assert properties.keys() == set(kind.__struct_fields__)
         assert "vLLM: only these tokens" in properties["allowed_token_ids"]["description"]
-        assert properties["store"]["anyOf"][0]["enum"] == [False]
+        assert properties["use_beam_search"]["anyOf"][0]["enum"] == [False]
 
 
 def test_keys_are_asked_for_where_there_are_some() -> None:

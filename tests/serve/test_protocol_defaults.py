@@ -95,7 +95,7 @@ def test_other_values_of_what_is_not_supported_are_refused_by_name(
     kind: type[GenerationRequest], base: dict[str, Any]
 ) -> None:
     others: dict[str, Any] = {
-        "store": True, "service_tier": "flex", "use_beam_search": True, "length_penalty": 0.5, "early_stopping": True,
+        "service_tier": "flex", "use_beam_search": True, "length_penalty": 0.5, "early_stopping": True,
         "suffix": "x", "functions": [{"name": "f"}], "function_call": "f", "modalities": ["text", "audio"],
         "verbosity": "low", "documents": [{"text": "x"}], "echo": True, "add_special_tokens": True,
     }  # fmt: skip

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.transformer import Transformer
-from tests.tiny import tiny_model
-from train import objectives
-from train.config import Loss
-from train.data import TokenizedDocuments
-from train.distributions import (
+from model.files.distributions import (
     LISTED_PARTS,
     Distributions,
     DistributionsError,
@@ -25,9 +20,14 @@ from train.distributions import (
     write_index,
     write_shard,
 )
+from model.files.sealed_folder import seal
+from model.transformer import Transformer
+from tests.tiny import tiny_model
+from train import objectives
+from train.config import Loss
+from train.data import TokenizedDocuments
 from train.objectives import Distillation, StoredDistillation, hidden_states
 from train.packing import Batch, cut, pack
-from train.sealed_folder import seal
 
 DRAWS = 50
 
@@ -67,7 +67,7 @@ def test_rows_are_drawn_the_same_in_any_block(monkeypatch: pytest.MonkeyPatch) -
     hidden, projection = logits_of(37, 300)
     shifts = torch.rand(37, generator=torch.Generator().manual_seed(1))
     whole = sample(hidden, projection, shifts, DRAWS)
-    monkeypatch.setattr("train.distributions.LOGITS_PER_BLOCK", 300 * 5)
+    monkeypatch.setattr("model.files.distributions.LOGITS_PER_BLOCK", 300 * 5)
     cut_up = sample(hidden, projection, shifts, DRAWS)
     for name in ("sizes", "ids", "counts"):
         assert np.array_equal(getattr(whole, name), getattr(cut_up, name))

@@ -105,7 +105,7 @@ def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from shared.mistakes(config, recipe)
     if config.on_policy.share and config.loss.kind == "cross_entropy":
         yield "on_policy.share", f"is {config.on_policy.share:g}, but with the loss cross_entropy no teacher grades it"
-    if config.on_policy.share and recipe.data_set(config.data).distributions:
+    if config.on_policy.share and recipe.data_set(config.data).has_distributions:
         yield "on_policy.share", f"is {config.on_policy.share:g}, but {config.data} is for training without the teacher"
     student = config.student
     if config.teacher is None:
@@ -117,7 +117,7 @@ def mistakes(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _without_teacher(config: Distill, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.data_set(config.data).distributions is None or config.loss.kind == "cross_entropy":
+    if not recipe.data_set(config.data).has_distributions or config.loss.kind == "cross_entropy":
         yield "teacher", f"is not given, and {config.data} holds no distributions to learn from instead"
     if config.student.candidates:
         yield "student.candidates", "are ranked by how near they come to a teacher, but there is none"

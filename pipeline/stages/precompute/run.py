@@ -1,4 +1,4 @@
-"""Stage `precompute`: a teacher's distributions, drawn and stored shard by shard (train/distributions.py).
+"""Stage `precompute`: a teacher's distributions, drawn and stored shard by shard (model/files/distributions.py).
 
 A shard is some whole documents. Each process computes its share of them; a kill costs those that are not finished.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from model.files.distributions import LISTED_PARTS, Sampled, rounded, sample, shard_name, write_index, write_shard
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted
@@ -26,7 +27,6 @@ from pipeline.stages.precompute.report import PrecomputeDetails
 from pipeline.stages.shared.config import Server
 from pipeline.stages.shared.context import StageContext, prepare_data
 from pipeline.stages.shared.served import ServedModel
-from train.distributions import LISTED_PARTS, Sampled, rounded, sample, shard_name, write_index, write_shard
 from train.objectives import teacher_states
 from train.packing import IGNORE_LABEL, Batch, Pieces, cut, pack, plan_batches
 from train.progress import Progress

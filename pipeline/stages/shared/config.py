@@ -107,7 +107,7 @@ def mistakes(config: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
             "loss.hidden_weight",
             f"is {loss.hidden_weight:g}, but cross_entropy runs no teacher whose states to learn",
         )
-    if source.distributions and not loss.is_linear and loss.kind != "cross_entropy":
+    if source.has_distributions and not loss.is_linear and loss.kind != "cross_entropy":
         yield "loss", f"is more than the stored distributions of {config.data} can teach: forward_kl at temperature 1"
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from model.files.artifact import model_card, publish
+from model.files.sealed_folder import folder_digest, seal
 from model.text.tokenizer import Tokenizer
 from pipeline.environment import hardware, peak_memory_bytes, versions
 from pipeline.files import write_atomically
@@ -19,7 +20,6 @@ from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parit
 from pipeline.schema import DATA_NAME, DataSource, Recipe, Stage
 from pipeline.settings import to_plain
 from train.data import DamagedCacheError, PreparedData, prepare
-from train.sealed_folder import folder_digest, seal
 
 D = TypeVar("D")
 T = TypeVar("T")

@@ -312,7 +312,7 @@ class RecoveryStage(TrainingStage[R]):
         stored = self.data.train.distributions
         if stored is None or self.config.loss.kind == "cross_entropy":
             return objective_of(self.config.loss, self.teacher, self.matching)
-        if self.teacher_name and stored.teacher != self.context.inputs[self.teacher_name].digest:
+        if self.teacher_name and stored.teacher and stored.teacher != self.context.inputs[self.teacher_name].digest:
             name = f"{self.context.stage.kind}: the data {self.config.data}"
             raise UserError(f"{name} holds distributions of another model than {self.teacher_name}.")
         return StoredDistillation(self.config.loss)

@@ -1,14 +1,19 @@
 """What a draft is to the engine. Its kinds are listed in `serve.config.DRAFTS`; no other file knows any of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import ClassVar, Literal, Protocol
 
+from torch import Tensor
+
 from kernels.common.cuda_graph import Graphs
+from model.config import ModelConfig
 from model.kv_format import KVFormat, KVPages
 from serve.config import DRAFT_MODEL, DRAFTS
 from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import AtHand, DraftTree, Wanted
+from serve.engine.drafts.trial import Acceptance
 from serve.engine.graphs import Tables
 from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
@@ -44,6 +49,20 @@ class DraftContext:
     """Where steps are captured, if they are."""
 
 
+class Replaceable(Protocol):
+    """A draft's model, whose weights may be replaced while requests run."""
+
+    acceptance: Acceptance | None
+    """Told what became of the tokens of its passes, where anybody wants to know."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Guess by other weights from the next step on. Raises ValueError, with nothing changed, where they misfit."""
+        ...
+
+
 class Draft(Protocol):
     """A source of guesses. What it guesses decides how fast the target is, never what it says."""
 
@@ -59,6 +78,9 @@ class Draft(Protocol):
     """Whether it guesses more than what it has at hand."""
     first_tokens: int
     """Most tokens of a sequence that its first pass of a step is fed when it has kept up."""
+
+    replaceable: Replaceable | None
+    """Its model, if that computes keys and values of its own."""
 
     def __init__(self, context: DraftContext) -> None: ...
 

@@ -182,8 +182,7 @@ class AdaptiveLength:
 
     def __init__(self, target_costs: PassCosts, draft_costs: PassCosts, draft: Drafter) -> None:
         self.target_costs, self.draft_costs, self.draft = target_costs, draft_costs, draft
-        self._accepted = INITIAL_WEIGHT * INITIAL_ACCEPTANCE
-        self._rejected = INITIAL_WEIGHT * (1 - INITIAL_ACCEPTANCE)
+        self.forget_acceptance()
         self._length = 0
         """The batch's draft length in this step."""
         self._late: set[Sequence] = set()
@@ -194,8 +193,6 @@ class AdaptiveLength:
         """Whether drafting pays, or would have paid at the last probe, had every draft token been accepted."""
         self._num_steps = 0
         """Steps since the last probe."""
-        self._num_observed = 0
-        """Verifications so far of what passes of the draft have given."""
         self._interval = PROBE_INTERVAL
         self._probing: set[Sequence] = set()
         """Those that probe in this step."""
@@ -203,6 +200,13 @@ class AdaptiveLength:
         """Steps in a row that the draft's passes were worth, and after how many one does without."""
         self._at_hand: dict[Sequence, int] = {}
         """How many tokens are taken of what the draft has at hand, by sequence, in this step."""
+
+    def forget_acceptance(self) -> None:
+        """Begin again: the draft is another one."""
+        self._accepted = INITIAL_WEIGHT * INITIAL_ACCEPTANCE
+        self._rejected = INITIAL_WEIGHT * (1 - INITIAL_ACCEPTANCE)
+        self._num_observed = 0
+        """Verifications so far of what passes of the draft have given."""
 
     def begin_step(self, decoding: list[Sequence]) -> None:
         """Choose the length for a step in which these sequences decode."""

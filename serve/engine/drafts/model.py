@@ -11,6 +11,7 @@ counts as computed. Source: QSpec, https://arxiv.org/abs/2410.11305.
 k draft tokens, R rows, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
@@ -18,9 +19,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
+from model.config import ModelConfig
 from serve.engine.batch_state import feed_reference
-from serve.engine.drafts.base import DraftContext
+from serve.engine.drafts.base import DraftContext, Replaceable
 from serve.engine.drafts.tree import DraftTree, Wanted
+from serve.engine.drafts.trial import Acceptance
 from serve.engine.graph_shapes import End, draft_end
 from serve.engine.graphs import Batch, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
@@ -146,6 +149,18 @@ class ModelDraft:
         if context.graphs is not None and context.model.can_be_captured:
             self._steps = UniformSteps(self.runner, self.sampler, context.tables, context.graphs)
         self._reading = _TargetsPages() if self.shares_pages else _OwnPages(pool)
+        self._pool = pool
+        self.acceptance: Acceptance | None = None
+        self.replaceable: Replaceable | None = None if self.shares_pages else self
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.runner.model.config
+
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """What it has read of all sequences it reads again."""
+        self.runner.update_weights(weights)
+        self._reading = _OwnPages(self._pool)
 
     def at_hand(self, sequence: Sequence) -> None:
         """Each of its tokens takes a pass."""
@@ -165,6 +180,8 @@ class ModelDraft:
         return {guess.sequence.id: DraftTree(guess.length, by_rejection=guess.by_rejection) for guess in proposed}
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        if self.acceptance is not None:
+            self.acceptance.observe(num_drafted, num_accepted)
         self._reading.observe(sequence, sequence.num_tokens + min(num_accepted, num_drafted - 1))
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:

@@ -16,6 +16,7 @@ class NgramDraft:
 
     model_use: ClassVar[Literal["none"]] = "none"
     needs_text: ClassVar[bool] = True
+    replaceable: ClassVar[None] = None
     reads_tokens: ClassVar[bool] = False
     runs_passes = True
     first_tokens = 1

@@ -102,6 +102,7 @@ class SuffixDraft:
     def __init__(self, context: DraftContext) -> None:
         self.state = context.sampler.state
         self.model = None if context.model is None else ModelDraft(context)
+        self.replaceable = None if self.model is None else self.model.replaceable
         self.runs_passes = self.model is not None
         self.first_tokens = 1 if self.model is None else self.model.first_tokens
         self._texts: WeakKeyDictionary[BlockTable, Text] = WeakKeyDictionary()

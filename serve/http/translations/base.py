@@ -42,6 +42,7 @@ class Extras(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     deadline_s: float | None = None
+    store: bool | None = None
     chat_template_kwargs: ChatTemplateArguments | None = None
 
     def carried(self) -> dict[str, Any]:

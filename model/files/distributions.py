@@ -35,7 +35,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from model.files.safe_io import read_json_object, write_json
-from train.sealed_folder import folder_digest
+from model.files.sealed_folder import folder_digest
 
 INDEX_NAME = "distributions.json"
 MAX_DRAWS = 255
@@ -106,12 +106,24 @@ def sample(hidden: Tensor, projection: Tensor, shifts: Tensor, draws: int) -> Sa
 
 
 def _sample_block(logits: Tensor, shifts: Tensor, draws: int) -> Sampled:
+    return counted(*draw(logits, shifts, draws))
+
+
+def draw(logits: Tensor, shifts: Tensor, draws: int) -> tuple[Tensor, Tensor]:
+    """Tokens `[r, N]`, ascending, and entropies `[r]`, of `logits [r, V]`; the host waits for nothing.
+
+    shifts [r] fp64, uniform in [0, 1), on the device of the logits.
+    """
     log_p = torch.log_softmax(logits.float(), -1)
     p = log_p.exp()
     entropies = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
     sums = p.double().cumsum_(-1)
     points = (torch.arange(draws, device=logits.device) + shifts[:, None]) / draws * sums[:, -1:]
-    met = torch.searchsorted(sums, points, right=True).clamp_(max=logits.shape[1] - 1)  # [r, N], ascending
+    return torch.searchsorted(sums, points, right=True).clamp_(max=logits.shape[1] - 1), entropies
+
+
+def counted(met: Tensor, entropies: Tensor) -> Sampled:
+    """What `draw` has met, each token once."""
     first = torch.ones_like(met, dtype=torch.bool)
     first[:, 1:] = met[:, 1:] != met[:, :-1]
     begins = first.flatten().nonzero()[:, 0]
@@ -152,6 +164,13 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
 
 def write_shard(path: Path, tokens: np.ndarray, found: Sequence[tuple[np.ndarray, Sampled]]) -> None:
     """Writes a shard whole or not at all. tokens [P]; found: positions in it [r], and what was sampled there."""
+    staging = path.with_suffix(".staging")
+    save_file(shard_arrays(tokens, found), staging)
+    staging.rename(path)
+
+
+def shard_arrays(tokens: np.ndarray, found: Sequence[tuple[np.ndarray, Sampled]]) -> Arrays:
+    """What is in a shard; arguments as `write_shard` has them."""
     nothing = Sampled(*(np.empty(0, dtype) for dtype in (np.int64, np.int64, np.uint8, np.float32)))
     positions = np.concatenate([np.empty(0, np.int64), *(at for at, _ in found)])
     sampled = _joined([nothing, *(one for _, one in found)])
@@ -172,9 +191,15 @@ def write_shard(path: Path, tokens: np.ndarray, found: Sequence[tuple[np.ndarray
     }
     if ids.max(initial=0) >= SMALL_VOCABULARY:
         arrays["high_ids"] = (ids // SMALL_VOCABULARY).astype(np.uint8)
-    staging = path.with_suffix(".staging")
-    save_file(arrays, staging)
-    staging.rename(path)
+    return arrays
+
+
+def wide_ids(arrays: Arrays, own: slice) -> np.ndarray:
+    """The tokens [E] of a part of a shard, int64."""
+    ids = arrays["ids"][own].astype(np.int64)
+    if "high_ids" in arrays:
+        ids += arrays["high_ids"][own].astype(np.int64) * SMALL_VOCABULARY
+    return ids
 
 
 def write_index(folder: Path, *, first_tokens: Sequence[int], draws: int, documents: str, teacher: str) -> None:
@@ -225,10 +250,7 @@ class Distributions:
             raise DistributionsError(f"{self.folder / shard_name(number)} does not fit its documents at token {start}.")
         starts = arrays["starts"][first : first + length + 1].astype(np.int64)
         own = slice(starts[0], starts[-1])
-        ids = arrays["ids"][own].astype(np.int64)
-        if "high_ids" in arrays:
-            ids += arrays["high_ids"][own].astype(np.int64) * SMALL_VOCABULARY
-        return np.diff(starts), ids, arrays["counts"][own], arrays["entropies"][here]
+        return np.diff(starts), wide_ids(arrays, own), arrays["counts"][own], arrays["entropies"][here]
 
 
 @lru_cache(maxsize=OPEN_SHARDS)
