@@ -25,6 +25,7 @@ from serve.http.engine_process import ENGINE_COMMAND, EngineProcess, engine_argu
 from serve.http.errors import ApiError, invalid, late, overloaded, unavailable
 from serve.http.metrics import ChoiceTimer, Metrics, RequestSummary, summarize
 from serve.http.options import ServerOptions
+from serve.http.response_cache import Answer, ResponseCache
 from serve.messages import (
     LENGTH,
     Abort,
@@ -80,6 +81,7 @@ class EngineClient:
         self.ended = asyncio.Event()
         """Set when the engine is gone for good: stopped, or failed."""
         self.adapters = AdapterRegistry(options.engine, metrics, self.send)
+        self.answers = ResponseCache(options.response_cache_bytes, metrics) if options.response_cache_bytes else None
         self._options, self._command = options, command
         self._folder = Path(tempfile.mkdtemp(prefix="potstill-"))  # mode 0700: no other user can connect
         self._requests: dict[str, tuple[Call, int]] = {}
@@ -256,6 +258,8 @@ class EngineClient:
             while True:
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 message = decode_from_engine(await reader.readexactly(size))
+                if self.answers is not None and isinstance(message, (Ready, AdapterLoaded)):
+                    self.answers.forget()
                 if isinstance(message, Ready):
                     for name in message.lost_adapters:
                         self.adapters.forget(name)
@@ -337,6 +341,7 @@ class Call:
         self._unread_bytes = 0
         self._last_read = self._arrival
         self._params: SamplingParams | None = None
+        self._answer: Answer | None = None
         self.priority = 0
         self.adapter: str | None = None
         """What its requests go through."""
@@ -371,6 +376,15 @@ class Call:
             self._client.adapters.use(adapter)
         self.adapter = adapter
         self._metrics, self._params = self._client.metrics.of(adapter), params
+        if self._client.answers is not None:
+            self._last_read, self._answer = (
+                time.monotonic(),
+                self._client.answers.open(prompts, params, tenant, adapter),
+            )
+            for prompt_index, output in self._answer.replay():
+                self.put(prompt_index, output)
+            if not self._num_running:
+                return
         call_id = uuid.uuid4().hex
         for prompt_index, prompt in enumerate(prompts):
             request_id = f"{call_id}-{prompt_index}"
@@ -404,6 +418,8 @@ class Call:
             started = self._started.get(output.request_id)
             self._timers[key] = ChoiceTimer(self._metrics, self._arrival, started)
         self._timers[key].record(output)
+        if self._answer is not None:
+            self._answer.record(prompt_index, output)
         if output.finished:
             self._release(1)
         self._outputs.append((prompt_index, output))

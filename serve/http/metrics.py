@@ -132,6 +132,7 @@ class Metrics:
         )
         self.draft_on_trial = self._one(Gauge, "draft_on_trial", "1 while a newer draft has not proved itself.")
         self.label_bytes = self._one(Gauge, "label_bytes", "Bytes that stored labels take.")
+        self.response_cache_bytes = self._one(Gauge, "response_cache_bytes", "Bytes that kept answers take.")
         self.engine_ready = self._one(Gauge, "engine_ready", "1 while a warm engine is connected, else 0.")
         if self.price_per_hour is not None:
             cost = self._one(Gauge, "cost_per_million_generation_tokens", "Price of 1,000,000 tokens generated lately.")
@@ -169,6 +170,10 @@ class Metrics:
         )
         for reason in ("queue_full", "queue_wait"):  # from zero on, so that a rate sees the first
             self.admission_rejections.labels(reason=reason)
+        self.response_cache_queries = self._one(
+            Counter, "response_cache_queries", "Requests whose answer could have been kept."
+        )
+        self.response_cache_hits = self._one(Counter, "response_cache_hits", "Requests answered as before.")
         self.engine_restarts = self._one(Counter, "engine_restarts", "Engines started after one died or hung.")
         self.engine_stalls = self._one(Counter, "engine_stalls", "Engines killed because no step ended in time.")
         self.http_requests = self._many(Counter, "http_requests", "HTTP requests answered.", "route", "status")

@@ -65,6 +65,8 @@ class ServerOptions(RequestLimits):
     label_consent: tuple[str, ...] = ()
     """Whose answers are stored in engine.label_folder, unless a request says `store: false`: accounts by name (the
     first of api_keys is "key1"), or EVERYBODY. Nobody else's are."""
+    response_cache_bytes: int | None = None
+    """Keep answers to greedy and seeded requests in so many bytes, and give them again; None: keep none."""
     chat_template: str | None = None
     """File that replaces the model's chat template."""
     tool_call_parser: str = AUTO
@@ -93,8 +95,8 @@ class ServerOptions(RequestLimits):
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.price_per_hour is not None and self.price_per_hour < 0:
             raise ValueError(f"price_per_hour must not be negative, but is {self.price_per_hour}")
-        for name in ("max_n", "max_prompts", "max_body_bytes"):
-            if getattr(self, name) < 1:
+        for name in ("max_n", "max_prompts", "max_body_bytes", "response_cache_bytes"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_queue", "drain_s", "port", "max_stop_strings", "max_logprobs"):
             if getattr(self, name) < 0:
@@ -184,6 +186,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--label-bytes", "most that this folder may take, such as 4G; the oldest go first", type=_size, metavar="BYTES")
     add("--label-consent", "whose answers are stored, unless a request says store: false: keys by the names that logs "
         f"have for them, such as key1, or {EVERYBODY}; nobody's", nargs="+", metavar="NAME")  # fmt: skip
+    add("--response-cache-bytes", "keep answers to greedy and seeded requests in so much memory, such as 64M, and give "
+        "them again to the same account; none", type=_size, metavar="BYTES")  # fmt: skip
     add("--chat-template", "Jinja file that replaces the model's chat template", metavar="FILE")
     add("--tool-call-parser", "in which format the model calls tools: auto reads it off the chat template; none: "
         "calls stay text", choices=[AUTO, NONE, *TOOL_PARSERS])  # fmt: skip

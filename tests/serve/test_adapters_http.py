@@ -49,7 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(base: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     options = ["--dtype", "float32", "--kv-cache-bytes", "16M", "--max-model-len", "256", "--served-model-name", "tiny"]
     options += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "7", "--api-key", KEY]
-    options += ["--allowed-lora-path", str(root), "--adapter", f"fixed={root / 'one'}"]
+    options += ["--allowed-lora-path", str(root), "--adapter", f"fixed={root / 'one'}", "--response-cache-bytes", "1M"]
     with running_server(base, tmp_path_factory.mktemp("log") / "log", *options) as running:
         running.api_key = KEY
         yield running

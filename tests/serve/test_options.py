@@ -45,7 +45,7 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --chat-template t | --max-queue 1
         --allowed-origins ["a"] | --allowed-methods ["a"] | --allowed-headers ["a"] | --allow-credentials
         --max-n 1 | --max-prompts 1 | --max-stop-strings 1 | --max-logprobs 1 | --max-body-bytes 1
-        --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug
+        --response-cache-bytes 9 | --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug
         --price-per-hour 2 | --otlp-traces-endpoint u
         --watch-draft f | --watch-draft-tokens 9
         --label-folder f --label-consent all | --label-consent key1 --label-folder f | --label-bytes 9
