@@ -201,10 +201,14 @@ def _run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: children first, one sentence
     processes = Processes()
     log_to(folder.log if processes.is_main else None, show=processes.is_main)
+    from pipeline.preflight import preflight
     from pipeline.run import run_recipe
 
+    cache = options.cache or default_cache()
+    if processes.is_main:
+        preflight(recipe, folder, cache)
     try:
-        results = run_recipe(recipe, folder, cache=options.cache or default_cache(), processes=processes)
+        results = run_recipe(recipe, folder, cache=cache, processes=processes)
     except KeyboardInterrupt:
         raise RunInterrupted("interrupted; the same command goes on from here") from None
     finally:
@@ -314,9 +318,11 @@ def _plan(options: argparse.Namespace) -> int:
 
     recipe = load_recipe(options.recipe, options.overrides)
     from rich.console import Console
+    from rich.markup import escape
 
     from model.files.safe_io import default_cache
     from pipeline.plan import budgets_of, note, on_gpus, plan_recipe, plan_table
+    from pipeline.preflight import findings
     from pipeline.report.terminal import terminal_table
 
     budgets = budgets_of(options.gpu_memory)
@@ -326,6 +332,8 @@ def _plan(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(terminal_table(plan_table(plans, budgets), width=console.width))
     console.print(note(plans), soft_wrap=True, highlight=False)
+    for sentence in findings(recipe, plans):
+        console.print(f"[yellow]{escape(sentence)}[/]", soft_wrap=True, highlight=False)
     return 0
 
 

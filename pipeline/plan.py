@@ -29,7 +29,7 @@ PARTS = {
     "loss": "logits and loss",
     "peak": "peak",
     "host": "host memory",
-    "checkpoint": "copy of a checkpoint, host memory",
+    "checkpoint": "a checkpoint, in host memory and on disk",
 }
 
 
@@ -44,9 +44,17 @@ class StagePlan:
 
 
 def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
+    """`stage_plans`; UserError when there are none."""
+    plans = stage_plans(recipe, cache)
+    if not plans:
+        raise UserError(f"No stage of the recipe {recipe.name} trains, so there is nothing to plan.")
+    return plans
+
+
+def stage_plans(recipe: Recipe, cache: Path) -> list[StagePlan]:
     """The stages that train, in order.
 
-    Raises UserError when there is none, a model cannot be found, or a stage asks for more than its model has.
+    Raises UserError or ValueError when a model cannot be found, or a stage asks for more than its model has.
     """
     shapes: dict[str, ModelConfig] = {}
     plans = []
@@ -58,8 +66,6 @@ def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
             plans.append(StagePlan(stage.name, setup, setup.memory(), recipe.data_set(data).sequence_length))
         if stage.out is not None and shape is not None:
             shapes[stage.out] = shape
-    if not plans:
-        raise UserError(f"No stage of the recipe {recipe.name} trains, so there is nothing to plan.")
     return plans
 
 

@@ -164,14 +164,20 @@ def open_source(config: DataConfig) -> Source:
     """Finds the data set that `config` names; raises ValueError naming the source when there is none."""
     if config.mix:
         return _mixture(config)
+    check_reachable(config)
     if config.source.split("/")[0] == PYTHON_STDLIB:
         return _standard_library(config)
     path = Path(config.source).expanduser()
-    if path.exists():
-        return _local(path, config)
+    return _local(path, config) if path.exists() else _hub(config)
+
+
+def check_reachable(config: DataConfig) -> None:
+    """Raises ValueError where the source, which is no mixture, is nowhere on this machine and of no name on the hub."""
+    path = Path(config.source).expanduser()
+    if config.source.split("/")[0] == PYTHON_STDLIB or path.exists():
+        return
     if path.suffix in TEXT_SUFFIXES or table_suffix(path) or not HUB_ID.fullmatch(config.source):
         raise ValueError(f"data source {config.source!r} does not exist on this machine and is no hub id (org/name)")
-    return _hub(config)
 
 
 def _mixture(config: DataConfig) -> Source:

@@ -1,0 +1,80 @@
+"""What would end a run after hours and can be known before it begins: `potstill run` asks first, `potstill plan` too.
+
+Recipes, micro-batches and processes are checked where they are read (pipeline/recipe.py, pipeline/processes.py).
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeline.errors import UserError
+from pipeline.plan import StagePlan, stage_plans
+from pipeline.run_folder import RunFolder
+from pipeline.schema import Recipe
+from train.sources import check_reachable
+
+log = logging.getLogger(__name__)
+
+ROOM = 2.2
+"""Free disk over one checkpoint: the one that is kept, the one that is written, and what else a stage leaves."""
+
+
+def preflight(recipe: Recipe, folder: RunFolder, cache: Path) -> None:
+    """Before the first import. Raises ValueError, UserError among it, for what cannot end well; warns of the rest.
+
+    Models that cannot be found, and stages that ask for more than their model has, are found by planning.
+    """
+    unfinished = {stage.name for stage in recipe.plan() if not (folder.stage(stage) / "result.json").exists()}
+    if not unfinished:
+        return
+    for sentence in unreachable(recipe):
+        raise UserError(sentence)
+    plans = [plan for plan in stage_plans(recipe, cache) if plan.name in unfinished]
+    for sentence in long_sequences(plans):
+        log.warning("%s", sentence)
+    if lack := little_room(plans, folder.path):
+        raise UserError(lack)
+
+
+def findings(recipe: Recipe, plans: Sequence[StagePlan]) -> list[str]:
+    """The same in sentences, for a run in its usual folder that has not begun."""
+    room = little_room(plans, Path("runs") / recipe.name)
+    return [*unreachable(recipe), *long_sequences(plans), *([room] if room else [])]
+
+
+def unreachable(recipe: Recipe) -> Iterator[str]:
+    """A sentence for each data set that is nowhere."""
+    for name, source in recipe.data.items():
+        for part in source.parts() if source.mix else [source]:
+            try:
+                check_reachable(part)
+            except ValueError as reason:
+                yield f"data.{name}: {reason}."
+
+
+def long_sequences(plans: Sequence[StagePlan]) -> Iterator[str]:
+    """A sentence for each stage whose texts are longer than its models know positions."""
+    for plan in plans:
+        models = [plan.setup.model, *([plan.setup.teacher] if plan.setup.teacher is not None else [])]
+        known = min(model.num_positions for model in models)
+        if plan.sequence_length > known:
+            yield (
+                f"{plan.name}: the sequence_length of its data is {plan.sequence_length:,}, but its model knows "
+                f"{known:,} positions, and computes those beyond badly; give the data at most that."
+            )
+
+
+def little_room(plans: Sequence[StagePlan], folder: Path) -> str | None:
+    """A sentence where the disk of a run's folder, which need not exist yet, is too full for a stage's checkpoints."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    for plan in plans:
+        written = sum(path.stat().st_size for path in (folder / plan.name / "checkpoints").glob("*/*"))
+        needed = int(ROOM * plan.memory.checkpoint)
+        if free + written < needed:
+            return (
+                f"{plan.name} needs {needed:,} bytes of disk for its checkpoints ({ROOM} of "
+                f"{plan.memory.checkpoint:,}), but {free:,} are free at {there}; free some, or name another --folder."
+            )
+    return None

@@ -1,0 +1,90 @@
+"""What a run says before its first import: data that is nowhere, a disk too full, texts longer than the model knows."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from pipeline.cli import main
+from pipeline.plan import plan_recipe
+from pipeline.preflight import ROOM, little_room
+from pipeline.recipe import load_recipe
+from tests.pipeline.tiny_run import write_teacher
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model that knows 128 positions."""
+    folder = tmp_path_factory.mktemp("preflight")
+    teacher = write_teacher(folder / "teacher")
+    stage = {
+        "model": "teacher",
+        "kv_heads": 1,
+        "data": "text",
+        "tokens": 512,
+        "batch_tokens": 512,
+        "micro_batch_tokens": 512,
+    }
+    raw = {
+        "name": "planned",
+        "models": {"teacher": {"from": str(teacher)}},
+        "data": {"text": {"source": "python-stdlib/json", "sequence_length": 64}},
+        "stages": [{"gqa": stage}],
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def run(recipe: Path, folder: Path, *overrides: str) -> int:
+    return main(["run", str(recipe), *overrides, "--folder", str(folder / "run"), "--cache", str(folder / "cache")])
+
+
+def said_before_anything(recipe: Path, folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The sentence with which a run ends; it has imported nothing."""
+    assert run(recipe, folder, *overrides) == 2
+    assert not list((folder / "run").glob("00-*"))
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_data_that_is_nowhere(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "chats.jsonl"
+    sentence = f"data.text: data source '{missing}' does not exist on this machine and is no hub id (org/name)."
+    assert said_before_anything(recipe, tmp_path, capsys, f"data.text.source={missing}") == f"potstill: {sentence}"
+    assert main(["plan", str(recipe), f"data.text.source={missing}"]) == 0
+    assert sentence in capsys.readouterr().out
+    mixed = f"data.text={{mix: [{{source: python-stdlib/json}}, {{source: '{missing}'}}], sequence_length: 64}}"
+    assert said_before_anything(recipe, tmp_path, capsys, mixed) == f"potstill: {sentence}"
+
+
+def test_a_disk_without_room_for_checkpoints(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = plan_recipe(load_recipe(recipe, []), tmp_path)
+    needed = int(ROOM * plans[0].memory.checkpoint)
+    monkeypatch.setattr("pipeline.preflight.shutil.disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    sentence = said_before_anything(recipe, tmp_path, capsys)
+    assert sentence.startswith(f"potstill: 01-gqa needs {needed:,} bytes of disk for its checkpoints (2.2 of ")
+    assert f"but {needed - 1:,} are free at {tmp_path}" in sentence
+    assert main(["plan", str(recipe)]) == 0
+    assert "01-gqa needs" in capsys.readouterr().out
+    # What the stage has on the disk already need not be free.
+    checkpoint = tmp_path / "run" / "01-gqa" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(b"1")
+    assert little_room(plans, tmp_path / "run") is None
+
+
+def test_texts_longer_than_the_model_knows(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (plan,) = plan_recipe(load_recipe(recipe, []), tmp_path)
+    known = plan.setup.model.num_positions
+    sentence = f"01-gqa: the sequence_length of its data is {known + 1:,}, but its model knows {known:,} positions"
+    for length, is_said in ((known, False), (known + 1, True)):
+        changes = [
+            f"data.text.sequence_length={length}",
+            f"gqa.micro_batch_tokens={4 * known}",
+            f"gqa.batch_tokens={4 * known}",
+        ]
+        assert main(["plan", str(recipe), *changes]) == 0
+        assert (sentence in capsys.readouterr().out) is is_said
