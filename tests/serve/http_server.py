@@ -10,16 +10,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx._transports.default as transports
 import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.files.checkpoint import save_model
 from model.transformer import Transformer
 from tests.tiny import tiny_model
+
+# httpx reads the machine's certificates for every client, so for every `httpx.get` too: 60 ms, and all is on loopback.
+transports.create_ssl_context = cache(transports.create_ssl_context)  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]

@@ -55,8 +55,10 @@ def expected(model: Transformer) -> list[list[int]]:
         {},
         {"max_num_seqs": 1},
         {"max_num_seqs": 32, "max_num_batched_tokens": 2048},
-        {"max_num_seqs": 4, "max_num_batched_tokens": 5},
-        {"max_num_seqs": 16, "max_num_batched_tokens": 17, "enable_prefix_caching": False},
+        pytest.param({"max_num_seqs": 4, "max_num_batched_tokens": 5}, marks=pytest.mark.eager),
+        pytest.param(
+            {"max_num_seqs": 16, "max_num_batched_tokens": 17, "enable_prefix_caching": False}, marks=pytest.mark.eager
+        ),
     ],
     ids=str,
 )
@@ -88,16 +90,17 @@ def mixed_params(count: int, max_tokens: int) -> list[SamplingParams]:
 
 
 def test_running_out_of_pages_changes_nothing(model: Transformer) -> None:
-    prompts, params = random_prompts(24, seed=4, high=14), mixed_params(24, 70)
+    prompts, params = random_prompts(16, seed=4, high=14), mixed_params(16, 40)
     roomy = make_engine(model)
     expected = generate(roomy, prompts, params)
     assert roomy.stats().num_preemptions == 0
     for caching in (True, False):
-        engine = make_engine(model, num_pages=12, max_model_len=None, enable_prefix_caching=caching)
+        engine = make_engine(model, num_pages=8, max_model_len=None, enable_prefix_caching=caching)
         assert generate(engine, prompts, params) == expected
-        assert engine.stats().num_preemptions >= 10
+        assert engine.stats().num_preemptions >= 5
 
 
+@pytest.mark.eager  # no graph knows who was preempted; the test above has it beside graphs
 def test_five_hundred_preemptions_change_nothing(model: Transformer) -> None:
     prompts, params = random_prompts(32, seed=5, high=30), mixed_params(32, 24)
     expected = generate(make_engine(model), prompts, params)
@@ -131,6 +134,7 @@ def test_a_cached_prefix_changes_nothing_and_is_not_computed_again(model: Transf
     assert again == outputs
 
 
+@pytest.mark.eager
 def test_requests_that_come_together_compute_a_common_prefix_once(model: Transformer) -> None:
     """Eight with 1,500 common tokens cost at most 1.3 of one, and nothing waits for one that is gone."""
     shared = random_prompts(1, low=1500, high=1501)[0]
@@ -178,7 +182,7 @@ def test_choices_share_one_computation_of_the_prompt(model: Transformer) -> None
     assert [again[("r", index)].new_token_ids for index in range(4)] == choices
 
 
-@pytest.mark.parametrize("num_pages", [256, 10])
+@pytest.mark.parametrize("num_pages", [256, pytest.param(10, marks=pytest.mark.eager)])
 def test_a_seed_gives_the_same_tokens_in_any_company(model: Transformer, num_pages: int) -> None:
     params = [
         SamplingParams(seed=number, max_tokens=16, temperature=0.7 + 0.1 * number, top_p=0.95, top_k=50 * (number % 2))
@@ -268,6 +272,7 @@ def test_text_is_that_of_the_tokens(model: Transformer) -> None:
         assert output.new_text == toy_tokenizer().decode(tokens)
 
 
+@pytest.mark.eager
 def test_an_abort_at_any_time_frees_everything_and_hurts_nobody(model: Transformer, expected: list[list[int]]) -> None:
     random_ = random.Random(0)
     for _ in range(8):

@@ -1,6 +1,8 @@
 """Every family through what is done with models, each step against transformers, peft and bitsandbytes."""
 
 import copy
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,21 @@ PROMPTS = random_prompts(20, seed=2, high=40)
 FAMILIES = pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("theirs")
+
+    @cache
+    def save(name: str) -> Path:
+        their_model(name, **SIZES).save_pretrained(root / name)
+        return root / name
+
+    return save
+
+
 @pytest.fixture
-def folder(name: str, tmp_path: Path) -> Path:
-    their_model(name, **SIZES).save_pretrained(tmp_path / "theirs")
-    return tmp_path / "theirs"
+def folder(name: str, saved: Callable[[str], Path]) -> Path:
+    return saved(name)
 
 
 def opened(folder: Path) -> Any:
@@ -68,18 +81,25 @@ def assert_same(ours: Transformer, theirs: Any) -> None:
         torch.testing.assert_close(full_logits(ours, prompt), logits_of(theirs, prompt), atol=1e-4, rtol=1e-4)
 
 
-@FAMILIES
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_over_pages_in_the_serving_form_give_their_logits(chunk: int, folder: Path) -> None:
-    ours, theirs, prompts = load_model(folder).fuse(), opened(folder), PROMPTS[:4]
-    cache, rows = PagedCache(ours, [len(prompt) for prompt in prompts]), [list[Tensor]() for _ in prompts]
+def logits_in_chunks(model: Transformer, prompts: list[list[int]], chunk: int) -> list[Tensor]:
+    pages, rows = PagedCache(model, [len(prompt) for prompt in prompts]), [list[Tensor]() for _ in prompts]
     for done in range(0, max(map(len, prompts)), chunk):
         chunks = [(n, done, prompt[done : done + chunk]) for n, prompt in enumerate(prompts) if done < len(prompt)]
-        logits = cache.logits(chunks).split([len(new) for *_, new in chunks])
+        logits = pages.logits(chunks).split([len(new) for *_, new in chunks])
         for (number, *_), part in zip(chunks, logits, strict=True):
             rows[number].append(part)
-    for prompt, parts in zip(prompts, rows, strict=True):
-        torch.testing.assert_close(torch.cat(parts), logits_of(theirs, prompt), atol=1e-4, rtol=1e-4)
+    return list(map(torch.cat, rows))
+
+
+@FAMILIES
+def test_chunks_over_pages_in_the_serving_form_give_their_logits(folder: Path) -> None:
+    ours, theirs, prompts = load_model(folder).fuse(), opened(folder), PROMPTS[:4]
+    expected = [logits_of(theirs, prompt) for prompt in prompts]
+    for chunk in (1, 7, 64):
+        for found, wanted in zip(logits_in_chunks(ours, prompts, chunk), expected, strict=True):
+            torch.testing.assert_close(
+                found, wanted, atol=1e-4, rtol=1e-4, msg=lambda m, c=chunk: f"of {c} tokens: {m}"
+            )
 
 
 @FAMILIES

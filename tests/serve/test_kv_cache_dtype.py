@@ -98,8 +98,8 @@ def expected(model: Transformer, name: str) -> list[list[int]]:
     [
         {},
         {"max_num_seqs": 1},
-        {"max_num_seqs": 4, "max_num_batched_tokens": 5},
-        {"max_num_batched_tokens": 2048, "enable_prefix_caching": False},
+        pytest.param({"max_num_seqs": 4, "max_num_batched_tokens": 5}, marks=pytest.mark.eager),
+        pytest.param({"max_num_batched_tokens": 2048, "enable_prefix_caching": False}, marks=pytest.mark.eager),
     ],
     ids=str,
 )

@@ -206,12 +206,11 @@ def test_openais_client_still_gets_openais_errors(server: RunningServer) -> None
     assert caught.value.code == "model_not_found"
 
 
-def test_a_stream_that_fails_raises_in_the_client(folder: Path, tmp_path: Path) -> None:
+def test_a_stream_that_fails_raises_in_the_client(client: Any, server: RunningServer) -> None:
     """The engine is killed while it answers."""
-    with running_server(folder, tmp_path / "log", *OPTIONS) as server:
-        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.APIStatusError, match="engine"):
-            for number, _ in enumerate(client.messages.create(max_tokens=400, stream=True, **ASKED, **GREEDY)):
-                if number == 4:
-                    [engine] = server.engine_pids()
-                    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(anthropic.APIStatusError, match="engine"):
+        for number, _ in enumerate(client.messages.create(max_tokens=400, stream=True, **ASKED, **GREEDY)):
+            if number == 4:
+                [engine] = server.engine_pids()
+                os.kill(engine, signal.SIGKILL)
+    server.wait_healthy()

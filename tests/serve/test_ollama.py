@@ -233,13 +233,12 @@ def test_another_model_is_not_found(client: Any) -> None:
         assert caught.value.status_code == 404 and "not served here" in caught.value.error
 
 
-def test_a_stream_that_fails_raises_in_the_client(folder: Path, tmp_path: Path) -> None:
+def test_a_stream_that_fails_raises_in_the_client(client: Any, server: RunningServer) -> None:
     """The engine is killed while it answers."""
-    with running_server(folder, tmp_path / "log", *OPTIONS) as server:
-        client = ollama.Client(host=server.url)
-        lines = client.chat("tiny", MESSAGES, stream=True, options={"num_predict": 400, "temperature": 0})
-        with pytest.raises(ollama.ResponseError, match="engine"):
-            for number, _ in enumerate(lines):
-                if number == 2:
-                    [engine] = server.engine_pids()
-                    os.kill(engine, signal.SIGKILL)
+    lines = client.chat("tiny", MESSAGES, stream=True, options={"num_predict": 400, "temperature": 0})
+    with pytest.raises(ollama.ResponseError, match="engine"):
+        for number, _ in enumerate(lines):
+            if number == 2:
+                [engine] = server.engine_pids()
+                os.kill(engine, signal.SIGKILL)
+    server.wait_healthy()

@@ -160,19 +160,28 @@ def test_eight_times_too_much_is_answered_with_200_or_a_fast_429(folder: Path, t
 
 
 def test_deadlines_hold_queued_or_running(folder: Path, tmp_path: Path) -> None:
-    """By the server's own clock: how long a hundred connections take to open is not its doing."""
-    draw = random.Random(3)
-    number_of = trials(100, 200)
+    """By the server's own clock, and no later than timers of this process: what a busy machine adds is seen on them."""
+    draw, step_s, overslept_s = random.Random(3), 0.05, [0.0]
+    number_of = trials(40, 200)
     deadlines_s = [draw.uniform(0.05, trials(2, 5)) for _ in range(number_of)]
 
     async def ask(http: httpx.AsyncClient, number: int) -> httpx.Response:
-        body = {"prompt": STEPS_OF, "max_tokens": 10_000, "stream": bool(number % 2)}
+        body = {"prompt": [50], "max_tokens": 10_000, "stream": bool(number % 2)}
         headers = {"X-Request-Id": f"request-{number}"}
         return await http.post("/completions", json=body | {"deadline_s": deadlines_s[number]}, headers=headers)
 
+    async def oversleep() -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(step_s)
+            overslept_s.append(time.monotonic() - began - step_s)
+
     async def all_at_once(server: RunningServer) -> list[httpx.Response]:
+        timers = asyncio.create_task(oversleep())
         async with client(server) as http:
-            return list(await asyncio.gather(*(ask(http, number) for number in range(number_of))))
+            answers = list(await asyncio.gather(*(ask(http, number) for number in range(number_of))))
+        timers.cancel()
+        return answers
 
     with scripted(folder, tmp_path, "--max-num-seqs", "8", "--max-queue", "200") as server:
         answers = asyncio.run(all_at_once(server))
@@ -182,8 +191,8 @@ def test_deadlines_hold_queued_or_running(folder: Path, tmp_path: Path) -> None:
     assert all("deadline_exceeded" in answer.text for answer in answers)
     late_s = [int(took) / 1000 - deadlines_s[int(number)] for took, number in took_ms]
     assert len(late_s) == number_of and min(late_s) > -0.01
-    assert statistics.median(late_s) < 0.1 + STEP_S
-    assert max(late_s) < 0.6, "room for a busy machine"
+    assert statistics.median(late_s) < 0.1 + step_s + max(overslept_s)
+    assert max(late_s) < 0.6 + max(overslept_s), "room for a busy machine"
 
 
 @pytest.mark.parametrize("server_number", range(trials(1, 15)))

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -194,15 +193,15 @@ def test_another_model_is_not_found(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_a_stream_that_fails_ends_with_an_event_that_says_so(tmp_path: Path) -> None:
+def test_a_stream_that_fails_ends_with_an_event_that_says_so(server: RunningServer) -> None:
     """The engine is killed while it answers."""
-    with running_server(save_tiny_folder(tmp_path / "model"), tmp_path / "log", *OPTIONS) as server:
-        events: Any = server.client().responses.create(input=QUESTION, max_output_tokens=400, stream=True, **GREEDY)
-        kinds = []
-        for event in events:
-            kinds.append(event.type)
-            if event.type == "response.output_text.delta" and kinds.count(event.type) == 2:
-                [engine] = server.engine_pids()
-                os.kill(engine, signal.SIGKILL)
-        assert kinds[-1] == "response.failed"
-        assert "engine" in event.response.error.message and event.response.status == "failed"
+    events: Any = server.client().responses.create(input=QUESTION, max_output_tokens=400, stream=True, **GREEDY)
+    kinds = []
+    for event in events:
+        kinds.append(event.type)
+        if event.type == "response.output_text.delta" and kinds.count(event.type) == 2:
+            [engine] = server.engine_pids()
+            os.kill(engine, signal.SIGKILL)
+    assert kinds[-1] == "response.failed"
+    assert "engine" in event.response.error.message and event.response.status == "failed"
+    server.wait_healthy()

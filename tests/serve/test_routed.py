@@ -24,10 +24,10 @@ PROMPTS = random_prompts(8, seed=1)
 NUM_TOKENS = 20
 
 
-def routed_model(route: str, *, seed: int = 3, noise: float = 0.0) -> Transformer:
+def routed_model(route: str, *, seed: int = 3, noise: float = 0.0, **sizes: int) -> Transformer:
     """Its random routers let about half of the tokens pass."""
     mixture = MixtureOfDepths(route, (1, 2), 0.5, gate_range=0.5)  # type: ignore[arg-type]
-    model = tiny_model(seed=seed, num_layers=4, mixture_of_depths=mixture)
+    model = tiny_model(seed=seed, num_layers=4, mixture_of_depths=mixture, **sizes)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -86,14 +86,17 @@ def test_a_routed_student_drafts_for_a_dense_target(model: Transformer) -> None:
     assert engine.stats().num_draft_tokens > 0
 
 
-def test_running_out_of_pages_changes_nothing(model: Transformer) -> None:
+@pytest.mark.parametrize(
+    ("model", "draft_too"), [("attention", False), ("attention", True), ("block", True)], indirect=["model"]
+)
+def test_running_out_of_pages_changes_nothing(model: Transformer, draft_too: bool) -> None:
     prompts = random_prompts(8, seed=4, high=14)
     expected = generate(make_engine(model), prompts, greedy(34))
     options: dict[str, Any] = {"num_pages": 6, "max_model_len": None, "max_num_batched_tokens": 24}
-    for draft in (None, routed_model(model.config.mixture_of_depths.route, noise=0.02)):
-        engine = make_engine(model, draft, num_speculative_tokens=3 if draft else None, **options)
-        assert generate(engine, prompts, greedy(34)) == expected
-        assert engine.stats().num_preemptions >= 2
+    draft = routed_model(model.config.mixture_of_depths.route, noise=0.02) if draft_too else None
+    engine = make_engine(model, draft, num_speculative_tokens=3 if draft else None, **options)
+    assert generate(engine, prompts, greedy(34)) == expected
+    assert engine.stats().num_preemptions >= 2
 
 
 def test_a_cached_prefix_changes_nothing(model: Transformer) -> None:
@@ -120,7 +123,7 @@ def test_prompts_score_as_in_a_full_pass(model: Transformer) -> None:
 
 def test_requests_do_not_notice_each_other(model: Transformer) -> None:
     """Forks that copy pages, shared prefixes, penalties, stops and preemption, all at once, with a draft."""
-    requests = random_requests(2)[:9]
+    requests = random_requests(2)[:7]
     alone = {}
     for number, (prompt, params) in enumerate(requests):
         engine = make_engine(model, max_num_batched_tokens=256, enable_prefix_caching=False)

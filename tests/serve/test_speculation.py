@@ -36,6 +36,8 @@ from tests.tiny import tiny_model
 
 PROMPTS = random_prompts(8, seed=1)
 NUM_TOKENS = 24
+EAGER = pytest.mark.eager
+"""Of rows whose graphs other rows of the same test have: what differs is not in them."""
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,12 @@ def drafts(model: Transformer) -> dict[str, LanguageModel | str]:
     return {"equal": model, "twin": noisy_twin(model), "stranger": tiny_model(seed=8, num_layers=1), "ngram": "ngram"}
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, None])
-@pytest.mark.parametrize("draft", ["equal", "twin", "stranger", "ngram"])
+# Each draft and each number of tokens, not each of both together; None learns how many.
+DRAFTED = [("equal", 1), ("equal", None), ("twin", 2), ("twin", 4), ("twin", None)]
+DRAFTED += [("stranger", 3), ("ngram", 1), ("ngram", 4), ("ngram", None)]
+
+
+@pytest.mark.parametrize(("draft", "num_drafts"), DRAFTED)
 def test_greedy_output_does_not_change(
     model: Transformer, expected: list[list[int]], draft: str, num_drafts: int | None
 ) -> None:
@@ -72,26 +78,25 @@ def test_greedy_output_does_not_change(
     assert engine.stats().num_draft_tokens > 0
 
 
-MANY = random_prompts(16, seed=4, high=14)
+MANY = random_prompts(10, seed=4, high=14)
 
 
 @pytest.fixture(scope="module")
 def expected_of_many(model: Transformer) -> list[list[int]]:
-    return generate(make_engine(model), MANY, greedy(60))
+    return generate(make_engine(model), MANY, greedy(40))
 
 
-@pytest.mark.parametrize("draft", ["equal", "twin", "ngram"])
+@pytest.mark.parametrize("draft", [pytest.param("equal", marks=EAGER), "twin", pytest.param("ngram", marks=EAGER)])
 def test_greedy_output_does_not_change_under_memory_pressure(
     model: Transformer, expected_of_many: list[list[int]], draft: str
 ) -> None:
     options: dict[str, Any] = {"num_speculative_tokens": 3, "num_pages": 10, "max_model_len": None}
     engine = make_engine(model, drafts(model)[draft], max_num_batched_tokens=24, **options)
-    assert generate(engine, MANY, greedy(60)) == expected_of_many
-    assert engine.stats().num_preemptions >= 5
+    assert generate(engine, MANY, greedy(40)) == expected_of_many
+    assert engine.stats().num_preemptions >= 2
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, None])
-@pytest.mark.parametrize("draft", ["equal", "twin", "stranger", "ngram"])
+@pytest.mark.parametrize(("draft", "num_drafts"), DRAFTED)
 def test_seeded_output_does_not_change(model: Transformer, draft: str, num_drafts: int | None) -> None:
     params = [
         SamplingParams(
@@ -117,8 +122,15 @@ def test_seeded_output_does_not_change(model: Transformer, draft: str, num_draft
         assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens  # some lie behind the end of a sequence
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("options", [{}, {"num_pages": 10, "max_model_len": None}, {"enable_prefix_caching": False}])
+@pytest.mark.parametrize(
+    ("temperature", "options"),
+    [
+        (0.0, {}),
+        (1.0, {}),
+        pytest.param(1.0, {"num_pages": 10, "max_model_len": None}, marks=EAGER),
+        pytest.param(0.0, {"enable_prefix_caching": False}, marks=EAGER),
+    ],
+)
 def test_an_equal_draft_is_always_right(model: Transformer, temperature: float, options: dict) -> None:
     """Any error in the draft's cache (catching up, roll-back, forks, shared prefixes) would make it wrong somewhere."""
     prompts = random_prompts(10, seed=4, high=40)
@@ -234,8 +246,13 @@ def bound(num_cells: int, delta: float = 1e-6) -> float:
     return math.sqrt(num_cells / NUM_SEQUENCES) / 2 + math.sqrt(math.log(1 / delta) / (2 * NUM_SEQUENCES))
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
-@pytest.mark.parametrize("draft", ["equal", "partial", "one-hot", "disjoint"])
+@pytest.mark.parametrize(
+    ("draft", "num_drafts"),
+    [
+        *(("partial", 1), ("partial", 4), ("disjoint", 2)),
+        *(pytest.param(draft, number, marks=EAGER) for draft, number in (("equal", 2), ("one-hot", 1), ("one-hot", 3))),
+    ],
+)
 def test_the_joint_distribution_is_the_targets(draft: str, num_drafts: int) -> None:
     counts = joint_counts(draft, num_drafts, {}, length=3)
     exact = exact_joint(1.0, 0, 3)
@@ -280,12 +297,14 @@ def test_seeds_that_differ_give_the_targets_distribution_too() -> None:
     assert p_value(counts, exact_joint(1.0, 0, 2)) > 1e-4
 
 
+@pytest.mark.eager
 def test_the_test_notices_the_classic_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection, drawing from p itself instead of max(p - q, 0) looks right and is wrong."""
     monkeypatch.setattr(verification._Left, "weights", lambda self: self.p)
     assert p_value(joint_counts("partial", 2, {}, length=3), exact_joint(1.0, 0, 3)) < 1e-6
 
 
+@pytest.mark.eager
 def test_the_test_notices_a_draft_that_misreports_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sampling.verify
 
