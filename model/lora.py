@@ -15,6 +15,8 @@ Legend: T tokens, N output features, K input features, r rank.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -170,6 +172,18 @@ def detach_lora(model: nn.Module) -> None:
     """Takes the adapter off every layer; what remains is the base."""
     for layer in adapted_layers(model).values():
         layer.lora = None
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """The base alone, for as long as this lasts: no adapter and none of its dropout. Then the same ones are back."""
+    carried = [(layer, layer.lora) for layer in adapted_layers(model).values()]
+    detach_lora(model)
+    try:
+        yield
+    finally:
+        for layer, lora in carried:
+            layer.lora = lora
 
 
 def _fresh(name: str, layer: Any, config: LoraConfig) -> Lora:

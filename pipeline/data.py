@@ -21,6 +21,7 @@ from pipeline.schema import DataSource, Recipe
 from pipeline.stages.base import kind_of
 from train.data import PreparedData, TokenizedDocuments, prepare
 from train.packing import cut
+from train.preference import count_unfit
 from train.sources import Source, open_source
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def show(data_set: DataSet, console: "Console") -> None:
     console.print(Text(histogram(np.diff(train.offsets)) + "\n"), soft_wrap=True)
     colour = console.is_terminal
     for number in _examples(train):
-        title = f"document {number + 1:,} of {train.num_documents:,}, {_legend(train, colour)}:"
+        title = f"{_place(train, number)}, {_legend(train, colour)}:"
         console.print(Text(title, style="bold"), soft_wrap=True)
         console.print(preview(train, number, data_set.tokenizer, colour=colour), soft_wrap=True)
 
@@ -114,6 +115,14 @@ def _examples(documents: TokenizedDocuments) -> list[int]:
     if documents.mixture is None:
         return list(range(min(SHOWN_DOCUMENTS, documents.num_documents)))
     return np.unique(documents.mixture.parts, return_index=True)[1].tolist()
+
+
+def _place(documents: TokenizedDocuments, number: int) -> str:
+    """Which document it is of all, or which answer of a pair."""
+    if not documents.paired:
+        return f"document {number + 1:,} of {documents.num_documents:,}"
+    answer = "rejected" if number % 2 else "chosen"
+    return f"pair {number // 2 + 1:,} of {documents.num_documents // 2:,}, the {answer} answer"
 
 
 def _legend(documents: TokenizedDocuments, colour: bool) -> str:
@@ -129,7 +138,8 @@ def counts_table(data: PreparedData, sequence_length: int) -> Table:
         learnt = _learnt(documents)
         without = int((learnt == 0).sum())
         share = f"{learnt.sum() / max(documents.num_tokens, 1):.1%}"
-        unit = "documents" if documents is data.train else f"windows of {sequence_length:,}"
+        of_pairs = " of pairs" if documents.paired else ""
+        unit = f"documents{of_pairs}" if documents is data.train else f"windows{of_pairs} of {sequence_length:,}"
         figures = (documents.num_documents, documents.num_tokens, learnt.sum(), without)
         rows.append([f"{name}, {unit}", *(f"{figure:,}" for figure in figures), share])
     return Table(rows, ["", "number", "tokens", "learnt", "without any learnt", "share learnt"])
@@ -170,6 +180,8 @@ def lengths_table(documents: TokenizedDocuments) -> Table:
 
 def cut_sentence(documents: TokenizedDocuments, sequence_length: int) -> str:
     """How many documents are longer than a sequence, and what that costs."""
+    if documents.paired:
+        return _pairs_sentence(documents, sequence_length)
     longer = int((np.diff(documents.offsets) > sequence_length + 1).sum())
     if not longer:
         return f"No document is longer than the sequence_length of {sequence_length:,}: none is cut."
@@ -178,6 +190,18 @@ def cut_sentence(documents: TokenizedDocuments, sequence_length: int) -> str:
     lost = f" {unread:,} tokens lie in pieces in which nothing is learnt, and are left out." if unread > 0 else ""
     share = f"{longer:,} of {documents.num_documents:,} documents"
     return f"{share} are longer than the sequence_length of {sequence_length:,} and cut into pieces of it.{lost}"
+
+
+def _pairs_sentence(documents: TokenizedDocuments, sequence_length: int) -> str:
+    """How many pairs lose the end of an answer, and how many are left out whole."""
+    (shortened, left_out), pairs = count_unfit(documents, sequence_length), documents.num_documents // 2
+    length = f"the sequence_length of {sequence_length:,}"
+    if not shortened and not left_out:
+        return f"No answer is longer than {length} with its prompt: all {pairs:,} pairs are whole."
+    return (
+        f"Of {pairs:,} pairs {shortened:,} have an answer that ends with {length}, {left_out:,} are left out, since "
+        "their prompts fill it."
+    )
 
 
 def histogram(lengths: np.ndarray) -> str:

@@ -8,7 +8,7 @@ the same in error messages and in overrides.
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -339,8 +339,23 @@ def _check_references(recipe: Recipe) -> None:
 def _check_stages(recipe: Recipe) -> None:
     """What would otherwise fail only after minutes of preparation, or bound what is not measured."""
     for index, (kind, config) in enumerate(recipe.stages):
-        for key, mistake in kind_of(kind).mistakes(config, recipe):
+        for key, mistake in (*_misread_data(kind, config, recipe), *kind_of(kind).mistakes(config, recipe)):
             raise RecipeError(f"stages.{index}.{kind}.{key} {mistake}.")
+
+
+def _misread_data(kind: str, config: Any, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Data that are read as pairs of answers where documents are wanted, or the other way round."""
+    name, wants_pairs = kind_of(kind).data(config), kind_of(kind).reads_pairs
+    if name is None or recipe.data_set(name).preference == wants_pairs:
+        return
+    key = next(spelling(setting) for setting in fields(config) if setting.metadata.get("refers") == "data")
+    if wants_pairs:
+        what = f"which is read as documents; {kind} learns from pairs of a chosen and a rejected answer"
+        switch = f"set data.{name}.preference to true" if name in recipe.data else "name data with `preference: true`"
+    else:
+        what = f"which is read as pairs of answers; {kind} reads documents"
+        switch = "name data without `preference`"
+    yield key, f"is {name!r}, {what}: {switch}"
 
 
 def _check_names(config: Any, path: str, known: Names, later: Names) -> None:

@@ -12,6 +12,7 @@ LossName = Literal[
     "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "total_variation", "acceptance",
     "cross_entropy",
 ]  # fmt: skip
+PreferenceLossName = Literal["sigmoid", "ipo"]
 
 
 def unpaged(optimizer: str) -> str:
@@ -114,6 +115,22 @@ class Loss:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """What a model learns of two answers; formulas in `train.preference`."""
+
+    kind: PreferenceLossName = "sigmoid"
+    beta: float = setting(0.1, range=(1e-6, 1e3))
+    """How dear it is to leave the reference."""
+    label_smoothing: float = setting(0.0, range=(0.0, 0.5))
+    """Of `sigmoid`: the part of the pairs whose answers are taken to stand the wrong way round."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.label_smoothing and self.kind != "sigmoid":
+            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, but {self.kind} knows none; sigmoid does")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -37,8 +37,8 @@ from model.files.sealed_folder import check, seal
 from model.text.tokenizer import Tokenizer
 from train.mixture import Mixture, document_order
 from train.progress import Progress
-from train.rows import Completion, Content, Continuation
-from train.sources import DataConfig, Document, Source, open_source, settings_of
+from train.rows import Completion, Content, Continuation, Learnt, Preference
+from train.sources import DataConfig, Document, Source, name_some, open_source, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class TokenizedDocuments:
     """Of several sources: which document is from which, and their weights."""
     distributions: Distributions | None = None
     """What a teacher says at each of their positions, if it was stored."""
+    paired: bool = False
+    """Whether documents 2p and 2p + 1 are the chosen and the rejected answer of pair p, each behind its prompt."""
 
     @property
     def num_documents(self) -> int:
@@ -105,6 +107,8 @@ def prepare(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path, *, pro
     if config.is_labels and config.distributions is None:
         return _labelled(config, tokenizer, cache_folder)
     data = _tokenized(config, tokenizer, cache_folder, progress)
+    if config.preference:
+        return PreparedData(replace(data.train, paired=True), replace(data.held_out, paired=True))
     return data if config.distributions is None else _with_distributions(data, Path(config.distributions))
 
 
@@ -225,6 +229,37 @@ class _Encoded:
     mask: np.ndarray | None
     num_bytes: int
 
+    def beginning(self, tokens: int) -> "_Encoded":
+        """What a sequence of so many tokens holds of it; its bytes are not counted anew."""
+        return replace(self, ids=self.ids[:tokens], mask=None if self.mask is None else self.mask[:tokens])
+
+
+class PairFit:
+    """Which pairs, by their rows, do not fit a sequence: answers that lose their end, and some that are not reached."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self.sequence_length = sequence_length
+        self.shortened: list[str] = []
+        self.left_out: list[str] = []
+
+    def note(self, where: str, pair: Sequence[_Encoded]) -> None:
+        """Looks at the two documents of one row."""
+        begun = [one.beginning(self.sequence_length + 1) for one in pair]
+        if not all(one.mask is not None and one.mask[1:].any() for one in begun):
+            self.left_out.append(where)
+        elif any(len(whole.ids) > len(part.ids) for whole, part in zip(pair, begun, strict=True)):
+            self.shortened.append(where)
+
+    def sentences(self, source: str) -> Iterator[str]:
+        """One for each of both kinds that there is, with the first rows."""
+        least = f"the sequence_length of {self.sequence_length:,}"
+        if self.shortened:
+            what = f"longer than {least}, where an answer ends"
+            yield f"{source}: {len(self.shortened):,} pairs are {what}: {name_some(self.shortened)}"
+        if self.left_out:
+            what = f"left out, since {least} ends before an answer begins"
+            yield f"{source}: {len(self.left_out):,} pairs are {what}: {name_some(self.left_out)}"
+
 
 class _SplitWriter:
     """Appends documents to the files of one split, so that memory never holds more than one of them."""
@@ -272,15 +307,16 @@ class _Splits:
         """Number of the window in its document, of the window, and what it holds."""
         self._count, self._smallest = 0, 1.0
 
-    def add(self, content: Content | list[int], encoded: _Encoded) -> bool:
-        """Returns whether the document is trained on."""
+    def add(self, content: Content | list[int], encoded: Sequence[_Encoded]) -> bool:
+        """Takes a document, or the two of a pair. Returns whether it is trained on."""
         fraction = _hash_fraction(content, self._config.seed)
         self._count, self._smallest = self._count + 1, min(self._smallest, fraction)
         if fraction >= self._config.held_out:
-            self.train.append(encoded)
+            for document in encoded:
+                self.train.append(document)
             return True
-        windows = _cut_windows(encoded, self._config.sequence_length, self._tokenizer)
-        self._windows += [(at, len(self._windows) + at, window) for at, window in enumerate(windows)]
+        windows, number = _held_out_windows(encoded, self._config.sequence_length, self._tokenizer), len(self._windows)
+        self._windows += [(at, number, window) for at, window in windows]
         return False
 
     def close(self, *, learns_all: bool) -> None:
@@ -296,10 +332,16 @@ def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Pat
     for sentence in source.left_out:
         log.warning("%s.", sentence)
     splits = _Splits(config, tokenizer, folder, masked=not source.learns_all)
+    fit = PairFit(config.sequence_length)
     with Progress(f"tokenizing {config.source}", source.size, enabled=progress) as bar:
         for document in source.documents():
-            splits.add(document.content, _encode_checked(document, tokenizer))
+            encoded = _encode_checked(document, tokenizer)
+            if config.preference:
+                fit.note(document.where, encoded)
+            splits.add(document.content, encoded)
             bar.advance(document.weight, f"{splits.train.num_tokens:,} tokens")
+    for sentence in fit.sentences(config.source):
+        log.warning("%s.", sentence)
     splits.close(learns_all=source.learns_all)
     seal(folder)
 
@@ -324,7 +366,7 @@ def _build_labelled(
         for document in islice(read_labels(shard), left):
             left = None if left is None else left - 1
             first = splits.train.num_tokens - start
-            if splits.add(document.tokens.tolist(), _encode_labelled(document, tokenizer)):
+            if splits.add(document.tokens.tolist(), [_encode_labelled(document, tokenizer)]):
                 tokens.append(document.tokens)
                 found.append((document.positions + first, document.sampled))
         if tokens:
@@ -351,16 +393,17 @@ def _hash_fraction(content: Content | list[int], seed: int) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _encode_checked(document: Document, tokenizer: Tokenizer) -> _Encoded:
+def _encode_checked(document: Document, tokenizer: Tokenizer) -> list[_Encoded]:
+    """One document, or the two of a pair."""
+    content = document.content
     try:
-        return _encode(document, tokenizer)
+        return [_encode(part, tokenizer) for part in (content if isinstance(content, Preference) else (content,))]
     except ValueError as reason:
         raise ValueError(f"{document.where}: {reason}") from None
 
 
-def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
+def _encode(content: Learnt, tokenizer: Tokenizer) -> _Encoded:
     """Text ends with the tokenizer's end-of-text token; a conversation ends as its template ends it."""
-    content = document.content
     if isinstance(content, str):
         ids = _ended(tokenizer.encode(content, add_special_tokens=True), tokenizer)
         return _Encoded(np.array(ids, dtype=np.int32), None, len(content.encode()))
@@ -396,6 +439,17 @@ def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     if tokenizer.eos_token_ids and (not ids or ids[-1] not in tokenizer.eos_token_ids):
         return [*ids, tokenizer.eos_token_ids[0]]
     return ids
+
+
+def _held_out_windows(
+    documents: Sequence[_Encoded], sequence_length: int, tokenizer: Tokenizer
+) -> list[tuple[int, _Encoded]]:
+    """Windows with their numbers in their document; of a pair the first of each answer, or none."""
+    if len(documents) == 1:
+        return list(enumerate(_cut_windows(documents[0], sequence_length, tokenizer)))
+    beginnings = [one.beginning(sequence_length + 1) for one in documents]
+    windows = [_cut_windows(one, sequence_length, tokenizer) for one in beginnings]
+    return [(0, window) for (window,) in windows] if all(windows) else []
 
 
 def _cut_windows(document: _Encoded, sequence_length: int, tokenizer: Tokenizer) -> list[_Encoded]:

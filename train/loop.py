@@ -265,13 +265,13 @@ class Trainer:
     def _accumulate(self) -> tuple[dict[str, Tensor], int, int]:
         """Adds up the gradients of this process's micro-batches.
 
-        Returns the sums of its metrics, and the tokens and labels of all processes' micro-batches.
+        Returns the sums of its metrics, and the tokens and terms of the loss of all processes' micro-batches.
         """
         taken = self.sampler.take(self.micro_batches)
         while (sums := self._gradients_of(taken)) is None:
             self._compute_in_halves()
         tokens = sum(int(self.sampler.pieces.length[numbers].sum()) for numbers in taken)
-        return sums, tokens, sum(self.sampler.num_labels(numbers) for numbers in taken)
+        return sums, tokens, sum(self.sampler.num_terms(numbers) for numbers in taken)
 
     def _gradients_of(self, taken: list[np.ndarray]) -> dict[str, Tensor] | None:
         """The sums of its metrics; None where memory is short and smaller parts may fit."""
@@ -302,8 +302,9 @@ class Trainer:
     def _check_divisible(self, numbers: np.ndarray, shortage: torch.OutOfMemoryError) -> None:
         """Raises MemoryShortageError where smaller parts cannot help."""
         what, advice = "a micro-batch", "lower micro_batch_tokens, which only a process alone does by itself"
-        if len(numbers) == 1:
-            what, advice = "one document", "lower sequence_length, or set activation_checkpointing: true"
+        if len(numbers) == self.sampler.neighbours:
+            what = "one document" if len(numbers) == 1 else "one pair of answers"
+            advice = "lower sequence_length, or set activation_checkpointing: true"
         elif self.world == 1:  # otherwise all wait for this one in the middle of a step
             return
         tokens = int(self.sampler.pieces.length[numbers].sum())

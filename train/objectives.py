@@ -208,6 +208,10 @@ def _rest_sum(hidden: Tensor, weight: Tensor, targets: Targets) -> Tensor:
     return torch.stack(parts).sum()
 
 
+RoutableObjective = LanguageModelling | Distillation | StoredDistillation
+"""Those that pass on how routers choose."""
+
+
 def objective_of(
     loss: Loss, teacher: Transformer, matching: Sequence[int] | None = None
 ) -> LanguageModelling | Distillation:
@@ -245,7 +249,7 @@ class RoutingConfig:
 class RoutedTraining:
     """Another objective under expert choice, plus the loss that makes its choice foreseeable token by token."""
 
-    def __init__(self, objective: LanguageModelling | Distillation | StoredDistillation, config: RoutingConfig) -> None:
+    def __init__(self, objective: RoutableObjective, config: RoutingConfig) -> None:
         self.objective, self.config = objective, config
 
     def __call__(self, model: Transformer, batch: Batch, progress: float = 1.0) -> ObjectiveOutput:

@@ -68,18 +68,26 @@ class Pieces:
 
 
 def cut(documents: TokenizedDocuments, sequence_length: int) -> Pieces:
-    """Cuts all documents into pieces of at most `sequence_length` positions; pieces without any label are left out."""
+    """Cuts all documents into pieces of at most `sequence_length` positions; pieces without any label are left out.
+
+    Of paired documents each is one piece, which ends where the sequence does; a pair without a label on both sides
+    is left out, so that pieces 2p and 2p + 1 are a pair again.
+    """
     if sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, not {sequence_length}")
     first, end = np.asarray(documents.offsets[:-1]), np.asarray(documents.offsets[1:])
     positions = np.maximum(end - first - 1, 0)
     counts = -(-positions // sequence_length)
+    if documents.paired:
+        counts = np.ones_like(counts)
     document = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     start = first[document] + number * sequence_length
     length = np.minimum(sequence_length, end[document] - 1 - start)
     num_labels = _count_labels(documents.labels_mask, start, length)
     kept = num_labels > 0
+    if documents.paired:
+        kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
     return Pieces(document[kept], start[kept], length[kept], num_labels[kept])
 
 
@@ -116,6 +124,19 @@ def plan_batches(lengths: Sequence[int] | np.ndarray, batch_tokens: int) -> list
         if len(open_batches) > OPEN_BATCHES:
             closed.append(batches[open_batches.pop(0)[1]])
     return closed + [batches[number] for _, number in open_batches]
+
+
+def plan_together(
+    pieces: Pieces, order: Sequence[int] | np.ndarray, *, neighbours: int, batch_tokens: int
+) -> list[np.ndarray]:
+    """Piece numbers of each micro-batch, where groups of so many neighbouring pieces stay together.
+
+    `order`: of the groups, as they are packed.
+    """
+    lengths, within = pieces.length.reshape(-1, neighbours).sum(axis=1), np.arange(neighbours)
+    chosen = np.asarray(order)
+    plan = plan_batches(lengths[chosen], batch_tokens)
+    return [(chosen[numbers][:, None] * neighbours + within).ravel() for numbers in plan]
 
 
 def pack(documents: TokenizedDocuments, pieces: Pieces, numbers: Sequence[int] | np.ndarray) -> Batch:

@@ -8,14 +8,23 @@ in which they are tried:
     ShareGPT             {"conversations": [{"from", "value"}]}
     Alpaca               {"instruction", "input", "output"}   a conversation of two messages
     prompt, completion   {"prompt", "completion"}             texts or messages; the completion is learnt
+
+Where pairs of answers are asked for, a row holds a chosen and a rejected one behind one prompt; the prompt is a field,
+or the beginning that both have in common:
+
+    {"prompt", "chosen", "rejected"}                          texts, or messages in any of them
+    {"chosen", "rejected"}                                    whole conversations, or texts that begin alike
 """
 
+import difflib
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 Message = dict[str, Any]
+Prompt = TypeVar("Prompt", str, list[Message])
 
 ROLES = {
     "human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool",
@@ -39,7 +48,18 @@ class Continuation(NamedTuple):
     completion: list[Message]
 
 
-Content = str | list[Message] | Completion | Continuation
+Learnt = str | list[Message] | Completion | Continuation
+"""One document to learn."""
+
+
+class Preference(NamedTuple):
+    """Two answers to one prompt, each behind it, of which the first is the better one."""
+
+    chosen: Learnt
+    rejected: Learnt
+
+
+Content = Learnt | Preference
 
 
 class FieldNames(Protocol):
@@ -55,6 +75,12 @@ class FieldNames(Protocol):
     def prompt_field(self) -> str: ...
     @property
     def completion_field(self) -> str: ...
+    @property
+    def preference(self) -> bool: ...
+    @property
+    def chosen_field(self) -> str: ...
+    @property
+    def rejected_field(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -96,6 +122,8 @@ def recognise(fields: Collection[str], names: FieldNames, where: str) -> RowForm
     for one in known:
         if set(one.fields) <= set(fields):
             return one
+    if names.preference:
+        raise ValueError(_no_pair(fields, names, where))
     if names.chat and names.text_field in fields:
         what = f"has text in {names.text_field!r}, but no conversation; leave `chat` out to train on text"
         raise ValueError(f"{where} {what}, or give it {_listed(known)}")
@@ -106,7 +134,11 @@ def recognise(fields: Collection[str], names: FieldNames, where: str) -> RowForm
 
 
 def known_formats(names: FieldNames) -> Iterator[RowFormat]:
-    """In the order in which they are tried. With `chat` all of them are conversations."""
+    """In the order in which they are tried. With `chat` all of them are conversations, with `preference` pairs."""
+    if names.preference:
+        both = (names.chosen_field, names.rejected_field)
+        yield RowFormat("preference pairs", both, partial(_preference, names), more_fields=(names.prompt_field,))
+        return
     if not names.chat:
         yield RowFormat("text", (names.text_field,), partial(_text, names.text_field), learns_all=True)
     for name, field in (("messages", names.messages_field), ("ShareGPT", "conversations")):
@@ -172,11 +204,14 @@ def _turns(pair: Any) -> list[str]:
     return list(pair)
 
 
-def _completion(prompt: str, completion: str, chat: bool, row: dict[str, Any]) -> Content:
-    """With earlier answers in the prompt it stays apart: they are not learnt."""
+def _completion(prompt: str, completion: str, chat: bool, row: dict[str, Any]) -> Learnt:
     if not (chat or isinstance(row[prompt], list) or isinstance(row[completion], list)):
         return Completion(_string(row, prompt), _string(row, completion))
-    asked, answered = _side(prompt, row, "user"), _side(completion, row, "assistant")
+    return _answered(_side(prompt, row, "user"), _side(completion, row, "assistant"))
+
+
+def _answered(asked: list[Message], answered: list[Message]) -> Learnt:
+    """With earlier answers in the prompt it stays apart: they are not learnt."""
     if any(message["role"] == "assistant" for message in asked):
         return Continuation(asked, answered)
     return asked + answered
@@ -186,3 +221,68 @@ def _side(field: str, row: dict[str, Any], role: str) -> list[Message]:
     if isinstance(row[field], list):
         return _messages(field, row[field])
     return [{"role": role, "content": _string(row, field)}]
+
+
+# --- pairs of answers -------------------------------------------------------------------------------------------------
+
+
+def _no_pair(fields: Collection[str], names: FieldNames, where: str) -> str:
+    """What a row lacks that should hold two answers, and which of its fields may be meant."""
+    wanted = {"chosen_field": names.chosen_field, "rejected_field": names.rejected_field}
+    missing = {key: field for key, field in wanted.items() if field not in fields}
+    meant = [(key, difflib.get_close_matches(field, fields, n=1, cutoff=0.5)) for key, field in missing.items()]
+    hints = ", ".join(f"{key}: {found[0]}" for key, found in meant if found)
+    did_you = f"; did you mean {hints}?" if hints else ";"
+    lacks = " and ".join(map(repr, missing.values()))
+    return (
+        f"{where} has no field {lacks} (found: {', '.join(fields) or 'none'}){did_you} preference pairs are rows with "
+        "a chosen and a rejected answer, and their prompt in a field of its own or at the beginning of both; "
+        "chosen_field, rejected_field and prompt_field name other fields"
+    )
+
+
+def _preference(names: FieldNames, row: dict[str, Any]) -> Preference:
+    """Both answers behind their prompt, which is the row's own or what they have in common."""
+    prompt = row.get(names.prompt_field)
+    both = (row[names.chosen_field], row[names.rejected_field])
+    if names.chat or any(isinstance(value, list) for value in (prompt, *both)):
+        return _two_conversations(names, row)
+    chosen, rejected = _string(row, names.chosen_field), _string(row, names.rejected_field)
+    if prompt:
+        asked = _string(row, names.prompt_field)
+        return Preference(Completion(asked, chosen), Completion(asked, rejected))
+    asked = _found(_common_beginning(chosen, rejected), names)
+    return Preference(*(Completion(asked, text[len(asked) :]) for text in (chosen, rejected)))
+
+
+def _common_beginning(one: str, other: str) -> str:
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in alike)
+
+
+def _two_conversations(names: FieldNames, row: dict[str, Any]) -> Preference:
+    asked = _side(names.prompt_field, row, "user") if row.get(names.prompt_field) else []
+    fields = (names.chosen_field, names.rejected_field)
+    chosen, rejected = (_behind(asked, _side(field, row, "assistant"), field) for field in fields)
+    last = min(len(chosen), len(rejected)) - 1
+    alike = next((at for at in range(last) if chosen[at] != rejected[at]), last)
+    prompt = _found(chosen[:alike], names)
+    if any(side[alike]["role"] != "assistant" for side in (chosen, rejected)):
+        raise ValueError(f"{fields[0]!r} and {fields[1]!r} must part where the assistant answers, not before")
+    return Preference(*(_answered(prompt, side[alike:]) for side in (chosen, rejected)))
+
+
+def _behind(asked: list[Message], answer: list[Message], field: str) -> list[Message]:
+    """The conversation: some data sets write the prompt once more at the beginning of each answer."""
+    if answer and answer[0]["role"] == "assistant":
+        return asked + answer
+    if not answer or answer[: len(asked)] != asked:
+        raise ValueError(f"{field!r} must begin with the assistant's answer, or with the row's prompt")
+    return answer
+
+
+def _found(prompt: Prompt, names: FieldNames) -> Prompt:
+    if not prompt:
+        what = f"no field {names.prompt_field!r}, and nothing that both answers begin with"
+        raise ValueError(f"there is no prompt: {what}; prompt_field names another field")
+    return prompt

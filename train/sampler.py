@@ -12,7 +12,7 @@ import numpy as np
 
 from train.data import TokenizedDocuments
 from train.mixture import epoch_order
-from train.packing import Batch, cut, pack, plan_batches
+from train.packing import Batch, cut, pack, plan_together
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,15 +38,20 @@ class Sampler:
     def __init__(
         self, documents: TokenizedDocuments, *, sequence_length: int, micro_batch_tokens: int, seed: int
     ) -> None:
-        if micro_batch_tokens < sequence_length:
+        self.neighbours = 2 if documents.paired else 1
+        if micro_batch_tokens < self.neighbours * sequence_length:
+            times, what = ("twice the ", "a pair") if documents.paired else ("", "a sequence")
             raise ValueError(
-                f"micro_batch_tokens ({micro_batch_tokens}) must be at least sequence_length ({sequence_length}), "
-                "since a sequence is never split over micro-batches"
+                f"micro_batch_tokens ({micro_batch_tokens}) must be at least {times}sequence_length "
+                f"({sequence_length}), since {what} is never split over micro-batches"
             )
         self.documents = documents
         self.pieces = cut(documents, sequence_length)
         if len(self.pieces) == 0:
-            raise ValueError(f"{documents.name} has no token to predict: every document is shorter than two tokens")
+            why = "every document is shorter than two tokens"
+            if documents.paired:
+                why = f"no pair has answers that begin within {sequence_length} tokens"
+            raise ValueError(f"{documents.name} has no token to predict: {why}")
         self.micro_batch_tokens = micro_batch_tokens
         self.seed = seed
         self.identity = f"{documents.digest}/{sequence_length}/{micro_batch_tokens}/{seed}"
@@ -54,7 +59,7 @@ class Sampler:
         self._plan = self._plan_epoch()
 
     def take(self, count: int) -> list[np.ndarray]:
-        """Moves on by `count` micro-batches and returns the piece numbers of each, for `batch` and `num_labels`."""
+        """Moves on by `count` micro-batches and returns the piece numbers of each, for `batch` and `num_terms`."""
         taken = []
         for _ in range(count):
             if self.index == len(self._plan):
@@ -65,17 +70,22 @@ class Sampler:
         return taken
 
     def split(self, numbers: np.ndarray, count: int) -> list[np.ndarray]:
-        """Pieces in their order in at most `count` parts of about as many tokens each, none of them empty."""
-        lengths = self.pieces.length[numbers]
+        """Pieces in their order in at most `count` parts of about as many tokens each, none of them empty.
+
+        Pairs stay whole.
+        """
+        groups = numbers.reshape(-1, self.neighbours)
+        lengths = self.pieces.length[groups].sum(axis=1)
         middles = np.cumsum(lengths) - lengths / 2
         part = (middles * count / lengths.sum()).astype(np.int64)
-        return [numbers[part == one] for one in np.unique(part)]
+        return [groups[part == one].ravel() for one in np.unique(part)]
 
     def batch(self, numbers: np.ndarray) -> Batch:
         return pack(self.documents, self.pieces, numbers)
 
-    def num_labels(self, numbers: np.ndarray) -> int:
-        return int(self.pieces.num_labels[numbers].sum())
+    def num_terms(self, numbers: np.ndarray) -> int:
+        """Of the loss, which is their mean: labels, or pairs."""
+        return len(numbers) // 2 if self.documents.paired else int(self.pieces.num_labels[numbers].sum())
 
     def state_dict(self) -> dict[str, Any]:
         return {"identity": self.identity, "epoch": self.epoch, "index": self.index}
@@ -91,14 +101,14 @@ class Sampler:
         self._plan = self._plan_epoch()
 
     def _plan_epoch(self) -> list[np.ndarray]:
-        order = self._order()
-        return [order[numbers] for numbers in plan_batches(self.pieces.length[order], self.micro_batch_tokens)]
+        how = {"neighbours": self.neighbours, "batch_tokens": self.micro_batch_tokens}
+        return plan_together(self.pieces, self._order(), **how)
 
     def _order(self) -> np.ndarray:
-        """The pieces of this epoch: each once, or of a mixture as the weights say."""
+        """The pieces of this epoch, or the pairs: each once, or of a mixture as the weights say."""
         mixture, pieces = self.documents.mixture, self.pieces
         if mixture is None:
-            return shuffled(len(pieces), seed=self.seed, epoch=self.epoch)
+            return shuffled(len(pieces) // self.neighbours, seed=self.seed, epoch=self.epoch)
 
         def shuffle(count: int, name: str, number: int) -> np.ndarray:
             return shuffled(count, seed=f"{self.seed}/{name}" if name else self.seed, epoch=number)

@@ -22,7 +22,7 @@ from model.settings import COUNTS, POSITIVE, check, setting
 from train.rows import Content, Message, RowFormat, fields_of, recognise
 from train.tables import TABLES, first_fields, rows_of, table_suffix
 
-__all__ = ["DataConfig", "Document", "Message", "Part", "Source", "open_source", "settings_of"]
+__all__ = ["DataConfig", "Document", "Message", "Part", "Source", "name_some", "open_source", "settings_of"]
 
 PYTHON_STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -91,6 +91,12 @@ class DataConfig(SourceConfig):
     """Fraction of the documents that training never sees; chosen by a hash of the document, so that none ever moves."""
     seed: int = 0
     """Decides which documents are held out."""
+    preference: bool = setting(False, later=True)
+    """Read rows as pairs of a chosen and a rejected answer, texts or messages, to one prompt."""
+    chosen_field: str = setting("chosen", later=True)
+    """Field of a pair's better answer."""
+    rejected_field: str = setting("rejected", later=True)
+    """Field of its worse one. The prompt is in `prompt_field`, or at the beginning of both."""
     distributions: str | None = None
     """Folder of a teacher's distributions for these documents, as the stage that stores them made it."""
 
@@ -100,6 +106,8 @@ class DataConfig(SourceConfig):
             if not self.source:
                 raise ValueError("source is missing; name one, or several as a list in `mix`")
             return
+        if self.preference:
+            raise ValueError("preference stands beside mix; pairs of answers come from one source")
         for one in fields(SourceConfig):
             if getattr(self, one.name) != (one.default if one.name != "source" else ""):
                 raise ValueError(f"{one.name} stands beside mix; it belongs to each source in that list")
@@ -203,8 +211,9 @@ def _mixture(config: DataConfig) -> Source:
 
 
 def _standard_library(config: DataConfig) -> Source:
-    if config.chat:
-        raise ValueError(f"{PYTHON_STDLIB} holds no conversations; switch `chat` off or name another source")
+    if config.chat or config.preference:
+        kind, key = ("pairs of answers", "preference") if config.preference else ("conversations", "chat")
+        raise ValueError(f"{PYTHON_STDLIB} holds no {kind}; switch `{key}` off or name another source")
     part = config.source.removeprefix(PYTHON_STDLIB).strip("/")
     root = Path(sysconfig.get_path("stdlib")) / part
     if not root.is_dir():
@@ -243,11 +252,13 @@ def _chosen(path: Path, files: Sequence[NamedFile], config: DataConfig) -> list[
     tables = [(name, file) for name, file in files if table_suffix(file)]
     rows = [(name, file) for name, file in tables if table_suffix(file).split(".")[1] not in COMPANIONS]
     texts = [(name, file) for name, file in files if file.suffix in TEXT_SUFFIXES and not (rows and name == CARD)]
-    if config.chat and texts and not tables:
-        raise ValueError(f"{path} holds no conversations: chat data is read from {', '.join(TABLES)} files")
-    if rows and texts and not config.chat:
+    of_rows = config.chat or config.preference
+    if of_rows and texts and not tables:
+        kind, data = ("pairs of answers", "they are") if config.preference else ("conversations", "chat data is")
+        raise ValueError(f"{path} holds no {kind}: {data} read from {', '.join(TABLES)} files")
+    if rows and texts and not of_rows:
         raise ValueError(f"{path} holds both text files ({texts[0][0]}) and tables ({rows[0][0]}): name one kind")
-    chosen = rows or ([] if config.chat else texts) or tables
+    chosen = rows or ([] if of_rows else texts) or tables
     if not chosen:
         known = ", ".join((*TEXT_SUFFIXES, *TABLES))
         raise ValueError(f"{path} holds no file that can be read as data: {known}, or a folder of `save_to_disk`")
@@ -258,13 +269,18 @@ def _is_hidden(part: str) -> bool:
     return part.startswith(".")
 
 
+def name_some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
+    return f"{', '.join(names[:NAMES_SHOWN])}{more}"
+
+
 def _left_out(source: str | Path, why: str, names: Sequence[str]) -> tuple[str, ...]:
     """A sentence about files that are not read, if there are any."""
     if not names:
         return ()
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     count = "1 file was" if len(names) == 1 else f"{len(names):,} files were"
-    return (f"{source}: {count} left out ({why}): {', '.join(names[:NAMES_SHOWN])}{more}",)
+    return (f"{source}: {count} left out ({why}): {name_some(names)}",)
 
 
 def _files_below(path: Path) -> list[NamedFile]:

@@ -33,6 +33,7 @@ KINDS = (
     "distill",
     "sft",
     "qlora",
+    "dpo",
     "quantize",
     "evaluate",
     "conversation",
@@ -73,6 +74,8 @@ class StageKind(Generic[C, D]):
     """What it measures before training and keeps in its folder, so that a resumed stage need not measure it again."""
     reads_documents: bool = False
     """Whether it reads its data as documents instead of tokens."""
+    reads_pairs: bool = False
+    """Whether its data are pairs of a chosen and a rejected answer; others read documents."""
     in_recipes: bool = True
     """Whether an entry of `stages:` may name it."""
     former_name: str | None = None

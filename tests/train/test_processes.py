@@ -156,9 +156,11 @@ def launched(count: int) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapted"])
-def test_two_processes_train_as_one(adapted: bool, tmp_path: Path, start: Start) -> None:
-    options = {"save_every_step": False, "adapted": adapted}
+@pytest.mark.parametrize(
+    "kind", [{}, {"adapted": True}, {"adapted": True, "paired": True}], ids=["whole", "adapted", "pairs"]
+)
+def test_two_processes_train_as_one(kind: dict[str, bool], tmp_path: Path, start: Start) -> None:
+    options = {"save_every_step": False, **kind}
     two = [start(str(tmp_path / "two"), launched=rank, **options) for rank in launched(2)]
     assert [finish(process) for process in two] == [0, 0]
     assert finish(start(str(tmp_path / "one"), **options)) == 0

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,17 @@ def documents(lengths: Sequence[int], *, seed: int = 0, labelled: float | None =
 
 def toy_documents() -> TokenizedDocuments:
     return documents([5, 40, 17, 70, 2, 33, 1, 90, 26, 11] * 3, seed=3)
+
+
+def toy_pairs(lengths: Sequence[int] = (20, 30, 10, 12, 25, 31, 16, 8) * 2, *, prompt: int = 4) -> TokenizedDocuments:
+    """Pairs of random answers of these lengths, a prompt included that both have in common."""
+    found = documents(lengths, seed=5)
+    tokens, mask = np.array(found.tokens), np.ones(found.num_tokens, dtype=np.uint8)
+    for number, start in enumerate(found.offsets[:-1].tolist()):
+        first = found.offsets[number - number % 2]
+        tokens[start : start + prompt] = tokens[first : first + prompt]
+        mask[start : start + prompt] = 0
+    return replace(found, tokens=tokens, labels_mask=mask, paired=True)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from model.transformer import Transformer
-from tests.train.toy import STEPS, adapted_model, toy_trainer, weights_hash
+from tests.train.toy import STEPS, adapted_model, toy_pairs, toy_trainer, weights_hash
 from train.loop import Trainer
+from train.preference import PreferenceTuning
 
 INTERRUPTED = 3
 EVALUATION_S = 60.0
@@ -34,15 +35,16 @@ def run(
     save_every_step: bool = True,
     steps: int = STEPS,
     adapted: bool = False,
+    paired: bool = False,
     launched: dict[str, str] | None = None,
     held_at: int | None = None,
     file_limit: int | None = None,
 ) -> None:
     """Trains to the end and writes the hash of the weights; a stop is told by the exit code.
 
-    `adapted`: only adapters on a frozen base, with 8-bit moments and activation checkpointing. `launched`: what a
-    launcher's environment says. `held_at`: the step whose checkpoint is begun and never finished. `file_limit`: bytes
-    that no file of this process may exceed.
+    `adapted`: only adapters on a frozen base, with 8-bit moments and activation checkpointing, on documents or
+    `paired` answers. `launched`: what a launcher's environment says. `held_at`: the step whose checkpoint is begun and
+    never finished. `file_limit`: bytes that no file of this process may exceed.
     """
     os.environ.update(launched or {})
     torch.set_num_threads(1)
@@ -52,6 +54,8 @@ def run(
     trainer: Trainer = toy_trainer(
         Path(folder),
         model=adapted_model() if adapted else None,
+        objective=PreferenceTuning() if paired else None,
+        data=toy_pairs() if paired else None,
         evaluate=evaluate,
         evaluate_every_tokens=500,
         checkpoint_every_s=every_s,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from compress.lora import merge, merge_requantized
 from compress.mod import calibrate
@@ -44,7 +45,10 @@ log = logging.getLogger(__name__)
 GENERATION_NAME = "generation_config.json"
 
 
-class QloraStage(TrainingStage[Qlora]):
+Q = TypeVar("Q", bound=Qlora)
+
+
+class QloraStage(TrainingStage[Q]):
     """A frozen base with an adapter is published as it is trained."""
 
     def published_form(self, model: Transformer) -> Transformer:
@@ -61,11 +65,16 @@ class Start:
 
 def run(context: StageContext) -> Result[QloraDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
+    return run_adapted(context, QloraStage)
+
+
+def run_adapted(context: StageContext, kind: type[QloraStage[Q]]) -> Result[QloraDetails] | None:
+    """The same of any kind of stage that trains an adapter on a frozen base."""
     config: Qlora = context.stage.config
     source = context.model(config.model)
-    _check(config)
+    _check(context.stage.kind, config)
     check_dense(context, config.model)
-    stage = QloraStage(context, Tokenizer.load(source))
+    stage = kind(context, Tokenizer.load(source))
     base = context.folder / BASE_NAME
     if context.processes.is_main:
         _make_base(stage, base)
@@ -91,17 +100,17 @@ def setup(config: Qlora, shapes: Mapping[str, ModelConfig]) -> Setup:
     )
 
 
-def _check(config: Qlora) -> None:
+def _check(kind: str, config: Qlora) -> None:
     if config.quantization == NO_FORMAT and config.adapter.init == "loftq":
-        raise UserError("qlora: init loftq starts from the quantization error, but quantization is none.")
+        raise UserError(f"{kind}: init loftq starts from the quantization error, but quantization is none.")
     if config.quantization == NO_FORMAT and config.publish == "requantized":
-        raise UserError("qlora: publish is requantized, but quantization is none; the merged model would be dense.")
+        raise UserError(f"{kind}: publish is requantized, but quantization is none; the merged model would be dense.")
 
 
 # --- before ----------------------------------------------------------------------------------------------------------
 
 
-def _make_base(stage: QloraStage, base: Path) -> None:
+def _make_base(stage: QloraStage[Q], base: Path) -> None:
     """Publishes the frozen base: quantized, or the files of the source as they are."""
     if is_artifact(base):
         return
@@ -122,7 +131,7 @@ def _make_base(stage: QloraStage, base: Path) -> None:
     publish(base, write, stage="quantize", recipe=recipe, parents=(source.digest,))
 
 
-def _calibrate_base(stage: QloraStage, folder: Path) -> None:
+def _calibrate_base(stage: QloraStage[Q], folder: Path) -> None:
     """Sets anew the thresholds of routers, whose scores are not what they were before quantization.
 
     From here on they stay: several adapters may share the base, and each is trained under the rule by which it is
@@ -135,7 +144,7 @@ def _calibrate_base(stage: QloraStage, folder: Path) -> None:
     replace_config(folder, model.config)
 
 
-def _measure_start(stage: QloraStage, base: Path) -> Start:
+def _measure_start(stage: QloraStage[Q], base: Path) -> Start:
     held_out, config = stage.held_out, stage.config
     log.info("measuring the base, on %d batches", len(held_out.batches))
     folders = {config.model: stage.context.model(config.model), f"{config.out}, before": base}
@@ -147,7 +156,7 @@ def _measure_start(stage: QloraStage, base: Path) -> Start:
 # --- after -----------------------------------------------------------------------------------------------------------
 
 
-def _publish(stage: QloraStage, start: Start, model: Transformer, training: TrainingResult) -> Result[QloraDetails]:
+def _publish(stage: QloraStage[Q], start: Start, model: Transformer, training: TrainingResult) -> Result[QloraDetails]:
     config, context, adapter, model = stage.config, stage.context, stage.config.adapter, model.to(choose_device())
     tokenizer = Tokenizer.load(context.model(config.model))
     merges = _measure_merges(stage, model)
@@ -176,7 +185,7 @@ def _publish(stage: QloraStage, start: Start, model: Transformer, training: Trai
     return stage.finish(write, training=training, details=details, before=start.rows, more_checks=checks)
 
 
-def _measure_merges(stage: QloraStage, model: Transformer) -> list[MergedQuality]:
+def _measure_merges(stage: QloraStage[Q], model: Transformer) -> list[MergedQuality]:
     """Each way of handing over base and adapter: its quality, compared with base and adapter side by side."""
     ways: dict[str, Callable[[], Transformer]] = {
         "adapter": lambda: model,

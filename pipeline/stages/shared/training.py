@@ -41,14 +41,15 @@ from pipeline.stages.shared.context import StageContext
 from train.evaluate import TeacherStates
 from train.loop import DivergedError, MemoryShortageError, Trainer, TrainingResult
 from train.objectives import (
-    Distillation,
     LanguageModelling,
+    RoutableObjective,
     RoutedTraining,
     RoutingConfig,
     StoredDistillation,
     objective_of,
 )
 from train.packing import Batch, held_out_batches
+from train.preference import PreferenceTuning
 from train.tracking import Tracker
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,11 @@ class TrainingStage(Generic[C]):
         """What the teacher makes of that text; ValueError without one."""
         if self.teacher_name is None:
             raise ValueError("the stage has no teacher")
-        return self.held_out.states(self.teacher)
+        return self.teacher_states(self.held_out)
+
+    def teacher_states(self, held_out: HeldOut) -> TeacherStates:
+        """What the teacher makes of a text."""
+        return held_out.states(self.teacher)
 
     def _held_out(self, max_tokens: int) -> HeldOut:
         return HeldOut.of(self.data, sequence_length=self.sequence_length, max_tokens=max_tokens)
@@ -120,7 +125,7 @@ class TrainingStage(Generic[C]):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def objective(self) -> LanguageModelling | Distillation | StoredDistillation:
+    def objective(self) -> RoutableObjective | PreferenceTuning:
         """What training minimizes."""
         return LanguageModelling()
 
@@ -155,7 +160,7 @@ class TrainingStage(Generic[C]):
             routing = RoutingConfig(mixture.capacity, anneal_fraction=0.0)
         trainer = Trainer(
             model,
-            objective if routing is None else RoutedTraining(objective, routing),
+            objective if routing is None else RoutedTraining(cast("RoutableObjective", objective), routing),
             self.data.train,
             settings,
             folder=folder or context.folder,
@@ -183,7 +188,7 @@ class TrainingStage(Generic[C]):
         if self.config.evaluate_every_tokens is None:
             return None
         held_out = self._held_out(min(CURVE_TOKENS, self.config.held_out_tokens))
-        reference = None if self.teacher_name is None else held_out.states(self.teacher)
+        reference = None if self.teacher_name is None else self.teacher_states(held_out)
 
         def measure(model: Transformer) -> dict[str, float]:
             quality = held_out.quality(self.published_form(model), reference)
@@ -243,7 +248,8 @@ class TrainingStage(Generic[C]):
             rate = f"a lower learning_rate than {config.learning_rate:g} or more tokens may help"
             log.warning("training made %s worse: %s; %s", config.out, worse, rate)
         parity = check_parity(candidate, self.held_out.batches, published.device)
-        checks = (*check_gate(config.gate, quality, known), *more_checks)
+        details, own_checks = self.examine(published, details)
+        checks = (*check_gate(config.gate, quality, known), *more_checks, *own_checks)
         for check in checks:
             log.info("%s", describe(check))
         output = None
@@ -262,6 +268,10 @@ class TrainingStage(Generic[C]):
             training=(training.tokens, training.seconds),
             details=replace(details, steps=training.steps, skipped_steps=training.skipped),
         )
+
+    def examine(self, published: Transformer, details: D) -> tuple[D, Sequence[Check]]:
+        """What a kind measures of what is published beside its quality, and what it asks of that."""
+        return details, ()
 
     def _quality(self, published: Transformer, known: Quality | None) -> Quality:
         """Of what is published; `known` before, unless its cache changes it."""
@@ -307,7 +317,7 @@ class RecoveryStage(TrainingStage[R]):
             self.__dict__.pop("parent", None)  # no process keeps a whole one beside its shards
         return super().train(model, **how)
 
-    def objective(self) -> LanguageModelling | Distillation | StoredDistillation:
+    def objective(self) -> RoutableObjective:
         """Towards what the teacher has stored with the data, or else by its passes."""
         stored = self.data.train.distributions
         if stored is None or self.config.loss.kind == "cross_entropy":

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 from model.text.tokenizer import Tokenizer
 from pipeline.errors import StageFailed, UserError
@@ -16,7 +17,7 @@ from pipeline.stages.synthesize import filters
 from pipeline.stages.synthesize.config import FILE_NAME, Synthesize
 from pipeline.stages.synthesize.report import Drop, Sample, SynthesizeDetails
 from pipeline.stages.synthesize.writer import CUT, LEAKED, ServedWriter, Writer, Written
-from train.rows import Completion, Continuation
+from train.rows import Completion, Continuation, Learnt
 from train.sources import Document, Message, open_source
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,8 @@ def _given_prompts(context: StageContext) -> Asked:
 
 def _asked_in(document: Document) -> Conversation:
     """All that comes before the last answer of a conversation; a text is what a user says."""
-    content = document.content.prompt if isinstance(document.content, Completion | Continuation) else document.content
+    content = cast("Learnt", document.content)  # pairs of answers were refused with the recipe
+    content = content.prompt if isinstance(content, Completion | Continuation) else content
     if isinstance(content, str):
         return [{"role": "user", "content": content.strip()}]
     roles = [message["role"] for message in content]

@@ -1,0 +1,132 @@
+"""Stage `dpo`: an adapter that learns from pairs of a chosen and a rejected answer; published as `qlora` publishes one.
+
+    quantize, if asked for → measure → attach → train on pairs → measure pairs and the ways of merging
+
+The reference of the loss, and of the held-out comparison, is the model with its adapter taken off.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.lora import LoraConfig, without_lora
+from model.text.tokenizer import Tokenizer
+from model.transformer import Transformer
+from pipeline.measure.gates import estimate, wilson
+from pipeline.measure.quality import HeldOut
+from pipeline.results import Check, Result
+from pipeline.stages.dpo.config import Dpo
+from pipeline.stages.dpo.report import DpoDetails, PairFigures, Share, TrainedPairs
+from pipeline.stages.qlora.report import QloraDetails
+from pipeline.stages.qlora.run import QloraStage, run_adapted
+from pipeline.stages.qlora.run import setup as setup
+from pipeline.stages.shared.context import StageContext
+from train.config import PreferenceLoss
+from train.evaluate import TeacherStates
+from train.packing import Batch, cut
+from train.preference import (
+    PreferenceTuning,
+    chosen_answers,
+    count_unfit,
+    labels_of_pairs,
+    pair_batches,
+    pair_logps,
+    preference_losses,
+)
+
+
+def run(context: StageContext) -> Result[QloraDetails] | None:
+    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    return run_adapted(context, DpoStage)
+
+
+class DpoStage(QloraStage[Dpo]):
+    """A frozen base with an adapter that is trained on pairs, and measured on chosen answers beside its base."""
+
+    model: Transformer
+    """Base and adapter, once they are loaded."""
+
+    def __init__(self, context: StageContext, tokenizer: Tokenizer) -> None:
+        super().__init__(context, tokenizer)
+        self.teacher_name = self.config.model
+
+    def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
+        """As every stage with an adapter loads one; it is kept here to be asked without."""
+        self.model = super().load_adapted(base, adapter, dense=dense)
+        return self.model
+
+    def objective(self) -> PreferenceTuning:
+        return PreferenceTuning(self.config.preference_loss)
+
+    # --- held-out answers ---------------------------------------------------------------------------------------------
+
+    def _held_out(self, max_tokens: int) -> HeldOut:
+        chosen = replace(self.data, held_out=chosen_answers(self.data.held_out))
+        return HeldOut.of(chosen, sequence_length=self.sequence_length, max_tokens=max_tokens)
+
+    def teacher_states(self, held_out: HeldOut) -> TeacherStates:
+        with without_lora(self.model):
+            return held_out.states(self.model)
+
+    # --- held-out pairs -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def pairs(self) -> Sequence[Batch]:
+        """As many pairs as there are chosen answers to measure on."""
+        most = 2 * self.config.held_out_tokens
+        return pair_batches(self.data.held_out, sequence_length=self.sequence_length, max_tokens=most)
+
+    @cached_property
+    def reference_logps(self) -> Tensor:
+        """Of the base, [P, 2]."""
+        with without_lora(self.model), torch.autocast(self.model.device.type, enabled=False):
+            return pair_logps(self.model, self.pairs)
+
+    def _curve(self) -> Callable[[Transformer], dict[str, float]] | None:
+        measure = super()._curve()
+        if measure is None:
+            return None
+
+        def measure_both(model: Transformer) -> dict[str, float]:
+            found = self.pair_figures(pair_logps(model, self.pairs))
+            pairs = {"reward_accuracy": found.accuracy.value, "reward_margin": found.margin.value, "loss": found.loss}
+            return measure(model) | {f"held_out_{name}": value for name, value in pairs.items()}
+
+        return measure_both
+
+    def pair_figures(self, logps: Tensor) -> PairFigures:
+        """Of log-probabilities [P, 2] of chosen and rejected answers."""
+        return pair_figures(logps, self.reference_logps, labels_of_pairs(self.pairs), self.config.preference_loss)
+
+    def examine(self, published: Transformer, details: Any) -> tuple[Any, Sequence[Check]]:
+        """Adds what is known of pairs; the accuracy's bound is held against the low end of its interval."""
+        found = self.pair_figures(pair_logps(published, self.pairs))
+        shortened, left_out = count_unfit(self.data.train, self.sequence_length)
+        trained = TrainedPairs(len(cut(self.data.train, self.sequence_length)) // 2, shortened, left_out)
+        details = DpoDetails(**vars(details), trained=trained, held_out=found)
+        bound, share = self.config.gate.min_reward_accuracy, found.accuracy
+        if bound is None:
+            return details, ()
+        return details, [Check("min_reward_accuracy", share.value, share.low, bound, passed=share.low >= bound)]
+
+
+def pair_figures(logps: Tensor, reference: Tensor, labels: Tensor, loss: PreferenceLoss) -> PairFigures:
+    """Of log-probabilities [P, 2] by the model and by its reference, of answers with so many labels [P, 2]."""
+    gained = logps.double() - reference.double()
+    rewards = loss.beta * (gained / labels if loss.kind == "ipo" else gained)
+    margins = rewards[:, 0] - rewards[:, 1]
+    pairs, right = len(margins), int((margins > 0).sum())
+    return PairFigures(
+        pairs=pairs,
+        likelier_before=float((reference[:, 0] > reference[:, 1]).double().mean()),
+        likelier=float((logps[:, 0] > logps[:, 1]).double().mean()),
+        accuracy=Share(right / pairs, *wilson(right, pairs)),
+        margin=estimate(margins.tolist(), [1.0] * pairs),
+        loss=float(preference_losses(margins, loss).mean()),
+        loss_before=float(preference_losses(torch.zeros_like(margins), loss).mean()),
+    )
