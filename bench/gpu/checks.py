@@ -49,7 +49,8 @@ def run_file(path: Path, marker: str, folder: Path, limit_s: float) -> tuple[int
     report, log = folder / "tests.xml", folder / f"tests-{path.stem}.log"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", str(path), "-m", marker, "-q", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", *(["-n", "4"] if find_spec("xdist") else [])]
+    side_by_side = marker == "gpu" and find_spec("xdist")  # a dry run's tests end before four processes begin
+    command += [f"--junitxml={report}", *(["-n", "4"] if side_by_side else [])]
     ended = run_limited(command, log, limit_s, cwd=ROOT)
     print(*last_lines(log), sep="\n", flush=True)
     if not report.exists():

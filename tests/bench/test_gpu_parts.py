@@ -47,11 +47,14 @@ def run_tiny(out: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_kind_of_part_runs_on_a_cpu(tmp_path: Path) -> None:
-    """Of the parts of kernels two; tests/bench/test_kernel_bench.py has them all. And what 1B does, 8B does too."""
+def test_every_kind_of_part_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the parts of kernels two; tests/bench/test_kernel_bench.py has them all. And what 1B does, 8B does too, and
+    INT4 what NF4 does. Started again, nothing is done again."""
     twins = [name for name in PARTS if name.endswith("-8b") and name.replace("-8b", "-1b") in PARTS]
+    twins += [name for name in PARTS if name.endswith("-int4") and name.replace("-int4", "-nf4") in PARTS]
     kinds = [name for name in PARTS if not name.startswith(("correct-", "kernels-")) and name not in twins]
-    found = run_tiny(tmp_path, "--parts", ",".join(["correct-fused", "kernels-fused", *kinds]))
+    parts = "--parts", ",".join(["correct-fused", "kernels-fused", *kinds])
+    found = run_tiny(tmp_path, *parts)
     assert len(found["parts"]) == len(kinds) + 2
     for name, part in found["parts"].items():
         assert part["status"] == "done" or part["reason"].startswith("needs "), (name, part)
@@ -61,16 +64,9 @@ def test_every_kind_of_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert rows[decode_name("1B", "bf16", 1)]["best_peer"] == "transformers", "peers are measured under our names"
     assert rows[offline_name("1B")]["best_peer"] == rows[prefill_name("1B", 40)]["best_peer"] == "transformers"
     assert rows[decode_name("8B", "nf4", 1)]["roofline"] > 0
-
-
-def test_a_short_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = {row["name"]: row for row in run_tiny(tmp_path, "--parts", "peaks,decode-1b")["table"]}
-    for name in (
-        decode_name("1B", "bf16", 1),
-        decode_name("1B", "bf16", 3),
-        decode_name("1B", "bf16", 1) + ", no graphs",
-    ):
-        assert table[name]["ours"] > 0 and table[name]["roofline"] > 0
+    alone, beside = (decode_name("1B", "bf16", batch) for batch in (1, 3))
+    for name in (alone, beside, f"{alone}, no graphs"):
+        assert rows[name]["ours"] > 0 and rows[name]["roofline"] > 0
     assert "tiny models and shapes" in capsys.readouterr().out
     run_tiny(tmp_path, "--parts", "peaks,decode-1b")
     assert "2 of 2 parts are done already" in capsys.readouterr().out
