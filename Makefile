@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist work
 # Those of tests/serve/README.md whose numbers are larger with --all-trials.
 PROMISES := $(shell grep -l "tests.trials" tests/serve/test_*.py tests/model/test_*.py)
 
-.PHONY: install demo test soak check lint types fast bench bench-gpu clean
+.PHONY: install demo test soak check machine-code lint types fast bench bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -33,6 +33,9 @@ soak: $(INSTALLED)   ## half an hour of mixed traffic with engines killed and st
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all-trials --timeout 1800 $(PROMISES)
 
 check: lint types fast   ## what to run before a commit
+
+machine-code: $(INSTALLED)   ## after a change of kernels: compile all for each GPU, and record what has been checked
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --compile-again -m machine_code tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

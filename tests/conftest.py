@@ -2,11 +2,13 @@
 
 import gc
 import os
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from tests import trials
+from tests import compiled_before, trials
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined; it has no effect on kernels imported before.
@@ -20,21 +22,33 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--recorded-graphs", action="store_true", help="engines' tests run on the path of CUDA graphs too")
     parser.addoption("--all-trials", action="store_true", help="try promises as often as `make soak` does")
+    parser.addoption("--compile-again", action="store_true", help="compile all machine code, and record what passes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     trials.in_full = config.getoption("--all-trials")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
-        _skip(items, "gpu", "needs an NVIDIA GPU")
+        _skip([item for item in items if item.get_closest_marker("gpu")], "needs an NVIDIA GPU")
+    if not (config.getoption("--compile-again") or trials.in_full):
+        compiled = (item for item in items if item.get_closest_marker("machine_code"))
+        _skip(filter(compiled_before.passed_before, compiled), "its machine code passed, and nothing of it has changed")
 
 
-def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+def _skip(items: Iterable[pytest.Item], reason: str) -> None:
     for item in items:
-        if item.get_closest_marker(marker):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    report = yield
+    is_recorded = item.config.getoption("--compile-again") and item.get_closest_marker("machine_code")
+    if is_recorded and report.when == "call" and report.passed:
+        compiled_before.write_passed(item)
+    return report
 
 
 def pytest_collection_finish() -> None:

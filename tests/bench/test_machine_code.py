@@ -142,6 +142,7 @@ def test_names_of_cases_are_theirs_alone() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
+@pytest.mark.machine_code("linear")
 @pytest.mark.slow
 def test_what_misses_a_goal_says_so() -> None:
     (found,) = measure_cases(90, ["int4, 16 rows"])

@@ -199,6 +199,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[s
     return programs
 
 
+@pytest.mark.machine_code("attention")
 @pytest.mark.slow
 def test_registers_go_to_the_consumers_and_none_is_spilled(programs: dict[str, list[tuple[str, MachineCode]]]) -> None:
     for ptx, found in chain(*programs.values()):
@@ -208,6 +209,7 @@ def test_registers_go_to_the_consumers_and_none_is_spilled(programs: dict[str, l
         assert not found.serializes_products, found.report
 
 
+@pytest.mark.machine_code("attention")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "left", "loops_each"),

@@ -37,6 +37,7 @@ def test_a_triton_without_gluon_keeps_the_portable_kernels(
     assert cut.for_hopper(torch.empty(0), "_flash_hopper") is None
 
 
+@pytest.mark.machine_code("attention")
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "group"), [(80, "flash"), (89, "flash"), (89, "flash:float32")])
 def test_inner_loops_spill_next_to_nothing(capability: int, group: str, tmp_path: Path) -> None:
@@ -49,6 +50,7 @@ def test_inner_loops_spill_next_to_nothing(capability: int, group: str, tmp_path
                 assert spills <= MOST_SPILLS * len(loop), f"{name}: {spills} of {len(loop)}"
 
 
+@pytest.mark.machine_code("attention")
 @pytest.mark.slow
 def test_an_a100_multiplies_for_longer_than_anything_else_takes() -> None:
     """Counted from machine code, by pipe: its shared memory, above all, keeps up with its tensor cores."""

@@ -7,6 +7,7 @@ Kernels without products of matrices are the same code for every GPU since the A
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,41 @@ QUICKLY = {"DISABLE_PTXAS_OPT": "1", "DISABLE_LLVM_OPT": "1", "TRITON_DISABLE_LI
 nothing that is checked here depends on them. Triton lays out shared memory before."""
 
 
+FAMILIES = {
+    "around": ["attention"],
+    "flash": ["attention"],
+    "lora": ["linear"],
+    "losses": ["losses"],
+    "optimizer": [],
+    "paged": ["attention"],
+    "products": ["linear"],
+    "routing": ["attention", "linear"],
+    "sampling": ["sampling"],
+}
+"""Folders of kernels that a group compiles, besides the kernels that stand in none."""
+
+
+def compiled(groups: str, capability: int) -> Any:
+    families = {family for group in groups.split() for family in FAMILIES[group.partition(":")[0]]}
+    return pytest.param(groups, capability, marks=pytest.mark.machine_code(*sorted(families)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "capability"),
-    [("around optimizer", 90), ("flash", 90), ("lora", 90), ("losses sampling routing", 90), ("paged", 90),
-     ("products routing", 89), ("paged paged:float32", 89), ("around:float32 optimizer", 89),
-     ("lora lora:float32", 89), ("losses losses:float32", 89)],
-)  # fmt: skip
+    [
+        compiled("around optimizer", 90),
+        compiled("flash", 90),
+        compiled("lora", 90),
+        compiled("losses", 90),
+        compiled("sampling routing", 90),
+        compiled("paged", 90),
+        compiled("products routing", 89),
+        compiled("paged paged:float32", 89),
+        compiled("around:float32 optimizer", 89),
+        compiled("lora lora:float32", 89),
+        compiled("losses losses:float32", 89),
+    ],
+)
 def test_kernels_compile(groups: str, capability: int, tmp_path: Path) -> None:
     compile_alone(capability, groups.split(), tmp_path, **QUICKLY)

@@ -94,6 +94,7 @@ def test_every_code_becomes_its_value(format: str) -> None:
         assert torch.equal(halves(result), expected_values(format, codes, zeros[:, None]))
 
 
+@pytest.mark.machine_code("linear")
 @pytest.mark.slow
 def test_an_h100_decodes_as_fast_as_its_memory_delivers() -> None:
     """Up to 16 rows, and for gradients of many; counted from machine code, by pipe."""
@@ -104,6 +105,7 @@ def test_an_h100_decodes_as_fast_as_its_memory_delivers() -> None:
         assert found.misses() == [], found.case
 
 
+@pytest.mark.machine_code("linear")
 @pytest.mark.slow
 def test_weights_reach_the_tensor_cores_of_an_h100_from_registers() -> None:
     for compiled in compile_cases(90, [f"{format}, 16 rows" for format in PTX]):
@@ -111,6 +113,7 @@ def test_weights_reach_the_tensor_cores_of_an_h100_from_registers() -> None:
         assert not any(line.startswith(("STS", "SHFL")) for line in step), "weights move between threads"
 
 
+@pytest.mark.machine_code("linear")
 @pytest.mark.slow
 def test_codes_of_eight_bits_go_through_tensor_cores_as_they_are() -> None:
     """And nothing that a step issues takes longer than its products."""
@@ -120,6 +123,7 @@ def test_codes_of_eight_bits_go_through_tensor_cores_as_they_are() -> None:
         assert max(found.cycles[pipe] for pipe in ("issue", "integer", "float")) <= found.cycles["tensor"]
 
 
+@pytest.mark.machine_code("linear")
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "group"), [(90, "quantized"), (80, "quantized"), (89, "quantized:float32")])
 def test_nothing_spills(capability: int, group: str, tmp_path: Path) -> None:

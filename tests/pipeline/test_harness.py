@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +236,12 @@ def test_a_stage_puts_tasks_to_both_models(
     assert read_result(copied_run.folder.path / "02-evaluate").key != result.key, "the tasks changed"
 
 
-@pytest.mark.slow  # the harness reads all its own tasks before it can say that this is none
-def test_a_task_that_nobody_knows_is_one_sentence(tasks: Path) -> None:
+def test_a_task_that_nobody_knows_is_one_sentence(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness knows only our tasks here: to read all that it brings takes a while."""
+    from pipeline.stages.evaluate import harness
     from pipeline.stages.evaluate.harness import open_tasks
 
+    monkeypatch.setattr(harness, "TaskManager", partial(harness.TaskManager, include_defaults=False))
     with pytest.raises(UserError, match="'coper_choice', which is no task of lm-evaluation-harness or"):
         open_tasks(Harness(tasks=("coper_choice",), folder=str(tasks)))
 

@@ -12,8 +12,9 @@ import pytest
 from pipeline.stages.base import read_result
 from tests.pipeline.fork_server import ForkServer
 from tests.pipeline.tiny_run import TinyRun
+from tests.trials import trials
 
-KILLS = 20
+KILLS = trials(8, 20)
 LIVES = 4
 """Kills of one run before it may finish."""
 ONLY = ("evaluate", "conversation")
