@@ -35,7 +35,7 @@ soak: $(INSTALLED)   ## half an hour of mixed traffic with engines killed and st
 check: lint types fast   ## what to run before a commit
 
 machine-code: $(INSTALLED)   ## after a change of kernels: compile all for each GPU, and record what has been checked
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --compile-again -m machine_code tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --compile-again --timeout 1800 -m machine_code tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)
