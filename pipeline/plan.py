@@ -5,9 +5,10 @@ what a stage publishes has the shape that its settings say.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from model.config import ModelConfig
 from model.mesh import gpus
@@ -51,8 +52,10 @@ def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
     return plans
 
 
-def stage_plans(recipe: Recipe, cache: Path) -> list[StagePlan]:
-    """The stages that train, in order.
+def stage_plans(
+    recipe: Recipe, cache: Path, imported: Mapping[str, ModelConfig] = MappingProxyType({})
+) -> list[StagePlan]:
+    """The stages that train, in order. `imported`: what is known of models, by the stage that has them already.
 
     Raises UserError or ValueError when a model cannot be found, or a stage asks for more than its model has.
     """
@@ -61,7 +64,7 @@ def stage_plans(recipe: Recipe, cache: Path) -> list[StagePlan]:
     for stage in recipe.plan():
         kind = kind_of(stage.kind)
         setup, data = kind.setup(stage.config, shapes), kind.data(stage.config)
-        shape = kind.shape(stage.config, shapes, cache)
+        shape = imported.get(stage.name) or kind.shape(stage.config, shapes, cache)
         if setup is not None and data is not None:
             plans.append(StagePlan(stage.name, setup, setup.memory(), recipe.data_set(data).sequence_length))
         if stage.out is not None and shape is not None:

@@ -6,12 +6,16 @@ Recipes, micro-batches and processes are checked where they are read (pipeline/r
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from model.files.checkpoint import load_config
+from model.files.safe_io import CheckpointError
 from pipeline.errors import UserError
 from pipeline.plan import StagePlan, stage_plans
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
+from pipeline.stages.base import kind_of
 from train.sources import check_reachable
 
 log = logging.getLogger(__name__)
@@ -23,14 +27,21 @@ ROOM = 2.2
 def preflight(recipe: Recipe, folder: RunFolder, cache: Path) -> None:
     """Before the first import. Raises ValueError, UserError among it, for what cannot end well; warns of the rest.
 
-    Models that cannot be found, and stages that ask for more than their model has, are found by planning.
+    Models that cannot be found, and stages that ask for more than their model has, are found by planning. A model that
+    the run has imported need not be found again.
     """
     unfinished = {stage.name for stage in recipe.plan() if not (folder.stage(stage) / "result.json").exists()}
     if not unfinished:
         return
+    finished = [stage for stage in recipe.plan() if stage.name not in unfinished]
+    imports = [stage for stage in finished if not kind_of(stage.kind).in_recipes]
+    imported = {}
+    for stage in imports:
+        with suppress(CheckpointError):  # a damaged one is imported again
+            imported[stage.name] = load_config(folder.model(stage))
     for sentence in unreachable(recipe):
         raise UserError(sentence)
-    plans = [plan for plan in stage_plans(recipe, cache) if plan.name in unfinished]
+    plans = [plan for plan in stage_plans(recipe, cache, imported) if plan.name in unfinished]
     for sentence in long_sequences(plans):
         log.warning("%s", sentence)
     if lack := little_room(plans, folder.path):

@@ -8,8 +8,9 @@ import yaml
 
 from pipeline.cli import main
 from pipeline.plan import plan_recipe
-from pipeline.preflight import ROOM, little_room
+from pipeline.preflight import ROOM, little_room, preflight
 from pipeline.recipe import load_recipe
+from pipeline.run_folder import RunFolder
 from tests.pipeline.tiny_run import write_teacher
 
 
@@ -74,6 +75,19 @@ def test_a_disk_without_room_for_checkpoints(
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"1")
     assert little_room(plans, tmp_path / "run") is None
+
+
+def test_a_model_that_is_imported_need_not_be_found_again(recipe: Path, tmp_path: Path) -> None:
+    gone = load_recipe(recipe, [f"models.teacher.from={tmp_path / 'gone'}"])
+    folder, imported = RunFolder(tmp_path / "run"), gone.plan()[0]
+    with pytest.raises(ValueError, match="gone"):
+        preflight(gone, folder, tmp_path)
+    write_teacher(folder.model(imported))
+    (folder.stage(imported) / "result.json").write_text("{}")
+    preflight(gone, folder, tmp_path)
+    (folder.model(imported) / "config.json").unlink()
+    with pytest.raises(ValueError, match="gone"):
+        preflight(gone, folder, tmp_path)
 
 
 def test_texts_longer_than_the_model_knows(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
