@@ -31,7 +31,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from model.files.distributions import Distributions, shard_name, write_index, write_shard
-from model.files.labels import LabelledDocument, Origin, label_shards, read_labels, read_origin, vocabulary_digest
+from model.files.label_shards import label_shards
+from model.files.labels import LabelledDocument, Origin, read_labels, read_origin, vocabulary_digest
 from model.files.safe_io import sha256_of
 from model.files.sealed_folder import check, seal
 from model.text.tokenizer import Tokenizer

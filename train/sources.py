@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.files.labels import INDEX_NAME, is_label_folder, label_shards
+from model.files.label_shards import INDEX_NAME, is_label_folder, label_shards
 from model.files.safe_io import sha256_of
 from model.settings import COUNTS, POSITIVE, check, setting
 from train.rows import Content, Message, RowFormat, fields_of, recognise

@@ -15,7 +15,6 @@ Legend: D documents of a shard, P positions (one for each token), r positions of
 import fcntl
 import hashlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,11 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from model.files.distributions import Arrays, Sampled, shard_arrays, wide_ids
+from model.files.label_shards import INDEX_NAME, is_label_folder, label_shards, shard_number
 from model.files.safe_io import read_json_object, sha256_of, sync_file, write_json
 from model.text.tokenizer import Tokenizer
 
-INDEX_NAME = "labels.json"
 FORMAT_VERSION = 1
-SHARD_NAME = re.compile(r"labels-(\d{6,})\.([0-9a-f]{64})\.safetensors")
 
 
 class LabelsError(ValueError):
@@ -65,19 +63,6 @@ def vocabulary_digest(tokenizer: Tokenizer) -> str:
     for token in range(tokenizer.vocab_size):
         digest.update(len(bytes_of[token]).to_bytes(4, "little") + bytes_of[token])
     return digest.hexdigest()
-
-
-def is_label_folder(path: str | Path) -> bool:
-    return (Path(path) / INDEX_NAME).is_file()
-
-
-def label_shards(folder: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted((path for path in folder.iterdir() if SHARD_NAME.fullmatch(path.name)), key=shard_number)
-
-
-def shard_number(shard: Path) -> int:
-    return int(shard.name.split("-")[1].split(".")[0])
 
 
 class LabelFolder:

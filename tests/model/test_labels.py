@@ -7,7 +7,8 @@ import pytest
 
 from model.files import labels
 from model.files.distributions import Sampled
-from model.files.labels import LabelFolder, LabelledDocument, LabelsError, Origin, label_shards, read_labels
+from model.files.label_shards import label_shards
+from model.files.labels import LabelFolder, LabelledDocument, LabelsError, Origin, read_labels
 
 ORIGIN = Origin("teacher", "vocabulary", 50)
 

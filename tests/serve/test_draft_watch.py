@@ -15,7 +15,8 @@ import pytest
 
 from model.files.artifact import publish
 from model.files.checkpoint import load_model
-from model.files.labels import label_shards, read_labels
+from model.files.label_shards import label_shards
+from model.files.labels import read_labels
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from serve.config import EngineConfig

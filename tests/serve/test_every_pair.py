@@ -20,7 +20,8 @@ import torch
 from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths
 from model.files.adapter import load_adapters
-from model.files.labels import label_shards, read_labels
+from model.files.label_shards import label_shards
+from model.files.labels import read_labels
 from model.formats.registry import format_named
 from model.lora import LoraConfig
 from model.transformer import Transformer

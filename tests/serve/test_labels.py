@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from model.files.checkpoint import load_model
-from model.files.labels import LabelFolder, LabelledDocument, label_shards, read_labels
+from model.files.label_shards import label_shards
+from model.files.labels import LabelFolder, LabelledDocument, read_labels
 from model.transformer import Transformer
 from serve.engine import labels
 from serve.engine.engine import Engine
