@@ -76,12 +76,12 @@ def test_what_was_computed_before_a_preemption_counts_once(pooling: Any) -> None
     plain = make_engine(model)
     plain.add_request("0", prompt, params)
     expected = drain(plain)["0", 0].embedding
-    # Chunks of more than 16 tokens have the bits of whole prompts; fewer are attended in another order.
     engine = make_engine(model, max_num_batched_tokens=20, max_num_seqs=4)
     engine.add_request("0", prompt, params)
     assert not engine.step() and not engine.step()
     engine.scheduler.preempt(engine.scheduler.running[0])
-    assert drain(engine)["0", 0].embedding == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    # Chunks of a few tokens are attended in another order: the last bits differ.
+    assert drain(engine)["0", 0].embedding == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 # Over HTTP
