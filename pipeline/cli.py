@@ -205,9 +205,9 @@ def _run(options: argparse.Namespace) -> int:
     from pipeline.run import run_recipe
 
     cache = options.cache or default_cache()
-    if processes.is_main:
-        preflight(recipe, folder, cache)
     try:
+        if processes.is_main:
+            preflight(recipe, folder, cache)
         results = run_recipe(recipe, folder, cache=cache, processes=processes)
     except KeyboardInterrupt:
         raise RunInterrupted("interrupted; the same command goes on from here") from None

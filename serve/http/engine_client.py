@@ -377,10 +377,8 @@ class Call:
         self.adapter = adapter
         self._metrics, self._params = self._client.metrics.of(adapter), params
         if self._client.answers is not None:
-            self._last_read, self._answer = (
-                time.monotonic(),
-                self._client.answers.open(prompts, params, tenant, adapter),
-            )
+            self._last_read = time.monotonic()
+            self._answer = self._client.answers.open(prompts, params, tenant, adapter)
             for prompt_index, output in self._answer.replay():
                 self.put(prompt_index, output)
             if not self._num_running:
