@@ -78,8 +78,8 @@ class HostCopy:
 class CheckpointWriter:
     """Publishes a trainer's checkpoints in `folder`, one after the other. Each process has one, and all do the same.
 
-    As a context it waits at the end for what is being written, and for what was before an exception; not for an
-    impatient user (KeyboardInterrupt).
+    As a context it waits at the end for what is being written, and for what was before an exception. An impatient user
+    (KeyboardInterrupt) waits for a piece, and what is being written is given up: the folder is free for others.
     """
 
     def __init__(self, folder: Path, *, keep: int, part: int | None, parts: int) -> None:
@@ -91,6 +91,7 @@ class CheckpointWriter:
         self._rests = accelerator.device.type == "cpu"
         self._thread: threading.Thread | None = None
         self._awaited = threading.Event()
+        self._is_given_up = False
         self._worked_s = 0.0
         self.error: Exception | None = None
         """What the thread failed with; the next `wait` raises it, in all processes."""
@@ -121,6 +122,9 @@ class CheckpointWriter:
         if kind is None:
             self.wait()
         elif issubclass(kind, Exception):
+            self._join()
+        elif self._group is None:  # others may never come to agree
+            self._is_given_up = True
             self._join()
 
     def _join(self) -> None:
@@ -155,10 +159,11 @@ class CheckpointWriter:
 
     def moved(self, num_bytes: int) -> None:
         """Rests, on a CPU that trains, for as long as makes its work a tenth."""
-        if not self._rests:
-            return
-        self._awaited.wait((time.thread_time() - self._worked_s) * (1 / SHARE - 1))
-        self._worked_s = time.thread_time()
+        if self._rests:
+            self._awaited.wait((time.thread_time() - self._worked_s) * (1 / SHARE - 1))
+            self._worked_s = time.thread_time()
+        if self._is_given_up:
+            raise InterruptedError("training was interrupted")
 
 
 def _shapes(files: Files) -> dict[str, dict[str, Any]]:

@@ -116,6 +116,18 @@ def test_a_second_save_waits_for_the_first_and_the_end_for_both(tmp_path: Path, 
         check_published(tmp_path, step, random_files(step))
 
 
+def test_an_interrupt_gives_up_what_is_being_written(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.checkpoint_writer.SHARE", 1e-9)  # it rests after its first piece
+    with pytest.raises(KeyboardInterrupt), writer_in(tmp_path) as writer:
+        writer.save(1, random_files(1), {})
+        thread = writer._thread
+        raise KeyboardInterrupt
+    assert thread is not None and not thread.is_alive()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_its_memory_is_allocated_once(tmp_path: Path) -> None:
     with writer_in(tmp_path) as writer:
         places = []
