@@ -28,6 +28,7 @@ from bench.common import write_result
 from kernels.common.cuda_graph import Graphs, Outputs
 from serve.engine import engine as engine_module
 from serve.engine.engine import Engine
+from serve.engine.graphs import Inputs
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import make_engine
 from tests.tiny import tiny_model
@@ -68,14 +69,16 @@ def stubs() -> Iterator[Counter[str]]:
     def launcher(self: JITFunction, grid: Any) -> Callable[..., None]:
         return lambda *args, **options: counts.update(launches=1)
 
-    upload = torch.from_numpy
+    def counted(upload: Callable[..., Any]) -> Callable[..., Any]:
+        def uploading(*args: Any) -> Any:
+            counts["uploads"] += 1
+            return upload(*args)
 
-    def counted_upload(array: Any) -> torch.Tensor:
-        counts.update(uploads=1)
-        return upload(array)
+        return uploading
 
     replace(JITFunction, "__getitem__", launcher)
-    replace(torch, "from_numpy", counted_upload)
+    replace(torch, "from_numpy", counted(torch.from_numpy))
+    replace(Inputs, "upload", counted(Inputs.upload))
     replace(torch, "empty", torch.zeros)  # what no kernel has written must still be a token
     for name, module in list(sys.modules.items()):
         for function in vars(module).keys() & AS_ON_A_GPU.keys() if name.startswith(("kernels.", "model.")) else ():

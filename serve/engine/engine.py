@@ -28,7 +28,7 @@ from serve.engine.draft_watch import DraftWatch
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer, Prepares
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
-from serve.engine.graphs import Tables, UniformSteps
+from serve.engine.graphs import Members, Tables, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
 from serve.engine.labels import Labels
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
@@ -288,6 +288,8 @@ class Engine:
             self._read(outputs)
         schedule = self._schedule(outputs)
         self.on_schedule()
+        if self.uniform_steps is not None and (schedule.num_admitted or schedule.copies):
+            self.uniform_steps.interrupt()
         if schedule.chunks:
             self.runner.copy_pages(schedule.copies)
             if self.draft is not None:
@@ -372,13 +374,15 @@ class Engine:
         sequences = tuple([item.sequence for item in work])
         launch = partial(self._launch_ragged, work)
         launcher: Prepares = self.runner
-        steps, all_single = self.uniform_steps, max([item.chunk.num_tokens for item in work]) == 1
-        # Who decoded in the step before decodes in this one, if each still computes one token.
-        goes_on = steps is not None and steps.goes_on(sequences)
-        if steps is not None and all_single and (goes_on or all(map(_decodes, work))):
-            if not goes_on:
+        steps = self.uniform_steps
+        # Who decoded in the step before, and nothing has happened to them since, have a token each to compute now.
+        who = None if steps is None else steps.going_on(sequences)
+        all_single = who is not None or max([item.chunk.num_tokens for item in work]) == 1
+        if steps is not None and (who is not None or (all_single and all(map(_decodes, work)))):
+            if who is None:
                 self.state.add(sequences)
-            launch, launcher = partial(self._launch_uniform, steps, sequences, work), steps
+                who = steps.members(sequences)
+            launch, launcher = partial(self._launch_uniform, steps, who, work), steps
         if self.draft is None or not all_single:
             return launch()
         # Prompts would blur what decoding costs.
@@ -386,11 +390,10 @@ class Engine:
         with self._target_timer.measure(num_rows, launcher):
             return launch()
 
-    def _launch_uniform(self, steps: UniformSteps, sequences: tuple[Sequence, ...], work: list[Work]) -> PendingStep:
-        is_masked = self.requests.have_masks and any(sequence.mask is not None for sequence in sequences)
-        starts = [item.chunk.start for item in work]
+    def _launch_uniform(self, steps: UniformSteps, who: Members, work: list[Work]) -> PendingStep:
+        is_masked = self.requests.have_masks and any(sequence.mask is not None for sequence in who.sequences)
         drafts = [] if self.draft is None else [item.draft for item in work]
-        return PendingStep(steps.decode(sequences, starts, drafts, is_masked=is_masked))
+        return PendingStep(steps.decode(who, drafts, is_masked=is_masked))
 
     def _launch_ragged(self, work: list[Work]) -> PendingStep:
         if self.uniform_steps is not None:

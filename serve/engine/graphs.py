@@ -10,7 +10,6 @@ B sequences of a captured size, n ≤ B of them real, q tokens of each, P pages 
 """
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +38,6 @@ from serve.engine.sampling import (
 _NUM_STAGING = 3
 """One for the step that is being written, two for those whose upload may still be under way."""
 _NO_PAGES = np.empty((3, 0), dtype=np.int32)
-_NUM_UNREAD, _BATCH_ROW, _LENGTH = map(attrgetter, ("num_unread", "batch_row", "num_tokens"))
 
 
 class Batch(NamedTuple):
@@ -56,6 +54,8 @@ class Batch(NamedTuple):
     """Draft tokens that are meant, by `meant_by`; of a guess, those before it."""
     wanted: np.ndarray | int = 0
     """Draft tokens that passes of a draft, this one and those that follow it, are to guess."""
+    grown: Iterable[int] | None = None
+    """Who may have pages that the device lacks; None: anybody."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +70,7 @@ class Members:
         """`number`: no other members have it."""
         self.number, self.sequences = number, sequences
         self._state, self._num_writes = state, state.num_writes
-        self.rows = np.fromiter(map(_BATCH_ROW, sequences), np.int64, len(sequences))
+        self.rows = np.array([sequence.batch_row for sequence in sequences])
         self.adapters, self.prompts, self._always, self._min_tokens, cuts_tail = state.facts[self.rows].T
         self.has_adapters, self.cuts_tail = bool((self.adapters != NO_ADAPTER).any()), bool(cuts_tail.any())
         self._may_adjust = bool(self._always.any() or self._min_tokens.any())
@@ -78,6 +78,8 @@ class Members:
         self.tables = [sequence.table for sequence in sequences]
         self.references = feed_references(self.rows[:, None], np.arange(1), state.feed.shape[1])
         """`[n, 1]`: of the latest token of each; those of draft tokens lie below."""
+        self._starts: np.ndarray | None = None
+        """Of the latest step, if it computed one token of each."""
 
     def are(self, sequences: tuple[Sequence, ...]) -> bool:
         """Whether these are they, and nothing of it has been written since."""
@@ -89,6 +91,32 @@ class Members:
             return None
         adjusted = np.where((self._always != 0) | (positions < self._min_tokens), self.rows, NOBODY)
         return adjusted if adjusted.max() != NOBODY else None
+
+    def next_batch(self, drafts: list[DraftTree]) -> Batch:
+        """Of the last token of each, and of draft tokens: none, or one tree of each."""
+        if drafts.count(NO_DRAFT) < len(drafts):
+            return self._behind(drafts)
+        if self._starts is None:
+            self._starts = self._positions()
+            return Batch(self, self._tokens(1), self._starts)
+        # The step before has left what it drew in the feed. Whoever begins a page with that may have got it just now.
+        self._starts = self._starts + 1
+        return Batch(self, self.references, self._starts, grown=(self._starts % PAGE_SIZE == 0).nonzero()[0])
+
+    def _behind(self, drafts: list[DraftTree]) -> Batch:
+        self._starts = None  # how many of them are accepted will be read
+        last, counts = np.array([draft.num_tokens for draft in drafts]), np.array([meant_by(draft) for draft in drafts])
+        return Batch(self, self._tokens(1 + int(last.max())), self._positions(), last, counts)
+
+    def _positions(self) -> np.ndarray:
+        return np.array([sequence.num_drawn - 1 for sequence in self.sequences])
+
+    def _tokens(self, q: int) -> np.ndarray:
+        """The last of each and q − 1 draft tokens, `[n, q]`; what the host does not know is in the feed."""
+        tokens = self.references - np.arange(q)
+        latest = zip(self.references[:, 0].tolist(), self.sequences, strict=True)
+        tokens[:, 0] = [reference if one.num_unread else one.tokens[-1] for reference, one in latest]
+        return tokens
 
 
 class Tables:
@@ -114,12 +142,13 @@ class Tables:
         """As `KVFormat.allocate` asks for them: lists of visible slots are by batch row too."""
         return {"num_rows": self.num_rows, "most_tokens": self.most_tokens}
 
-    def missing(self, members: Members, room: int) -> np.ndarray:
+    def missing(self, batch: Batch, room: int) -> np.ndarray:
         """Rows, columns and ids of pages that the device lacks, `[3, m]`, m ≤ room; more are uploaded here."""
-        grown = [n for n, table in enumerate(members.tables) if table.num_uploaded < table.num_pages]
-        if not grown:
+        tables, rows = batch.who.tables, batch.who.rows
+        grown = range(len(tables)) if batch.grown is None else batch.grown
+        entries = [entry for n in grown for entry in _new_pages(tables[n], rows[n])]
+        if not entries:
             return _NO_PAGES
-        entries = [entry for n in grown for entry in _new_pages(members.tables[n], int(members.rows[n]))]
         columns = np.array(entries, dtype=np.int32).T
         if len(entries) <= room:
             return columns
@@ -155,14 +184,17 @@ class Inputs:
         nobody = [spare_row, 0, -shape.num_tokens, -1, NO_ADAPTER, 0, 0, NOBODY, 0]
         self._num_columns = len(nobody)
         self.empty = np.zeros((len(nobody) + shape.num_tokens) * shape.size + 3 * self.room, dtype=np.int32)
-        columns, _, entries = self.parts(self.empty)
-        columns[:], entries[0] = np.array(nobody, dtype=np.int32)[:, None], spare_row
+        columns, _, self._empty_pages = self.parts(self.empty)
+        columns[:], self._empty_pages[0] = np.array(nobody, dtype=np.int32)[:, None], spare_row
         self._host, self._number, self._brings_pages = self.empty.copy(), 0, False
         """The latest batch, the number of its members, and whether it had new pages."""
+        self._host_parts = self.parts(self._host)
         self.values = torch.tensor(self.empty, device=device)
         """What the latest step was given, or what one for a draft has left for the one behind it."""
         self._no_pages = self.parts(self.values.clone())[2]
         self._staging = [torch.zeros_like(self.values, device="cpu", pin_memory=on_gpu) for _ in range(_NUM_STAGING)]
+        self._places = [np.asarray(staging) for staging in self._staging]
+        """The same memory."""
         self._left = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
         self._turn = 0
 
@@ -190,7 +222,7 @@ class Inputs:
         new_pages: np.ndarray,
     ) -> None:
         """Upload a batch and its columns `[n]` as in `parts`; what is as in the batch before it stays."""
-        who, n, (columns, tokens, pages) = batch.who, len(batch.tokens), self.parts(self._host)
+        who, n, (columns, tokens, pages) = batch.who, len(batch.tokens), self._host_parts
         if self._number != who.number:
             self._host[:], self._number = self.empty, who.number
             columns[0, :n], columns[3, :n], columns[4, :n] = who.rows, 0, who.adapters
@@ -202,7 +234,7 @@ class Inputs:
         tokens[:n] = batch.tokens
         num_new = new_pages.shape[1]
         if num_new or self._brings_pages:
-            pages[:] = self.parts(self.empty)[2]
+            pages[:] = self._empty_pages
             pages[:, :num_new], self._brings_pages = new_pages, num_new > 0
         self.upload(self._host)
 
@@ -227,8 +259,8 @@ class Inputs:
         self._turn = (self._turn + 1) % _NUM_STAGING
         if self._left:
             self._left[self._turn].synchronize()
-        staging = self._staging[self._turn].copy_(torch.from_numpy(values))
-        self.values.copy_(staging, non_blocking=True)
+        self._places[self._turn][:] = values
+        self.values.copy_(self._staging[self._turn], non_blocking=True)
         if self._left:
             self._left[self._turn].record()
 
@@ -255,46 +287,35 @@ class UniformSteps:
         """Whether the latest step also did what later ones like it need not do again."""
         return self._graphs.has_prepared
 
-    def decode(
-        self,
-        sequences: tuple[Sequence, ...],
-        starts: list[int],
-        drafts: list[DraftTree],
-        *,
-        is_masked: bool,
-    ) -> list[PendingSamples]:
-        """Launch a step of the target: what sequences emit behind a last token, at a position, and draft tokens.
+    def decode(self, who: Members, drafts: list[DraftTree], *, is_masked: bool) -> list[PendingSamples]:
+        """Launch a step of the target: what sequences emit behind their last token and draft tokens.
 
         `drafts`: none, or one of each. `is_masked`: whether any of them has a token mask.
         """
-        n, q, who = len(sequences), 1, self.members(sequences)
-        last: np.ndarray | int = 0
-        counts: np.ndarray | int = 0
-        if drafts.count(NO_DRAFT) < len(drafts):
-            last, counts = (np.array(list(map(of, drafts))) for of in (_LENGTH, meant_by))
-            q += int(last.max())
-        batch = Batch(who, _last_tokens(who, q), np.array(starts), last, counts)
+        batch, sequences = who.next_batch(drafts), who.sequences
+        n, q = batch.tokens.shape
         end = End.LOGITS if is_masked else target_end(sequences, drafts, q)
         if end is End.LOGITS:
             (logits,) = self.launch(batch, end)
             each = enumerate(zip(sequences, drafts or [NO_DRAFT] * n, strict=True))
             return self._sampler.sample(logits, [SequenceRows(one, at * q, draft) for at, (one, draft) in each])
         found, logits = self.launch(batch, end)
-        return [self._sampler.pending(list(range(n)), sequences, found, logits, who.most_logprobs)]
+        return [self._sampler.pending(range(n), sequences, found, logits, who.most_logprobs)]
 
     def members(self, sequences: tuple[Sequence, ...]) -> Members:
         """Of a batch that is launched next; what is known of the latest one's is kept."""
-        if self._members is None or not self._members.are(sequences):
+        who = self.going_on(sequences)
+        if who is None:
             self._num_members += 1
-            self._members = Members(self._num_members, sequences, self._sampler.state)
-        return self._members
+            who = self._members = Members(self._num_members, sequences, self._sampler.state)
+        return who
 
-    def goes_on(self, sequences: tuple[Sequence, ...]) -> bool:
-        """Whether the latest batch had exactly these in it, and nothing has been written of them since."""
-        return self._members is not None and self._members.are(sequences)
+    def going_on(self, sequences: tuple[Sequence, ...]) -> Members | None:
+        """The latest batch's, if exactly these were in it, and nothing has been written of them since."""
+        return self._members if self._members is not None and self._members.are(sequences) else None
 
     def interrupt(self) -> None:
-        """Some step has been launched otherwise: the next one is not taken to go on from the latest here."""
+        """The next step is not taken to go on from the latest here: one has been launched otherwise, or pages moved."""
         self._members = None
 
     def launch(self, batch: Batch, end: End) -> Outputs:
@@ -316,7 +337,7 @@ class UniformSteps:
             first_to_list=self._first_to_list(batch),
             positions=positions,
             adjusted=adjusted,
-            new_pages=self._tables.missing(who, inputs.room),
+            new_pages=self._tables.missing(batch, inputs.room),
         )
         found = self._graphs_run(shape, inputs)
         return found if n == shape.size else (*(part[:n] for part in found[:-1]), found[-1][: n * q])
@@ -415,20 +436,6 @@ class UniformSteps:
             listing=columns[:2] if self._runner.pages.visible else None,
         )
         return self._runner.logits(run_pass(self._runner.model, self._runner.pages, step))
-
-
-def _last_tokens(who: Members, q: int) -> np.ndarray:
-    """The last of each and q − 1 draft tokens, `[n, q]`; what the host does not know is in the feed."""
-    tokens = who.references
-    if q > 1:
-        tokens = tokens - np.arange(q)
-    if all(map(_NUM_UNREAD, who.sequences)):
-        return tokens
-    tokens = tokens.copy()
-    for at, sequence in enumerate(who.sequences):
-        if not sequence.num_unread:
-            tokens[at, 0] = sequence.tokens[-1]
-    return tokens
 
 
 def _rows(batch_rows: Tensor, positions: Tensor, adjusted: Tensor, shape: Shape) -> Rows:

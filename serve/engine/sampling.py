@@ -29,7 +29,7 @@ N rows, V vocabulary, k draft tokens, g sequences that are verified at once.
 from collections import defaultdict
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -103,11 +103,10 @@ class Sampled:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PendingSamples:
+class PendingSamples(NamedTuple):
     """What sequences with equally many draft tokens emit, on its way to the host."""
 
-    numbers: list[int]
+    numbers: SequenceType[int]
     """Of the sequences, in the step."""
     sequences: SequenceType[Sequence]
     emitted: Download
@@ -187,7 +186,7 @@ class Sampler:
 
     def pending(
         self,
-        numbers: list[int],
+        numbers: SequenceType[int],
         sequences: SequenceType[Sequence],
         found: Tensor,
         logits: Tensor,

@@ -46,6 +46,8 @@ class Schedule:
     """(source, destination) pages to copy before the step."""
     preempted: tuple[int, ...]
     """Ids of sequences that lost their pages."""
+    num_admitted: int
+    """Waiting sequences that take part from here on."""
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +121,7 @@ class Scheduler:
         if not step.preempted:
             self._admit_waiting(step)
         self.num_preemptions += len(step.preempted)
-        return Schedule(tuple(step.chunks), tuple(step.copies), tuple(step.preempted))
+        return Schedule(tuple(step.chunks), tuple(step.copies), tuple(step.preempted), step.num_admitted)
 
     def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int] | None) -> None:
         decoding, prefilling = self._unfinished()
@@ -206,6 +208,7 @@ class Scheduler:
             if found is None:
                 break
             self._start(sequence, found)
+            step.num_admitted += 1
             if waiting is not self.waiting:
                 waiting.remove(sequence)
             num_batch_rows += sequence.num_batch_rows
@@ -246,6 +249,7 @@ class _Step:
         self.chunks: list[Chunk] = []
         self.copies: list[tuple[int, int]] = []
         self.preempted: list[int] = []
+        self.num_admitted = 0
 
     def add(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> None:
         self.chunks.append(Chunk(sequence.id, sequence.num_computed, num_tokens, num_drafts))

@@ -226,6 +226,17 @@ def test_after_a_failure_tables_are_told_anew(monkeypatch: pytest.MonkeyPatch) -
     assert generate(engine, PROMPTS, greedy(20)) == [greedy_oracle(model, prompt, 20) for prompt in PROMPTS]
 
 
+def test_who_is_computed_again_does_not_go_on_from_the_step_before() -> None:
+    """Not even in chunks of one token, which look like decoding."""
+    model = tiny_model(seed=3)
+    engine = make_engine(model, max_num_seqs=1, max_num_batched_tokens=1)
+    engine.add_request("r", PROMPTS[0], greedy(9))
+    for _ in range(len(PROMPTS[0]) + 4):
+        engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    assert drain(engine)[("r", 0)].new_token_ids == greedy_oracle(model, PROMPTS[0], 9)[5:]
+
+
 def test_shared_pages_that_are_copied_are_told() -> None:
     model = tiny_model(seed=3)
     expected = generate(make_engine(model), [PROMPTS[0]], SamplingParams(seed=4, max_tokens=20, ignore_eos=True))
