@@ -19,6 +19,10 @@ _PATIENCE = timedelta(minutes=10)
 """For ranks that load, or compute a long step."""
 
 
+class RankError(RuntimeError):
+    """Ranks are out of step, or one is gone: no further pass is computed over them."""
+
+
 class Group:
     """One rank's side of all of them."""
 

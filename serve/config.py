@@ -52,6 +52,8 @@ class EngineConfig:
     with a scale of their own, as llama.cpp does: faster on CPUs; "auto": as the checkpoint says, else not at all."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" takes a GPU when there is one."""
+    tensor_parallel_size: int = 1
+    """Ranks, each a process with a device of its own, among which the target's weights and KV pages are divided."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None: what the model was trained for, or what the pages hold."""
     max_num_seqs: int = 256
@@ -61,7 +63,7 @@ class EngineConfig:
     num_pages: int | None = None
     """KV pages of 16 tokens; None: from kv_cache_bytes."""
     kv_cache_bytes: int | None = None
-    """Memory for KV pages, target and draft together; None: from the free memory of the device."""
+    """Memory for KV pages, target and draft together, in each rank; None: from the free memory of the device."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory that weights and KV pages may take together."""
     enable_prefix_caching: bool = True
@@ -86,7 +88,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be positive, not {value}")
-        counts = ("num_pages", "kv_cache_bytes", "num_speculative_tokens", "draft_layers")
+        counts = ("num_pages", "kv_cache_bytes", "num_speculative_tokens", "draft_layers", "tensor_parallel_size")
         for name in (*counts, "label_bytes", "watch_draft_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")

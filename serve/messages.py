@@ -5,6 +5,7 @@ tag; a frame that is none of them raises ProtocolError. MessagePack holds data a
 make the other run code.
 """
 
+import socket
 import struct
 
 import msgspec
@@ -132,10 +133,25 @@ class ProtocolError(Exception):
     """The other side sent something that is not a message."""
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """A message ready for the socket."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+def read_frame(connected: socket.socket) -> bytes:
+    """The body of the next frame of a blocking socket. EOFError when the other process has closed it."""
+    (size,) = LENGTH.unpack(_read(connected, LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {size} bytes is larger than {MAX_FRAME_BYTES}")
+    return _read(connected, size)
+
+
+def _read(connected: socket.socket, size: int) -> bytes:
+    data = connected.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError("the other process has closed the socket")
+    return data
 
 
 def decode_to_engine(body: bytes | bytearray) -> ToEngine:

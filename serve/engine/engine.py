@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.cuda_graph import graphs_on
+from model.collectives import RankError
 from model.kv_format import choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.adapters import Adapters
@@ -35,7 +36,7 @@ from serve.engine.loading import Models, choose_max_model_len, count_pages, load
 from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
 from serve.engine.requests import Limits, Requests, Sequence
 from serve.engine.runner import Runner, SequenceInput
-from serve.engine.sampling import PendingSamples, Sampled, Sampler, SequenceRows, select
+from serve.engine.sampling import PendingSamples, Sampled, Sampler, SequenceRows
 from serve.engine.scheduler import Chunk, Schedule, Scheduler
 from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -114,6 +115,8 @@ class Engine:
     def __init__(self, config: EngineConfig, models: Models | None = None) -> None:
         """`models` go before the folders that `config` names. ValueError with one sentence when options do not fit."""
         models = models or load_models(config)
+        if config.tensor_parallel_size > 1 and models.ranks is None:
+            raise ValueError("models that are loaded already cannot be divided among ranks")
         self.config = config
         self.tokenizer = models.tokenizer
         self.dtype, self.device = models.dtype, models.device
@@ -163,8 +166,11 @@ class Engine:
         pages = kv_format.allocate(
             models.target.config, self.num_pages, PAGE_SIZE, self.device, **self.tables.list_sizes
         )
-        self.runner = Runner(models.target, pages, feed=self.state.feed)
-        self.graphs = graphs_on(self.device)
+        self.ranks = models.ranks
+        if self.ranks is not None:
+            self.ranks.allocate(self.num_pages, **self.tables.list_sizes)
+        self.runner = Runner(models.target, pages, feed=self.state.feed, ranks=self.ranks)
+        self.graphs = graphs_on(self.device) if self.ranks is None else None
         self.uniform_steps: UniformSteps | None = None
         """Launches steps in which every sequence decodes, where they can be captured."""
         if self.graphs is not None and models.target.can_be_captured:
@@ -174,7 +180,7 @@ class Engine:
         self.draft: Draft | None = None
         if kind is not None:
             self._add_draft(kind, models)
-        self.is_overlapped = self.device.type == "cuda"
+        self.is_overlapped = self.device.type == "cuda" and self.ranks is None
         """Whether a step is launched before the one before it has been read, where it can be."""
         self.on_schedule: Callable[[], None] = lambda: None
         """Called in each step when it is known who takes part, before anything is computed."""
@@ -246,6 +252,8 @@ class Engine:
         """
         if self.labels is not None:
             raise ValueError(f"{self.config.label_folder} holds labels of one model; its weights cannot be replaced")
+        if self.ranks is not None:
+            raise ValueError("weights cannot be replaced where several ranks share a model; start another engine")
         if not isinstance(weights, Mapping):
             weights = load_weights(weights, self.runner.model.config, self.dtype, self.device)
         outputs: list[RequestOutput] = []
@@ -259,9 +267,11 @@ class Engine:
         self.cache.forget_prefixes()
 
     def close(self) -> None:
-        """Put on the disk what is still to be stored; the engine is not used again."""
+        """Put on the disk what is still to be stored, and end other ranks; the engine is not used again."""
         if self.labels is not None:
             self.labels.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def update_draft_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Draft by other weights from here on; running requests go on, and say what they would have said.
@@ -325,6 +335,8 @@ class Engine:
         try:
             self._launch(self._propose(chunks))
             return
+        except RankError:
+            raise
         except Exception:
             log.exception("a step of %d sequences failed; they are computed one by one", len(chunks))
         synchronize(self.device)
@@ -400,30 +412,31 @@ class Engine:
             self.uniform_steps.interrupt()
         self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
         inputs = [item.input(self.runner.feed.shape[1]) for item in work]
-        hidden = self.runner.hidden(inputs)
-        step, first = PendingStep(), 0
         asked: list[SequenceRows] = []
         rows: list[int] = []
+        first, spans = 0, list[range]()
         for item, own in zip(work, inputs, strict=True):
             if item.samples:
                 asked.append(SequenceRows(item.sequence, len(rows), item.draft))
                 asked += [SequenceRows(sibling, len(rows)) for sibling in item.sequence.siblings]
                 rows += range(first + own.num_rows - 1 - item.draft.num_tokens, first + own.num_rows)
-            if item.scores_prompt or item.pools_prompt:
-                states = hidden[first : first + own.num_rows - item.draft.num_tokens]
-                step.of_prompts.extend(self._of_prompt(item, states))
+            spans.append(range(first, first + own.num_rows - item.draft.num_tokens))
             first += own.num_rows
-        if asked:
-            logits = self.runner.logits(hidden if len(rows) == len(hidden) else select(hidden, rows))
+        hidden, logits = self.runner.run(inputs, rows)
+        step = PendingStep()
+        for item, span in zip(work, spans, strict=True):
+            step.of_prompts.extend(self._of_prompt(item, hidden, span))
+        if logits is not None:
             step.samples.extend(self.sampler.sample(logits, asked))
         return step
 
-    def _of_prompt(self, work: Work, hidden: Tensor) -> Iterator[PromptScores | PromptSum]:
-        """`hidden [R, D]` of the chunk's last tokens."""
+    def _of_prompt(self, work: Work, hidden: Tensor, rows: range) -> Iterator[PromptScores | PromptSum]:
+        """`rows` of `hidden [R, D]` are of the chunk's last tokens."""
         if work.scores_prompt:
-            yield from score_prompt(work.sequence, work.chunk.start, hidden, self.runner.logits)
+            yield from score_prompt(work.sequence, work.chunk.start, rows, partial(self.runner.logits, hidden))
         if work.pools_prompt:
-            yield from pool_prompt(work.sequence, work.chunk.start, work.chunk.num_tokens, hidden)
+            states = hidden[rows.start : rows.stop]
+            yield from pool_prompt(work.sequence, work.chunk.start, work.chunk.num_tokens, states)
 
     # Committing what a step found
 

@@ -435,7 +435,7 @@ class UniformSteps:
             adapters=adapters[:, None].expand(-1, q).flatten() if shape.has_adapters else None,
             listing=columns[:2] if self._runner.pages.visible else None,
         )
-        return self._runner.logits(run_pass(self._runner.model, self._runner.pages, step))
+        return self._runner.model.logits(run_pass(self._runner.model, self._runner.pages, step))
 
 
 def _rows(batch_rows: Tensor, positions: Tensor, adjusted: Tensor, shape: Shape) -> Rows:

@@ -2,22 +2,25 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from model.collectives import Group
 from model.config import ModelConfig
 from model.cost import kv_bytes_per_token, step_bytes, visible_list_bytes
 from model.files.adapter import check_base, load_adapters
 from model.files.artifact import MANIFEST_NAME, open_artifact
-from model.files.checkpoint import load_model
+from model.files.checkpoint import load_config, load_model
 from model.files.progress import ReadingProgress
 from model.fused_adapters import AdapterRoom
 from model.kv_format import FixedScales, choose_kv_format
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, round_activations
+from model.tensor_parallel import WHOLE, Layout, Split, check_split
 from model.text.tokenizer import Tokenizer, different_token
 from model.transformer import Transformer
 from serve.config import EngineConfig
@@ -28,8 +31,11 @@ from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes
 from serve.engine.kv_cache import PAGE_SIZE, pages_for
 from serve.engine.runner import LanguageModel
 
+if TYPE_CHECKING:
+    from serve.engine.ranks import Ranks
+
 CPU_KV_CACHE_BYTES = 2 * 2**30
-"""Most that KV pages take of a CPU's memory when nothing else is said."""
+"""Most that KV pages take of a CPU's memory when nothing else is said; of each rank's, where there are several."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Models:
     """Of each layer of the target, for a cache of fp8."""
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ranks: "Ranks | None" = None
+    """Those that hold the other parts of the target."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -64,6 +72,37 @@ class Models:
 
 def load_models(config: EngineConfig) -> Models:
     """Read target, draft and tokenizer. ValueError (or a subclass) with one sentence when they do not fit together."""
+    if config.tensor_parallel_size == 1:
+        return load_part(config, None)
+    check_ranks(config)
+    from serve.engine.ranks import Ranks, rank_device
+
+    device = rank_device(config, 0)
+    dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    config = replace(config, device=str(device), dtype=dtype)
+    ranks = Ranks(config, device)
+    try:
+        return replace(load_part(config, ranks.group), ranks=ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raise ValueError, one sentence, for what several ranks cannot serve, before any of them is started."""
+    kind = draft_kind(config.draft)
+    if config.enable_lora:
+        raise ValueError("--enable-lora cannot be used with several ranks; name the adapters when the engine starts")
+    if kind is not None and kind.model_use == "target":
+        raise ValueError(f"the draft {config.draft} uses layers of the target, which several ranks share")
+    check_split(load_config(config.model), config.tensor_parallel_size)
+
+
+def load_part(config: EngineConfig, group: Group | None) -> Models:
+    """What one rank of a group holds of the target, and the rest, which is whole; without a group all is.
+
+    Raises as `load_models` does.
+    """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     choose_kv_format(config.kv_cache_dtype, dtype)  # a wrong name is found before weights are read
@@ -75,13 +114,14 @@ def load_models(config: EngineConfig) -> Models:
                 open_artifact(folder, verify=config.verify_artifact, heard=progress.heard)
     if draft is not None:
         check_same_vocabulary(config.model, draft)
-    target = _load_target(config, dtype, device)
+    layout = WHOLE if group is None else Split(group, load_config(config.model))
+    target = _load_target(config, dtype, device, layout)
     drafting = _load(draft, config, dtype, device).trim_head().fuse() if draft is not None else None
     return Models(
         target=target,
         tokenizer=Tokenizer.load(config.model),
         draft=drafting,
-        share_cache=drafting is not None and can_share_cache(target, drafting, dtype, device),
+        share_cache=drafting is not None and group is None and can_share_cache(target, drafting, dtype, device),
         cache_scales=target.cache_scales,
         dtype=dtype,
         device=device,
@@ -99,23 +139,25 @@ def _draft_folder(config: EngineConfig, kind: type[Draft] | None) -> str | None:
     return config.draft if kind is not None and kind.model_use == "needed" else None
 
 
-def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
+def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: Layout) -> Transformer:
     folders = list(config.adapters.values())
     for folder in folders:
         check_base(folder, config.model)
-    model = _load(config.model, config, dtype, device)
+    model = _load(config.model, config, dtype, device, layout)
     if config.activations != "auto" and not quantized_layers(model):
         raise ValueError(f"activations are rounded beside weights in 4 or 8 bits, and {config.model} has none")
     if (folders or config.enable_lora) and adapted_layers(model):
         raise ValueError(f"{config.model} carries an adapter itself; serve its base, and name this adapter too")
     if config.enable_lora:
         return model.fuse(AdapterRoom(config.max_loras, config.max_lora_rank))
-    return model.fuse(load_adapters(model, folders))
+    return model.fuse(load_adapters(model, folders, layout))
 
 
-def _load(folder: str, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Transformer:
+def _load(
+    folder: str, config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: Layout = WHOLE
+) -> Transformer:
     with ReadingProgress(f"loading {folder}", _weight_bytes(folder)) as progress:
-        model = load_model(folder, dtype=dtype, device=device, heard=progress.heard)
+        model = load_model(folder, dtype=dtype, device=device, heard=progress.heard, layout=layout)
     if config.activations != "auto":
         round_activations(model)
     return model
@@ -165,11 +207,11 @@ def count_pages(config: EngineConfig, models: Models, bytes_per_token: int) -> i
     elif models.device.type == "cuda":
         num_pages = _pages_in(_free_gpu_bytes(config, models), page_bytes, config, models)
     else:
-        affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4) // page_bytes
+        affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4 // config.tensor_parallel_size) // page_bytes
         num_pages = min(affordable, _useful_pages(config, models.target.config))
     if num_pages < 1:
         raise ValueError(f"there is no memory for KV pages: one of {PAGE_SIZE} tokens takes {page_bytes} bytes")
-    return num_pages
+    return num_pages if models.ranks is None else models.ranks.fewest_pages(num_pages)
 
 
 def most_draft_tokens(config: EngineConfig, models: Models) -> int:

@@ -24,8 +24,6 @@ import msgspec
 from serve.config import EngineConfig
 from serve.logs import configure_logging
 from serve.messages import (
-    LENGTH,
-    MAX_FRAME_BYTES,
     Abort,
     AdapterLoaded,
     Add,
@@ -34,7 +32,6 @@ from serve.messages import (
     LoadAdapter,
     Ping,
     Pong,
-    ProtocolError,
     Ready,
     Rejected,
     Report,
@@ -43,6 +40,7 @@ from serve.messages import (
     UnloadAdapter,
     decode_to_engine,
     frame,
+    read_frame,
 )
 
 if TYPE_CHECKING:
@@ -69,17 +67,8 @@ class EngineSocket:
         """Messages that have arrived; with `wait`, at least one. EOFError when the HTTP process is gone."""
         timeout_s = None if wait else 0.0
         while select.select([self._socket], [], [], timeout_s)[0]:
-            (size,) = LENGTH.unpack(self._read(LENGTH.size))
-            if size > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {size} bytes is larger than {MAX_FRAME_BYTES}")
-            yield decode_to_engine(self._read(size))
+            yield decode_to_engine(read_frame(self._socket))
             timeout_s = 0.0
-
-    def _read(self, size: int) -> bytes:
-        data = self._socket.recv(size, socket.MSG_WAITALL)
-        if len(data) < size:
-            raise EOFError("the HTTP process has closed the socket")
-        return data
 
 
 Waiting = TypeVar("Waiting", Add, LoadAdapter)

@@ -51,14 +51,18 @@ class PromptSum(NamedTuple):
 
 
 def score_prompt(
-    sequence: Sequence, start: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    sequence: Sequence, start: int, rows: range, logits_of: Callable[[int, int], Tensor]
 ) -> Iterator[PromptScores]:
-    """`hidden [T, D]` of a chunk from `start` on; each row scores the token after it. `logits_of`: [R, D] -> [R, V]."""
+    """Of a chunk from `start` on, whose tokens are `rows` of a pass; each row scores the token after it.
+
+    `logits_of`: those of the pass's rows [first, stop), `[stop - first, V]`.
+    """
     first = max(len(sequence.prompt_logprobs or ()), start + 1)  # a chunk that is computed again has been scored
-    stop = min(start + len(hidden) + 1, sequence.num_prompt_tokens)
+    stop = min(start + len(rows) + 1, sequence.num_prompt_tokens)
     for at in range(first, stop, PROMPT_ROWS_PER_BLOCK):
         tokens = sequence.tokens[at : min(at + PROMPT_ROWS_PER_BLOCK, stop)]
-        logits = logits_of(hidden[at - 1 - start : at - 1 - start + len(tokens)])
+        row = rows.start + at - 1 - start
+        logits = logits_of(row, row + len(tokens))
         wanted = upload(np.array(tokens), logits.device)
         logprobs = token_logprobs(logits, wanted, sequence.params.prompt_logprobs or 0)
         yield PromptScores(sequence, tokens, Download(list(logprobs)))

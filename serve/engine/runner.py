@@ -1,11 +1,11 @@
 """Runs one flat ragged batch on one model: builds its tensors, over the pages that it was given.
 
-T tokens, R rows whose hidden states are wanted, B sequences of this pass, P pages, L layers.
+T tokens, R rows whose hidden states are wanted, N of them whose logits are, B sequences of this pass, P pages.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,10 @@ from model.passes import PagedModel, Pass, PassRunner
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import resolve, upload
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, pages_for
+from serve.engine.sampling import select
+
+if TYPE_CHECKING:
+    from serve.engine.ranks import Ranks
 
 
 class LanguageModel(PagedModel, Protocol):
@@ -45,12 +49,30 @@ class SequenceInput:
     """Where the sequence's list of visible slots is, if attention is routed."""
 
 
-class Runner:
-    """One model with its pages. The host waits for nothing here."""
+class Step(NamedTuple):
+    """All that a pass is computed from, on the host; what `model.passes.Pass` has it explains."""
 
-    def __init__(self, model: LanguageModel, pages: KVPages, *, feed: Tensor) -> None:
-        """`pages`: where keys and values are, on the device of the feed."""
-        self.model, self.pages, self.feed = model, pages, feed
+    tokens: np.ndarray
+    """`[T]` int64, stand-ins included."""
+    positions: np.ndarray
+    slots: np.ndarray
+    block_tables: np.ndarray
+    cu_seqlens: np.ndarray
+    kv_lengths: np.ndarray
+    adapters: np.ndarray | None
+    listing: np.ndarray | None
+    wanted: np.ndarray | None
+    """`[R]` int64: which tokens' hidden states are wanted; None: all of them."""
+    sampled: list[int]
+    """Of which of those rows logits are, too; N of them."""
+
+
+class Runner:
+    """One model with its pages. The host waits for nothing here, but for other ranks."""
+
+    def __init__(self, model: LanguageModel, pages: KVPages, *, feed: Tensor, ranks: "Ranks | None" = None) -> None:
+        """`pages`: where keys and values are, on the device of the feed. `ranks`: those that compute each pass too."""
+        self.model, self.pages, self.feed, self._ranks = model, pages, feed, ranks
         self.device = feed.device
         self._passes = PassRunner(model, pages)
 
@@ -59,16 +81,39 @@ class Runner:
         """Whether the latest pass also did what later ones like it need not do again."""
         return self._passes.has_prepared
 
-    def hidden(self, inputs: list[SequenceInput]) -> Tensor:
-        """Computes the inputs and stores their keys and values. Returns `[R, D]`, sequence after sequence."""
-        lengths = [len(item.tokens) for item in inputs]
-        hidden = self._passes.hidden(self._flatten(inputs, lengths))
-        rows = _wanted_rows(inputs, lengths)
-        return hidden if rows is None else hidden[upload(rows, self.device)]
+    def run(self, inputs: list[SequenceInput], sampled: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Computes the inputs and stores their keys and values.
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, D] -> [R, V]`."""
-        return self.model.logits(hidden)
+        Returns the wanted hidden states `[R, D]`, sequence after sequence, and the logits `[N, V]` of rows `sampled` of
+        them, None where these are none.
+        """
+        step = self._flatten(inputs, sampled)
+        if self._ranks is None:
+            return self.compute(step)
+        if (step.tokens < 0).any():
+            step = step._replace(tokens=resolve(upload(step.tokens, self.device), self.feed).cpu().numpy())
+        with self._ranks.run(step[:-1], sampled):
+            return self.compute(step)
+
+    def compute(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        """As `run`, of what it makes of its inputs."""
+        tokens, positions, slots, tables, starts, lengths = (upload(part, self.device) for part in step[:6])
+        if (step.tokens < 0).any():
+            tokens = resolve(tokens, self.feed)
+        adapters, listing = (None if part is None else upload(part, self.device) for part in step[6:8])
+        hidden = self._passes.hidden(Pass(tokens, positions, slots, tables, starts, lengths, adapters, listing))
+        if step.wanted is not None:
+            hidden = hidden[upload(step.wanted, self.device)]
+        if not step.sampled:
+            return hidden, None
+        return hidden, self.model.logits(hidden if len(step.sampled) == len(hidden) else select(hidden, step.sampled))
+
+    def logits(self, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """Of rows [start, stop) of what the latest pass has returned, `[R, D] -> [stop - start, V]`."""
+        if self._ranks is None:
+            return self.model.logits(hidden[start:stop])
+        with self._ranks.logits(start, stop):
+            return self.model.logits(hidden[start:stop])
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Gives the model other weights; raises what the model raises."""
@@ -83,24 +128,27 @@ class Runner:
         """Copies (source, destination) pages in all layers; every source is read before any destination is written."""
         if not copies:
             return
+        if self._ranks is not None:
+            self._ranks.copy_pages(copies)
         sources, destinations = upload(np.array(copies, dtype=np.int64).T.copy(), self.device)
         self.pages.copy(sources, destinations)
 
-    def _adapters(self, inputs: list[SequenceInput], lengths: list[int]) -> Tensor | None:
+    def _adapters(self, inputs: list[SequenceInput], lengths: list[int]) -> np.ndarray | None:
         numbers = np.array([item.adapter for item in inputs], dtype=np.int32)
-        return None if (numbers == NO_ADAPTER).all() else upload(np.repeat(numbers, lengths), self.device)
+        return None if (numbers == NO_ADAPTER).all() else np.repeat(numbers, lengths)
 
     def first_to_list(self, table: BlockTable, start: int, stop: int) -> int:
         """The first token whose slot a pass over [start, stop) of a sequence, which is launched now, must list."""
         return table.list_tokens(self.pages, start, stop) if self.pages.visible else start
 
-    def _listing(self, inputs: list[SequenceInput]) -> Tensor | None:
+    def _listing(self, inputs: list[SequenceInput]) -> np.ndarray | None:
         if not self.pages.visible:
             return None
         first = [self.first_to_list(item.table, item.start, item.start + len(item.tokens)) for item in inputs]
-        return upload(np.array([[item.batch_row for item in inputs], first], dtype=np.int32), self.device)
+        return np.array([[item.batch_row for item in inputs], first], dtype=np.int32)
 
-    def _flatten(self, inputs: list[SequenceInput], lengths: list[int]) -> Pass:
+    def _flatten(self, inputs: list[SequenceInput], sampled: list[int]) -> Step:
+        lengths = [len(item.tokens) for item in inputs]
         cu_seqlens = np.zeros(len(inputs) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         kv_lengths = np.array([item.start for item in inputs], dtype=np.int32) + np.array(lengths, dtype=np.int32)
@@ -112,12 +160,8 @@ class Runner:
         owner = np.repeat(np.arange(len(inputs)), lengths)
         positions = np.arange(len(tokens)) + (kv_lengths - cu_seqlens[1:])[owner]
         slots = block_tables[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
-        known, positions_, slots_, tables, starts, lengths_ = (
-            upload(array, self.device) for array in (tokens, positions, slots, block_tables, cu_seqlens, kv_lengths)
-        )
-        known = resolve(known, self.feed) if (tokens < 0).any() else known
-        adapters, listing = self._adapters(inputs, lengths), self._listing(inputs)
-        return Pass(known, positions_, slots_, tables, starts, lengths_, adapters, listing)
+        others = self._adapters(inputs, lengths), self._listing(inputs), _wanted_rows(inputs, lengths)
+        return Step(tokens, positions, slots, block_tables, cu_seqlens, kv_lengths, *others, sampled)
 
 
 def _wanted_rows(inputs: list[SequenceInput], lengths: list[int]) -> np.ndarray | None:

@@ -247,9 +247,10 @@ class ModelDraft:
         """
         batch = None if self._steps is None else self._uniform(self._steps, inputs, guesses, num_drawn)
         if self._steps is None or batch is None:
-            logits = self.runner.logits(self.runner.hidden(inputs))
+            _, found = self.runner.run(inputs, list(range(len(guesses))))
             self.has_prepared = self.runner.has_prepared
-            self._draw(guesses, logits, num_drawn)
+            if found is not None:
+                self._draw(guesses, found, num_drawn)
             return None
         end = draft_end(batch.who.sequences, {guess.by_rejection for guess in guesses})
         (logits,) = self._steps.launch(batch, end)

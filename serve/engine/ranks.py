@@ -1,0 +1,233 @@
+"""The other ranks of a model that several processes compute together, as rank 0 sees them.
+
+Rank 0 is the engine: it schedules, drafts, draws and answers. Before each pass it tells its followers what the pass is
+made of (serve/engine/follower.py), and all compute it, each its part of every layer over its part of every page
+(model/tensor_parallel.py). Nothing else is told: who a follower computes for, it never knows.
+
+Ranks stay in step or end. A pass that raises in one of them has left the others in the midst of a sum, so this engine
+computes no further one; where it is a process of its own, a fresh one starts with fresh followers.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from model.collectives import Group, RankError
+from model.mesh import choose_device
+from serve.config import EngineConfig
+from serve.engine.rank_messages import (
+    Allocate,
+    Begun,
+    Copy,
+    Failed,
+    Loaded,
+    Logits,
+    Meet,
+    Met,
+    Run,
+    ToFollower,
+    next_answer,
+    tell,
+)
+
+ROOT = str(Path(__file__).resolve().parents[2])
+END_S = 5.0
+"""How long a follower that was told to leave may take."""
+NEWS_S = 0.5
+"""How long after a broken sum the end of a follower, which explains it, may take to be known."""
+log = logging.getLogger("potstill.engine")
+Answer = TypeVar("Answer", Begun, Met, Loaded)
+
+
+class FollowerProcess:
+    """Another rank."""
+
+    def __init__(self, rank: int, config: EngineConfig, meeting_point: Path) -> None:
+        self.rank = rank
+        self.socket, theirs = socket.socketpair()
+        """Rank 0's end; closing it ends the process."""
+        options = msgspec.json.encode(_options_of(rank, config)).decode()
+        words = ("--rank", str(rank), "--socket", str(theirs.fileno()), "--meeting-point", str(meeting_point))
+        threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
+        python_path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "serve.engine.follower", *words, "--options", options],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": str(threads)},
+            )
+
+    def end(self) -> None:
+        """Wait for its end, of which it has been told; then kill it."""
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def answer(self, expected: type[Answer]) -> Answer:
+        """What it says next. RankError when it is gone, ValueError when it cannot load."""
+        try:
+            answer = next_answer(self.socket)
+        except (EOFError, OSError):
+            raise RankError(f"rank {self.rank} ended while it was starting; its output says why") from None
+        if isinstance(answer, Failed):
+            raise ValueError(answer.reason)
+        if not isinstance(answer, expected):
+            raise RankError(f"rank {self.rank} said {answer}, not {expected.__name__}")
+        return answer
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """Where a rank computes: on the CPU, or on the GPU of its number. ValueError where there are too few."""
+    if config.device not in ("auto", "cpu", "cuda", "cuda:0"):
+        raise ValueError(f"device {config.device!r} is one GPU; ranks take the first ones, so say cuda")
+    kind = choose_device(config.device).type
+    if kind == "cuda" and torch.cuda.device_count() < config.tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but this machine has "
+            f"{torch.cuda.device_count()} GPUs for torch"
+        )
+    return choose_device(f"cuda:{rank}" if kind == "cuda" else "cpu")
+
+
+def _options_of(rank: int, config: EngineConfig) -> EngineConfig:
+    """What a follower is to know: where it computes, and nothing of what rank 0 does alone."""
+    device = f"cuda:{rank}" if config.device.startswith("cuda") else "cpu"
+    alone: dict[str, Any] = dict.fromkeys(("draft", "draft_model", "watch_draft", "label_folder"))
+    return replace(config, device=device, verify_artifact=False, **alone)
+
+
+class _Alarm:
+    """What the threads that wait for followers' ends have to tell."""
+
+    def __init__(self) -> None:
+        self.is_closing = False
+        self.reason: str | None = None
+        """Why no further pass is computed."""
+        self.on_loss: Callable[[], None] = lambda: None
+        self.rang = threading.Event()
+
+    def watch(self, follower: FollowerProcess) -> None:
+        code = follower.process.wait()
+        if not self.is_closing:
+            self.reason = f"rank {follower.rank} has ended with code {code}"
+            log.error("%s", self.reason)
+            self.rang.set()
+            self.on_loss()
+
+
+class Ranks:
+    """Started together; `close` ends them, and so does whatever ends this process."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        """`config`: what they load, its device and dtype by name; `device`: rank 0's. Waits until all have met.
+
+        RankError for one that does not get so far.
+        """
+        self._alarm = _Alarm()
+        self.group = Group(0, config.tensor_parallel_size)
+        with tempfile.TemporaryDirectory(prefix="potstill-ranks-") as folder:
+            point = Path(folder) / "store"
+            self._followers = [FollowerProcess(rank, config, point) for rank in range(1, self.group.count)]
+            self.close = weakref.finalize(self, _end, self._alarm, self._followers)
+            """Ends them; called again, it does nothing."""
+            for follower in self._followers:
+                threading.Thread(target=self._alarm.watch, args=(follower,), daemon=True).start()
+            try:
+                self._meet(point, device)
+            except BaseException:
+                self.close()
+                raise
+
+    def _meet(self, point: Path, device: torch.device) -> None:
+        """All have begun before the first joins, where one would wait for the others."""
+        for follower in self._followers:
+            follower.answer(Begun)
+        self._tell(Meet())
+        self.group.join(point, device)
+        for follower in self._followers:
+            follower.answer(Met)
+
+    def on_loss(self, call: Callable[[], None]) -> None:
+        """Have `call` called, in a thread of its own, when a follower ends that was not to; at once, if one has."""
+        self._alarm.on_loss = call
+        if self._alarm.reason is not None:
+            call()
+
+    def fewest_pages(self, own: int) -> int:
+        """KV pages for which all have memory, this rank for `own`; waits until all have loaded.
+
+        Raises ValueError, one sentence, where one cannot.
+        """
+        return min(own, *(follower.answer(Loaded).num_pages for follower in self._followers))
+
+    def allocate(self, num_pages: int, *, num_rows: int, most_tokens: int) -> None:
+        """Have all others make their part of so many pages, with lists of that size, before the first pass."""
+        self._tell(Allocate(num_pages, num_rows, most_tokens))
+
+    @contextmanager
+    def run(self, arrays: Sequence[np.ndarray | None], sampled: list[int]) -> Iterator[None]:
+        """Have all others compute a pass, `serve.engine.runner.Step`, that this rank computes within.
+
+        Raises RankError when that cannot be done, here or there.
+        """
+        with self._in_step(Run.of(arrays, sampled)):
+            yield
+
+    @contextmanager
+    def logits(self, start: int, stop: int) -> Iterator[None]:
+        """Likewise those of rows [start, stop) of what the latest pass has returned."""
+        with self._in_step(Logits(start, stop)):
+            yield
+
+    def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Have all others copy (source, destination) pages. Raises RankError when one is gone."""
+        self._tell(Copy(copies))
+
+    def _tell(self, message: ToFollower) -> None:
+        if self._alarm.reason is not None:
+            raise RankError(self._alarm.reason)
+        try:
+            for follower in self._followers:
+                tell(follower.socket, message)
+        except OSError as error:
+            raise self._out_of_step(error) from error
+
+    @contextmanager
+    def _in_step(self, message: ToFollower) -> Iterator[None]:
+        self._tell(message)
+        try:
+            yield
+        except BaseException as error:
+            raise self._out_of_step(error) from error
+
+    def _out_of_step(self, error: BaseException) -> RankError:
+        self._alarm.rang.wait(NEWS_S)
+        self._alarm.reason = self._alarm.reason or f"ranks are out of step: {error or type(error).__name__}"
+        return RankError(self._alarm.reason)
+
+
+def _end(alarm: _Alarm, followers: Sequence[FollowerProcess]) -> None:
+    """A follower leaves when its socket is closed, whatever it is doing."""
+    alarm.is_closing = True
+    alarm.reason = "the engine is closed"
+    for follower in followers:
+        follower.socket.close()
+    for follower in followers:
+        follower.end()
