@@ -104,3 +104,15 @@ class EngineStats:
     """Kinds of steps that are replayed from a CUDA graph."""
     num_graph_failures: int = 0
     """Captures that failed; such steps are launched kernel by kernel."""
+
+
+@dataclass
+class Counters:
+    """What an engine itself counts of EngineStats."""
+
+    accepted_per_position: list[int]
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    speculative_tokens: float = 0.0

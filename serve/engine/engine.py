@@ -38,24 +38,12 @@ from serve.engine.requests import Limits, Requests, Sequence
 from serve.engine.runner import Runner, SequenceInput
 from serve.engine.sampling import PendingSamples, Sampled, Sampler, SequenceRows
 from serve.engine.scheduler import Chunk, Schedule, Scheduler
-from serve.outputs import EngineStats, RequestOutput, TokenLogprobs
+from serve.outputs import Counters, EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
 log = logging.getLogger("potstill.engine")
-
-
-@dataclass
-class Counters:
-    """What has happened since the engine started; see EngineStats."""
-
-    accepted_per_position: list[int]
-    num_steps: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    speculative_tokens: float = 0.0
 
 
 @dataclass(slots=True)
