@@ -344,8 +344,8 @@ class Engine:
 
     def _propose(self, chunks: tuple[Chunk, ...]) -> list[Work]:
         """The chunks, with draft tokens where the schedule has room for them."""
-        found = [(chunk, self.requests.find(chunk.sequence_id)) for chunk in chunks]
-        work = [Work(chunk, sequence) for chunk, sequence in found if sequence is not None]
+        find = self.requests.find
+        work = [Work(chunk, sequence) for chunk in chunks if (sequence := find(chunk.sequence_id)) is not None]
         if self.draft is None:
             return work
         asked = [(item.sequence, item.chunk.num_drafts) for item in work if item.chunk.num_drafts]
@@ -363,7 +363,8 @@ class Engine:
             sequence, end = item.sequence, item.chunk.start + item.chunk.num_tokens
             samples = end == len(sequence.tokens) + sequence.num_unread
             sequence.num_computed = end
-            self._publish(sequence)
+            if item.chunk.num_tokens > 1:  # what is decoded is offered when it is known
+                self._publish(sequence)
             if samples:
                 sequence.num_unread += 1
                 for sibling in self.scheduler.fork(sequence) if sequence.siblings else ():

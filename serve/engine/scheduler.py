@@ -143,17 +143,15 @@ class Scheduler:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
-            num_pending = sequence.num_pending
+            num_drawn = sequence.num_drawn
+            num_pending = num_drawn - sequence.num_computed
             if num_pending > 1:
                 prefilling.append(sequence)
-            elif num_pending == 1 and not self._is_complete(sequence):
-                decoding.append(sequence)
+            elif num_pending == 1 and num_drawn < self.max_model_len:
+                # Of one that has the last token it may have, that is drawn if not read.
+                if num_drawn - sequence.num_prompt_tokens < sequence.params.max_tokens:
+                    decoding.append(sequence)
         return decoding, prefilling
-
-    def _is_complete(self, sequence: Sequence) -> bool:
-        """Whether the last token that it may have has been drawn, if not read."""
-        num_drawn = sequence.num_drawn
-        return num_drawn - sequence.num_prompt_tokens >= sequence.params.max_tokens or num_drawn >= self.max_model_len
 
     def _schedule_decode(self, step: "_Step", sequence: Sequence, num_drafts: int) -> None:
         start = sequence.num_computed

@@ -1,5 +1,6 @@
 """Before the first client waits, everything is compiled that any client may need."""
 
+import gc
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from serve.engine import engine as engine_module
+from serve.engine.process import leave_to_stay
 from serve.engine.warm_up import warm_up
 from tests.serve.recorded_graphs import recorded_graphs
 from tests.serve.toys import generate, greedy, greedy_oracle, make_engine, random_prompts
@@ -43,3 +45,13 @@ def test_it_fits_every_engine_and_leaves_no_trace(options: dict, drafts: bool, m
     num_tokens = min(9, engine.max_model_len - 1)
     prompts = [prompt[: engine.max_model_len - num_tokens] for prompt in random_prompts(4, seed=2, low=2, high=7)]
     assert generate(engine, prompts, greedy(num_tokens)) == [greedy_oracle(model, p, num_tokens) for p in prompts]
+
+
+def test_the_collector_looks_at_nothing_that_the_engine_has_loaded() -> None:
+    gc.unfreeze()
+    before = len(gc.get_objects())
+    engine = make_engine(tiny_model(seed=3))
+    leave_to_stay()
+    looked_at = len(gc.get_objects())
+    generate(engine, random_prompts(4, seed=2, low=2, high=7), greedy(9))
+    assert looked_at < 1_000 < 100_000 < before
