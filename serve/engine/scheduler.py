@@ -147,9 +147,9 @@ class Scheduler:
             num_pending = num_drawn - sequence.num_computed
             if num_pending > 1:
                 prefilling.append(sequence)
-            elif num_pending == 1 and num_drawn < self.max_model_len:
-                # Of one that has the last token it may have, that is drawn if not read.
-                if num_drawn - sequence.num_prompt_tokens < sequence.params.max_tokens:
+            elif num_pending == 1:
+                most_tokens = sequence.num_prompt_tokens + sequence.params.max_tokens
+                if num_drawn < most_tokens and num_drawn < self.max_model_len:  # else its last is drawn, if not read
                     decoding.append(sequence)
         return decoding, prefilling
 
