@@ -19,18 +19,21 @@ from model.files.adapter import load_adapters
 from model.formats.bitsandbytes import NF4
 from model.kv_format import choose_kv_format
 from model.passes import Pass, run_pass
+from model.transformer import Transformer
 from serve.engine import engine as engine_module
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
 from serve.engine.graph_shapes import End, captured_sizes
 from serve.engine.warm_up import warm_up
+from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 from tests.compare import check_close
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.conftest import ENGINES, names_reached
 from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, _watched, counted, recorded_graphs
 from tests.serve.test_routed import routed_model
-from tests.serve.toys import drain, generate, greedy, greedy_oracle, make_engine, random_prompts
+from tests.serve.test_speculation import noisy_twin
+from tests.serve.toys import drain, generate, greedy, greedy_oracle, join, make_engine, random_prompts
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.eager
@@ -161,6 +164,38 @@ def test_drafts_that_are_verified_by_rejection_are_captured_to_their_end(is_inte
         params[0] = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
         assert captured_ends() == {End.LOGITS}
     assert engine.stats().num_accepted_tokens > 8
+
+
+def test_captured_passes_read_a_draft_that_is_swapped_in_amid_requests() -> None:
+    """As `--watch-draft` does: a better draft, then a random one, in the memory that the captures read."""
+    model = tiny_model(seed=3)
+    engine = make_engine(model, noisy_twin(model), num_speculative_tokens=3)
+    draft, graphs = engine.draft.runner.model, engine.graphs  # type: ignore[union-attr]
+    expected = [greedy_oracle(model, prompt, 24) for prompt in PROMPTS[:4]]
+
+    def share_of_accepted(swapped_in: Transformer) -> float:
+        for number, prompt in enumerate(PROMPTS[:4]):
+            engine.add_request(str(number), prompt, greedy(24))
+        joined: dict[tuple[str, int], RequestOutput] = {}
+        for number in range(40):
+            if number == 3:
+                engine.update_draft_weights(dict(swapped_in.named_parameters()))
+                before = engine.stats()
+            for output in engine.step():
+                join(joined, output)
+        assert [joined[str(number), 0].new_token_ids for number in range(4)] == expected
+        after = engine.stats()
+        num_drafted = after.num_draft_tokens - before.num_draft_tokens
+        return (after.num_accepted_tokens - before.num_accepted_tokens) / num_drafted
+
+    assert 0 < share_of_accepted(noisy_twin(model)) < 1
+    captured, places = dict(graphs._captured), [p.data_ptr() for p in draft.parameters()]
+    with counted(graphs) as counts:
+        assert share_of_accepted(model) == 1
+        assert share_of_accepted(tiny_model(seed=9)) < 0.1
+    assert counts["replays"] > counts["captures"]
+    assert [p.data_ptr() for p in draft.parameters()] == places
+    assert all(graphs._captured[key] is graph for key, graph in captured.items() if graph)
 
 
 def test_no_step_moves_what_the_one_before_has_found() -> None:
