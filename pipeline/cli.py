@@ -21,6 +21,7 @@ from serve.http.options import add_serve_arguments, options_from_arguments
 if TYPE_CHECKING:
     from pipeline.results import Result
 
+OVERRIDE = "key=value"
 SAID_S = 5.0
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
 
@@ -80,7 +81,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     run = commands.add_parser("run", help="run a recipe, or go on with it")
     run.add_argument("recipe", type=Path, help="recipe file, or the folder of a run")
-    run.add_argument("overrides", nargs="*", metavar="key=value", help="such as distill.tokens=1M or name=other")
+    run.add_argument(
+        "overrides", nargs="*", default=[], metavar=OVERRIDE, help="such as distill.tokens=1M or name=other"
+    )
     run.add_argument("--folder", type=Path, help="the run's folder (default: runs/NAME)")
     run.add_argument("--cache", type=Path, help="downloads and tokenized text (default: ~/.cache/potstill)")
     run.set_defaults(command=_run, late="overrides")
@@ -89,7 +92,7 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 def _add_tune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     tune = commands.add_parser("tune", help="search the recipe that meets targets of memory, speed and quality")
     tune.add_argument("recipe", type=Path, help="recipe whose stages say what may be tried; the last one evaluates")
-    tune.add_argument("overrides", nargs="*", metavar="key=value")
+    tune.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     tune.add_argument("--memory", metavar="64MB", help="most that the weights may take")
     tune.add_argument("--tpot", metavar="12ms", help="longest time a token of one request")
     tune.add_argument("--max-kl", metavar="0.1", help="largest KL to the teacher, nats a token")
@@ -154,7 +157,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     doctor.set_defaults(command=_doctor)
     plan = commands.add_parser("plan", help="say what a recipe's training will hold in memory, before any GPU is used")
     plan.add_argument("recipe", type=Path, help="recipe file")
-    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    plan.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     plan.add_argument("--gpu-memory", metavar="80GiB", help="memory to fit (default: this GPU's, or common sizes)")
     plan.add_argument("--gpus", type=int, metavar="8", help="say in how many shards each stage fits so many of them")
     plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
@@ -163,7 +166,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "data", help="show a recipe's data: counts, lengths, what is cut, which tokens are learnt"
     )
     data.add_argument("recipe", type=Path, help="recipe file")
-    data.add_argument("overrides", nargs="*", metavar="key=value")
+    data.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     data.add_argument("--cache", type=Path, help="downloads and tokenized text (default: ~/.cache/potstill)")
     data.set_defaults(command=_data, late="overrides")
     export = commands.add_parser("export", help="write a finished model as another program wants it")
@@ -180,7 +183,7 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for name, text in (("show", "print it with every default and override"), ("validate", "only check it")):
         action = actions.add_parser(name, help=text)
         action.add_argument("recipe", type=Path)
-        action.add_argument("overrides", nargs="*", metavar="key=value")
+        action.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
         action.set_defaults(command=_recipe, late="overrides", show=name == "show")
 
 

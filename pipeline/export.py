@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from model.formats.registry import DEFAULT_WEIGHTS, FOREIGN_FORMATS
+from model.formats.registry import FOREIGN_FORMATS
 from pipeline.errors import UserError
 from pipeline.run_folder import resolve_served
 
@@ -29,7 +29,7 @@ class Target:
 QUANTIZED = "model.formats.convert:export_quantized"
 TARGETS = {
     "gguf": Target("model.formats.gguf.writer:export_gguf", "bf16", ".gguf"),
-    "compressed-tensors": Target(QUANTIZED, DEFAULT_WEIGHTS, ""),
+    "compressed-tensors": Target(QUANTIZED, "compressed-tensors", ""),
     **{name: Target(QUANTIZED, name, "") for name in FOREIGN_FORMATS},
 }
 

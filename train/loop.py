@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -112,7 +113,9 @@ class _Replicated:
         self.parts, self.part = 1, 0 if accelerator.is_main_process else None
         self.module: nn.Module = ObjectiveOfModel(model, objective)
         if accelerator.num_processes > 1:  # one process has nothing to wrap
-            self.module = accelerator.prepare_model(self.module)
+            with warnings.catch_warnings():  # torch has a new name for what accelerate gives it
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                self.module = accelerator.prepare_model(self.module)
             accelerator.free_memory()  # it outlives the trainer, and must not keep the model
 
     @property

@@ -53,7 +53,7 @@ def model_folder(source: str) -> str:
         return str(folder_of_gguf(found))
     if is_model(found):
         return str(found)
-    published = sorted(found.glob("*/model/config.json"))
+    published = [*sorted(found.glob("*/model/config.json")), *found.glob("model/config.json")]
     hint = f"; there is one in {published[-1].parent}" if published else ""
     raise SourceError(f"{source} is a folder without config.json, so it holds no model{hint}.")
 

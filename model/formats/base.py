@@ -347,6 +347,11 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
         except ValueError as reason:
             raise CheckpointError(f"{name}: {reason}") from None
 
+    def words(self) -> str:
+        """Bits, groups and zeros in words, like "4 bits in groups of 32, symmetric"."""
+        groups = "a row" if self.group is None else f"groups of {self.group}"
+        return f"{self.bits} bits in {groups}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
     @property
     def num_levels(self) -> int:
         return 1 << self.bits
@@ -363,7 +368,9 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
     def convert(self, weight: IntegerWeight, source: "IntegerFormat") -> IntegerWeight:
         """The same numbers, to the bit, of a weight in another format; ValueError where this one cannot hold them."""
         if (source.bits, source.group) != (self.bits, self.group) or (self.symmetric and not source.symmetric):
-            raise ValueError(f"{self} cannot hold what is in {source}: bits, groups and zeros must agree.")
+            raise ValueError(
+                f"bits, groups and zeros must agree, but it holds {self.words()} and not {source.words()}."
+            )
         levels, scales, zeros = source.unpack(weight)
         if zeros is None and not self.symmetric:
             zeros = torch.full_like(scales, 1 << self.bits - 1, dtype=torch.uint8)

@@ -4,22 +4,26 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from model.files.checkpoint import load_model, save_model
 from model.files.safe_io import CheckpointError
 from model.formats.base import IntegerFormat
 from model.formats.registry import format_like
-from model.linear import Embedding
-from model.quantized import QuantizedEmbedding, quantized_layers, set_quantized
+from model.linear import Embedding, Linear
+from model.quantized import QuantizedEmbedding, QuantizedLayer, quantized_layers, set_quantized
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
+
+SAME_BITS = "compressed-tensors"
 
 
 def export_quantized(folder: str | Path, path: str | Path, *, type: str, name: str | None = None) -> None:
     """Writes the quantized model in `folder` to the new folder `path`, its integers as the format `type` holds them.
 
-    Quantized embeddings become dense, since nobody else reads them. Raises CheckpointError for what is not quantized,
+    `SAME_BITS` is the format of compressed-tensors with each layer's own bits. A quantized embedding or head becomes
+    dense, since nobody else reads them. Raises CheckpointError for what is not quantized,
     and for weights that the format cannot hold.
     """
     folder, path = Path(folder), Path(path)
@@ -41,11 +45,11 @@ def export_quantized(folder: str | Path, path: str | Path, *, type: str, name: s
 def _convert(model: Transformer, type: str) -> None:
     for name, layer in quantized_layers(model).items():
         source: Any = layer.format
-        if isinstance(layer, QuantizedEmbedding):
-            model.set_submodule(name, _dense(layer))
+        if isinstance(layer, QuantizedEmbedding) or layer is model.lm_head:
+            model.set_submodule(name, _dense(layer, model.dtype))
         elif isinstance(source, IntegerFormat):
             try:
-                target: Any = format_like(type, source)
+                target: Any = format_like(f"int{source.bits}" if type == SAME_BITS else type, source)
                 set_quantized(model, name, target.convert(layer.weight, source), target)
             except ValueError as error:
                 raise CheckpointError(f"{name} cannot be written as {type}: {error}") from None
@@ -56,7 +60,8 @@ def _convert(model: Transformer, type: str) -> None:
             )
 
 
-def _dense(layer: QuantizedEmbedding) -> Embedding:
-    embedding = Embedding(layer.num_embeddings, layer.embedding_dim)
-    embedding.weight = nn.Parameter(layer.weight.dequantize(layer.dtype), requires_grad=False)
-    return embedding
+def _dense(layer: QuantizedLayer, dtype: torch.dtype) -> Embedding | Linear:
+    rows, columns = layer.shape
+    dense = Embedding(rows, columns) if isinstance(layer, QuantizedEmbedding) else Linear(columns, rows, bias=False)
+    dense.weight = nn.Parameter(layer.weight.dequantize(dtype), requires_grad=False)
+    return dense

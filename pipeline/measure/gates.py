@@ -76,7 +76,10 @@ def describe_loss(before: Quality, after: Quality) -> str | None:
     else:
         is_worse = after.nll.value > before.nll.value
         name, was, now = "loss", before.nll, after.nll
-    return f"held-out {name} {was.value:.3f} became {now.value:.3f} nats a token" if is_worse else None
+    decimals = next((n for n in range(3, 9) if round(was.value, n) != round(now.value, n)), 9)  # those that tell
+    return (
+        f"held-out {name} {was.value:.{decimals}f} became {now.value:.{decimals}f} nats a token" if is_worse else None
+    )
 
 
 def describe_parity(parity: Parity) -> str:

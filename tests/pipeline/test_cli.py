@@ -88,6 +88,9 @@ def test_overrides_may_stand_anywhere_and_options_may_not_be_misspelled(capsys: 
             parse_arguments(wrong)
         assert end.value.code == 2
     assert "unrecognized arguments: now" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_arguments(["run"])
+    assert capsys.readouterr().err.endswith("are required: recipe\n"), "overrides may be left out"
 
 
 def test_recipe_show_prints_overrides_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,13 +64,17 @@ def test_a_mistake_in_the_type_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
     assert error.count("\n") == 1
 
 
+def in_four_bits(home: Path, finer: dict[str, Any], **changes: Any) -> Path:
+    """A folder in four bits, `finer` layers aside."""
+    model_folder(home / "dense", **changes)
+    quantize_folder(home / "dense", home / "small", Int4(group=16), overrides=finer)
+    Tokenizer.load(home / "dense").save(home / "small")
+    return home / "small"
+
+
 @pytest.fixture
 def four_bits(tmp_path: Path) -> Path:
-    model_folder(tmp_path / "dense")
-    embeddings = {"embed_tokens": format_named("int8")}
-    quantize_folder(tmp_path / "dense", tmp_path / "small", Int4(group=16), overrides=embeddings)
-    Tokenizer.load(tmp_path / "dense").save(tmp_path / "small")
-    return tmp_path / "small"
+    return in_four_bits(tmp_path, {"embed_tokens": format_named("int8")})
 
 
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "awq"])
@@ -91,11 +96,38 @@ def test_a_quantized_model_keeps_its_integers_in_other_files(
     assert Tokenizer.load(out).encode("still") == Tokenizer.load(four_bits).encode("still")
 
 
+@pytest.mark.parametrize("target", ["compressed-tensors", "awq"])
+def test_a_head_of_its_own_becomes_dense_as_embeddings_do(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `quantize` leaves a model whose head is no copy of its embeddings: eight bits there, four elsewhere."""
+    finer = {name: format_named("int8") for name in ("embed_tokens", "lm_head")}
+    small = in_four_bits(tmp_path, finer, tie_word_embeddings=False)
+    ours = load_model(small, dtype=torch.float32)
+    assert "lm_head" in quantized_layers(ours)
+    assert main(["export", str(small), "--to", target, "--out", str(tmp_path / "out")]) == 0
+    theirs = load_model(tmp_path / "out", dtype=torch.float32)
+    assert not {"lm_head", "model.embed_tokens"} & set(quantized_layers(theirs))
+    check_close(theirs.head_weight, ours.head_weight, dtype=torch.bfloat16)
+
+
+def test_layers_of_several_bits_keep_them(tmp_path: Path) -> None:
+    finer = {"model.layers.0.mlp.down_proj": format_named("int8", group=16)}
+    small, out = in_four_bits(tmp_path, finer), tmp_path / "out"
+    assert main(["export", str(small), "--to", "compressed-tensors", "--out", str(out)]) == 0
+    bits = {name: layer.format.bits for name, layer in quantized_layers(load_model(out, dtype="auto")).items()}
+    assert bits.pop("model.layers.0.mlp.down_proj") == 8 and set(bits.values()) == {4}
+
+
 @pytest.mark.parametrize(
     ("make", "target", "sentence"),
     [
         (lambda dense, small: model_folder(small), "gptq", "are not quantized"),
-        (lambda dense, small: quantize_folder(dense, small, Int8()), "awq", "bits, groups and zeros must agree"),
+        (
+            lambda dense, small: quantize_folder(dense, small, Int8()),
+            "awq",
+            "must agree, but it holds 4 bits in a row, symmetric and not 8 bits in a row, symmetric",
+        ),
         (lambda dense, small: quantize_folder(dense, small, NF4()), "gptq", "integers on a grid"),
     ],
 )

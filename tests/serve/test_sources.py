@@ -95,6 +95,7 @@ def test_a_source_that_is_not_there_is_one_sentence(home: Path) -> None:
         "missing.gguf": "There is no GGUF file at missing.gguf",
         str(home / "file"): "file is a file; a model is a folder with config.json",
         str(home / "run"): "so it holds no model; there is one in ",
+        str(home / "run" / "01-distill"): "01-distill/model.",
     }.items():
         with pytest.raises(SourceError, match=re.escape(sentence)) as caught:
             model_folder(source)

@@ -1,0 +1,143 @@
+"""The guides in docs/ tell the truth: each command in them runs as a reader would run it, on tiny models and data.
+
+A block of ```yaml whose first line is a comment with a file's name is that file; a block of ```sh is run; ```text is
+only shown. What readers bring, `my-model`, `chat.jsonl` and others, is made here, and numbers of tokens are made small.
+"""
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.recipe import load_recipe
+from tests.pipeline.tiny_run import ROOT, WORDS, write_teacher, write_text
+
+DOCS = ROOT / "docs"
+GUIDES = ["your-model", "your-data", "sizing", "many-gpus", "serving", "troubleshooting"]
+"""In the order in which they are read; what one makes the later ones use."""
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
+SMALL: dict[str, Any] = {
+    "tokens": 512,
+    "batch_tokens": 256,
+    "micro_batch_tokens": 128,
+    "sequence_length": 64,
+    "held_out": 0.2,
+    "held_out_tokens": 256,
+    "calibration_tokens": 256,
+    "evaluate_every_tokens": 512,
+    "importance_tokens": 128,
+    "layers": 2,
+    "speed": {"batch_sizes": [1], "prompt_tokens": 8, "new_tokens": 4},
+}
+
+MORE = {"tokens": 768}
+"""On command lines, where a run is made longer."""
+
+
+def blocks(guide: str) -> list[tuple[str, str]]:
+    """(language, text) of a guide's blocks, in order."""
+    return BLOCK.findall((DOCS / f"{guide}.md").read_text(encoding="utf-8"))
+
+
+def files(guide: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of the files that a guide tells to save."""
+    for language, text in blocks(guide):
+        if language == "yaml" and (name := re.match(r"# (\S+\.yaml)\n", text)):
+            yield name[1], text
+
+
+def commands(guide: str, port: int) -> str:
+    """A script of all that a guide tells to run, at a free port and with numbers that take no time."""
+    text = "".join(text for language, text in blocks(guide) if language == "sh")
+    text = re.sub(r"(\w+)=\d[\d.]*[kM]\b", lambda found: f"{found[1]}={MORE.get(found[1], SMALL[found[1]])}", text)
+    return text.replace(":8000", f":{port}").replace("--port 8000", f"--port {port}")
+
+
+def smaller(part: Any) -> Any:
+    """The same recipe with numbers that take no time."""
+    if isinstance(part, list):
+        return [smaller(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    small = {key: SMALL[key] if key in SMALL else smaller(value) for key, value in part.items()}
+    return small | {"evaluate": small["evaluate"] | {"speed": SMALL["speed"]}} if "evaluate" in small else small
+
+
+def write_what_readers_bring(home: Path) -> None:
+    write_teacher(home / "my-model")
+    write_text(home / "notes", documents=80, words=20)
+    generator = random.Random(0)
+    sentence = lambda: " ".join(generator.choice(WORDS) for _ in range(12))  # noqa: E731
+    rows = [[{"role": role, "content": sentence()} for role in ("user", "assistant")] for _ in range(150)]
+    (home / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (home / "configs").symlink_to(ROOT / "configs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_of_the_guides_does_what_they_say(tmp_path: Path) -> None:
+    write_what_readers_bring(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    binaries = Path(sys.executable).parent
+    environment = os.environ | {
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    for guide in GUIDES:
+        for name, text in files(guide):
+            (tmp_path / name).write_text(yaml.safe_dump(smaller(yaml.safe_load(text)), sort_keys=False))
+        done = subprocess.run(
+            ["bash", "-euxo", "pipefail", "-c", commands(guide, port)],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, f"docs/{guide}.md: {done.stdout[-4000:]}"
+        assert "Traceback" not in done.stdout and "Warning" not in done.stdout, f"docs/{guide}.md: {done.stdout}"
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_recipes_in_guides_are_valid_as_they_stand(guide: str, tmp_path: Path) -> None:
+    """With the numbers that they show, which the test above makes small."""
+    for name, text in files(guide):
+        (tmp_path / name).write_text(text)
+        assert load_recipe(tmp_path / name, []).name == Path(name).stem
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_guides_are_short_and_their_links_lead_somewhere(guide: str) -> None:
+    text = (DOCS / f"{guide}.md").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 120 and all(len(line) <= 130 for line in lines if not line.startswith("|"))
+    for target, anchor in LINK.findall(text):
+        path = (DOCS / target).resolve() if target else DOCS / f"{guide}.md"
+        if target.startswith("http"):
+            continue
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls its headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_all_guides_are_tried() -> None:
+    assert sorted(GUIDES) == sorted(path.stem for path in DOCS.glob("*.md"))
