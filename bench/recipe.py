@@ -1,6 +1,6 @@
 """What a recipe gives on this machine: runs it, or takes the finished run, and keeps its table.
 
-Models made from nothing are also drawn, by the compute that training took.
+They are also drawn: those made from nothing by the compute that training took, others by their quality and speed.
 
 python -m bench.recipe configs/demo.yaml configs/smollm2.yaml
 """
@@ -17,6 +17,7 @@ import msgspec
 from bench.common import ROOT, write_result
 from pipeline.files import write_atomically
 from pipeline.recipe import recipe_to_yaml
+from pipeline.report.front import latency_chart
 from pipeline.report.page import logged_curves
 from pipeline.report.table import collect_rows
 from pipeline.results import Result
@@ -71,7 +72,8 @@ def main() -> None:
         results = run.results(recipe)
         kept = write_result(f"{path.stem}-cpu", f"python -m bench.recipe {path}", summarize(results))
         pretrained = [result for result in results if isinstance(result.details, PretrainDetails)]
-        if drawn := compute_chart(pretrained, logged_curves(run, recipe)).html(alone=True):
+        by_compute = compute_chart(pretrained, logged_curves(run, recipe)).html(alone=True)
+        if drawn := by_compute or latency_chart(collect_rows(results)).html(alone=True):
             write_atomically(kept.with_suffix(".svg"), drawn.encode())
             print(f"and drawn in {kept.with_suffix('.svg')}")
 

@@ -15,10 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from pipeline.recipe import load_recipe
+from pipeline.report.front import latency_chart
+from pipeline.results import ModelReport
 from tests.pipeline.tiny_run import ROOT, WORDS, write_teacher, write_text
 
 DOCS = ROOT / "docs"
@@ -122,21 +125,33 @@ def test_recipes_in_guides_are_valid_as_they_stand(guide: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_guides_are_short_and_their_links_lead_somewhere(guide: str) -> None:
-    text = (DOCS / f"{guide}.md").read_text(encoding="utf-8")
-    lines = text.splitlines()
+    lines = (DOCS / f"{guide}.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120 and all(len(line) <= 130 for line in lines if not line.startswith("|"))
-    for target, anchor in LINK.findall(text):
-        path = (DOCS / target).resolve() if target else DOCS / f"{guide}.md"
-        if target.startswith("http"):
-            continue
-        assert path.exists(), target
-        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+    check_links(DOCS / f"{guide}.md")
+
+
+def test_links_of_the_first_page_lead_somewhere() -> None:
+    check_links(ROOT / "README.md")
+
+
+def check_links(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        path = (page.parent / target).resolve() if target else page
+        if not target.startswith("http"):
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
 
 
 def anchors(page: Path) -> set[str]:
     """What GitHub calls its headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_plot_on_the_first_page_shows_the_figures_beside_it() -> None:
+    figures = ROOT / "bench" / "results" / "demo-cpu.json"
+    rows = msgspec.convert(json.loads(figures.read_text(encoding="utf-8"))["models"], list[ModelReport])
+    assert latency_chart(rows).html(alone=True) == figures.with_suffix(".svg").read_text(encoding="utf-8")
 
 
 def test_all_guides_are_tried() -> None:

@@ -93,8 +93,8 @@ class Points:
     y_label: str
     front: Sequence[Point] = ()
 
-    def html(self) -> str:
-        """A figure of the page; empty without a point."""
+    def html(self, *, alone: bool = False) -> str:
+        """A figure of the page, or `alone` an SVG document of its own; empty without a point."""
         points = [point for point in self.points if math.isfinite(point.x) and 0 < point.y < math.inf]
         if not points:
             return ""
@@ -106,7 +106,8 @@ class Points:
         y_ticks = {scaled(height): short(height) for height in heights}
         frame = _Frame((x_ticks[0], x_ticks[-1]), (min(y_ticks), max(y_ticks)), scaled)
         axes = _axes(frame, x_ticks, y_ticks, self.x_label, self.y_label)
-        return figure(self.title, [axes, *_stairs(frame, self.front), *_named(frame, points)])
+        parts = [axes, *_stairs(frame, self.front), *_named(frame, points)]
+        return (document if alone else figure)(self.title, parts)
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,14 @@ class _Axis:
     of: Callable[[Candidate], float | None]
 
 
+_LATENCY = _Axis(
+    "Quality against latency",
+    "ms a token",
+    lambda one: None if one.seconds_per_token is None else 1e3 * one.seconds_per_token,
+)
 _AXES = (
     _Axis("Quality against memory", "MB of weights", lambda one: one.weight_bytes / 1e6),
-    _Axis(
-        "Quality against latency",
-        "ms a token",
-        lambda one: None if one.seconds_per_token is None else 1e3 * one.seconds_per_token,
-    ),
+    _LATENCY,
     _Axis("Quality against cost", "price of a million tokens", lambda one: one.cost),
 )
 
@@ -91,17 +92,25 @@ def front_of(points: Iterable[Point]) -> list[Point]:
     return front
 
 
+def latency_chart(rows: Sequence[ModelReport]) -> Points:
+    """The models of one run, all measured on one text: perplexity by the time that a token of one request takes."""
+    return _chart(_LATENCY, list(_candidates(rows, price=None)))
+
+
+def _chart(axis: _Axis, candidates: Sequence[Candidate]) -> Points:
+    points = [Point(one.name, x, one.perplexity) for one in candidates if (x := axis.of(one)) is not None]
+    return Points(axis.title, points, axis.label, "perplexity", front_of(points))
+
+
 def front_section(candidates: Sequence[Candidate], title: str = TITLE) -> Section:
     """Plots, a table, and what to say of the best ones; empty for fewer than two models."""
     if len(candidates) < 2:
         return Section(title)
     first, charts, best = candidates[0], [], set()
-    for axis in _AXES:
-        points = [Point(one.name, x, one.perplexity) for one in candidates if (x := axis.of(one)) is not None]
-        if len(points) > 1:
-            front = front_of(points)
-            best |= {point.name for point in front}
-            charts.append(Points(axis.title, points, axis.label, "perplexity", front))
+    for chart in (_chart(axis, candidates) for axis in _AXES):
+        if len(chart.points) > 1:
+            best |= {point.name for point in chart.front}
+            charts.append(chart)
     rows = [[f"{one.name} ★" if one.name in best else one.name, *_cells(one, first)] for one in candidates]
     head = ["model", "weights", f"beside {first.name}", "speed beside it", "perplexity", "beside it"]
     return Section(title, _best_sentence(candidates), tables=[Table(rows, head, note=_NOTE)], charts=charts)
