@@ -218,6 +218,8 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
 
     began = time.monotonic()
     engine = Engine(config)
+    if engine.ranks is not None:
+        engine.ranks.on_loss(lambda: os._exit(1))  # in whatever sum this process waits
     warm_up(engine)
     engine.grammars.prepare()
     leave_to_stay()

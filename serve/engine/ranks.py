@@ -59,26 +59,31 @@ class FollowerProcess:
     def __init__(self, rank: int, config: EngineConfig, meeting_point: Path) -> None:
         self.rank = rank
         self.socket, theirs = socket.socketpair()
-        """Rank 0's end; closing it ends the process."""
+        """Rank 0's side; closing it ends the process."""
         options = msgspec.json.encode(_options_of(rank, config)).decode()
         words = ("--rank", str(rank), "--socket", str(theirs.fileno()), "--meeting-point", str(meeting_point))
         threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
         python_path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         with theirs:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "serve.engine.follower", *words, "--options", options],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": str(threads)},
             )
 
+    def wait(self) -> int:
+        """For its end; returns its exit code."""
+        return self._process.wait()
+
     def end(self) -> None:
-        """Wait for its end, of which it has been told; then kill it."""
+        """Close its socket, wait for it to leave, then kill it."""
+        self.socket.close()
         try:
-            self.process.wait(END_S)
+            self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self._process.kill()
+            self._process.wait()
 
     def answer(self, expected: type[Answer]) -> Answer:
         """What it says next. RankError when it is gone, ValueError when it cannot load."""
@@ -124,7 +129,7 @@ class _Alarm:
         self.rang = threading.Event()
 
     def watch(self, follower: FollowerProcess) -> None:
-        code = follower.process.wait()
+        code = follower.wait()
         if not self.is_closing:
             self.reason = f"rank {follower.rank} has ended with code {code}"
             log.error("%s", self.reason)
@@ -227,7 +232,5 @@ def _end(alarm: _Alarm, followers: Sequence[FollowerProcess]) -> None:
     """A follower leaves when its socket is closed, whatever it is doing."""
     alarm.is_closing = True
     alarm.reason = "the engine is closed"
-    for follower in followers:
-        follower.socket.close()
     for follower in followers:
         follower.end()

@@ -149,6 +149,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-dtype", "auto, or int8 or fp8: keys and values in 8 bits, so that more tokens fit")
     add("--activations", "auto, or int8: round what weights in 4 or 8 bits multiply to 8 bits, faster on CPUs")
     add("--device", "auto, cpu, cuda or cuda:N")
+    add("--tensor-parallel-size", "processes, each with a GPU of its own, that share the model's weights and KV pages",
+        type=int, metavar="N")  # fmt: skip
     add("--max-model-len", "most tokens of prompt and output together", type=int, metavar="TOKENS")
     add("--gpu-memory-utilization", "fraction of the GPU's memory to use", type=float, metavar="FRACTION")
     add("--kv-cache-bytes", "memory for KV pages, such as 2G", type=_size, metavar="BYTES")

@@ -37,14 +37,18 @@ SHAPE: dict[str, Any] = {
 
 
 def write(folder: Path, family: str = "llama", *, format: str = "none", **changes: Any) -> Path:
+    save_model(tiny_model_in(format, family, **changes), folder)
+    return folder
+
+
+def tiny_model_in(format: str, family: str = "llama", **changes: Any) -> Transformer:
     """A tiny model with its decoder's layers in a format."""
     model = tiny_model(family, seed=4, **(SHAPE | changes))
     kind = format_named(format)
     for name, layer in list(model.named_modules()):
         if kind is not None and isinstance(layer, Linear) and name != "lm_head":
             set_quantized(model, name, kind.quantize(layer.weight.detach()), kind)
-    save_model(model, folder)
-    return folder
+    return model
 
 
 def sharded_logits(

@@ -1,30 +1,41 @@
 """An engine over several ranks says what one process says, and ends when a rank does."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 
 from model.collectives import RankError
+from model.config import MixtureOfDepths
+from model.lora_config import LoraConfig
+from model.routed import routed_layers
+from model.transformer import Transformer
+from serve.engine import ranks
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
-from tests.serve.http_server import children_of, save_tiny_folder
+from tests.model.test_tensor_parallel import SHAPE, tiny_model_in, write_adapter
+from tests.ranks import FollowerThread
+from tests.serve.http_server import children_of, running_server, save_tiny_folder
 from tests.serve.toys import greedy
 from tests.tiny import tiny_model
 
 PROMPTS = [list(range(20, 60)), [*range(20, 50), 7], [5, 6, 7, 5, 6, 7, 5, 6], [9]]
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 8}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 24, "num_pages": 6}
 """Prompts are computed in chunks, and there are too few pages for all."""
 
 
-def serve(folder: Path, ranks: int = 1, **options: Any) -> LLM:
-    return LLM(str(folder), **OPTIONS | options, tensor_parallel_size=ranks)
+def serve(folder: Path, count: int = 1, **options: Any) -> LLM:
+    return LLM(str(folder), **OPTIONS | options, tensor_parallel_size=count)
 
 
-def said(llm: LLM, params: SamplingParams) -> list[list[int]]:
-    return [choice.token_ids for generation in llm.generate(PROMPTS, params) for choice in generation.choices]
+def said(llm: LLM, params: SamplingParams, adapters: list[str | None] | None = None) -> list[list[int]]:
+    answers = llm.generate(PROMPTS, params, adapter=adapters)
+    return [choice.token_ids for answer in answers for choice in answer.choices]
 
 
 def test_two_processes_say_what_one_says_until_one_of_them_is_killed(tmp_path: Path) -> None:
@@ -33,9 +44,132 @@ def test_two_processes_say_what_one_says_until_one_of_them_is_killed(tmp_path: P
     one, two = serve(folder), serve(folder, 2)
     assert said(two, params) == said(one, params)
     assert said(two, sampled) == said(one, sampled)
-    assert two.engine.stats().num_preemptions > 0 and two.engine.cache.num_hit_tokens > 0
     (follower,) = children_of(os.getpid())
     os.kill(follower, signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 has ended with code -9"):
-        for _ in range(50):
-            said(two, params)
+        said(two, params)
+
+
+def test_a_server_whose_rank_dies_starts_fresh_ones(tmp_path: Path) -> None:
+    folder = save_tiny_folder(tmp_path / "model", tiny_model(seed=3))
+    body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    options = ("--tensor-parallel-size", "2", "--dtype", "float32")
+    with running_server(folder, tmp_path / "log", *options) as server:
+
+        def text() -> str:
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        expected = serve(folder).generate(PROMPTS[0], greedy(24))[0].text
+        assert text() == expected
+        (engine,) = server.engine_pids()
+        (follower,) = children_of(engine)
+        os.kill(follower, signal.SIGKILL)
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+        assert refused.status_code == 503, refused.text
+        server.wait_healthy()
+        assert text() == expected
+        assert "rank 1 has ended with code -9" in server.log.read_text()
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers that start at once."""
+    monkeypatch.setattr(ranks, "FollowerProcess", FollowerThread)
+
+
+def randomly_routed(route: Any) -> Transformer:
+    model = tiny_model(seed=4, mixture_of_depths=MixtureOfDepths(route, (0, 1), 0.5), **SHAPE)
+    for layer in routed_layers(model):
+        torch.nn.init.normal_(layer.router.weight, std=1.0)
+    return model
+
+
+MODELS = {
+    "dense": lambda: tiny_model_in("none"),
+    "nf4": lambda: tiny_model_in("nf4"),
+    "int4": lambda: tiny_model_in("int4"),
+    "routed attention": lambda: randomly_routed("attention"),
+    "routed block": lambda: randomly_routed("block"),
+}
+
+
+FOUR_RANKS = [pytest.param(name, 4, marks=[] if name == "nf4" else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("name", "count"), [*((name, 2) for name in MODELS), *FOUR_RANKS])
+def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: str, count: int) -> None:
+    """In chunks, with shared prefixes and preemption; four ranks share two KV heads."""
+    folder = save_tiny_folder(tmp_path / "model", MODELS[name]())
+    params = greedy(30)
+    expected = said(serve(folder), params)
+    for draft in (None, "ngram", str(folder)) if count == 2 else ("ngram",):
+        llm = serve(folder, count, draft=draft, num_speculative_tokens=None if draft is None else 3)
+        assert said(llm, params) == expected
+        stats = llm.engine.stats()
+        assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
+        assert (draft is None) == (stats.num_draft_tokens == 0)
+        assert draft != str(folder) or stats.num_accepted_tokens > 0
+        llm.engine.close()
+
+
+@pytest.mark.usefixtures("threads")
+def test_adapters_are_those_of_one_process(tmp_path: Path) -> None:
+    folder, adapters = save_tiny_folder(tmp_path / "model", tiny_model_in("int4")), {}
+    for seed, name in enumerate("ab"):
+        write_adapter(folder, tmp_path / name, LoraConfig(rank=2 + seed), seed)
+        adapters[name] = str(tmp_path / name)
+    asked = ["a", "b", None, "b"]
+    one, two = (serve(folder, count, adapters=adapters) for count in (1, 2))
+    expected = said(one, greedy(16), asked)
+    assert said(two, greedy(16), asked) == expected != said(one, greedy(16))
+    two.engine.close()
+
+
+class Started(Exception):
+    """A follower was."""
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            "tensor_parallel_size 3 does not divide the 4 attention heads; sizes that do are 2,",
+        ),
+        ({"enable_lora": True}, "--enable-lora cannot be used with several ranks; name the adapters when the engine "),
+        ({"draft": "early_exit"}, "the draft early_exit uses layers of the target, which several ranks share"),
+        ({"device": "cuda:1"}, "device 'cuda:1' is one GPU; ranks take the first ones, so say cuda"),
+    ],
+)
+def test_what_ranks_cannot_do_is_one_sentence_before_any_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str
+) -> None:
+    def start(*arguments: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(ranks, "FollowerProcess", start)
+    folder = save_tiny_folder(tmp_path / "model")
+    with pytest.raises(Started):
+        LLM(str(folder), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=f"^{re.escape(reason)}"):
+        LLM(str(folder), **{"tensor_parallel_size": 2} | options)
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_only_a_rank_finds_is_one_sentence(tmp_path: Path) -> None:
+    folder = save_tiny_folder(tmp_path / "model", tiny_model_in("int4", intermediate_size=160))
+    with pytest.raises(ValueError, match="groups of 32 weights do not divide the 80 that a rank takes of a row"):
+        serve(folder, 2)
+
+
+@pytest.mark.usefixtures("threads")
+def test_weights_are_not_replaced_and_a_closed_engine_says_so(tmp_path: Path) -> None:
+    llm = serve(save_tiny_folder(tmp_path / "model"), 2)
+    with pytest.raises(ValueError, match="weights cannot be replaced where several ranks share a model"):
+        llm.engine.update_weights({})
+    llm.engine.close()
+    with pytest.raises(RankError, match="the engine is closed"):
+        said(llm, greedy(2))
