@@ -92,8 +92,8 @@ class Soak:
             await asyncio.sleep(min(60.0, max(0.0, self._end - 20 - time.monotonic())))
             if time.monotonic() > self._end - 20:
                 return
-            for engine in self._server.engine_pids():
-                os.kill(engine, signal.SIGSTOP if number % 2 else signal.SIGKILL)
+            engine, *_ = self._server.engine_pids()  # behind it stands a spare, which has to take over
+            os.kill(engine, signal.SIGSTOP if number % 2 else signal.SIGKILL)
             self.seen["broken"] += 1
 
     async def _sample(self) -> None:
@@ -131,7 +131,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_tiny_folder(Path(scratch) / "model")
         options = ("--dtype", "float32", "--engine-timeout", "3", "--kv-cache-bytes", "64M", "--max-num-seqs", "8")
-        with running_server(folder, Path(scratch) / "log", *options) as server:
+        with running_server(folder, Path(scratch) / "log", *options, spare=True) as server:
             soak = Soak(server, 60 * minutes)
             asyncio.run(soak.run())
             print(check(server, soak))

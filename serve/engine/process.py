@@ -1,5 +1,6 @@
 """The process that owns the device: `python -m serve.engine.process --socket PATH --parent PID --options JSON`.
 
+It imports what it needs, then waits for a line on its standard input that calls it up: only then it loads and connects.
 One thread, one loop: take what the HTTP process has sent, run one step, send what it brought. A ping is answered by
 this loop and nothing else, so an answer proves that steps still end. Any unexpected exception ends the process: the
 HTTP process starts a fresh one, which is safer than going on with half a step applied.
@@ -14,9 +15,11 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -210,6 +213,12 @@ def die_with(parent: int) -> None:
         raise SystemExit("the HTTP process ended while its engine was starting")
 
 
+def import_engine() -> None:
+    """Import torch and the engine, which takes longest of all that needs no model."""
+    import serve.engine.engine
+    import serve.engine.warm_up  # noqa: F401
+
+
 def load(config: EngineConfig) -> tuple["Engine", Ready]:
     """A warm engine and its description. ValueError or OSError when the options or the files are wrong."""
     from serve.engine.engine import Engine
@@ -257,12 +266,14 @@ def restore(adapters: "Adapters", folders: dict[str, str]) -> tuple[str, ...]:
     return tuple(lost)
 
 
-def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
+def main(
+    load: Callable[[EngineConfig], tuple["Engine", Ready]] = load, prepare: Callable[[], None] = import_engine
+) -> int:
+    """`prepare` is done while nobody waits for this process yet, `load` once it has been called up."""
     parser = argparse.ArgumentParser(prog="serve.engine.process")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--options", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--restore-adapters", default="{}", help="folders of adapters by name, as JSON")
     parser.add_argument("--queue-wait-s", type=float, required=True)
     parser.add_argument("--log-level", default="info")
     arguments = parser.parse_args()
@@ -270,15 +281,20 @@ def main(load: Callable[[EngineConfig], tuple["Engine", Ready]] = load) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process drains first and then says when to leave
         signal.signal(number, signal.SIG_IGN)
     configure_logging(arguments.log_level)
+    prepare()
+    if not (call := sys.stdin.readline()):
+        return 0  # the HTTP process ended before it needed this one
+    config = EngineConfig(**msgspec.json.decode(arguments.options))
+    restored = msgspec.json.decode(call, type=dict[str, str] | None)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connected.connect(arguments.socket)
     connection = EngineSocket(connected)
     try:
-        engine, ready = load(EngineConfig(**msgspec.json.decode(arguments.options)))
+        engine, ready = load(config if restored is None else replace(config, adapters={}))
     except (ValueError, OSError) as error:
         connection.send(Failed(str(error)))
         return 1
-    if restored := msgspec.json.decode(arguments.restore_adapters, type=dict[str, str]):
+    if restored:
         ready = msgspec.structs.replace(ready, lost_adapters=restore(engine.adapters, restored))
     connection.send(ready)
     try:

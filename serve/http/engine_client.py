@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from serve.http.adapters import AdapterRegistry
-from serve.http.engine_process import ENGINE_COMMAND, EngineProcess, engine_arguments
+from serve.http.engine_process import ENGINE_COMMAND, EngineProcesses, engine_arguments
 from serve.http.errors import ApiError, invalid, late, overloaded, unavailable
 from serve.http.metrics import ChoiceTimer, Metrics, RequestSummary, summarize
 from serve.http.options import ServerOptions
@@ -82,8 +82,10 @@ class EngineClient:
         """Set when the engine is gone for good: stopped, or failed."""
         self.adapters = AdapterRegistry(options.engine, metrics, self.send)
         self.answers = ResponseCache(options.response_cache_bytes, metrics) if options.response_cache_bytes else None
-        self._options, self._command = options, command
         self._folder = Path(tempfile.mkdtemp(prefix="potstill-"))  # mode 0700: no other user can connect
+        arguments = [*command, *engine_arguments(options)]
+        self._engines = EngineProcesses(arguments, self._folder, has_spare=options.spare_engine)
+        self._loads_adapters = options.engine.enable_lora
         self._requests: dict[str, tuple[Call, int]] = {}
         self._pings: dict[int, asyncio.Future[bool]] = {}
         self._num_pings = 0
@@ -195,13 +197,13 @@ class EngineClient:
             self.failure = f"no engine process can be run: {error}"
         finally:
             self.ended.set()
+            await self._engines.close()
 
     async def _run_engine(self) -> None:
         """One engine process, from its start to its end."""
+        engine = await self._engines.take()
         # What the first is started with has to fit; later ones load what can be loaded.
-        adapters = None if self.info is None else self.adapters.folders
-        arguments = [*self._command, *engine_arguments(self._options, adapters)]
-        engine = await EngineProcess.start(arguments, self._folder / "engine.sock")
+        engine.call_up(self.adapters.folders if self._loads_adapters and self.info is not None else None)
         patience_s = 0.0
         try:
             if (connection := await engine.connection()) is not None:
@@ -218,6 +220,7 @@ class EngineClient:
         """Serve the connection until the engine closes it, or is given up because its loop has stopped turning."""
         serving = asyncio.create_task(self._serve_connection(reader, writer))
         watching = asyncio.create_task(self._watch())
+        preparing = asyncio.create_task(self._engines.keep_spare())
         try:
             await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
@@ -225,7 +228,8 @@ class EngineClient:
         finally:
             serving.cancel()
             watching.cancel()
-            await asyncio.wait({serving, watching})
+            preparing.cancel()
+            await asyncio.wait({serving, watching, preparing})
         if not serving.cancelled():
             serving.result()
 

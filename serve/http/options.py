@@ -7,6 +7,7 @@ import argparse
 import ipaddress
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ class ServerOptions(RequestLimits):
     """How long /health waits for the engine's loop; longer than the longest step."""
     engine_timeout_s: float = 300.0
     """An engine that has ended no step for this long is killed and replaced. Loading and warming up do not count."""
+    spare_engine: bool = True
+    """Whether a second process stands by, with torch imported and no model, to replace an engine sooner: 150 MiB."""
     otlp_traces_endpoint: str | None = None
     """Collector of OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs potstill[otel]."""
     price_per_hour: float | None = None
@@ -195,6 +198,15 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "calls stay text", choices=[AUTO, NONE, *TOOL_PARSERS])  # fmt: skip
     add("--reasoning-parser", "how the model marks its thoughts; auto and none likewise",
         choices=[AUTO, NONE, *REASONING_FORMATS])  # fmt: skip
+    _add_limits(add)
+    add("--otlp-traces-endpoint", "send OpenTelemetry traces there, as OTLP over HTTP", metavar="URL")
+    add("--price-per-hour", "what the machine costs an hour, to show what tokens cost", type=float, metavar="PRICE")
+    add("--log-level", "debug, info, warning or error", choices=["debug", "info", "warning", "error"])
+    add("--config", "YAML file of these options, without the dashes in front; the command line wins", metavar="FILE")
+
+
+def _add_limits(add: Callable[..., None]) -> None:
+    """What a request may ask for, and how long anything may take."""
     add("--max-queue", "most sequences waiting; more are refused with 429", type=int, metavar="N")
     add("--max-n", "most choices that a request may ask for", type=int, metavar="N")
     add("--max-prompts", "most prompts in one request", type=int, metavar="N")
@@ -206,10 +218,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health-timeout-s", "how long /health waits for the engine, seconds", type=float, metavar="SECONDS")
     add("--engine-timeout", "replace an engine that has ended no step for this long, seconds", type=float,
         dest="engine_timeout_s", metavar="SECONDS")  # fmt: skip
-    add("--otlp-traces-endpoint", "send OpenTelemetry traces there, as OTLP over HTTP", metavar="URL")
-    add("--price-per-hour", "what the machine costs an hour, to show what tokens cost", type=float, metavar="PRICE")
-    add("--log-level", "debug, info, warning or error", choices=["debug", "info", "warning", "error"])
-    add("--config", "YAML file of these options, without the dashes in front; the command line wins", metavar="FILE")
+    add("--no-spare-engine", "let no process stand by for an engine that has to be replaced; it takes 150 MiB",
+        dest="spare_engine", action="store_false")  # fmt: skip
 
 
 def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:

@@ -108,7 +108,7 @@ class RunningServer:
 
 
 def children_of(pid: int) -> list[int]:
-    """Living child processes."""
+    """Living child processes, in the order in which they were started."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -117,8 +117,8 @@ def children_of(pid: int) -> list[int]:
             except OSError:
                 continue
             if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+                found.append((int(fields[19]), int(entry.name)))
+    return [child for _, child in sorted(found)]
 
 
 REAL = ("-m", "serve")
@@ -128,10 +128,13 @@ FAILING_DEVICE = (str(Path(__file__).with_name("failing_device.py")),)
 
 @contextmanager
 def running_server(
-    folder: Path, log: Path, *arguments: str, program: tuple[str, ...] = REAL, ready: bool = True
+    folder: Path, log: Path, *arguments: str, program: tuple[str, ...] = REAL, ready: bool = True, spare: bool = False
 ) -> Iterator[RunningServer]:
-    """A server of `folder` on a free port, warm (with `ready`), ended at the end."""
+    """A server of `folder` on a free port, warm (with `ready`), ended at the end; its engine is its one child, but with
+    `spare`.
+    """
     command = [sys.executable, *program, str(folder), "--port", "0", *arguments]
+    command += [] if spare else ["--no-spare-engine"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, cwd=ROOT)

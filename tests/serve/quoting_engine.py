@@ -64,4 +64,4 @@ class QuotingEngine(ScriptedEngine):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(functools.partial(load, kind=QuotingEngine)))
+    raise SystemExit(main(functools.partial(load, kind=QuotingEngine), prepare=lambda: None))

@@ -164,4 +164,4 @@ def load(config: EngineConfig, kind: type[ScriptedEngine] = ScriptedEngine) -> t
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(load))
+    raise SystemExit(main(load, prepare=lambda: None))

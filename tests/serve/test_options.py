@@ -50,7 +50,7 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --price-per-hour 2 | --otlp-traces-endpoint u
         --watch-draft f | --watch-draft-tokens 9
         --label-folder f --label-consent all | --label-consent key1 --label-folder f | --label-bytes 9
-        --engine-timeout 9 | --tool-call-parser hermes | --reasoning-parser none"""
+        --engine-timeout 9 | --no-spare-engine | --tool-call-parser hermes | --reasoning-parser none"""
     given = [option.split() for line in words.splitlines() for option in line.split("|")]
     given.append(["--config", str(tmp_path / "serve.yaml")])
     given.append(["--allowed-lora-path", str(tmp_path), "--enable-lora"])

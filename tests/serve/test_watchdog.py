@@ -115,6 +115,11 @@ def test_time_in_which_everything_is_stopped_does_not_count(start: Any) -> None:
         assert server.engine_pids() == [engine]
 
 
+def scripted_client(**settings: Any) -> EngineClient:
+    command = [sys.executable, str(Path(SCRIPTED[0]).with_name("scripted_engine.py"))]
+    return EngineClient(ServerOptions(EngineConfig("none"), ("m",), **settings), Metrics("m"), command=command)
+
+
 def test_an_engine_that_cannot_be_killed_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a broken driver."""
     monkeypatch.setattr(engine_process, "KILL_S", 0.2)
@@ -122,10 +127,7 @@ def test_an_engine_that_cannot_be_killed_ends_the_server(monkeypatch: pytest.Mon
     monkeypatch.setattr(asyncio.subprocess.Process, "kill", lambda process: None)
 
     async def hang() -> str | None:
-        command = [sys.executable, str(Path(SCRIPTED[0]).with_name("scripted_engine.py"))]
-        client = EngineClient(
-            ServerOptions(EngineConfig("none"), ("m",), engine_timeout_s=0.3), Metrics("m"), command=command
-        )
+        client = scripted_client(engine_timeout_s=0.3)
         before = set(children_of(os.getpid()))
         client.start()
         assert await client.wait_ready()
@@ -141,6 +143,46 @@ def test_an_engine_that_cannot_be_killed_ends_the_server(monkeypatch: pytest.Mon
         return client.failure
 
     assert "does not let it end" in (asyncio.run(hang()) or "")
+
+
+def test_a_spare_process_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "SPARE_AFTER_S", 0.05)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def replace_three() -> None:
+        client, others = scripted_client(), set(children_of(os.getpid()))
+
+        def children() -> set[int]:
+            return set(children_of(os.getpid())) - others
+
+        async def spare_of(engine: int) -> int:
+            await until(lambda: len(children()) == 2)
+            [spare] = children() - {engine}
+            return spare
+
+        async def replace(engine: int) -> None:
+            before = client.info
+            os.kill(engine, signal.SIGKILL)
+            await until(lambda: client.is_ready and client.info is not before)
+
+        client.start()
+        assert await client.wait_ready()
+        [first] = children()
+        second = await spare_of(first)
+        await replace(first)
+        third = await spare_of(second)
+        os.kill(third, signal.SIGKILL)
+        await until(lambda: children() == {second})
+        await replace(second)  # nobody misses a spare until it is called up
+        assert not children() & {first, second, third}
+        await client.stop()
+        assert not children()
+
+    asyncio.run(replace_three())
 
 
 # Deadlines
