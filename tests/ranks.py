@@ -1,19 +1,23 @@
 """Ranks of tensor parallelism as threads of this process, over gloo."""
 
 import socket
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from model.collectives import Group
 from serve.config import EngineConfig
+from serve.engine import ranks as ranks_module
 from serve.engine.follower import follow
-from serve.engine.ranks import FollowerProcess
+from serve.engine.rank_messages import Loaded
+from serve.engine.ranks import FollowerProcess, Ranks
 
 Result = TypeVar("Result")
 
@@ -54,3 +58,32 @@ class FollowerThread(FollowerProcess):
     def end(self) -> None:
         self.socket.close()
         self.wait()
+
+
+class IdleFollower(FollowerProcess):
+    """A process that reads what it is told and does nothing."""
+
+    def __init__(self, rank: int, config: EngineConfig, meeting_point: Path) -> None:
+        self.rank = rank
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL)
+
+    def answer(self, expected: type[Any]) -> Any:
+        """That it has done everything, with room for any number of pages."""
+        return expected(2**30) if expected is Loaded else expected()
+
+
+@contextmanager
+def idle_ranks(count: int) -> Iterator[Ranks]:
+    """Rank 0's side of ranks that compute nothing."""
+    started, joined = ranks_module.FollowerProcess, Group.join
+    ranks_module.FollowerProcess, Group.join = IdleFollower, lambda *arguments: None  # type: ignore
+    try:
+        ranks = Ranks(EngineConfig("none", tensor_parallel_size=count), torch.device("cpu"))
+    finally:
+        ranks_module.FollowerProcess, Group.join = started, joined  # type: ignore
+    try:
+        yield ranks
+    finally:
+        ranks.close()

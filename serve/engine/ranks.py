@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,6 +145,8 @@ class Ranks:
 
         RankError for one that does not get so far.
         """
+        if device.type == "cuda":
+            log.warning("ranks capture no CUDA graphs, and read each step before the next is launched")
         self._alarm = _Alarm()
         self.group = Group(0, config.tensor_parallel_size)
         with tempfile.TemporaryDirectory(prefix="potstill-ranks-") as folder:
@@ -186,20 +188,16 @@ class Ranks:
         """Have all others make their part of so many pages, with lists of that size, before the first pass."""
         self._tell(Allocate(num_pages, num_rows, most_tokens))
 
-    @contextmanager
-    def run(self, arrays: Sequence[np.ndarray | None], sampled: list[int]) -> Iterator[None]:
+    def run(self, arrays: Sequence[np.ndarray | None], sampled: list[int]) -> AbstractContextManager[None]:
         """Have all others compute a pass, `serve.engine.runner.Step`, that this rank computes within.
 
         Raises RankError when that cannot be done, here or there.
         """
-        with self._in_step(Run.of(arrays, sampled)):
-            yield
+        return self._in_step(Run.of(arrays, sampled))
 
-    @contextmanager
-    def logits(self, start: int, stop: int) -> Iterator[None]:
+    def logits(self, start: int, stop: int) -> AbstractContextManager[None]:
         """Likewise those of rows [start, stop) of what the latest pass has returned."""
-        with self._in_step(Logits(start, stop)):
-            yield
+        return self._in_step(Logits(start, stop))
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Have all others copy (source, destination) pages. Raises RankError when one is gone."""

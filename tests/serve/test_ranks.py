@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+from bench.serve.ranks_host import measure
 from model.collectives import RankError
 from model.config import MixtureOfDepths
 from model.lora_config import LoraConfig
@@ -173,3 +174,9 @@ def test_weights_are_not_replaced_and_a_closed_engine_says_so(tmp_path: Path) ->
     llm.engine.close()
     with pytest.raises(RankError, match="the engine is closed"):
         said(llm, greedy(2))
+
+
+def test_telling_the_others_takes_at_most_100_microseconds() -> None:
+    """Of the processor, in the least of many steps."""
+    (alone, _), (together, _) = measure(16, 2, steps=100)
+    assert together - alone < 100

@@ -15,6 +15,7 @@ from model.text.tokenizer import Tokenizer
 from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.engine.loading import Models
+from serve.engine.ranks import Ranks
 from serve.engine.runner import LanguageModel
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
@@ -95,6 +96,7 @@ def make_engine(
     draft: LanguageModel | str | None = None,
     draft_model: LanguageModel | None = None,
     share_cache: bool = False,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> Engine:
     """An fp32 engine on the CPU; `draft` is a model, or the name of a kind, which may use `draft_model`."""
@@ -103,7 +105,9 @@ def make_engine(
     tokenizer = toy_tokenizer(target.config.vocab_size)
     device = torch.device("cpu" if config.device == "auto" else config.device)
     model, scales = draft_model if isinstance(draft, str) else draft, getattr(target, "cache_scales", ())
-    return Engine(config, Models(target, tokenizer, model, share_cache, cache_scales=scales, device=device))
+    return Engine(
+        config, Models(target, tokenizer, model, share_cache, cache_scales=scales, device=device, ranks=ranks)
+    )
 
 
 def end_with(engine: Engine, token: int) -> None:
