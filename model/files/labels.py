@@ -97,7 +97,10 @@ class LabelFolder:
             raise LabelsError(f"{self.folder} holds labels of another model; name another folder.")
 
     def write(self, documents: Sequence[LabelledDocument]) -> None:
-        """Adds a shard, whole or not at all, and removes the oldest ones beyond `max_bytes`. Raises OSError."""
+        """Adds a shard, whole or not at all, and removes the oldest ones beyond `max_bytes`.
+
+        Raises OSError, or safetensors' own error for one, when the shard cannot be written.
+        """
         staging = self.folder / f"labels-{self._next:06d}.staging"
         save_file(_arrays(documents), staging)
         sync_file(staging)

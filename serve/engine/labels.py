@@ -140,9 +140,9 @@ class Labels:
     def _write(self, documents: list[_Ended]) -> None:
         try:
             self._folder.write([_document(ended) for ended in documents])
-        except OSError as error:
+        except Exception as error:  # of any kind: this thread has to go on
             self.num_dropped += len(documents)
-            log.error("labels of %d answers are lost: %s", len(documents), error)
+            log.error("labels of %d answers are lost: %s: %s", len(documents), type(error).__name__, error)
         else:
             self.num_stored += sum(len(ended.labels) for ended in documents)
 

@@ -8,7 +8,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from model.files import labels as label_files
 from model.files.checkpoint import load_model
 from model.files.label_shards import label_shards
 from model.files.labels import LabelFolder, LabelledDocument, read_labels
@@ -90,6 +92,30 @@ def test_nothing_is_stored_without_consent(tmp_path: Path) -> None:
     engine.close()
     assert [path.name for path in (tmp_path / "labels").iterdir()] == ["labels.json"]
     assert engine.stats().num_labels == 0
+
+
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_shard_that_fails_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """safetensors calls a full disk by an error of its own."""
+    monkeypatch.setattr(labels, "SHARD_TOKENS", 1)
+    save, failed = label_files.save_file, threading.Event()
+
+    def fails_once(arrays: Any, path: Path) -> None:
+        if failed.is_set():
+            return save(arrays, path)
+        failed.set()
+        raise kind("the disk is full")
+
+    monkeypatch.setattr(label_files, "save_file", fails_once)
+    engine = table_engine(tmp_path)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, store=True)
+    serve(engine, params, prompts=1)
+    assert failed.wait(60)
+    serve(engine, params, prompts=2)
+    engine.close()
+    assert engine.stats().num_dropped_labels == 1 and len(stored(tmp_path)) == 2
 
 
 def test_a_disk_that_is_slow_or_full_costs_labels_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
