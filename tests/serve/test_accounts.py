@@ -79,6 +79,29 @@ def test_a_class_has_a_deadline_which_a_request_can_only_shorten(server: Running
     assert ask(server, "s1", SLOW, 100, deadline_s=0.3).status_code == 504
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+TRANSLATED = {
+    "messages": {"messages": HELLO, "max_tokens": 50_000},
+    "responses": {"input": "hello", "max_output_tokens": 50_000},
+    "../api/chat": {"messages": HELLO, "options": {"num_predict": 50_000}},
+    "../api/generate": {"prompt": "hello", "options": {"num_predict": 50_000}},
+}
+
+
+@pytest.mark.parametrize("route", TRANSLATED)
+def test_other_protocols_name_classes_and_priorities_too(server: RunningServer, route: str) -> None:
+    def post(key: str, **more: Any) -> httpx.Response:
+        body = TRANSLATED[route] | {"model": "m", "stream": False} | more
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{server.url}/v1/{route}", json=body, headers=headers, timeout=20)
+
+    assert post("s1", service_tier="batch").status_code == 504
+    assert post("plain", priority=3, deadline_s=0.3).status_code == 504
+    for refused in ({"service_tier": "flex"}, {"priority": 3}):
+        answer = post("s1", **refused)
+        assert answer.status_code == 400 and next(iter(refused)) in answer.text
+
+
 def test_a_class_that_a_key_does_not_have_is_400(server: RunningServer) -> None:
     for key, known in (("s1", "auto, default, interactive, batch"), ("s2", "auto, default")):
         refused = ask(server, key, [9], service_tier="flex").json()["error"]

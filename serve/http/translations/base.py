@@ -40,6 +40,7 @@ class Extras(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     priority: int | None = None
+    service_tier: str | None = None
     cache_salt: str | None = None
     deadline_s: float | None = None
     store: bool | None = None

@@ -25,8 +25,8 @@ from serve.sampling_params import Pooling, SamplingParams
 NAMES = {"prompt": "input", "prompts": "inputs"}
 """What completions call otherwise."""
 CARRIED = (
-    *("model", "truncate_prompt_tokens", "truncation_side", "add_special_tokens", "priority", "cache_salt"),
-    "deadline_s",
+    *("model", "truncate_prompt_tokens", "truncation_side", "add_special_tokens", "cache_salt"),
+    *("priority", "service_tier", "deadline_s"),
 )
 
 
@@ -44,6 +44,7 @@ class EmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True):
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
+    service_tier: str | None = None
     cache_salt: str | None = None
     deadline_s: float | None = None
 

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from serve.http.chat import conversation_ids, tools_used
 from serve.http.errors import ApiError, invalid
 from serve.http.generation import Service
-from serve.http.requests import ShortText, only
+from serve.http.requests import ShortText
 from serve.http.responses import AssistantMessage, ChatChunk, ChatCompletion, ResponseMetrics, Usage, encoder
 from serve.http.translations.base import Extras, Translation, call_input, chat_request, named_event, said
 
@@ -144,7 +144,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stop_sequences: list[str] | None = None
     metadata: RequestMetadata | None = None
-    service_tier: Annotated[str, only("auto", "standard_only", because="there is one tier; use priority")] | None = None
 
 
 class AnthropicUsage(msgspec.Struct, frozen=True):
@@ -340,6 +339,8 @@ def chat_body(asked: CountTokensRequest) -> dict[str, Any]:
     if asked.thinking is not None:
         thinks = asked.thinking.type != "disabled"
         body["chat_template_kwargs"] = body.get("chat_template_kwargs", {}) | {"enable_thinking": thinks}
+    if asked.service_tier == "standard_only":
+        body["service_tier"] = "default"
     return body
 
 

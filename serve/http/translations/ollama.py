@@ -34,6 +34,8 @@ from serve.outputs import RequestOutput
 
 SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 """Options that chat calls as Ollama does."""
+CARRIED = ("model", "logprobs", "top_logprobs", "priority", "service_tier", "deadline_s")
+"""Likewise, beside the options."""
 NAMES = {name: f"options.{name}" for name in SAME} | {
     "repetition_penalty": "options.repeat_penalty",
     "max_completion_tokens": "options.num_predict",
@@ -90,6 +92,10 @@ class OllamaRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Count | None = None
     keep_alive: float | str | None = None
     """The model is always kept."""
+    priority: int | None = None
+    service_tier: str | None = None
+    deadline_s: float | None = None
+    """potstill: these three as in chat."""
 
 
 class OllamaFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -280,16 +286,14 @@ def chat_body(asked: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
     check_only(options, "options.")
     if options.num_predict == 0:
         raise invalid("options.num_predict must be at least 1, or negative for no limit", "options.num_predict")
-    body: dict[str, Any] = {name: getattr(options, name) for name in SAME} | {
-        "model": asked.model,
+    body: dict[str, Any] = {name: getattr(options, name) for name in SAME}
+    body |= {name: getattr(asked, name) for name in CARRIED} | {
         "messages": _messages(asked),
         "stream": asked.stream is not False,
         "repetition_penalty": options.repeat_penalty,
         "max_completion_tokens": options.num_predict if (options.num_predict or -1) > 0 else None,
         "response_format": _response_format(asked.format),
         "chat_template_kwargs": None if asked.think is None else {"enable_thinking": asked.think},
-        "logprobs": asked.logprobs,
-        "top_logprobs": asked.top_logprobs,
     }
     if isinstance(asked, OllamaChatRequest) and asked.tools:
         body["tools"] = [msgspec.to_builtins(tool) for tool in asked.tools]

@@ -137,7 +137,6 @@ class ResponsesRequest(Extras, kw_only=True):
     stream_options: EventOptions | None = None
     background: Annotated[bool, only(False, because="responses are not stored")] | None = None
     store: Annotated[bool, only(False, because="responses are not stored")] | None = None
-    service_tier: Annotated[str, only("auto", "default", because="there is one tier; use priority")] | None = None
     metadata: Labels | None = None
     """Comes back in the response; it has no effect and is not recorded."""
     user: ShortText | None = None
