@@ -418,7 +418,8 @@ class Call:
         key = prompt_index, output.index
         if key not in self._timers:
             started = self._started.get(output.request_id)
-            self._timers[key] = ChoiceTimer(self._metrics, self._arrival, started)
+            again = self._answer is not None and self._answer.is_known
+            self._timers[key] = ChoiceTimer(self._metrics, self._arrival, started, is_computed=not again)
         self._timers[key].record(output)
         if self._answer is not None:
             self._answer.record(prompt_index, output)

@@ -343,8 +343,12 @@ class _TwoNames:
 class ChoiceTimer:
     """Times of one choice, recorded as its outputs arrive."""
 
-    def __init__(self, metrics: RequestMetrics, arrival: float, started: float | None) -> None:
+    def __init__(
+        self, metrics: RequestMetrics, arrival: float, started: float | None, *, is_computed: bool = True
+    ) -> None:
+        """`is_computed`: not an answer that is given again, whose times say nothing of the engine."""
         self._metrics = metrics
+        self._is_computed = is_computed
         self._arrival = arrival
         self._started = started
         """When it got its place in the batch; None if that was not reported."""
@@ -369,23 +373,31 @@ class ChoiceTimer:
         now = time.monotonic()
         self.latest = output
         if output.new_token_ids:
-            if self._first is None:
-                self._first = now
-                self._metrics.time_to_first_token.observe(now - self._arrival)
-                if self._started is not None:
-                    self._metrics.prefill_time.observe(now - self._started)
-            else:
-                self._metrics.inter_token_latency.observe(now - self._last)
+            if self._is_computed:
+                self._observe_tokens(now)
+            self._first = now if self._first is None else self._first
             self._last = now
         if output.finish_reason is not None:
-            self._finish(output, output.finish_reason, now)
+            self._count(output, output.finish_reason)
+            if self._is_computed:
+                self._observe_whole(now)
 
-    def _finish(self, output: RequestOutput, reason: str, now: float) -> None:
+    def _observe_tokens(self, now: float) -> None:
+        if self._first is not None:
+            self._metrics.inter_token_latency.observe(now - self._last)
+            return
+        self._metrics.time_to_first_token.observe(now - self._arrival)
+        if self._started is not None:
+            self._metrics.prefill_time.observe(now - self._started)
+
+    def _count(self, output: RequestOutput, reason: str) -> None:
         self._metrics.request_success[reason].inc()
-        self._metrics.e2e_latency.observe(now - self._arrival)
         self._metrics.generation_length.observe(output.num_output_tokens)
         if output.index == 0:
             self._metrics.prompt_length.observe(output.num_prompt_tokens)
+
+    def _observe_whole(self, now: float) -> None:
+        self._metrics.e2e_latency.observe(now - self._arrival)
         if self._first is None:
             return
         self._metrics.decode_time.observe(self._last - self._first)

@@ -81,6 +81,11 @@ class Answer:
         self._parts: list[bytes] = []
         self._num_bytes, self._num_left = ENTRY_BYTES, num_choices
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is given again."""
+        return bool(self._known)
+
     def replay(self) -> Iterator[tuple[int, RequestOutput]]:
         """All outputs, by number of the prompt; none, if it is not known. No prompt token was computed for them."""
         for prompt_index, output in map(_decode, self._known):

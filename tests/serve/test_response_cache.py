@@ -141,6 +141,8 @@ def test_over_http_whole_streamed_by_account_and_by_engine(server: RunningServer
     assert server.metric("potstill:response_cache_hits_total") == 2
     assert server.metric("potstill:response_cache_queries_total") == 3
     assert server.metric("potstill:response_cache_bytes") > 0
+    for name in ("vllm:time_to_first_token", "vllm:e2e_request_latency", "vllm:request_time_per_output_token"):
+        assert server.metric(f"{name}_seconds_count") == 1, "what is given again says nothing of the engine's times"
     assert ask(server, "two", [9])["choices"][0]["text"] == "key2 1.0 0" * 4
     assert server.metric("vllm:request_success_total") == 4, "answers that are given again are counted"
     with pytest.raises(openai.InternalServerError):
