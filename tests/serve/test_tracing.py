@@ -70,9 +70,9 @@ def test_a_request_is_a_span_of_the_clients_trace(folder: Path, tmp_path: Path, 
     with running_server(folder, tmp_path / "log", *options, program=SCRIPTED) as server:
         body = {"prompt": [20], "max_tokens": 5, "temperature": 0.5, "n": 2}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
-        began = time.time_ns()
+        began, asked = time.time_ns(), time.monotonic()
         assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
-        ended = time.time_ns()
+        ended, waited = time.time_ns(), time.monotonic() - asked
         late = body | {"max_tokens": 1000, "deadline_s": 0.1, "prompt": "secret words"}
         assert httpx.post(f"{server.url}/v1/completions", json=late).status_code == 504
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -83,7 +83,7 @@ def test_a_request_is_a_span_of_the_clients_trace(folder: Path, tmp_path: Path, 
     assert began - 10**7 <= first.start_time_unix_nano <= first.end_time_unix_nano <= ended + 10**7
     said = attributes(first)
     times = [said.pop(f"gen_ai.latency.{name}") for name in ("time_in_queue", "time_to_first_token", "e2e")]
-    assert 0 <= times[0] < times[1] < 0.1 <= times[2] <= (ended - began) / 1e9
+    assert 0 <= times[0] < times[1] < 0.1 <= times[2] <= waited
     assert said == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.request.model": "tiny",

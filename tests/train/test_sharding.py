@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import trials
 from tests.train.sharded_process import CASES, run
 from train.tracking import read_metrics
 
@@ -90,10 +91,10 @@ def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path, mon
     """The peak of a step: weights, gradients, moments, and all that it needs besides."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed leaves the process
     names = ("language", "distill")
-    for processes in (1, 2, 4):
+    for processes in (1, 2, 4) if trials.in_full else (1, 4):
         torchrun(tmp_path, processes, *names, module="tests.train.memory_process")
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert len(found) == 7
+    assert {"1-0", *(f"4-{rank}" for rank in range(4))} <= found.keys()
     for name in names:
         for process in found.values():
             assert process[name]["weights"] == process[name]["loaded"]
