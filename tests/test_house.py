@@ -7,6 +7,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(tree: ast.AST) -> set[str]:
     names = set()
     for node in ast.walk(tree):
@@ -57,7 +63,7 @@ MODULES = {module_of(path) for path in EVERYTHING}
 def modules_imported(path: Path) -> set[str]:
     """Modules of this house that a file imports, at its top, inside functions, or for types alone."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -66,13 +72,13 @@ def modules_imported(path: Path) -> set[str]:
     return names & MODULES
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_imports_go_downwards(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    names = imported(ast.parse(path.read_text()))
-    upward = (names & set(MAY_IMPORT)) - MAY_IMPORT[room] - {room}
-    assert not upward, f"{name_of(path)} imports {upward}; {room}/ may import {MAY_IMPORT[room]}"
-    assert not names & (ORACLES | {"bench", "tests"})
+def test_imports_go_downwards() -> None:
+    for path in SOURCES:
+        room = path.relative_to(ROOT).parts[0]
+        names = imported(tree_of(path))
+        upward = (names & set(MAY_IMPORT)) - MAY_IMPORT[room] - {room}
+        assert not upward, f"{name_of(path)} imports {upward}; {room}/ may import {MAY_IMPORT[room]}"
+        assert not names & (ORACLES | {"bench", "tests"}), name_of(path)
 
 
 def test_no_import_goes_in_a_circle() -> None:
@@ -101,29 +107,29 @@ def test_the_two_halves_of_serving_are_joined_by_the_wire_files_alone(room: str,
         assert not any(name.startswith(("serve.http", "serve.engine")) for name in modules_imported(path))
 
 
-@pytest.mark.parametrize("path", EVERYTHING, ids=name_of)
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 500
+def test_files_are_short() -> None:
+    for path in EVERYTHING:
+        assert len(path.read_text().splitlines()) <= 500, name_of(path)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_functions_are_short_and_take_few_parameters(path: Path) -> None:
-    in_kernels = path.relative_to(ROOT).parts[0] == "kernels"
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        length = (node.end_lineno or 0) - node.lineno + 1
-        assert length <= (120 if in_kernels else 80), f"{node.name} has {length} lines"
-        arguments = [a for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
-        count = len(arguments) + len(node.args.kwonlyargs)
-        assert in_kernels or count <= 8, f"{node.name} takes {count} parameters"
+def test_functions_are_short_and_take_few_parameters() -> None:
+    for path in SOURCES:
+        in_kernels = path.relative_to(ROOT).parts[0] == "kernels"
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= (120 if in_kernels else 80), f"{node.name} of {name_of(path)} has {length} lines"
+            arguments = [a for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
+            count = len(arguments) + len(node.args.kwonlyargs)
+            assert in_kernels or count <= 8, f"{node.name} of {name_of(path)} takes {count} parameters"
 
 
-@pytest.mark.parametrize("path", READMES, ids=name_of)
-def test_a_readme_is_a_map(path: Path) -> None:
+def test_a_readme_is_a_map() -> None:
     """What takes longer belongs into docstrings, and figures into bench/results/."""
-    is_kernel_family = path.parent.parent == ROOT / "kernels"
-    assert len(path.read_text().splitlines()) <= (60 if is_kernel_family else 150)
+    for path in READMES:
+        is_kernel_family = path.parent.parent == ROOT / "kernels"
+        assert len(path.read_text().splitlines()) <= (60 if is_kernel_family else 150), name_of(path)
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
@@ -134,37 +140,40 @@ def names_in(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_names_are_words_of_the_field(path: Path) -> None:
+def test_names_are_words_of_the_field() -> None:
     """What vLLM, PyTorch or a paper has a word for is not called otherwise here."""
-    for name in names_in(ast.parse(path.read_text())):
-        spelled = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
-        assert not PRIVATE_WORDS.search(spelled), f"{name_of(path)}: {name}"
+    for path in SOURCES:
+        for name in names_in(tree_of(path)):
+            spelled = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+            assert not PRIVATE_WORDS.search(spelled), f"{name_of(path)}: {name}"
 
 
 def test_most_functions_are_short() -> None:
     """Nine functions in ten of the product have at most 21 lines, tests and measuring left aside."""
-    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in SOURCES for node in ast.walk(tree_of(path))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
     assert lengths[len(lengths) * 9 // 10] <= 21
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_nothing_can_run_code_from_a_file(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert not imported(tree) & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in {"eval", "exec", "torch.load", "torch.save", "torch.jit.load", "__import__"}, called
-            assert not called.startswith("runpy.") or path == SANDBOXED, called
-        assert not isinstance(node, ast.Assert), "validation must survive `python -O`: raise instead of assert"
+def test_nothing_can_run_code_from_a_file() -> None:
+    for path in SOURCES:
+        tree = tree_of(path)
+        assert not imported(tree) & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, name_of(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                said = f"{name_of(path)} calls {called}"
+                assert called not in {"eval", "exec", "torch.load", "torch.save", "torch.jit.load", "__import__"}, said
+                assert not called.startswith("runpy.") or path == SANDBOXED, said
+            assert not isinstance(node, ast.Assert), (
+                f"{name_of(path)}: raise instead of assert, which `python -O` skips"
+            )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} has no docstring"
+def test_every_module_says_what_it_is() -> None:
+    for path in SOURCES:
+        assert ast.get_docstring(tree_of(path)), f"{name_of(path)} has no docstring"
 
 
 @pytest.mark.parametrize("room", ["kernels", "compress", "serve", "train", "pipeline"])
