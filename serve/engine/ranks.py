@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from model.collectives import Group, RankError
-from model.mesh import choose_device
+from model.mesh import choose_device, gpus
 from serve.config import EngineConfig
 from serve.engine.rank_messages import (
     Allocate,
@@ -103,10 +103,9 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     if config.device not in ("auto", "cpu", "cuda", "cuda:0"):
         raise ValueError(f"device {config.device!r} is one GPU; ranks take the first ones, so say cuda")
     kind = choose_device(config.device).type
-    if kind == "cuda" and torch.cuda.device_count() < config.tensor_parallel_size:
+    if kind == "cuda" and len(gpus()) < config.tensor_parallel_size:
         raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but this machine has "
-            f"{torch.cuda.device_count()} GPUs for torch"
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but this machine has {len(gpus())} GPUs for torch"
         )
     return choose_device(f"cuda:{rank}" if kind == "cuda" else "cpu")
 
