@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from model.files.safe_io import Heard, sha256_of, sync_file, sync_tree, write_text
+from model.formats.base import READERS
 
 MANIFEST_NAME = "potstill.json"
 FORMAT_VERSION = 1
@@ -148,15 +149,15 @@ def model_card(
     recipe: Mapping[str, Any],
     parents: Mapping[str, str],
     metrics: Mapping[str, Any],
-    elsewhere: bool = True,
+    readers: Sequence[str] = READERS,
 ) -> str:
     """The text of an artifact's README.md: lineage, metrics and how to serve it.
 
-    `parents` maps a parent's name to its digest or source; `metrics` maps a metric's name to its value; `elsewhere`
-    says that other tools read it too. The text depends on nothing else, so that the same artifact always has the same
+    `parents` maps a parent's name to its digest or source; `metrics` maps a metric's name to its value; `readers`
+    are the other programs that open it. The text depends on nothing else, so that the same artifact always has the same
     card.
     """
-    library = "transformers" if elsewhere else "potstill"
+    library = "transformers" if "transformers" in readers else "potstill"
     sections = [
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [potstill]\n---",
         f"# {name}",
@@ -166,8 +167,8 @@ def model_card(
         "## Recipe\n\n```json\n" + json.dumps(recipe, indent=2, ensure_ascii=False) + "\n```",
         "## Use\n\n```sh\npotstill serve PATH      # this folder\n```\n\n"
         + (
-            "The folder also opens in transformers (`AutoModelForCausalLM.from_pretrained`) and vLLM."
-            if elsewhere
+            f"The folder also opens in {' and '.join(readers)}."
+            if readers
             else "Only potstill reads it: no other tool knows layers such as some of its own."
         ),
     ]

@@ -27,6 +27,7 @@ from model.formats.base import FormatOfLayer, QuantizedMatrix, WeightFormat
 from model.formats.registry import formats_of_config
 from model.linear import Embedding, Linear
 from model.lora import adapted_layers
+from model.mlp import Scores
 from model.quantized import quantized_layers, set_quantized
 from model.tensor_parallel import WHOLE, Layout, Part
 from model.transformer import Transformer
@@ -290,8 +291,9 @@ def _quantization(config: ModelConfig, formats: Mapping[str, WeightFormat[Any]],
     """What config.json adds for quantized weights."""
     if not formats:
         return {}
-    with torch.device("meta"):
-        linear = [name for name, module in Transformer(config).named_modules() if isinstance(module, Linear)]
+    with torch.device("meta"):  # what routes to experts is a linear layer for others
+        modules = Transformer(config).named_modules()
+        linear = [name for name, module in modules if isinstance(module, Linear | Scores)]
     in_files = config.kind.name_in_files
     dense = {in_files(name) for name in [*linear, "lm_head"] if f"{name}.weight" not in formats}
     layers = {in_files(name.removesuffix(".weight")): format for name, format in formats.items()}

@@ -45,6 +45,8 @@ class QuantizedMatrix(Protocol):
 
 
 W = TypeVar("W", bound=Any)
+READERS = ("transformers", "vLLM")
+"""Other programs that open folders in Hugging Face's layout."""
 FormatOfLayer = Callable[[str], "WeightFormat[Any] | None"]
 """Of a layer by its name, such as `model.layers.0.mlp.up_proj`; None where it is dense."""
 
@@ -104,6 +106,11 @@ class WeightFormat(ServingForm[W]):
         if unknown := sorted(options.keys() - known):
             raise ValueError(f"{cls.name} has no option {unknown[0]}.")
         return cls(**options)
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Other programs that open folders with such layers."""
+        return READERS
 
     def of(self, weight: W) -> Self:
         """The format with the options of this weight."""

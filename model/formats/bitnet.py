@@ -64,6 +64,10 @@ class Ternary(GridFormat[TernaryWeight]):
     linear_class: str = "bitlinear"
     """Of the files that it is read from; written is always bitlinear."""
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        return ("transformers",)
+
     def of(self, weight: TernaryWeight) -> Self:
         return type(self)()
 

@@ -152,6 +152,10 @@ class _Integers(_CompressedTensors[IntegerWeight], IntegerFormat):
     """INT4 and INT8, packed."""
 
     @property
+    def readers(self) -> tuple[str, ...]:
+        return super().readers if self.symmetric else ("vLLM",)  # transformers does not load packed zeros
+
+    @property
     def layout(self) -> str:
         return "pack-quantized"
 

@@ -41,6 +41,10 @@ class Ggml(KernelFormat[IntegerWeight]):
     """Files do not say it; llama.cpp rounds always, as ROUNDED_BLOCKS says."""
 
     @property
+    def readers(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def title(self) -> str:
         return f"GGML {self.type}"
 

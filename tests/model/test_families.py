@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import load_config, load_model, save_model
+from model.formats.compressed_tensors import Int4
+from tests.compare import relative_rms
 from tests.tiny import full_logits
 from tests.train.toy import batch_of
 from train.objectives import hidden_states
@@ -203,3 +206,22 @@ def test_the_window_is_shorter_than_the_text(name: str, tmp_path: Path) -> None:
     with_windows = full_logits(ours, TOKENS.tolist())
     ours.config = replace(ours.config, windows=(None,) * 3)
     assert (with_windows - full_logits(ours, TOKENS.tolist())).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "name", ["phi3", "gemma3", "granite", "olmo2", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-some-layers"]
+)
+def test_each_family_in_four_bits_opens_in_transformers(name: str, tmp_path: Path) -> None:
+    """Which layers are rounded, and that routers are not, is said as others understand it. Experts are bf16 there."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    their_model(name, intermediate_size=64).save_pretrained(tmp_path / "dense")
+    quantize_folder(tmp_path / "dense", tmp_path / "small", Int4(group=16))
+    ours = load_model(tmp_path / "small", dtype=torch.float32)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "small", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    largest = 1e-4 if ours.config.experts is None else 2e-2
+    assert relative_rms(full_logits(ours, TOKENS.tolist()), their_logits(theirs)) < largest

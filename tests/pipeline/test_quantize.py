@@ -64,6 +64,8 @@ def test_transformers_reads_it_where_embeddings_are_dense(finished: tuple[Path, 
     with torch.no_grad():
         logits = theirs(torch.tensor([tokens])).logits[0]
     check_close(full_logits(load_model(folder, dtype=torch.float32), tokens), logits, dtype=torch.float16)
+    run(tmp_path / "zeros", compare=[], embeddings="none", weights={"format": "int4", "symmetric": False})
+    assert "opens in vLLM." in (tmp_path / "zeros" / "run" / "01-quantize" / "model" / "README.md").read_text()
     home, _ = finished
     assert "Only potstill reads it" in (home / "run" / "01-quantize" / "model" / "README.md").read_text()
 

@@ -12,6 +12,7 @@ import msgspec
 
 from model.files.artifact import model_card, publish
 from model.files.sealed_folder import folder_digest, seal
+from model.formats.base import READERS
 from model.text.tokenizer import Tokenizer
 from pipeline.environment import hardware, peak_memory_bytes, versions
 from pipeline.files import write_atomically
@@ -86,11 +87,11 @@ class StageContext:
         *,
         reports: Sequence[ModelReport] = (),
         gates: Mapping[str, Any] | None = None,
-        elsewhere: bool = True,
+        readers: Sequence[str] = READERS,
     ) -> str:
         """Publishes a model into the stage's folder; `write` fills it, the model card comes from `reports`.
 
-        `elsewhere`: transformers and vLLM read it too. Returns the artifact's digest.
+        `readers`: other programs that open it. Returns the artifact's digest.
         """
         recipe = to_plain(self.stage.config)
         parents = {name: entry.digest for name, entry in self.inputs.items()}
@@ -106,7 +107,7 @@ class StageContext:
                 recipe=recipe,
                 parents=parents or {self.stage.label: str(recipe.get("from"))},
                 metrics=metrics,
-                elsewhere=elsewhere,
+                readers=readers,
             )
             (folder / "README.md").write_text(card, encoding="utf-8")
 

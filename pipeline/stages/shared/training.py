@@ -24,9 +24,10 @@ from compress.lora import inject
 from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
+from model.formats.base import READERS
 from model.lora import LoraConfig, LoraError
 from model.mesh import choose_device, choose_dtype, training_dtype, training_mesh
-from model.quantized import QuantizedEmbedding
+from model.quantized import QuantizedEmbedding, quantized_layers
 from model.routed import routed_layers
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -258,7 +259,7 @@ class TrainingStage(Generic[C]):
                 lambda folder: _move_files(candidate, folder),
                 reports=reports,
                 gates={"parity": asdict(parity), **{check.name: asdict(check) for check in checks}},
-                elsewhere=_opens_elsewhere(published),
+                readers=_readers(published),
             )
         return context.result(
             output=output,
@@ -420,9 +421,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     staging.rename(path)
 
 
-def _opens_elsewhere(model: Transformer) -> bool:
-    """Whether transformers and vLLM read the folder; they look for dense embeddings."""
-    return model.config.opens_elsewhere and not isinstance(model.model.embed_tokens, QuantizedEmbedding)
+def _readers(model: Transformer) -> list[str]:
+    """The other programs that open the folder: those that know all its layers. They look for dense embeddings."""
+    if not model.config.opens_elsewhere or isinstance(model.model.embed_tokens, QuantizedEmbedding):
+        return []
+    formats = [layer.format for layer in quantized_layers(model).values()]
+    return [name for name in READERS if all(name in format.readers for format in formats)]
 
 
 def _move_files(source: Path, target: Path) -> None:
