@@ -105,7 +105,7 @@ def _named(message: str) -> ApiError:
     if missing := re.search(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", message, re.DOTALL):
         name = shown(".".join(part for part in (missing[2], missing[1]) if part))
         return ApiError(400, f"{name} is required", code="missing_required_parameter", param=name)
-    what, _, where = message.partition(" - at `$.")
+    what, _, where = message.replace(" - at `key` in `$.", " - at `$.").partition(" - at `$.")
     where = shown(where.rstrip("`"))
     what = what[:1].lower() + what[1:200]
     return invalid(f"{where}: {what}" if where else what, where or None)
