@@ -216,12 +216,15 @@ class Ranks:
         self._tell(message)
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             raise self._out_of_step(error) from error
+        except BaseException:
+            self._alarm.reason = "an interrupt has left ranks out of step"
+            raise
 
     def _out_of_step(self, error: BaseException) -> RankError:
         self._alarm.rang.wait(NEWS_S)
-        self._alarm.reason = self._alarm.reason or f"ranks are out of step: {error or type(error).__name__}"
+        self._alarm.reason = self._alarm.reason or f"ranks are out of step: {error}"
         return RankError(self._alarm.reason)
 
 
