@@ -2,7 +2,7 @@
 
     with engine.open_call(num_choices) as call:     # room in the queue, or 429/503 at once
         call.submit(prompts, params)
-        async for prompt_index, output in call:     # until every choice has finished, or 503/504
+        async for outputs in call:                  # until every choice has finished, or 503/504
             ...
                                                     # leaving early aborts what still runs
 
@@ -327,7 +327,7 @@ class EngineClient:
 
 
 class Call:
-    """One HTTP request as the engine sees it: room for its choices, then their outputs, as (prompt index, output).
+    """One HTTP request as the engine sees it: room for its choices, then lists of outputs, as (prompt index, output).
 
     A context manager: leaving it aborts what still runs and gives the room back. Made by `EngineClient.open_call`.
     """
@@ -341,7 +341,7 @@ class Call:
         self._timers: dict[tuple[int, int], ChoiceTimer] = {}
         self._request_ids: list[str] = []
         self._started: dict[str, float] = {}
-        self._outputs: deque[tuple[int, RequestOutput]] = deque()
+        self._outputs: list[tuple[int, RequestOutput]] = []
         self._unread_bytes = 0
         self._last_read = self._arrival
         self._params: SamplingParams | None = None
@@ -446,7 +446,8 @@ class Call:
     def __aiter__(self) -> "Call":
         return self
 
-    async def __anext__(self) -> tuple[int, RequestOutput]:
+    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
+        """All that is there: at least one, of a step those of all choices."""
         while not self._outputs:
             if self._error is not None:
                 raise self._error
@@ -454,10 +455,9 @@ class Call:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        prompt_index, output = self._outputs.popleft()
-        self._unread_bytes -= _size(output)
-        self._last_read = time.monotonic()
-        return prompt_index, output
+        taken, self._outputs = self._outputs, []
+        self._unread_bytes, self._last_read = 0, time.monotonic()
+        return taken
 
     def __enter__(self) -> "Call":
         return self

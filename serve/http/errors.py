@@ -93,3 +93,14 @@ def late() -> ApiError:
 def overloaded(message: str) -> ApiError:
     """429: the queue is full, or a request waited in it for too long."""
     return ApiError(429, message, code="queue_full", retry_after_s=1)
+
+
+def context_exceeded(max_model_len: int, size: str, num_output: int) -> ApiError:
+    """400: a prompt of this size, in words, does not fit."""
+    return ApiError(
+        400,
+        f"this model's maximum context length is {max_model_len} tokens, but the prompt has {size} tokens "
+        f"and {num_output} output tokens are asked for; shorten the prompt or lower max_tokens",
+        code="context_length_exceeded",
+        param="prompt",
+    )

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve.http.accounts import Account
 from serve.http.engine_client import Call, EngineClient
-from serve.http.errors import ApiError, invalid, late, unsupported
+from serve.http.errors import ApiError, context_exceeded, invalid, late, unsupported
 from serve.http.grammar_check import GrammarChecker
 from serve.http.metrics import Metrics
 from serve.http.options import EVERYBODY, ServerOptions
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 LOWEST = -9999.0
 """Stands for the logarithm of zero, which JSON cannot hold; vLLM writes the same."""
+NO_ANSWER = ("deadline", "error", "abort")
+"""Finish reasons of choices that have become none."""
 SEND_S = 30.0
 """How long a client may take to make room for the next event."""
 log = logging.getLogger("potstill.server")
@@ -376,28 +378,39 @@ class GenerationResponse:
         except TimeoutError:
             raise late() from None
 
-    async def _outputs(self, call: Call) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """The call's outputs, counted; ApiError for those that are no answer."""
-        async for prompt_index, output in call:
-            if output.finish_reason == "deadline":
+    async def _outputs(self, call: Call) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+        """The call's outputs, as many as are there at a time; ApiError for one that is no answer, behind the others."""
+        async for outputs in call:
+            ends = (number for number, (_, output) in enumerate(outputs) if output.finish_reason in NO_ANSWER)
+            if (end := next(ends, None)) is None:
+                yield outputs
+                continue
+            yield outputs[:end]
+            failed = outputs[end][1]
+            if failed.finish_reason == "deadline":
                 raise late()
-            if output.finish_reason in ("error", "abort"):
-                raise ApiError(500, output.error or "the engine gave up this request", code="engine_error")
-            received = self._reply.received(output)
-            self._reply.usage.record(prompt_index, received)
-            yield prompt_index, received
+            raise ApiError(500, failed.error or "the engine gave up this request", code="engine_error")
+
+    def _received(self, prompt_index: int, output: RequestOutput) -> tuple[int, RequestOutput]:
+        """An output as the reply has it, counted."""
+        received = self._reply.received(output)
+        self._reply.usage.record(prompt_index, received)
+        return prompt_index, received
 
     async def _whole(self, call: Call, *, much: bool) -> bytes:
-        async for prompt_index, output in self._outputs(call):
-            self._reply.collect(prompt_index, output)
-
+        async for outputs in self._outputs(call):
+            for output in outputs:
+                self._reply.collect(*self._received(*output))
         return await self._write(functools.partial(self._reply.response, self._usage()), much=much)
 
     async def _events(self, call: Call) -> AsyncIterator[bytes]:
-        async for prompt_index, output in self._outputs(call):
-            write = functools.partial(self._reply.events, prompt_index, output)
-            data = await self._write(write, much=output.prompt_logprobs is not None)
-            if data:
+        """One write a step, however many choices it brought."""
+        async for outputs in self._outputs(call):
+            parts = []
+            for output in outputs:
+                write = functools.partial(self._reply.events, *self._received(*output))
+                parts.append(await self._write(write, much=output[1].prompt_logprobs is not None))
+            if data := b"".join(parts):
                 yield data
 
     def _usage(self) -> Usage:
@@ -428,17 +441,6 @@ class GenerationResponse:
 def event(data: msgspec.Struct) -> bytes:
     """One server-sent event."""
     return b"data: " + encoder.encode(data) + b"\n\n"
-
-
-def context_exceeded(max_model_len: int, size: str, num_output: int) -> ApiError:
-    """400: a prompt of this size, in words, does not fit."""
-    return ApiError(
-        400,
-        f"this model's maximum context length is {max_model_len} tokens, but the prompt has {size} tokens "
-        f"and {num_output} output tokens are asked for; shorten the prompt or lower max_tokens",
-        code="context_length_exceeded",
-        param="prompt",
-    )
 
 
 def check_prompts(prompts: list[list[int]], num_output: int, info: Ready) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -420,3 +421,14 @@ def listening_addresses(pid: int) -> set[str]:
     inodes = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists() or path.is_symlink()}
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def test_a_step_is_one_write_however_many_choices_it_brings(server: RunningServer) -> None:
+    """Chunks of the transfer are what the server has written at once."""
+    body = json.dumps({"prompt": SLOW, "max_tokens": 6, "n": 4, "stream": True})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert answer.count(b"data: ") == 6 * 4 + 1
+    assert len(re.findall(rb"\r\n[0-9a-f]+\r\n", answer)) <= 6 + 2, "the last one says [DONE], and ends"
