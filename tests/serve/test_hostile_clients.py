@@ -137,6 +137,15 @@ def test_long_prompts_are_refused_cheaply(
     assert fits or (processor_s(server) - before_s) / 3 < 0.4, "200 ms, and room for neighbours on the same core"
 
 
+def test_a_long_text_is_refused_before_it_is_tokenized(server: RunningServer, http: httpx.Client) -> None:
+    """By its bytes alone: its million tokens would take seconds."""
+    before_s = processor_s(server)
+    for _ in range(2):
+        answer = post(http, prompt="The quick brown fox jumps. " * 140_000)
+        assert answer.status_code == 400 and "at least" in answer.json()["error"]["message"]
+    assert (processor_s(server) - before_s) / 2 < 0.4, "200 ms, and room for neighbours on the same core"
+
+
 # Parameters (S14)
 
 LOW_AND_HIGH: dict[str, tuple[Any, ...]] = {

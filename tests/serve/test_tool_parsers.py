@@ -249,6 +249,7 @@ BROKEN = [
     (PythonParser, "[f(a=" + "(" * 5000 + ")" * 5000 + ")]"),
     (PythonParser, "[f(a=" + "-" * 9000 + "1)]"),
     (PythonParser, "[f(a=" + "9" * 5000 + ")]"),
+    (PythonParser, "[f(a=[" + "1, " * 6000 + "1])]"),
     (SmolLM3Parser, "<code>import os</code>"),
     (SmolLM3Parser, "<code>x = f(a=1)</code>"),
     (SmolLM3Parser, "<code>f(a=1); unknown(2)</code>"),
