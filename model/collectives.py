@@ -5,6 +5,7 @@ default group of its own, as under a launcher, keeps it. Ranks meet through a fi
 on loopback.
 """
 
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,8 @@ class Group:
         self.index, self.count = index, count
         self._backend: Any = None
 
-    def join(self, meeting_point: Path, device: torch.device) -> None:
-        """Meet the other ranks, who name the same file; tensors will be on the device. Waits for all of them."""
-        self.join_by(dist.FileStore(str(meeting_point), self.count), device)
-
     def join_by(self, store: dist.Store, device: torch.device) -> None:
-        """The same by a store that is there already."""
+        """Meet the other ranks, who have the same store; tensors will be on the device. Waits for all of them."""
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = _PATIENCE
@@ -50,14 +47,48 @@ class Group:
 
     def sum(self, parts: Tensor) -> Tensor:
         """The sum of what all ranks give, in the same memory; the same bits everywhere. `parts` is contiguous."""
-        call(self._sum, parts)
+        if self.count > 1:
+            call(self._sum, parts)
         return parts
 
     def gather(self, part: Tensor) -> Tensor:
         """What each rank gives, `[T, n]`, one below the other, `[ranks, T, n]`."""
+        if self.count == 1:
+            return part[None]
         gathered = part.new_empty(self.count * part.shape[0], *part.shape[1:])
         self._backend._allgather_base(gathered, part.contiguous()).wait()
         return gathered.view(self.count, *part.shape)
 
     def _sum(self, parts: Tensor) -> None:
         self._backend.allreduce([parts]).wait()
+
+    def send(self, tensor: Tensor) -> None:
+        """To the next rank, the first behind the last; it is contiguous, and received in the order of sending."""
+        self._backend.send([tensor], (self.index + 1) % self.count, 0).wait()
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """What the rank before has sent, into this memory of its shape and dtype."""
+        self._backend.recv([tensor], (self.index - 1) % self.count, 0).wait()
+        return tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One rank's place among all: layers are divided among stages, and each layer among the ranks of its stage."""
+
+    tensor: Group
+    """Those that share this one's layers."""
+    stage: Group
+    """Those that share their layers in the same way, one of each stage, in the order of layers."""
+
+    @classmethod
+    def of(cls, rank: int, *, tensor: int, stages: int) -> "Grid":
+        """Ranks of a stage lie side by side."""
+        return cls(Group(rank % tensor, tensor), Group(rank // tensor, stages))
+
+    def join(self, meeting_point: Path, device: torch.device) -> None:
+        """Meet all others, who name the same file; tensors will be on the device. Waits for those of both groups."""
+        store = dist.FileStore(str(meeting_point), self.tensor.count * self.stage.count)
+        for name, group, other in (("tensor", self.tensor, self.stage), ("stage", self.stage, self.tensor)):
+            if group.count > 1:
+                group.join_by(dist.PrefixStore(f"{name} {other.index}", store), device)

@@ -9,6 +9,9 @@ model, and no code of theirs knows of others: the two products that end in a sum
 objects of other classes. Norms, routers and the choice of experts are computed by all, alike to the bit, since sums
 are. Source: Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
 
+Layers may be divided, too, among stages, one behind the other: a stage receives the residual stream and sends it on,
+the last one back to the first, which holds the vocabulary's two ends.
+
 Legend: T tokens, N output features, K input features, V vocabulary.
 """
 
@@ -17,7 +20,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.linear.lora import LoraWeights, Slots
 from model.collectives import Group
@@ -31,6 +34,8 @@ from model.mlp import MLP
 from model.transformer import Transformer
 
 _MOST_RANKS = 64
+_LAYERS = "model.layers."
+ALONE = Group(0, 1)
 _ALL = slice(None)
 
 
@@ -73,6 +78,10 @@ class Layout(Protocol):
         """Of the weight of that name, whose whole shape is given."""
         ...
 
+    def place(self, name: str) -> str | None:
+        """What a weight of the whole model is called in this one; None where it holds nothing of it."""
+        ...
+
     def cache_scales(self, scales: Sequence[FixedScales]) -> Sequence[FixedScales]:
         """Those of the heads that are held, of each layer's."""
         ...
@@ -90,6 +99,9 @@ class Whole:
     def part(self, name: str, shape: Sequence[int]) -> Part:
         return Part()
 
+    def place(self, name: str) -> str | None:
+        return name
+
     def cache_scales(self, scales: Sequence[FixedScales]) -> Sequence[FixedScales]:
         return scales
 
@@ -100,22 +112,30 @@ WHOLE = Whole()
 class Split:
     """One rank's part of it."""
 
-    def __init__(self, group: Group, config: ModelConfig) -> None:
+    def __init__(self, group: Group, config: ModelConfig, stage: Group = ALONE) -> None:
         """`config` of the whole model; MeshError, one sentence, where the ranks do not divide it."""
-        check_split(config, group.count)
-        self.group, self.config = group, config
+        check_split(config, group.count, stage.count)
+        self.group, self.config, self.stage = group, config, stage
+        self._layers = layers_of_stage(config, stage)
         with torch.device("meta"):
             self._whole = Transformer(config)
 
     def arrange(self, model: Transformer) -> Transformer:
-        return ShardedTransformer(self.config, self.group)
+        return ShardedTransformer(self.config, self.group, self.stage)
 
     def whole(self, model: Any) -> Any:
         return self._whole
 
     def cache_scales(self, scales: Sequence[FixedScales]) -> Sequence[FixedScales]:
-        heads = [self._kv_heads(layer) for layer in range(len(scales))]
-        return [(k[held], v[held]) for held, (k, v) in zip(heads, scales, strict=True)]
+        held = [(self._kv_heads(layer), *scales[layer]) for layer in self._layers if scales]
+        return [(k[heads], v[heads]) for heads, k, v in held]
+
+    def place(self, name: str) -> str | None:
+        if name.startswith(_LAYERS):
+            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+            layer = int(number)
+            return f"{_LAYERS}{layer - self._layers.start}.{rest}" if layer in self._layers else None
+        return name if self.stage.index == 0 or name == "model.norm.weight" else None
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
         *path, layer, _ = name.split(".")
@@ -161,8 +181,26 @@ def _moved(rows: slice, by: int) -> slice:
     return slice(rows.start + by, rows.stop + by)
 
 
-def check_split(config: ModelConfig, count: int) -> None:
-    """Raise MeshError, with the numbers of ranks that would do, unless so many can share a model."""
+def layers_of_stage(config: ModelConfig, stage: Group, index: int | None = None) -> range:
+    """Of the stage of that index, this one if none is named."""
+    index = stage.index if index is None else index
+    return range(index * config.num_layers // stage.count, (index + 1) * config.num_layers // stage.count)
+
+
+def check_split(config: ModelConfig, count: int, stages: int = 1) -> None:
+    """Raise MeshError, with the numbers of ranks that would do, unless so many can share each layer of a model.
+
+    `stages`: among how many its layers are divided.
+    """
+    if stages > config.num_layers:
+        raise MeshError(f"pipeline_parallel_size {stages} is more than the {config.num_layers} layers of the model")
+    held = [layers_of_stage(config, Group(0, stages), index) for index in range(stages)]
+    routed = [bool(set(layers) & set(config.routed_attention)) for layers in held]
+    if any(routed) and not all(routed):
+        raise MeshError(
+            f"pipeline_parallel_size {stages} leaves a stage without any of the layers whose attention is routed, "
+            f"{', '.join(map(str, config.routed_attention))}"
+        )
     if (reason := _obstacle(config, count)) is None:
         return
     others = [str(other) for other in range(2, _MOST_RANKS + 1) if _obstacle(config, other) is None]
@@ -216,24 +254,43 @@ def rank_config(config: ModelConfig, group: Group) -> ModelConfig:
 
 
 class ShardedTransformer(Transformer):
-    """A rank's part of a model, to be served: all ranks call the same methods with the same arguments in one order."""
+    """A rank's part of a model, to be served: all ranks call the same methods with the same arguments in one order.
 
-    def __init__(self, config: ModelConfig, group: Group) -> None:
+    Of a stage behind the first, hidden states and logits are of no use.
+    """
+
+    def __init__(self, config: ModelConfig, group: Group, stage: Group = ALONE) -> None:
         """`config` of the whole model. What `config` says of this one is of its part, but for the vocabulary."""
-        super().__init__(rank_config(config, group))
+        super().__init__(rank_config(config.keep_layers(tuple(layers_of_stage(config, stage))), group))
         self.config = replace(self.config, vocab_size=config.vocab_size)
-        self._group = group
+        self._group, self._stage = group, stage
+        if stage.count > 1:
+            self.can_be_captured = False  # a capture that is given up would have received once, and receives again
+        if stage.index:
+            self.model.embed_tokens, self.lm_head = nn.Identity(), None  # type: ignore[assignment]
         self._vocabularies = [_vocabulary_of(config, group, index) for index in range(group.count)]
 
+    def pass_on(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As `Transformer.pass_on`: to the next stage, and to the first what the last one returns."""
+        if self._stage.count == 1:
+            return delta, residual
+        x = delta if residual is None else delta + residual
+        self._stage.send(x)
+        return (self._stage.receive(torch.empty_like(x)) if self._stage.index == 0 else x), None
+
     def embed(self, tokens: Tensor) -> Tensor:
-        """As `Transformer.embed`; each token's row is in one rank."""
+        """As `Transformer.embed`; each token's row is in one rank of the first stage."""
+        if self._stage.index:
+            return self._stage.receive(self.model.norm.weight.new_empty(len(tokens), self.config.hidden_size))
         held = self._vocabularies[self._group.index]
         is_elsewhere = (tokens < held.start) | (tokens >= held.stop)
         rows = super().embed((tokens - held.start).masked_fill(is_elsewhere, 0))
         return self._group.sum(rows.masked_fill(is_elsewhere[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, D] -> [N, V]`, all of them in every rank."""
+        """`hidden [N, D] -> [N, V]`, all of them in every rank of the first stage."""
+        if self._stage.index:
+            return hidden
         held, width = super().logits(hidden), self._vocabularies[0].stop
         part = held.new_zeros(len(held), width)
         part[:, : held.shape[1]] = held
@@ -250,6 +307,10 @@ class ShardedTransformer(Transformer):
                 linear = getattr(part, fused)
                 linear.products = [replace(one, form=SummedForm(one.form, self._group)) for one in linear.products]
         return self
+
+    def _prepare_head(self) -> None:
+        if not self._stage.index:
+            super()._prepare_head()
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Raises ValueError: other ranks would keep theirs."""

@@ -112,7 +112,11 @@ class Transformer(nn.Module):
                 )
             if states is not None:
                 states.append(residual + delta)
-        return self.model.norm.add(delta, residual)[0]
+        return self.model.norm.add(*self.pass_on(delta, residual))[0]
+
+    def pass_on(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the final norm adds up, `[T, D]` each, of what the last layer here has left."""
+        return delta, residual
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first layer reads, `[T, D]`, of tokens `[T]`."""

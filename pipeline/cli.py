@@ -126,6 +126,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
     generate.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="processes that share it")
+    generate.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="N", help="groups of such processes")
     generate.set_defaults(command=_generate, late="prompt")
 
 

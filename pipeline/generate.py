@@ -16,8 +16,9 @@ from serve.sampling_params import SamplingParams
 def generate(served: Served, prompt: str, options: argparse.Namespace) -> int:
     """Prints the answer on standard output and the speed on standard error. Returns the exit code."""
     model, draft = target_and_draft(served.model, served.verify)
-    where = {"device": options.device, "tensor_parallel_size": options.tensor_parallel_size}
-    engine = LLM(model, draft=draft, dtype=options.dtype, kv_cache_bytes=2**29, **where)
+    names = "dtype", "device", "tensor_parallel_size", "pipeline_parallel_size"
+    chosen = {name: getattr(options, name) for name in names}
+    engine = LLM(model, draft=draft, kv_cache_bytes=2**29, **chosen)
     params = SamplingParams(
         temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
     )

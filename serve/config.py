@@ -53,7 +53,9 @@ class EngineConfig:
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" takes a GPU when there is one."""
     tensor_parallel_size: int = 1
-    """Ranks, each a process with a device of its own, among which the target's weights and KV pages are divided."""
+    """Ranks, each a process with a device of its own, among which each layer of the target is divided."""
+    pipeline_parallel_size: int = 1
+    """Groups of such ranks, among which the layers are."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None: what the model was trained for, or what the pages hold."""
     max_num_seqs: int = 256
@@ -84,12 +86,17 @@ class EngineConfig:
     verify_artifact: bool = True
     """Check the SHA-256 of every file of an artifact before loading it."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the target."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be positive, not {value}")
-        counts = ("num_pages", "kv_cache_bytes", "num_speculative_tokens", "draft_layers", "tensor_parallel_size")
-        for name in (*counts, "label_bytes", "watch_draft_tokens"):
+        counts = ("num_pages", "kv_cache_bytes", "num_speculative_tokens", "draft_layers")
+        for name in (*counts, "label_bytes", "watch_draft_tokens", "tensor_parallel_size", "pipeline_parallel_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         for name in ("max_loras", "max_lora_rank"):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from model.collectives import Group
+from model.collectives import Grid, Group
 from serve.config import EngineConfig
 from serve.engine import ranks as ranks_module
 from serve.engine.follower import follow
@@ -77,12 +77,12 @@ class IdleFollower(FollowerProcess):
 @contextmanager
 def idle_ranks(count: int) -> Iterator[Ranks]:
     """Rank 0's side of ranks that compute nothing."""
-    started, joined = ranks_module.FollowerProcess, Group.join
-    ranks_module.FollowerProcess, Group.join = IdleFollower, lambda *arguments: None  # type: ignore
+    started, joined = ranks_module.FollowerProcess, Grid.join
+    ranks_module.FollowerProcess, Grid.join = IdleFollower, lambda *arguments: None  # type: ignore
     try:
         ranks = Ranks(EngineConfig("none", tensor_parallel_size=count), torch.device("cpu"))
     finally:
-        ranks_module.FollowerProcess, Group.join = started, joined  # type: ignore
+        ranks_module.FollowerProcess, Grid.join = started, joined  # type: ignore
     try:
         yield ranks
     finally:

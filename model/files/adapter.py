@@ -13,7 +13,7 @@ Legend: N output features, K input features, r rank, V vocabulary, D hidden size
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,12 @@ def load_adapter(model: nn.Module, folder: str | Path, layout: Layout = WHOLE) -
     layers, whole = adaptable_layers(model), adaptable_layers(layout.whole(model))
     for name, tensors in adapter.layers.items():
         _check_fits(Path(folder), name, tensors, whole.get(name))
-    attach_lora(model, adapter.config)
+    places = {name: place for name in adapter.layers if (place := layout.place(name)) is not None}
+    if places:
+        attach_lora(model, replace(adapter.config, targets=tuple(places.values())))
     with torch.no_grad():
-        for name, tensors in adapter.layers.items():
-            held, lora = _part(Path(folder), name, tensors, layout), layers[name].lora
+        for name, place in places.items():
+            held, lora = _part(Path(folder), name, adapter.layers[name], layout), layers[place].lora
             for leaf in ("a", "b", "magnitude"):
                 if getattr(lora, leaf) is not None:
                     getattr(lora, leaf).copy_(getattr(held, leaf))

@@ -29,7 +29,7 @@ from model.linear import Embedding, Linear
 from model.lora import adapted_layers
 from model.mlp import Scores
 from model.quantized import quantized_layers, set_quantized
-from model.tensor_parallel import WHOLE, Layout, Part
+from model.tensor_parallel import WHOLE, Layout
 from model.transformer import Transformer
 
 log = logging.getLogger(__name__)
@@ -170,29 +170,24 @@ def _load_base(
     wanted = _resolve_dtype(dtype, files)
     with torch.device("meta"):
         model = layout.arrange(model)
-    for name in [name for name in shapes if name not in formats]:
+    places = {name: place for name in shapes if (place := layout.place(name)) is not None}
+    for name in [name for name in places if name not in formats]:
         tensor = files.read(name)
         _check_tensor(f"{files.places[name]} holds {name}", tensor, shapes[name])
         part = layout.part(name, shapes[name]).of(tensor)
-        _set_parameter(model, name, torch.empty(part.shape, dtype=wanted, device=device).copy_(part))
-    for name, format in formats.items():
+        _set_parameter(model, places[name], torch.empty(part.shape, dtype=wanted, device=device).copy_(part))
+    for name, format in [(name, format) for name, format in formats.items() if name in places]:
         weight = format.from_files(name, shapes[name], files.read)
-        _set_part(model, name, layout.part(name, shapes[name]), format, weight, device=device)
+        try:
+            weight = layout.part(name, shapes[name]).of_quantized(weight, format)
+        except ValueError as reason:
+            raise CheckpointError(f"{name} cannot be split over ranks: {reason}.") from None
+        set_quantized(model, places[name].removesuffix(".weight"), format.moved(weight, device), format)
     if config.tie_word_embeddings and HEAD in files.places:
         _check_tied_head(files)
     quantization = read_json_object(folder / "config.json", CheckpointError).get("quantization_config") or {}
     model.cache_scales = layout.cache_scales(read_cache_scales(config, quantization, files.places, files.read))
     return model
-
-
-def _set_part(
-    model: Transformer, name: str, part: Part, format: WeightFormat[Any], weight: Any, *, device: str | torch.device
-) -> None:
-    try:
-        weight = part.of_quantized(weight, format)
-    except ValueError as reason:
-        raise CheckpointError(f"{name} cannot be split over ranks: {reason}.") from None
-    set_quantized(model, name.removesuffix(".weight"), format.moved(weight, device), format)
 
 
 def save_model(

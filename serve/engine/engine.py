@@ -103,7 +103,7 @@ class Engine:
     def __init__(self, config: EngineConfig, models: Models | None = None) -> None:
         """`models` go before the folders that `config` names. ValueError with one sentence when options do not fit."""
         models = models or load_models(config)
-        if config.tensor_parallel_size > 1 and models.ranks is None:
+        if config.num_ranks > 1 and models.ranks is None:
             raise ValueError("models that are loaded already cannot be divided among ranks")
         self.config = config
         self.tokenizer = models.tokenizer

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from model.collectives import Group
+from model.collectives import Grid
 from model.kv_format import choose_kv_format
 from model.mesh import choose_device
 from serve.config import EngineConfig
@@ -36,6 +36,7 @@ from serve.engine.rank_messages import (
     next_order,
     tell,
 )
+from serve.engine.ranks import grid_of
 from serve.engine.runner import Runner, Step
 from serve.messages import ProtocolError
 
@@ -43,9 +44,9 @@ from serve.messages import ProtocolError
 class Follower:
     """Does what rank 0 says, in its order."""
 
-    def __init__(self, config: EngineConfig, group: Group) -> None:
+    def __init__(self, config: EngineConfig, grid: Grid) -> None:
         """Loads its part; ValueError or OSError when that cannot be done."""
-        models = load_part(config, group)
+        models = load_part(config, grid)
         self._model, self._device = models.target, models.device
         self._kv_format = choose_kv_format(config.kv_cache_dtype, models.dtype, models.cache_scales)
         self.num_pages = count_pages(config, models, models.kv_bytes_per_token(self._kv_format.dtype))
@@ -70,14 +71,14 @@ class Follower:
 
 def follow(connected: socket.socket, rank: int, config: EngineConfig, meeting_point: Path) -> None:
     """Meet the others, load, and do what rank 0 says; raises EOFError or OSError when it is gone."""
-    group = Group(rank, config.tensor_parallel_size)
+    grid = grid_of(config, rank)
     tell(connected, Begun())
     if not isinstance(next_order(connected), Meet):
         raise ProtocolError("the first order is not to meet")
-    group.join(meeting_point, choose_device(config.device))
+    grid.join(meeting_point, choose_device(config.device))
     tell(connected, Met())
     try:
-        follower = Follower(config, group)
+        follower = Follower(config, grid)
     except (ValueError, OSError) as error:
         tell(connected, Failed(str(error)))
         return

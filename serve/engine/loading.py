@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.collectives import Group
+from model.collectives import Grid
 from model.config import ModelConfig
 from model.cost import kv_bytes_per_token, step_bytes, visible_list_bytes
 from model.files.adapter import check_base, load_adapters
@@ -72,7 +72,7 @@ class Models:
 
 def load_models(config: EngineConfig) -> Models:
     """Read target, draft and tokenizer. ValueError (or a subclass) with one sentence when they do not fit together."""
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return load_part(config, None)
     check_ranks(config)
     from serve.engine.ranks import Ranks, rank_device
@@ -82,7 +82,7 @@ def load_models(config: EngineConfig) -> Models:
     config = replace(config, device=str(device), dtype=dtype)
     ranks = Ranks(config, device)
     try:
-        return replace(load_part(config, ranks.group), ranks=ranks)
+        return replace(load_part(config, ranks.grid), ranks=ranks)
     except BaseException:
         ranks.close()
         raise
@@ -95,11 +95,11 @@ def check_ranks(config: EngineConfig) -> None:
         raise ValueError("--enable-lora cannot be used with several ranks; name the adapters when the engine starts")
     if kind is not None and kind.model_use == "target":
         raise ValueError(f"the draft {config.draft} uses layers of the target, which several ranks share")
-    check_split(load_config(config.model), config.tensor_parallel_size)
+    check_split(load_config(config.model), config.tensor_parallel_size, config.pipeline_parallel_size)
 
 
-def load_part(config: EngineConfig, group: Group | None) -> Models:
-    """What one rank of a group holds of the target, and the rest, which is whole; without a group all is.
+def load_part(config: EngineConfig, grid: Grid | None) -> Models:
+    """What one rank holds of the target by its place among all, and the rest, which is whole; without a place all is.
 
     Raises as `load_models` does.
     """
@@ -114,14 +114,14 @@ def load_part(config: EngineConfig, group: Group | None) -> Models:
                 open_artifact(folder, verify=config.verify_artifact, heard=progress.heard)
     if draft is not None:
         check_same_vocabulary(config.model, draft)
-    layout = WHOLE if group is None else Split(group, load_config(config.model))
+    layout = WHOLE if grid is None else Split(grid.tensor, load_config(config.model), grid.stage)
     target = _load_target(config, dtype, device, layout)
     drafting = _load(draft, config, dtype, device).trim_head().fuse() if draft is not None else None
     return Models(
         target=target,
         tokenizer=Tokenizer.load(config.model),
         draft=drafting,
-        share_cache=drafting is not None and group is None and can_share_cache(target, drafting, dtype, device),
+        share_cache=drafting is not None and grid is None and can_share_cache(target, drafting, dtype, device),
         cache_scales=target.cache_scales,
         dtype=dtype,
         device=device,
@@ -207,7 +207,7 @@ def count_pages(config: EngineConfig, models: Models, bytes_per_token: int) -> i
     elif models.device.type == "cuda":
         num_pages = _pages_in(_free_gpu_bytes(config, models), page_bytes, config, models)
     else:
-        affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4 // config.tensor_parallel_size) // page_bytes
+        affordable = min(CPU_KV_CACHE_BYTES, _available_bytes() // 4 // config.num_ranks) // page_bytes
         num_pages = min(affordable, _useful_pages(config, models.target.config))
     if num_pages < 1:
         raise ValueError(f"there is no memory for KV pages: one of {PAGE_SIZE} tokens takes {page_bytes} bytes")

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import torch
 
-from model.collectives import Group, RankError
+from model.collectives import Grid, RankError
 from model.mesh import choose_device, gpus
 from serve.config import EngineConfig
 from serve.engine.rank_messages import (
@@ -62,7 +62,7 @@ class FollowerProcess:
         """Rank 0's side; closing it ends the process."""
         options = msgspec.json.encode(_options_of(rank, config)).decode()
         words = ("--rank", str(rank), "--socket", str(theirs.fileno()), "--meeting-point", str(meeting_point))
-        threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
+        threads = max(1, torch.get_num_threads() // config.num_ranks)
         python_path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
@@ -96,6 +96,11 @@ class FollowerProcess:
         if not isinstance(answer, expected):
             raise RankError(f"rank {self.rank} said {answer}, not {expected.__name__}")
         return answer
+
+
+def grid_of(config: EngineConfig, rank: int) -> Grid:
+    """A rank's place."""
+    return Grid.of(rank, tensor=config.tensor_parallel_size, stages=config.pipeline_parallel_size)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
@@ -147,10 +152,10 @@ class Ranks:
         if device.type == "cuda":
             log.warning("ranks capture no CUDA graphs, and read each step before the next is launched")
         self._alarm = _Alarm()
-        self.group = Group(0, config.tensor_parallel_size)
+        self.grid = grid_of(config, 0)
         with tempfile.TemporaryDirectory(prefix="potstill-ranks-") as folder:
             point = Path(folder) / "store"
-            self._followers = [FollowerProcess(rank, config, point) for rank in range(1, self.group.count)]
+            self._followers = [FollowerProcess(rank, config, point) for rank in range(1, config.num_ranks)]
             self.close = weakref.finalize(self, _end, self._alarm, self._followers)
             """Ends them; called again, it does nothing."""
             for follower in self._followers:
@@ -166,7 +171,7 @@ class Ranks:
         for follower in self._followers:
             follower.answer(Begun)
         self._tell(Meet())
-        self.group.join(point, device)
+        self.grid.join(point, device)
         for follower in self._followers:
             follower.answer(Met)
 

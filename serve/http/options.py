@@ -154,6 +154,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", "auto, cpu, cuda or cuda:N")
     add("--tensor-parallel-size", "processes, each with a GPU of its own, that share the model's weights and KV pages",
         type=int, metavar="N")  # fmt: skip
+    add("--pipeline-parallel-size", "groups of such processes that share its layers, one behind the other", type=int,
+        metavar="N")  # fmt: skip
     add("--max-model-len", "most tokens of prompt and output together", type=int, metavar="TOKENS")
     add("--gpu-memory-utilization", "fraction of the GPU's memory to use", type=float, metavar="FRACTION")
     add("--kv-cache-bytes", "memory for KV pages, such as 2G", type=_size, metavar="BYTES")

@@ -37,7 +37,7 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("POTSTILL_API_KEY", raising=False)
     (tmp_path / "serve.yaml").write_text("seed: 7")
     words = """--host ::1 | --port 9 | --served-model-name a | --dtype float16 | --device cpu | --max-model-len 9
-        --tensor-parallel-size 2
+        --tensor-parallel-size 2 | --pipeline-parallel-size 2
         --gpu-memory-utilization 0.5 | --kv-cache-bytes 1 | --kv-cache-dtype int8 | --max-num-seqs 2
         --activations int8 | --max-num-batched-tokens 9 | --no-enable-prefix-caching | --verify t
         --speculative-config {"model":"d"}

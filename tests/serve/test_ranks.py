@@ -30,8 +30,8 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batch
 """Prompts are computed in chunks, and there are too few pages for all."""
 
 
-def serve(folder: Path, count: int = 1, **options: Any) -> LLM:
-    return LLM(str(folder), **OPTIONS | options, tensor_parallel_size=count)
+def serve(folder: Path, count: int = 1, stages: int = 1, **options: Any) -> LLM:
+    return LLM(str(folder), **OPTIONS | options, tensor_parallel_size=count, pipeline_parallel_size=stages)
 
 
 def said(llm: LLM, params: SamplingParams, adapters: list[str | None] | None = None) -> list[list[int]]:
@@ -49,6 +49,15 @@ def test_two_processes_say_what_one_says_until_one_of_them_is_killed(tmp_path: P
     os.kill(follower, signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 has ended with code -9"):
         said(two, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "stages"), [(4, 1), (1, 2), (2, 2)])
+def test_so_do_processes_in_stages(tmp_path: Path, count: int, stages: int) -> None:
+    folder = save_tiny_folder(tmp_path / "model", tiny_model(seed=3))
+    llm = serve(folder, count, stages)
+    assert said(llm, greedy(24)) == said(serve(folder), greedy(24))
+    llm.engine.close()
 
 
 def test_a_server_whose_rank_dies_starts_fresh_ones(tmp_path: Path) -> None:
@@ -96,18 +105,21 @@ MODELS = {
 }
 
 
-FOUR_RANKS = [pytest.param(name, 4, marks=[] if name == "nf4" else pytest.mark.slow) for name in MODELS]
+QUICK = [(name, 2, 1) for name in MODELS] + [("nf4", 4, 1), ("int4", 2, 2), ("routed attention", 1, 2)]
+SLOW = [(name, *sizes) for name in MODELS for sizes in ((4, 1), (1, 2), (2, 2)) if (name, *sizes) not in QUICK]
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("name", "count"), [*((name, 2) for name in MODELS), *FOUR_RANKS])
-def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "stages"), QUICK + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
+)
+def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: str, count: int, stages: int) -> None:
     """In chunks, with shared prefixes and preemption; four ranks share two KV heads."""
     folder = save_tiny_folder(tmp_path / "model", MODELS[name]())
     params = greedy(30)
     expected = said(serve(folder), params)
-    for draft in (None, "ngram", str(folder)) if count == 2 else ("ngram",):
-        llm = serve(folder, count, draft=draft, num_speculative_tokens=None if draft is None else 3)
+    for draft in (None, "ngram", str(folder)) if (count, stages) == (2, 1) else ("ngram",):
+        llm = serve(folder, count, stages, draft=draft, num_speculative_tokens=None if draft is None else 3)
         assert said(llm, params) == expected
         stats = llm.engine.stats()
         assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
@@ -123,10 +135,13 @@ def test_adapters_are_those_of_one_process(tmp_path: Path) -> None:
         write_adapter(folder, tmp_path / name, LoraConfig(rank=2 + seed), seed)
         adapters[name] = str(tmp_path / name)
     asked = ["a", "b", None, "b"]
-    one, two = (serve(folder, count, adapters=adapters) for count in (1, 2))
+    one = serve(folder, adapters=adapters)
     expected = said(one, greedy(16), asked)
-    assert said(two, greedy(16), asked) == expected != said(one, greedy(16))
-    two.engine.close()
+    assert expected != said(one, greedy(16))
+    for sizes in ((2, 1), (1, 2)):
+        llm = serve(folder, *sizes, adapters=adapters)
+        assert said(llm, greedy(16), asked) == expected
+        llm.engine.close()
 
 
 class Started(Exception):
@@ -140,6 +155,7 @@ class Started(Exception):
             {"tensor_parallel_size": 3},
             "tensor_parallel_size 3 does not divide the 4 attention heads; sizes that do are 2,",
         ),
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size 3 is more than the 2 layers of the model"),
         ({"enable_lora": True}, "--enable-lora cannot be used with several ranks; name the adapters when the engine "),
         ({"draft": "early_exit"}, "the draft early_exit uses layers of the target, which several ranks share"),
         ({"device": "cuda:1"}, "device 'cuda:1' is one GPU; ranks take the first ones, so say cuda"),
