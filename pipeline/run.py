@@ -27,6 +27,7 @@ from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe, Stage
 from pipeline.stages.base import kind_of, read_result
 from pipeline.stages.shared.context import Input, StageContext, prepare_data
+from pipeline.tracking import show_result, tracked, wandb_mode
 from train.data import DamagedCacheError
 from train.sources import open_source, settings_of
 
@@ -52,6 +53,7 @@ class Run:
 
         Raises UserError (also for a held lock), GateRefused or RunInterrupted; what was finished stays finished.
         """
+        wandb_mode(self.recipe)  # what the environment says of it is wrong in every process, and before any work
         with self.folder.locked() if self.processes.is_main else nullcontext():
             if self.processes.is_main:
                 self.folder.write_recipe(self.recipe)
@@ -80,19 +82,23 @@ class Run:
             self._open_stage(stage, keys)
         self.processes.wait()
         log.info("%s begins", stage.name)
-        context = StageContext(
-            stage=stage,
-            recipe=self.recipe,
-            folder=folder,
-            cache=self.cache,
-            inputs=self._inputs(stage),
-            key=keys.result,
-            identity=kind_of(stage.kind).identity,
-            processes=self.processes,
-        )
-        result = kind_of(stage.kind).run(context)
-        if result is not None:
-            write_result(folder, result)
+        with tracked(self.recipe, stage, folder) if self.processes.is_main else nullcontext() as wandb:
+            context = StageContext(
+                stage=stage,
+                recipe=self.recipe,
+                folder=folder,
+                cache=self.cache,
+                inputs=self._inputs(stage),
+                key=keys.result,
+                identity=kind_of(stage.kind).identity,
+                processes=self.processes,
+                wandb=wandb,
+            )
+            result = kind_of(stage.kind).run(context)
+            if result is not None:
+                write_result(folder, result)
+                if wandb is not None:
+                    show_result(wandb, self.recipe, folder, result)
         self.processes.wait()
         return result
 

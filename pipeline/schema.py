@@ -40,7 +40,7 @@ class Tracking:
     """Where a run's measurements go besides its own metrics.jsonl."""
 
     wandb: str = setting("disabled", choices=("disabled", "offline", "online"))
-    """A wandb run for each stage that trains, grouped under the recipe's name."""
+    """A wandb run for each stage, grouped under the recipe's name. WANDB_MODE and its kin hold as everywhere."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def measure(config: ModelConfig, folder: Path) -> dict[str, Any]:
     settings = TrainingConfig(tokens=STEPS * TOKENS, batch_tokens=TOKENS, micro_batch_tokens=TOKENS, precision="fp32")
     trainer = TimedTrainer(
         model, LanguageModelling(), data, settings, folder=folder, sequence_length=TOKENS,
-        tracker=Tracker(folder, run_name="checkpoints", job_type="bench"),
+        tracker=Tracker(folder),
     )  # fmt: skip
     trainer.train()
     steps = trainer.timed[1:]

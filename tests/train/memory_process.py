@@ -62,7 +62,7 @@ def measure(folder: Path, name: str) -> dict[str, int]:
         replace(setup.training, dp_shard_size=world),
         folder=folder,
         sequence_length=length,
-        tracker=Tracker(folder, run_name="memory", job_type="test"),
+        tracker=Tracker(folder),
     )
     trainer._save = trainer.parallel.whole = lambda: None  # type: ignore[method-assign]
     loaded = held_bytes(trainer.model) + held_bytes(teacher)

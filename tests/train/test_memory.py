@@ -114,7 +114,7 @@ def trainer_for(
         setup.training,
         folder=folder,
         sequence_length=length,
-        tracker=Tracker(folder, run_name="memory", job_type="test"),
+        tracker=Tracker(folder),
     )
 
 

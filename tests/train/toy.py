@@ -88,7 +88,7 @@ def toy_trainer(
         toy_config(**changes),
         folder=folder,
         sequence_length=SEQUENCE_LENGTH,
-        tracker=Tracker(folder, run_name="toy", job_type="test"),
+        tracker=Tracker(folder),
         evaluate=evaluate,
     )
 

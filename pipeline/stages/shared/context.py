@@ -21,6 +21,7 @@ from pipeline.results import NO_DETAILS, Answer, Check, Cost, ModelReport, Parit
 from pipeline.schema import DATA_NAME, DataSource, Recipe, Stage
 from pipeline.settings import to_plain
 from train.data import DamagedCacheError, PreparedData, prepare
+from train.wandb_run import WandbRun
 
 D = TypeVar("D")
 T = TypeVar("T")
@@ -50,6 +51,8 @@ class StageContext:
     identity: str
     """Of the kind of stage, in manifests."""
     processes: Processes
+    wandb: WandbRun | None = None
+    """Where the stage is tracked besides its own files; in the main process."""
     started: float = field(default_factory=time.monotonic)
 
     def model(self, name: str) -> Path:

@@ -10,7 +10,8 @@ checkpoint; the same command goes on from there.
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from pipeline.measure.speed import prompts_from
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
 from pipeline.stages.shared.config import Decoding, Recovery, Training
 from pipeline.stages.shared.context import StageContext
+from pipeline.tracking import tracked
 from train.evaluate import TeacherStates
 from train.loop import DivergedError, MemoryShortageError, Trainer, TrainingResult
 from train.objectives import (
@@ -52,6 +54,7 @@ from train.objectives import (
 from train.packing import Batch, held_out_batches
 from train.preference import PreferenceTuning
 from train.tracking import Tracker
+from train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -149,33 +152,24 @@ class TrainingStage(Generic[C]):
         context, settings = self.context, replace(self.config, tokens=tokens or self.config.tokens)
         objective, mixture = self.objective(), model.config.mixture_of_depths
         curve = self._curve() if folder is None else None
-        tracker = Tracker(
-            folder or context.folder,
-            run_name=f"{context.recipe.name}-{context.stage.name}" + (f"-{folder.name}" if folder else ""),
-            job_type=context.stage.kind,
-            wandb=context.recipe.tracking.wandb,  # type: ignore[arg-type]  # the schema allows no other word
-            group=context.recipe.name,
-            config=asdict(self.config),
-        )
         if routing is None and mixture is not None and learns_routing(model):
             routing = RoutingConfig(mixture.capacity, anneal_fraction=0.0)
-        trainer = Trainer(
-            model,
-            objective if routing is None else RoutedTraining(cast("RoutableObjective", objective), routing),
-            self.data.train,
-            settings,
-            folder=folder or context.folder,
-            sequence_length=self.sequence_length,
-            tracker=tracker,
-            evaluate=curve,
-        )
-        log.info("training on %s tokens in %d steps", f"{settings.tokens:,}", settings.steps)
-        try:
-            training = trainer.train()
-        except (DivergedError, MemoryShortageError) as error:
-            raise StageFailed(f"{context.stage.name}: {error}") from None
-        finally:
-            tracker.finish()
+        with self._tracker(folder) as tracker:
+            trainer = Trainer(
+                model,
+                objective if routing is None else RoutedTraining(cast("RoutableObjective", objective), routing),
+                self.data.train,
+                settings,
+                folder=folder or context.folder,
+                sequence_length=self.sequence_length,
+                tracker=tracker,
+                evaluate=curve,
+            )
+            log.info("training on %s tokens in %d steps", f"{settings.tokens:,}", settings.steps)
+            try:
+                training = trainer.train()
+            except (DivergedError, MemoryShortageError) as error:
+                raise StageFailed(f"{context.stage.name}: {error}") from None
         if training.interrupted:
             raise RunInterrupted(
                 f"{context.stage.name} is saved at step {training.steps} of {settings.steps}; "
@@ -183,6 +177,20 @@ class TrainingStage(Generic[C]):
             )
         self.calibrate_routers(model)
         return training
+
+    @contextmanager
+    def _tracker(self, folder: Path | None) -> Iterator[Tracker]:
+        """Of the stage, or of training for a comparison in another folder, which is a run of its own in wandb."""
+        context = self.context
+        own: AbstractContextManager[WandbRun | None] = nullcontext(context.wandb)
+        if folder is not None and context.processes.is_main:
+            own = tracked(context.recipe, context.stage, folder, folder.name)
+        with own as wandb:
+            tracker = Tracker(folder or context.folder, wandb)
+            try:
+                yield tracker
+            finally:
+                tracker.finish()
 
     def _curve(self) -> Callable[[Transformer], dict[str, float]] | None:
         """What the loop calls now and then: held-out figures of the model as it would be published now."""
