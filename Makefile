@@ -29,7 +29,7 @@ test: $(INSTALLED)   ## the whole suite, the engine's once more through the path
 	$(PYTEST) --recorded-graphs tests
 
 soak: $(INSTALLED)   ## half an hour of mixed traffic with engines killed and stopped, then every promise in full numbers
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all-trials --timeout 1800 $(PROMISES)
 
 check: lint types fast   ## what to run before a commit

@@ -1,6 +1,6 @@
 """Mixed traffic for a while, with clients that leave, bad requests, bursts, and engines killed and stopped.
 
-    python -m tests.soak --minutes 30
+    python -m tests.soak --minutes 30      # --write: and keep what it found as bench/results/soak-cpu.json
 
 Of ten requests six are normal, two leave, one is invalid, one is a burst of eight. Each minute an engine is killed or
 stopped. At the end: every answer was right or an honest refusal, everything is idle, and the server's memory is flat.
@@ -17,9 +17,11 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from bench.common import write_result
 from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
 
 CLIENTS = 6
@@ -105,8 +107,8 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
 
-def check(server: RunningServer, soak: Soak) -> str:
-    """What is said of a run that went well; RuntimeError for one that did not."""
+def check(server: RunningServer, soak: Soak) -> dict[str, Any]:
+    """What was found by a run that went well; RuntimeError for one that did not."""
     server.wait_healthy(60)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         server.wait_for(f"potstill:{name}", 0.0)
@@ -116,25 +118,33 @@ def check(server: RunningServer, soak: Soak) -> str:
     late = soak.samples[len(soak.samples) // 3 :]  # the first third fills caches
     slope = statistics.linear_regression([at / 60 for at, _, _ in late], [size for _, size, _ in late]).slope
     files = [count for _, _, count in late]
-    said = (
-        f"{dict(soak.seen)}; memory {late[-1][1]:.0f} MiB, {slope:+.2f} MiB a minute; {max(files)} open files at most"
-    )
+    found = {
+        "answers": dict(soak.seen),
+        "http_process_mib": round(late[-1][1], 1),
+        "mib_a_minute": round(slope, 3),
+        "most_open_files": max(files),
+    }
     if slope > MAX_MIB_PER_MINUTE:
-        raise RuntimeError(f"memory grows: {said}")
-    return said
+        raise RuntimeError(f"memory grows: {found}")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    minutes = parser.parse_args().minutes
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = save_tiny_folder(Path(scratch) / "model")
         options = ("--dtype", "float32", "--engine-timeout", "3", "--kv-cache-bytes", "64M", "--max-num-seqs", "8")
         with running_server(folder, Path(scratch) / "log", *options, spare=True) as server:
-            soak = Soak(server, 60 * minutes)
+            soak = Soak(server, 60 * arguments.minutes)
             asyncio.run(soak.run())
-            print(check(server, soak))
+            found = check(server, soak)
+    print(found)
+    if arguments.write:
+        command = f"python -m tests.soak --minutes {arguments.minutes:g}"
+        write_result("soak-cpu", command, {"minutes": arguments.minutes, **found})
 
 
 if __name__ == "__main__":
