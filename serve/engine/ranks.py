@@ -108,10 +108,8 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     if config.device not in ("auto", "cpu", "cuda", "cuda:0"):
         raise ValueError(f"device {config.device!r} is one GPU; ranks take the first ones, so say cuda")
     kind = choose_device(config.device).type
-    if kind == "cuda" and len(gpus()) < config.tensor_parallel_size:
-        raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but this machine has {len(gpus())} GPUs for torch"
-        )
+    if kind == "cuda" and len(gpus()) < config.num_ranks:
+        raise ValueError(f"{config.num_ranks} ranks need a GPU each, but this machine has {len(gpus())} for torch")
     return choose_device(f"cuda:{rank}" if kind == "cuda" else "cpu")
 
 

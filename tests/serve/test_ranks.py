@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from model.config import MixtureOfDepths
 from model.lora_config import LoraConfig
 from model.routed import routed_layers
 from model.transformer import Transformer
+from serve.config import EngineConfig
 from serve.engine import ranks
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
@@ -105,8 +107,8 @@ MODELS = {
 }
 
 
-QUICK = [(name, 2, 1) for name in MODELS] + [("nf4", 4, 1), ("int4", 2, 2), ("routed attention", 1, 2)]
-SLOW = [(name, *sizes) for name in MODELS for sizes in ((4, 1), (1, 2), (2, 2)) if (name, *sizes) not in QUICK]
+QUICK = [("dense", 2, 1), ("nf4", 2, 1), ("int4", 2, 2), ("routed attention", 2, 1), ("routed block", 1, 2)]
+SLOW = [(name, *sizes) for name in MODELS for sizes in ((2, 1), (4, 1), (1, 2), (2, 2)) if (name, *sizes) not in QUICK]
 
 
 @pytest.mark.usefixtures("threads")
@@ -116,11 +118,10 @@ SLOW = [(name, *sizes) for name in MODELS for sizes in ((4, 1), (1, 2), (2, 2)) 
 def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: str, count: int, stages: int) -> None:
     """In chunks, with shared prefixes and preemption; four ranks share two KV heads."""
     folder = save_tiny_folder(tmp_path / "model", MODELS[name]())
-    params = greedy(30)
-    expected = said(serve(folder), params)
-    for draft in (None, "ngram", str(folder)) if (count, stages) == (2, 1) else ("ngram",):
+    expected = said(serve(folder), greedy(30))
+    for draft in (None, "ngram", str(folder)) if name == "nf4" else ("ngram",):
         llm = serve(folder, count, stages, draft=draft, num_speculative_tokens=None if draft is None else 3)
-        assert said(llm, params) == expected
+        assert said(llm, greedy(30)) == expected
         stats = llm.engine.stats()
         assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0
         assert (draft is None) == (stats.num_draft_tokens == 0)
@@ -196,3 +197,12 @@ def test_telling_the_others_takes_at_most_100_microseconds() -> None:
     """Of the processor, in the least of many steps."""
     (alone, _), (together, _) = measure(16, 2, steps=100)
     assert together - alone < 100
+
+
+def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "choose_device", torch.device)
+    monkeypatch.setattr(ranks, "gpus", lambda: [None] * 3)
+    options = EngineConfig("model", device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match=r"^4 ranks need a GPU each, but this machine has 3 for torch$"):
+        ranks.rank_device(options, 0)
+    assert ranks.rank_device(replace(options, pipeline_parallel_size=1), 1) == torch.device("cuda:1")
