@@ -216,7 +216,9 @@ class Arithmetic:
         gradients, (optimizer, host) = FULL * sum(self.trained), self._moments()
         fixed, copies, loss = weights + adapters + optimizer, self._copies(), self._loss()
         kept, work = self._kept(), self._work()
-        held = gradients if self.training.micro_batches_per_step > self.setup.processes else 0
+        # Several processes keep the memory that gradients travel from; one holds them from micro-batch to micro-batch.
+        is_held = self.setup.processes > 1 or self.training.micro_batches_per_step > 1
+        held = gradients if is_held else 0
         head = self._head_gradient()
         peaks = {
             "loss": fixed + held + copies + kept + loss,

@@ -64,7 +64,8 @@ def _made() -> "Accelerator":
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=WAIT_S)),
             # Every process has loaded the same buffers (a quantized base among them); no batch takes them along.
-            DistributedDataParallelKwargs(broadcast_buffers=False),
+            # Gradients lie where they travel from, or they would be there twice.
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
         ],
     )
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):

@@ -1,6 +1,6 @@
-"""What a sharded training step takes in each of the processes that torchrun has started, beside what is planned.
+"""What a training step takes in each of the processes that torchrun has started, beside what is planned.
 
-torchrun --nproc_per_node 4 -m tests.train.memory_process FOLDER NAME …
+torchrun --nproc_per_node 4 -m tests.train.memory_process FOLDER SHARDS NAME …
 """
 
 import json
@@ -47,19 +47,18 @@ def held_bytes(model: Transformer | None) -> int:
     return sum(part.nbytes for part in local) + sum(layer.weight_bytes for layer in quantized_layers(model).values())
 
 
-def measure(folder: Path, name: str) -> dict[str, int]:
+def measure(folder: Path, shards: int, name: str) -> dict[str, int]:
     """Two steps, of which nothing is saved."""
-    world = this_rank().count
-    setup = replace(SETUPS[name], on_gpu=False, processes=world, shards=world)
+    setup = replace(SETUPS[name], on_gpu=False, processes=this_rank().count, shards=shards)
     model, teacher = built(setup)
-    if teacher is not None and world > 1:
-        shard_frozen(teacher.requires_grad_(False), device_mesh(Mesh(1, world), torch.device("cpu")))
+    if teacher is not None and shards > 1:
+        shard_frozen(teacher.requires_grad_(False), device_mesh(Mesh(1, shards), torch.device("cpu")))
     length = setup.training.micro_batch_tokens
     trainer = Trainer(
         model,
         LanguageModelling() if teacher is None else Distillation(teacher),
         documents([length + 1] * 16),
-        replace(setup.training, dp_shard_size=world),
+        replace(setup.training, dp_shard_size=shards),
         folder=folder,
         sequence_length=length,
         tracker=Tracker(folder),
@@ -70,14 +69,14 @@ def measure(folder: Path, name: str) -> dict[str, int]:
     return {"loaded": loaded, "peak": peak, "planned": plan.peak, "weights": plan.weights + plan.adapters}
 
 
-def main(folder: Path, *names: str) -> None:
+def main(folder: Path, shards: int, *names: str) -> None:
     torch.set_num_threads(1)
     this_accelerator()
     rank = this_rank()
-    measure(folder / "warm", names[0])  # what a process allocates once for all
-    found = {name: measure(folder / name, name) for name in names}
+    measure(folder / "warm", shards, names[0])  # what a process allocates once for all
+    found = {name: measure(folder / name, shards, name) for name in names}
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

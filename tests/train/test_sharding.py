@@ -92,7 +92,7 @@ def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path, mon
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed leaves the process
     names = ("language", "distill")
     for processes in (1, 2, 4) if trials.in_full else (1, 4):
-        torchrun(tmp_path, processes, *names, module="tests.train.memory_process")
+        torchrun(tmp_path, processes, str(processes), *names, module="tests.train.memory_process")
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert {"1-0", *(f"4-{rank}" for rank in range(4))} <= found.keys()
     for name in names:
@@ -101,3 +101,13 @@ def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path, mon
             assert process[name]["planned"] == pytest.approx(process[name]["peak"], rel=0.1)
         most = max(process[name]["peak"] for stem, process in found.items() if stem.startswith("4-"))
         assert most <= 0.35 * found["1-0"][name]["peak"]
+
+
+def test_two_whole_copies_take_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process holds its gradients twice, once where they travel from."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    torchrun(tmp_path, 2, "1", "language", "distill", module="tests.train.memory_process")
+    for path in (tmp_path / "2-0.json", tmp_path / "2-1.json"):
+        for process in json.loads(path.read_text()).values():
+            assert process["weights"] == process["loaded"]
+            assert process["planned"] == pytest.approx(process["peak"], rel=0.1)
