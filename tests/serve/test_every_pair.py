@@ -310,6 +310,13 @@ def test_every_pair_occurs() -> None:
         >= len({pair for row in REQUEST_ROWS for pair in pairs_of(row)})
         == sum(len(REQUESTS[one]) * len(REQUESTS[other]) for one, other in combinations(REQUESTS, 2))
     )
+    assert len(REQUEST_ROWS) <= len(TAILS), "every kind of request is made on every engine"
+
+
+def test_a_fast_row_has_five_at_once() -> None:
+    """A grammar through an adapter, several choices, keys and values in 8 bits, and routed layers."""
+    assert any(row["adapters"] and row["kv"] != "auto" and row["route"] for row in ROWS[:NUM_FAST])
+    assert any(wanted["output"] != "text" and wanted["n"] > 1 and wanted["adapted"] for wanted in REQUEST_ROWS)
 
 
 def row_with(**wanted: Any) -> Row:
