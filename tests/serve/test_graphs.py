@@ -39,6 +39,8 @@ from tests.tiny import tiny_model
 pytestmark = pytest.mark.eager
 PROMPTS = random_prompts(6, seed=1)
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_query_heads": 2, "num_kv_heads": 1}
+ONE_LAYER = SMALL | {"num_layers": 1}
+"""The kernels of a layer are those of all."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def test_replayed_steps_say_what_full_passes_say() -> None:
 def test_the_kernels_of_a_gpu_are_captured(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the interpreter, whose kernels launch as a GPU's do; nothing in their wrappers may change or be read."""
     kind = (draft or "").removeprefix("routed").strip()
-    model = routed_model("block", **SMALL) if (draft or "").startswith("routed") else tiny_model(seed=3, **SMALL)
+    model = routed_model("block", **SMALL) if (draft or "").startswith("routed") else tiny_model(seed=3, **ONE_LAYER)
     source = {"equal": model, "ngram": "ngram"}.get(kind)
     params = [
         SamplingParams(**{**vars(p), "max_tokens": 9 if kind else 6, "ignore_eos": True}) for p in mixed_params(9)[:3]
@@ -148,7 +150,7 @@ def test_a_long_prompt_waits_for_no_routed_layer(route: str, weights: str, tmp_p
 @pytest.mark.parametrize("is_interpreted", [False, True])
 def test_drafts_that_are_verified_by_rejection_are_captured_to_their_end(is_interpreted: bool) -> None:
     """Nothing is launched behind their graphs, a greedy one's among them; beside a request with a seed drawing is."""
-    model, twin = (tiny_model(seed=3, **SMALL) for _ in range(2))
+    model, twin = (tiny_model(seed=3, **ONE_LAYER) for _ in range(2))
     engine = make_engine(model, twin, num_speculative_tokens=2, num_pages=64)
     kinds: list[dict[str, Any]] = [{"presence_penalty": 0.5}, {}, {"temperature": 0.0}]
     params = [SamplingParams(max_tokens=9, ignore_eos=True, **kind) for kind in kinds]
