@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from model.files.safe_io import Heard, sha256_of, sync_file, sync_tree, write_text
-from model.formats.base import READERS
 
 MANIFEST_NAME = "potstill.json"
 FORMAT_VERSION = 1
+READERS = ("transformers", "vLLM")
+"""Other programs that open folders in Hugging Face's layout."""
 RECORDED_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers")
 
 

@@ -30,6 +30,7 @@ from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.linear.rounded import Rounding, rounded_linear
 from kernels.swiglu import swiglu_of_halves
+from model.files.artifact import READERS
 from model.files.safe_io import CheckpointError
 
 
@@ -45,8 +46,6 @@ class QuantizedMatrix(Protocol):
 
 
 W = TypeVar("W", bound=Any)
-READERS = ("transformers", "vLLM")
-"""Other programs that open folders in Hugging Face's layout."""
 FormatOfLayer = Callable[[str], "WeightFormat[Any] | None"]
 """Of a layer by its name, such as `model.layers.0.mlp.up_proj`; None where it is dense."""
 

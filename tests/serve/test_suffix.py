@@ -119,8 +119,8 @@ def test_the_model_and_the_text_share_the_work() -> None:
     """A model that is right half the time drafts until the text repeats itself; from then on the text does."""
     engine = make_engine(cycle(20, 20), "suffix", cycle(20, 10), num_speculative_tokens=4)
     passes = engine.draft.model.runner  # type: ignore[union-attr]
-    hidden, computed = passes.hidden, []
-    passes.hidden = lambda inputs: (computed.append(engine.stats().num_generation_tokens), hidden(inputs))[1]
+    run, computed = passes.run, []
+    passes.run = lambda *inputs: (computed.append(engine.stats().num_generation_tokens), run(*inputs))[1]
     generate(engine, [[0]], greedy(200))
     assert len(computed) > 1 and max(computed) < 30
     assert engine.stats().num_steps < 25 + 180 / 4

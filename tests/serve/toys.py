@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, count, islice, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from model.text.tokenizer import Tokenizer
 from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.engine.loading import Models
-from serve.engine.ranks import Ranks
 from serve.engine.runner import LanguageModel
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 from tests.tiny import full_logits, tiny_config
+
+if TYPE_CHECKING:
+    from serve.engine.ranks import Ranks
 
 VOCAB_SIZE = 512
 EOS = 1
@@ -96,7 +98,7 @@ def make_engine(
     draft: LanguageModel | str | None = None,
     draft_model: LanguageModel | None = None,
     share_cache: bool = False,
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
     **options: Any,
 ) -> Engine:
     """An fp32 engine on the CPU; `draft` is a model, or the name of a kind, which may use `draft_model`."""

@@ -103,7 +103,7 @@ def test_a_resumed_run_writes_and_learns_the_same(tmp_path: Path) -> None:
         objective = OnPolicyDistillation(tiny_model(seed=2), Loss(), policy, rollouts)
         trainer = toy_trainer(folder, model=model, objective=objective, data=toy_documents(), checkpoint_every_s=0.0)
         if stops:
-            trainer.tracker = StopsAtStep(folder, run_name="toy", job_type="test")
+            trainer.tracker = StopsAtStep(folder)
         trainer.train()
         return model
 

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from model.files.artifact import model_card, publish
+from model.files.artifact import READERS, model_card, publish
 from model.files.sealed_folder import folder_digest, seal
-from model.formats.base import READERS
 from model.text.tokenizer import Tokenizer
 from pipeline.environment import hardware, peak_memory_bytes, versions
 from pipeline.files import write_atomically

@@ -24,8 +24,8 @@ from torch import Tensor
 from compress.lora import inject
 from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
+from model.files.artifact import READERS
 from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
-from model.formats.base import READERS
 from model.lora import LoraConfig, LoraError
 from model.mesh import choose_device, choose_dtype, training_dtype, training_mesh
 from model.quantized import QuantizedEmbedding, quantized_layers
