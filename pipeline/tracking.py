@@ -5,6 +5,7 @@ recipe tracks, WANDB_RUN_GROUP and WANDB_NAME stand for the recipe's name, WANDB
 the last stage's, WANDB_LOG_MODEL uploads models; else an artifact only names the folder.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "o
 YES = ("1", "true", "yes", "on")
 UPLOADING = ("end", "checkpoint", *YES)
 """What WANDB_LOG_MODEL may say, as transformers takes it."""
+UPLOAD_S = 3600.0
+"""How long a stage waits for the upload of its model, where one was asked for."""
+log = logging.getLogger(__name__)
 
 
 def wandb_mode(recipe: Recipe) -> WandbMode | None:
@@ -68,7 +72,12 @@ def tracked(recipe: Recipe, stage: Stage, folder: Path, part: str = "") -> Itera
             run.finish(exit_code=1)
         raise
     if run is not None:
-        run.finish()
+        run.finish(patience_s=UPLOAD_S if uploads_models() else None)
+
+
+def uploads_models() -> bool:
+    """Whether artifacts hold models, and do not only name their folders."""
+    return os.environ.get("WANDB_LOG_MODEL", "").lower() in UPLOADING
 
 
 def show_result(run: WandbRun, recipe: Recipe, folder: Path, result: Result[Any]) -> None:
@@ -141,11 +150,13 @@ def _log_artifact(wandb_run: Any, recipe: Recipe, model: Path, result: Result[An
         type="model",
         metadata={"digest": result.output, "parents": dict(result.parents), "stage": result.stage},
     )
-    if os.environ.get("WANDB_LOG_MODEL", "").lower() in UPLOADING:
+    if uploads_models():
         artifact.add_dir(str(model))
     else:
         artifact.add_reference(model.resolve().as_uri(), checksum=False)
-    if not wandb_run.offline:
-        for parent in result.parents:
+    for parent in () if wandb_run.offline else result.parents:
+        try:
             wandb_run.use_artifact(f"{recipe.name}-{parent}:latest")
+        except Exception as error:  # a stage that was finished before the run was tracked has left none
+            log.info("wandb does not know %s, which %s was made from (%s)", parent, result.stage, error)
     wandb_run.log_artifact(artifact, aliases=["latest", result.key[:12], "passed" if result.passed else "refused"])

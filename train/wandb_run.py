@@ -74,17 +74,19 @@ class WandbRun:
         except queue.Full:
             self._num_lost += 1
 
-    def finish(self, exit_code: int = 0) -> None:
-        """End the run as wandb counts it. A wandb that does not answer is left behind after ten seconds."""
-        deadline = time.monotonic() + FINISH_TIMEOUT_S
+    def finish(self, exit_code: int = 0, *, patience_s: float | None = None) -> None:
+        """End the run as wandb counts it, with all that is still under way.
+
+        A wandb that does not answer is left behind after ten seconds, or `patience_s`.
+        """
+        patience_s = FINISH_TIMEOUT_S if patience_s is None else patience_s
+        deadline = time.monotonic() + patience_s
         self._exit_code = exit_code
         with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=FINISH_TIMEOUT_S)
+            self._waiting.put(None, timeout=patience_s)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            log.warning(
-                "wandb has not answered for %d s: what it did not take of %s is lost.", FINISH_TIMEOUT_S, self.name
-            )
+            log.warning("wandb has not answered for %g s: what it did not take of %s is lost.", patience_s, self.name)
         elif self._num_lost:
             log.warning("wandb was too slow: it has %d measurements of %s less.", self._num_lost, self.name)
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from wandb.proto import wandb_internal_pb2
 from pipeline.errors import UserError
 from pipeline.recipe import load_recipe
 from pipeline.stages.base import read_result
-from pipeline.tracking import summary_of, wandb_mode
+from pipeline.tracking import _log_artifact, summary_of, wandb_mode
 from tests.pipeline.tiny_run import RECIPE, TinyRun, rerun
 from train.tracking import METRICS, read_metrics
 
@@ -113,6 +114,29 @@ def test_results_tables_and_models_are_in_it(tracked_run: tuple[TinyRun, dict[st
     assert artifact.name == "tiny-student"
     assert {"latest", "passed", result.key[:12]} <= set(artifact.aliases)
     assert json.loads(artifact.metadata)["parents"] == dict(result.parents)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_model_is_made_from_its_parents_where_wandb_knows_them(
+    is_known: bool, tracked_run: tuple[TinyRun, dict[str, Recorded]]
+) -> None:
+    """One that was finished before the run was tracked is unknown to it."""
+    tiny, _ = tracked_run
+    used, artifacts = [], []
+
+    def use_artifact(name: str) -> None:
+        used.append(name)
+        if not is_known:
+            raise ValueError("no such artifact")
+
+    online = SimpleNamespace(
+        offline=False, use_artifact=use_artifact, log_artifact=lambda one, aliases: artifacts.append(one.name)
+    )
+    stage = tiny.folder.path / "01-distill"
+    result = read_result(stage)
+    assert result is not None
+    _log_artifact(online, tiny.folder.recipe(), stage / "model", result)
+    assert (used, artifacts) == (["tiny-teacher:latest"], ["tiny-student"])
 
 
 def test_nothing_runs_again_for_it(tracked_run: tuple[TinyRun, dict[str, Recorded]]) -> None:

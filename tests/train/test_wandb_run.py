@@ -125,6 +125,15 @@ def test_an_outage_costs_nothing_but_the_remote_copy(
     assert said in caplog.text
 
 
+def test_an_upload_is_waited_for_as_long_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_run, "FINISH_TIMEOUT_S", 0.1)
+    fake = install(monkeypatch, "hanging finish")
+    run = make(tmp_path)
+    threading.Timer(1.0, fake.released.set).start()
+    run.finish(patience_s=30)
+    assert fake.exit_code == 0
+
+
 def test_no_step_waits_and_what_was_not_taken_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
