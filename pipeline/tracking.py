@@ -15,9 +15,9 @@ from typing import Any, cast
 from pipeline.errors import UserError
 from pipeline.report.section import Table
 from pipeline.results import ModelReport, Result
+from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe, Stage
 from pipeline.settings import to_plain
-from train.tracking import METRICS
 from train.wandb_run import WandbMode, WandbRun
 
 MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": None}
@@ -81,15 +81,15 @@ def uploads_models() -> bool:
 
 
 def show_result(run: WandbRun, recipe: Recipe, folder: Path, result: Result[Any]) -> None:
-    """Figures of all models, gates, the stage's sections of the report with their tables, and the model."""
-    from pipeline.report.page import read_metrics, render
+    """Figures of all models, gates, the tables of the stage, the run's report up to it, and the model."""
+    from pipeline.report.page import logged_curves, render
     from pipeline.report.table import collect_rows, models_section
     from pipeline.stages.base import sections_of
 
-    logged = read_metrics(folder / METRICS)
-    curves = {result.stage: logged} if logged else {}
+    home = RunFolder(folder.parent)
+    curves = logged_curves(home, recipe)
     sections = [models_section(collect_rows([result])), *sections_of([result], curves)]
-    page = render(recipe, [result], curves)
+    page = render(recipe, home.results(recipe), curves)
     tables = {
         f"{section.title} {number}" if number else section.title: _plain(table)
         for section in sections

@@ -106,7 +106,8 @@ def test_results_tables_and_models_are_in_it(tracked_run: tuple[TinyRun, dict[st
     assert {"teacher/perplexity", "student/kl", "passed", "parity"} <= told.keys()
     shown = found["distill"].history[-1]
     files = tiny.folder.path / "01-distill" / "wandb" / "latest-run" / "files"
-    assert shown["report/_type"] == "html-file" and "<svg" in (files / shown["report/path"]).read_text()
+    page = (files / shown["report/path"]).read_text()
+    assert shown["report/_type"] == "html-file" and "<svg" in page and "2 of 3 stages finished" in page
     assert shown["Models/_type"] == "table-file"
     table = json.loads((files / shown["Models/path"]).read_text())
     assert {"teacher", "student"} <= {row[0] for row in table["data"]}
