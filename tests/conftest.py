@@ -1,13 +1,16 @@
 """Where the tests run: natively on a GPU if there is one, else Triton's kernels go through its interpreter."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from _pytest.logging import LogCaptureHandler
 
+from pipeline.cli import ROOMS
 from tests import compiled_before, trials
 
 if not torch.cuda.is_available():
@@ -49,6 +52,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     if is_recorded and report.when == "call" and report.passed:
         compiled_before.write_passed(item)
     return report
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Commands send messages to the screen of the hour, a captured one that is closed when the test is over."""
+    loggers = [logging.root, *map(logging.getLogger, ROOMS)]
+    before = [(logger, logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
+    yield
+    for logger, level, propagate, handlers in before:
+        logger.setLevel(level)
+        logger.propagate = propagate
+        for handler in logger.handlers[:]:
+            if handler not in handlers and not isinstance(handler, LogCaptureHandler):
+                logger.removeHandler(handler)
 
 
 def pytest_collection_finish() -> None:

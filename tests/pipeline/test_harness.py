@@ -1,8 +1,6 @@
 """lm-evaluation-harness over our engine, beside the harness's own adapter for transformers."""
 
 import json
-import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,16 +206,8 @@ def test_after_a_kill_only_the_piece_at_hand_is_computed_again(
 # --- the stage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """The harness sets up logging of its own."""
-    before = logging.root.handlers[:]
-    yield
-    logging.root.handlers[:] = before
-
-
 def test_a_stage_puts_tasks_to_both_models(
-    copied_run: TinyRun, tasks: Path, capsys: pytest.CaptureFixture[str], quiet: None
+    copied_run: TinyRun, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"tasks": ["copper_choice", "copper_text"], "folder": str(tasks), "limit": 8}
     command = copied_run.arguments(f"evaluate.lm_eval={json.dumps(settings)}", "evaluate.speed.batch_sizes=[]")
