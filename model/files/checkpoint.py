@@ -6,7 +6,7 @@ that it belongs to (model/files/adapter.py): it opens as the base with the adapt
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.config_fields import check_token_ids
 from model.files.adapter import base_folder, check_base, load_adapter
-from model.files.cache_scales import CACHE_SCALES, read_cache_scales
+from model.files.cache_scales import CACHE_SCALES, cache_scale_tensors, read_cache_scales, with_cache_scheme
 from model.files.safe_io import CheckpointError, Heard, read_json_object, sync_file, write_json
 from model.formats.base import FormatOfLayer, QuantizedMatrix, WeightFormat
 from model.formats.registry import formats_of_config
+from model.kv_format import FixedScales
 from model.linear import Embedding, Linear
 from model.lora import adapted_layers
 from model.mlp import Scores
@@ -196,18 +197,20 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    cache_scales: Sequence[FixedScales] = (),
 ) -> None:
     """Writes a folder that transformers, vLLM and `load_model` open; everything is on the disk on return.
 
-    `dtype` None keeps the model's; quantized weights stay as they are. Raises CheckpointError for a fused model, one
-    with an adapter, weights that are not finite, or a folder that already holds weights.
+    `dtype` None keeps the model's; quantized weights stay as they are. `cache_scales`: for a cache in 8 bits, of each
+    layer; the model's own only where the weights are still those that they were calibrated for. Raises CheckpointError
+    for a fused model, one with an adapter, weights that are not finite, or a folder that already holds weights.
     """
     if adapted := adapted_layers(model):
         raise CheckpointError(
             f"The model has an unmerged adapter, on {next(iter(adapted))} among others; merge it, or save it by itself "
             "with save_adapter."
         )
-    if model.cache_scales:
+    if model.cache_scales and not cache_scales:
         log.info("Scales of keys and values are not written: they were calibrated for the weights as they came.")
     weights: dict[str, Tensor | QuantizedMatrix] = {name: weight.detach() for name, weight in model.named_parameters()}
     quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
@@ -222,6 +225,7 @@ def save_model(
         dtype=dtype or model.dtype,
         max_shard_bytes=max_shard_bytes,
         formats={name: layer.format for name, layer in quantized.items()},
+        cache_scales=cache_scales,
     )
 
 
@@ -233,6 +237,7 @@ def write_checkpoint(
     dtype: torch.dtype,
     max_shard_bytes: int = 5_000_000_000,
     formats: Mapping[str, WeightFormat[Any]] | None = None,
+    cache_scales: Sequence[FixedScales] = (),
 ) -> None:
     """Writes config.json, weights and generation_config.json; `sources[name]()` makes one tensor when its turn comes.
 
@@ -244,6 +249,7 @@ def write_checkpoint(
     if any(folder.glob("model*.safetensors*")):
         raise CheckpointError(f"{folder} already holds weights; save into an empty folder.")
     shapes, formats = tensor_shapes(config), formats or {}
+    quantization = _quantization(config, formats, dtype, cache_scales)
     sizes = {
         name: formats[name].num_bytes(shape) + _TABLES if name in formats else shape.numel() * dtype.itemsize
         for name, shape in shapes.items()
@@ -255,7 +261,7 @@ def write_checkpoint(
     weight_map: dict[str, str] = {}
     total = 0
     for file_name, shard in zip(names, shards, strict=True):
-        tensors: dict[str, Tensor] = {}
+        tensors = cache_scale_tensors(cache_scales) if file_name == names[-1] else {}
         for name in shard:
             prepared = _prepare(name, sources[name](), shapes[name], dtype, formats.get(name))
             tensors |= {config.kind.name_in_files(name): tensor for name, tensor in prepared.items()}
@@ -264,7 +270,7 @@ def write_checkpoint(
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
         write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_configs(folder, config, dtype, _quantization(config, formats, dtype))
+    _write_configs(folder, config, dtype, quantization)
     sync_file(folder)
 
 
@@ -282,17 +288,23 @@ def _write_configs(folder: Path, config: ModelConfig, dtype: torch.dtype, quanti
     write_json(folder / "generation_config.json", _generation_config(config))
 
 
-def _quantization(config: ModelConfig, formats: Mapping[str, WeightFormat[Any]], dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json adds for quantized weights."""
+def _quantization(
+    config: ModelConfig,
+    formats: Mapping[str, WeightFormat[Any]],
+    dtype: torch.dtype,
+    cache_scales: Sequence[FixedScales],
+) -> dict[str, Any]:
+    """What config.json adds for quantized weights and scales of caches."""
     if not formats:
-        return {}
+        return with_cache_scheme({}, cache_scales)
     with torch.device("meta"):  # what routes to experts is a linear layer for others
         modules = Transformer(config).named_modules()
         linear = [name for name, module in modules if isinstance(module, Linear | Scores)]
     in_files = config.kind.name_in_files
     dense = {in_files(name) for name in [*linear, "lm_head"] if f"{name}.weight" not in formats}
     layers = {in_files(name.removesuffix(".weight")): format for name, format in formats.items()}
-    return {"quantization_config": next(iter(layers.values())).entry_of_layers(layers, dtype, dense)}
+    entry = next(iter(layers.values())).entry_of_layers(layers, dtype, dense)
+    return {"quantization_config": with_cache_scheme(entry, cache_scales)}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, torch.Size]:

@@ -35,7 +35,7 @@ def export_quantized(folder: str | Path, path: str | Path, *, type: str, name: s
     _convert(model, type)
     part = path.with_name(f"{path.name}.part")
     try:
-        save_model(model, part)
+        save_model(model, part, cache_scales=model.cache_scales if type == SAME_BITS else ())
         Tokenizer.load(folder).save(part)
         part.rename(path)
     finally:

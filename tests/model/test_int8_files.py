@@ -18,6 +18,7 @@ from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_in
 from kernels.linear.quantized import stored_codes
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.compressed_tensors import Int8
+from model.formats.convert import export_quantized
 from model.lora import LoraConfig
 from model.quantized import quantized_layers
 from model.training_memory import Setup
@@ -236,6 +237,29 @@ def test_scales_of_an_fp8_cache_are_read(tmp_path: Path) -> None:
         for name in ("auto", "fp8")
     ]
     assert logits[0] != logits[1]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["layers", "heads"])
+def test_scales_of_an_fp8_cache_are_written(shared: bool, tmp_path: Path) -> None:
+    """By export and by name; transformers reads the folder with them."""
+    folder = make_folder(tmp_path, tie_word_embeddings=True)
+    add_cache_scales(folder, {n: x[:1].flatten() for n, x in cache_scales().items()} if shared else cache_scales())
+    export_quantized(folder, tmp_path / "exported", type="compressed-tensors")
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    assert {tuple(x.shape) for name, x in found.items() if name.endswith("k_scale")} == {(1,) if shared else (2, 1, 1)}
+    first, again = load_model(folder), load_model(tmp_path / "exported")
+    for pair in zip(first.cache_scales, again.cache_scales, strict=True):
+        assert all(torch.equal(*both) for both in zip(*pair, strict=True))
+    save_model(first, tmp_path / "changed")
+    assert load_model(tmp_path / "changed").cache_scales == ()
+    with pytest.raises(CheckpointError, match="beside weights of compressed-tensors, not dense weights"):
+        save_model(tiny_model(), tmp_path / "dense-scales", cache_scales=first.cache_scales)
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    scales = [layer.self_attn.k_scale.flatten().expand(2) for layer in theirs.model.layers]
+    assert all(torch.equal(k, scale) for (k, _), scale in zip(first.cache_scales, scales, strict=True))
 
 
 def test_scales_of_caches_that_are_wrong_or_of_another_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,11 @@ from model.files.checkpoint import load_model
 from model.quantized import quantized_layers
 from pipeline.errors import UserError
 from pipeline.results import Result
+from serve.llm import LLM
+from serve.sampling_params import SamplingParams
 from tests.compare import check_close
 from tests.pipeline.tiny_run import run_stages
+from tests.serve.test_kv_cache_dtype import FixedAttention
 from tests.tiny import full_logits
 
 STAGE: dict[str, Any] = {
@@ -164,6 +167,10 @@ def test_after_a_kill_it_goes_on_behind_the_last_layer(
         ({"method": "magic"}, "method"),
         ({"weights": {"format": "ternary"}, "method": "round"}, "cannot hold weights in TERNARY and in formats of"),
         ({"calibration_tokens": 16, "data": "text"}, "calibration text has"),
+        (
+            {"weights": {"format": "nf4"}, "method": "round", "embeddings": "none", "kv_cache": "fp8-static"},
+            "beside weights of compressed-tensors, not bitsandbytes",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -177,3 +184,21 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
         run_stages(
             tmp_path, {"quantize": STAGE}, {"quantize": STAGE | {"model": "small", "out": "smaller"}}, serve="smaller"
         )
+
+
+def test_scales_of_a_static_cache_are_published_and_served(tmp_path: Path) -> None:
+    """The engine over the folder says what full passes say whose keys and values the oracle rounds by these scales."""
+    result = run(tmp_path, compare=[], method="round", kv_cache="fp8-static")[-1]
+    folder, tokens = tmp_path / "run" / "01-quantize" / "model", list(range(3, 60))
+    model = load_model(folder, dtype=torch.float32)
+    assert len(model.cache_scales) == 3 and not any((scale == 1).any() for both in model.cache_scales for scale in both)
+    attention = FixedAttention(model.config, torch.tensor([0, len(tokens)], dtype=torch.int32), model.cache_scales)
+    with torch.no_grad():
+        states = model(torch.tensor(tokens), torch.arange(len(tokens)), attention)
+        expected = model.logits(states).log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+    engine = LLM(str(folder), dtype="float32", num_pages=16, kv_cache_dtype="fp8")
+    (served,) = engine.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    found = torch.tensor([entry.logprob for entry in served.prompt_logprobs or () if entry is not None])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    (*_, before), (*_, own) = result.models, run(tmp_path, compare=[], method="round", kv_cache="fp8")[-1].models
+    assert before.quality and own.quality and before.quality.nll != own.quality.nll

@@ -51,7 +51,8 @@ def _write_model(source: ModelSource, folder: Path, cache: Path) -> None:
         raise UserError(f"keep_blocks goes with a wheel or a .gguf file, not with {source.origin}.")
     if (found / ADAPTER_NAME).exists():
         raise UserError(f"{found} holds an adapter over a base; name a model in which it has been merged.")
-    save_model(load_model(found, dtype="auto"), folder)
+    model = load_model(found, dtype="auto")
+    save_model(model, folder, cache_scales=model.cache_scales)
     Tokenizer.load(found).save(folder)
 
 

@@ -14,6 +14,7 @@ from pipeline.stages.shared.config import mistakes as training_mistakes
 if TYPE_CHECKING:
     from model.config import ModelConfig
 
+_STATIC = "-static"
 _DEFAULTS = {"group": None, "symmetric": True, "activations": False}
 
 
@@ -55,8 +56,10 @@ class Quantize(Recovery):
     """Give `larger` to the layers that rounding would cost most, so that the weights of all layers take this many bits
     on average, scales included; nothing gives it to none."""
     larger: str = setting(DEFAULT_FINER, choices=tuple(FORMATS))
-    kv_cache: Literal["auto", "int8", "fp8"] = field(default="auto", metadata={"weights": False})
-    """In what keys and values will be cached (`--kv-cache-dtype` of the server): gate and figures are those with it."""
+    kv_cache: Literal["auto", "int8", "fp8", "fp8-static"] = field(default="auto", metadata={"weights": False})
+    """In what keys and values will be cached (`--kv-cache-dtype` of the server): gate and figures are those with it.
+    Each token has scales of its own, but with `fp8-static`: one of a layer's keys and one of its values, found on the
+    calibration text, go into the files, from which servers take them for `fp8`."""
     calibration_tokens: int = setting(32_768, count=True, range=COUNTS)
     """Training tokens whose inputs to each layer decide how its weights are rounded."""
     iterations: int = setting(200, range=(1, 100_000))
@@ -69,6 +72,16 @@ class Quantize(Recovery):
     learning_rate: float = redeclared(Recovery, "learning_rate", 1e-4)
     """Of weights in units of their rounding, and of scales as factors of themselves: the same for every model."""
     out: str = redeclared(Recovery, "out", "quantized")
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """As the server's option."""
+        return self.kv_cache.removesuffix(_STATIC)
+
+    @property
+    def has_static_cache(self) -> bool:
+        """Whether the files bring the cache's scales."""
+        return self.kv_cache.endswith(_STATIC)
 
     def short_name(self) -> str:
         """The format and what it departs in from its defaults, with the bits of a budget."""

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from compress.mod import calibrate
+from compress.quantize.cache import calibrated_cache_scales
 from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
 from compress.quantize.methods import METHODS
 from compress.quantize.qat import RANK, to_quantized, train_through_rounding
@@ -28,6 +30,7 @@ from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
 from model.cost import planned_weight_bytes, quantized_size
+from model.files.cache_scales import with_cache_scheme
 from model.files.checkpoint import load_model, open_layerwise
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import format_named
@@ -60,7 +63,7 @@ class QuantizeStage(RecoveryStage[Quantize]):
     @property
     def kv_cache_dtype(self) -> str:  # type: ignore[override]
         """The recipe's."""
-        return self.config.kv_cache
+        return self.config.kv_cache_dtype
 
     def published_form(self, model: Transformer) -> Transformer:
         """A copy with levels and scales as files will hold them, the rest rounded to bf16."""
@@ -126,6 +129,9 @@ def run(context: StageContext) -> Result[QuantizeDetails] | None:
     student, reports = _rounded(stage, config.method)
     _calibrate_routers(stage, student)
     training = _recover(stage, student)
+    if config.has_static_cache:
+        text = stage.calibration_text(config.calibration_tokens)
+        stage.cache_scales = calibrated_cache_scales(stage.published_form(student), text)
     if not context.processes.is_main:
         return None
     details = _details(stage, student, start, reports)
@@ -169,8 +175,9 @@ def _formats(
         named = {p: weights if n == config.weights.format else format_named(n) for p, n in config.layers.items()}
         overrides = dict.fromkeys(ends, format_named(config.embeddings)) | dict(enlarged) | named
         formats = formats_of_layers(shape, weights, overrides)
-        for one in list(formats.values())[:1]:
-            one.entry_of_layers(formats, PUBLISHED_DTYPE, ())  # raises for what one folder cannot hold
+        for one in list(formats.values())[:1]:  # raises for what one folder cannot hold
+            entry = one.entry_of_layers(formats, PUBLISHED_DTYPE, ())
+            with_cache_scheme(entry, [(torch.ones(1), torch.ones(1))] if config.has_static_cache else [])
         return formats
     except ValueError as error:
         raise UserError(f"quantize: {error}") from None

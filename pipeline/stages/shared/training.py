@@ -26,6 +26,7 @@ from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.artifact import READERS
 from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
+from model.kv_format import FixedScales
 from model.lora import LoraConfig, LoraError
 from model.mesh import choose_device, choose_dtype, training_dtype, training_mesh
 from model.quantized import QuantizedEmbedding, quantized_layers
@@ -296,6 +297,8 @@ class RecoveryStage(TrainingStage[R]):
     Where there is no such model here, towards what it has stored with the data.
     """
 
+    cache_scales: Sequence[FixedScales] = ()
+    """For a cache of the student in 8 bits, if they were calibrated."""
     matching: Sequence[int] | None = None
     """Of each of the student's layers the teacher's that it is to be like; by default evenly spread ones."""
 
@@ -370,7 +373,7 @@ class RecoveryStage(TrainingStage[R]):
         """
         teacher, untrained = measured
         return self.finish(
-            partial(write_model, student, Tokenizer.load(self.context.model(origin))),
+            partial(write_model, student, Tokenizer.load(self.context.model(origin)), cache_scales=self.cache_scales),
             training=training,
             details=details,
             before=[describe_model(self.teacher_name, self.teacher, teacher)] if self.teacher_name else [],
@@ -415,9 +418,11 @@ def learns_routing(model: Transformer) -> bool:
     return any(layer.router.weight.requires_grad for layer in routed_layers(model))
 
 
-def write_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
+def write_model(
+    model: Transformer, tokenizer: Tokenizer, folder: Path, *, cache_scales: Sequence[FixedScales] = ()
+) -> None:
     """A model as it is published."""
-    save_model(model, folder, dtype=PUBLISHED_DTYPE)
+    save_model(model, folder, dtype=PUBLISHED_DTYPE, cache_scales=cache_scales)
     tokenizer.save(folder)
 
 
