@@ -12,7 +12,7 @@ sequence before it has succeeded, so it may be repeated; what it found is commit
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,19 +24,19 @@ from model.collectives import RankError
 from model.kv_format import choose_kv_format
 from serve.config import DRAFT_MODEL, EngineConfig
 from serve.engine.adapters import Adapters
-from serve.engine.batch_state import BatchState, feed_reference, synchronize
+from serve.engine.batch_state import BatchState, synchronize
 from serve.engine.draft_watch import DraftWatch
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer, Prepares
-from serve.engine.drafts.tree import NO_DRAFT, DraftTree, Wanted
+from serve.engine.drafts.tree import NO_DRAFT, Wanted
 from serve.engine.graphs import Members, Tables, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
 from serve.engine.labels import Labels
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
 from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
 from serve.engine.requests import Limits, Requests, Sequence
-from serve.engine.runner import Runner, SequenceInput
-from serve.engine.sampling import PendingSamples, Sampled, Sampler, SequenceRows
+from serve.engine.runner import Runner, SequenceInput, Work
+from serve.engine.sampling import FIRST_PATH, PendingSamples, Sampled, Sampler, SequenceRows
 from serve.engine.scheduler import Chunk, Schedule, Scheduler
 from serve.outputs import Counters, EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -44,40 +44,6 @@ from serve.sampling_params import SamplingParams
 __all__ = ["Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
 log = logging.getLogger("potstill.engine")
-
-
-@dataclass(slots=True)
-class Work:
-    """A scheduled chunk and the draft tokens to verify behind it."""
-
-    chunk: Chunk
-    sequence: Sequence
-    draft: DraftTree = NO_DRAFT
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the last token, so that the next one can be drawn."""
-        return self.chunk.start + self.chunk.num_tokens == self.sequence.num_drawn
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether log-probabilities of prompt tokens are wanted from this chunk."""
-        return self.sequence.prompt_logprobs is not None
-
-    @property
-    def pools_prompt(self) -> bool:
-        """Whether the chunk may hold hidden states that the prompt's embedding is made of."""
-        return self.sequence.params.pooling is not None and self.chunk.start < self.sequence.num_prompt_tokens
-
-    def input(self, feed_width: int) -> SequenceInput:
-        sequence, start, num_tokens = self.sequence, self.chunk.start, self.chunk.num_tokens
-        tokens = sequence.tokens[start : start + num_tokens]
-        # What the host does not know yet, its own last token or draft tokens, is in the feed.
-        first = 1 if len(tokens) == num_tokens else 0
-        columns = range(first, 1 + self.draft.num_tokens)
-        tokens += [feed_reference(sequence.batch_row, column, feed_width) for column in columns]
-        num_rows = len(tokens) if self.sequence.needs_whole_prompt else self.samples * (1 + self.draft.num_tokens)
-        return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter_slot, sequence.batch_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +140,8 @@ class Engine:
         """Called in each step when it is known who takes part, before anything is computed."""
         self._pending: list[PendingStep] = []
         """Steps that have been launched and not been read yet, the oldest first."""
+        self._branched: dict[int, Work] = {}
+        """By sequence, what of this step is verified on several paths."""
         self.draft_watch: DraftWatch | None = None
         if config.watch_draft:
             self.draft_watch = DraftWatch(config, self.draft, self.update_draft_weights, dtype=self.dtype)
@@ -289,13 +257,12 @@ class Engine:
         if self.uniform_steps is not None and (schedule.num_admitted or schedule.copies):
             self.uniform_steps.interrupt()
         if schedule.chunks:
-            self.runner.copy_pages(schedule.copies)
-            if self.draft is not None:
-                self.draft.copy_pages(schedule.copies)
+            self._copy_pages(schedule.copies)
             self._compute(schedule.chunks, outputs)
             self._counters.num_steps += 1
         can_wait = schedule.chunks and not any(chunk.num_drafts for chunk in schedule.chunks)
         self._read(outputs, num_left=1 if self.is_overlapped and can_wait else 0)
+        self.cache.drop_branches()
         return outputs
 
     def _schedule(self, outputs: list[RequestOutput]) -> Schedule:
@@ -329,6 +296,7 @@ class Engine:
             log.exception("a step of %d sequences failed; they are computed one by one", len(chunks))
         synchronize(self.device)
         self._read(outputs)
+        self.cache.drop_branches()
         self.state.invalidate()
         self.tables.forget(self.scheduler.running)
         for chunk in chunks:
@@ -344,6 +312,7 @@ class Engine:
 
     def _propose(self, chunks: tuple[Chunk, ...]) -> list[Work]:
         """The chunks, with draft tokens where the schedule has room for them."""
+        self._branched.clear()
         find = self.requests.find
         work = [Work(chunk, sequence) for chunk in chunks if (sequence := find(chunk.sequence_id)) is not None]
         if self.draft is None:
@@ -354,7 +323,33 @@ class Engine:
             return work
         self.state.add(sequence for sequence, _ in asked)
         drafts = self.draft.propose(wanted)
-        return [Work(item.chunk, item.sequence, drafts.get(item.sequence.id, NO_DRAFT)) for item in work]
+        work = [Work(item.chunk, item.sequence, drafts.get(item.sequence.id, NO_DRAFT)) for item in work]
+        if any(item.draft.others for item in work):
+            self._give_branches(work)
+        return work
+
+    def _give_branches(self, work: list[Work]) -> None:
+        """Choose which other paths of the drafts are verified too, as far as there is room, and give them pages."""
+        num_rows = sum(item.chunk.num_tokens + item.draft.num_tokens for item in work)
+        copies: list[tuple[int, int]] = []
+        for item in work:
+            offered, item.draft = item.draft.others, replace(item.draft, others=())
+            is_plain = self.labels is None and item.sequence.params.logprobs is None and not self.runner.pages.visible
+            for way in offered if is_plain else ():
+                way = way._replace(tokens=way.tokens[: self.draft_length.tokens_of(way, num_rows)])
+                found = self.scheduler.branch(item.sequence, item.chunk.start, len(way.tokens), num_rows)
+                if found is not None:
+                    item.draft = replace(item.draft, others=(*item.draft.others, way))
+                    item.branches = (*item.branches, found[0])
+                    self._branched[item.sequence.id] = item
+                    copies += found[1]
+                    num_rows += 1 + len(way.tokens)
+        self._copy_pages(tuple(copies))
+
+    def _copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        self.runner.copy_pages(copies)
+        if self.draft is not None:
+            self.draft.copy_pages(copies)
 
     def _launch(self, work: list[Work]) -> None:
         """Launch a pass; from here on the next step can be planned with what it will have computed and drawn."""
@@ -379,7 +374,8 @@ class Engine:
         # Who decoded in the step before, and nothing has happened to them since, have a token each to compute now.
         who = None if steps is None else steps.going_on(sequences)
         all_single = who is not None or max([item.chunk.num_tokens for item in work]) == 1
-        if steps is not None and (who is not None or (all_single and all(map(_decodes, work)))):
+        is_uniform = not self._branched and (who is not None or (all_single and all(map(_decodes, work))))
+        if steps is not None and is_uniform:
             if who is None:
                 self.state.add(sequences)
                 who = steps.members(sequences)
@@ -387,7 +383,7 @@ class Engine:
         if self.draft is None or not all_single:
             return launch()
         # Prompts would blur what decoding costs.
-        num_rows = sum(1 + item.draft.num_tokens for item in work)
+        num_rows = sum(1 + item.num_draft_rows for item in work)
         with self._target_timer.measure(num_rows, launcher):
             return launch()
 
@@ -400,17 +396,23 @@ class Engine:
         if self.uniform_steps is not None:
             self.uniform_steps.interrupt()
         self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
-        inputs = [item.input(self.runner.feed.shape[1]) for item in work]
+        inputs: list[SequenceInput] = []
         asked: list[SequenceRows] = []
         rows: list[int] = []
         first, spans = 0, list[range]()
-        for item, own in zip(work, inputs, strict=True):
+        for item in work:
+            own = item.input(self.runner.feed.shape[1])
+            inputs.append(own)
             if item.samples:
                 asked.append(SequenceRows(item.sequence, len(rows), item.draft))
                 asked += [SequenceRows(sibling, len(rows)) for sibling in item.sequence.siblings]
                 rows += range(first + own.num_rows - 1 - item.draft.num_tokens, first + own.num_rows)
             spans.append(range(first, first + own.num_rows - item.draft.num_tokens))
             first += own.num_rows
+            for other in item.inputs_of_others():
+                inputs.append(other)
+                rows += range(first, first + other.num_rows)
+                first += other.num_rows
         hidden, logits = self.runner.run(inputs, rows)
         step = PendingStep()
         for item, span in zip(work, spans, strict=True):
@@ -448,7 +450,7 @@ class Engine:
         """Add what was sampled to its sequence, and report it."""
         sequence = sampled.sequence
         if sampled.num_drafted:
-            self._observe(sequence, sampled.num_drafted, sampled.num_accepted)
+            self._observe(sampled)
         sequence.num_computed += sampled.num_accepted
         position = sequence.num_tokens + sampled.num_accepted - 1
         output = self.requests.extend(
@@ -471,14 +473,21 @@ class Engine:
         if num_known >= (sequence.table.num_published + 1) * PAGE_SIZE:
             self.cache.publish(sequence.table, sequence.tokens, num_known)
 
-    def _observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Let the draft and all counters know what became of a proposal."""
+    def _observe(self, sampled: Sampled) -> None:
+        """Let the draft and all counters know what became of a proposal, and take the pages of the way that it took."""
+        sequence, counters = sampled.sequence, self._counters
+        item = self._branched.get(sequence.id)
+        num_drafted, num_accepted = sampled.num_drafted, sampled.num_accepted
         if self.draft is not None:
-            self.draft.observe(sequence, num_drafted, num_accepted)
-            self.draft_length.observe(sequence, num_drafted, num_accepted)
+            self.draft.observe(sequence, num_drafted, sampled.num_on_path)
+            self.draft_length.observe(sequence, num_drafted, sampled.num_on_path)
+        if item is not None:
+            num_drafted += sum(len(way.tokens) for way in item.draft.others)
+            if sampled.way != FIRST_PATH and self.draft is not None:
+                self.cache.adopt(sequence.table, item.branches[sampled.way])
+                self.draft.moved(sequence)
         sequence.num_drafted += num_drafted
         sequence.num_accepted += num_accepted
-        counters = self._counters
         counters.num_drafts += 1
         counters.num_draft_tokens += num_drafted
         counters.num_accepted_tokens += num_accepted

@@ -14,6 +14,7 @@ a hash first. Source of the hash chain and the eviction order: vLLM, v1/core/{bl
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,6 +76,15 @@ class BlockTable:
         """From this one on, what the device knows of the pages is not true any more."""
         self.num_uploaded = min(self.num_uploaded, page)
         self._listed = {owner: min(number, page * PAGE_SIZE) for owner, number in self._listed.items()}
+
+
+class Branch(NamedTuple):
+    """Pages for another way on from a sequence's tokens, while one step lasts."""
+
+    table: BlockTable
+    """Lists pages of the sequence, which it does not hold, and behind them its own."""
+    first: int
+    """Number of the first one of its own."""
 
 
 class PagePool:
@@ -143,6 +153,8 @@ class KVCache:
     def __init__(self, num_pages: int, *, share_prefixes: bool = True) -> None:
         self.pool = PagePool(num_pages)
         self.share_prefixes = share_prefixes
+        self._branches: list[Branch] = []
+        """Of this step."""
         self._promised: dict[bytes, BlockTable] = {}
         """By digest, the table of the sequence that will publish such a page, once it has computed it."""
         self.num_queried_tokens = 0
@@ -225,6 +237,37 @@ class KVCache:
         parent.num_writable = child.num_writable = 0
         child.num_published = parent.num_published
         child.digests = list(parent.digests)
+
+    def branch(self, table: BlockTable, start: int, stop: int) -> tuple[Branch, tuple[tuple[int, int], ...]] | None:
+        """Slots [start, stop) once more, beside those of the sequence; dropped at the end of the step unless adopted.
+
+        Returns the (source, destination) pages to copy before writing, too; None, with nothing changed, when the free
+        pages do not suffice.
+        """
+        first = start // PAGE_SIZE
+        if pages_for(stop) - first > self.pool.num_free:
+            return None
+        branch = Branch(BlockTable(len(table.ids)), first)
+        branch.table.ids[:first], branch.table.num_pages = table.ids[:first], first
+        while branch.table.num_pages < pages_for(stop):
+            self._append(branch.table, self.pool.take())
+        self._branches.append(branch)
+        copies = ((int(table.ids[first]), int(branch.table.ids[first])),) if start % PAGE_SIZE else ()
+        return branch, copies
+
+    def adopt(self, table: BlockTable, branch: Branch) -> None:
+        """Let a sequence go on that way: the pages that it had there instead are given back."""
+        self._cut(table, branch.first)
+        for page in branch.table.ids[branch.first : branch.table.num_pages].tolist():
+            self._append(table, page)
+        table.num_writable = table.num_pages * PAGE_SIZE
+        branch.table.num_pages = branch.first
+
+    def drop_branches(self) -> None:
+        """Give back the pages of all that were not adopted; a step ends."""
+        for branch in self._branches:
+            self._cut(branch.table, branch.first)
+        self._branches.clear()
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_committed: int) -> None:
         """Offer the full pages among the first `num_committed` tokens, all computed and final, for sharing."""

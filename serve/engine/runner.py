@@ -14,9 +14,12 @@ from model.adapter_slots import AdapterSlots
 from model.kv_format import KVPages
 from model.passes import PagedModel, Pass, PassRunner
 from serve.config import NO_ADAPTER
-from serve.engine.batch_state import resolve, upload
-from serve.engine.kv_cache import PAGE_SIZE, BlockTable, pages_for
+from serve.engine.batch_state import feed_reference, resolve, upload
+from serve.engine.drafts.tree import NO_DRAFT, DraftTree
+from serve.engine.kv_cache import PAGE_SIZE, BlockTable, Branch, pages_for
+from serve.engine.requests import Sequence
 from serve.engine.sampling import select
+from serve.engine.scheduler import Chunk
 
 if TYPE_CHECKING:
     from serve.engine.ranks import Ranks
@@ -47,6 +50,58 @@ class SequenceInput:
     """Slot of the adapter that they go through."""
     batch_row: int = 0
     """Where the sequence's list of visible slots is, if attention is routed."""
+
+
+@dataclass(slots=True)
+class Work:
+    """A scheduled chunk and the draft tokens to verify behind it."""
+
+    chunk: Chunk
+    sequence: Sequence
+    draft: DraftTree = NO_DRAFT
+    branches: tuple[Branch, ...] = ()
+    """Where the keys and values of the draft's other paths are stored."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that the next one can be drawn."""
+        return self.chunk.start + self.chunk.num_tokens == self.sequence.num_drawn
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Rows of the draft in the target's pass: on other paths the sequence's last token is computed once more."""
+        return self.draft.num_tokens + sum([1 + len(way.tokens) for way in self.draft.others])
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted from this chunk."""
+        return self.sequence.prompt_logprobs is not None
+
+    @property
+    def pools_prompt(self) -> bool:
+        """Whether the chunk may hold hidden states that the prompt's embedding is made of."""
+        return self.sequence.params.pooling is not None and self.chunk.start < self.sequence.num_prompt_tokens
+
+    def input(self, feed_width: int) -> SequenceInput:
+        sequence, start, num_tokens = self.sequence, self.chunk.start, self.chunk.num_tokens
+        tokens = sequence.tokens[start : start + num_tokens]
+        # What the host does not know yet, its own last token or draft tokens, is in the feed.
+        first = 1 if len(tokens) == num_tokens else 0
+        columns = range(first, 1 + self.draft.num_tokens)
+        tokens += [feed_reference(sequence.batch_row, column, feed_width) for column in columns]
+        num_rows = len(tokens) if self.sequence.needs_whole_prompt else self.samples * (1 + self.draft.num_tokens)
+        return SequenceInput(tokens, start, sequence.table, num_rows, sequence.adapter_slot, sequence.batch_row)
+
+    def inputs_of_others(self) -> list[SequenceInput]:
+        """The sequence's last token once more, and the tokens behind it, of each other path of the draft."""
+        sequence, last = self.sequence, self.sequence.tokens[-1]
+        return [
+            SequenceInput(
+                [last, *way.tokens], self.chunk.start, branch.table, len(way.tokens), sequence.adapter_slot,
+                sequence.batch_row,
+            )
+            for way, branch in zip(self.draft.others, self.branches, strict=True)
+        ]  # fmt: skip
 
 
 class Step(NamedTuple):

@@ -17,6 +17,12 @@ accept a draft token; without draft tokens both are plain sampling:
 - *Rejection sampling* for the rest: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
   It accepts with probability 1 - TV(p, q), the most that any rule can. Source: https://arxiv.org/abs/2211.17192.
 
+A draft may propose several paths. The first one is verified as above. What the target says of its own behind that may
+be the next token of another path: then it goes on there, by matching. Nothing but the target's draws decides where it
+goes, so that is exact whatever the other paths are; and where the first path's token was rejected, another that is
+certain is accepted with probability max(p - q, 0), normalised, as a sibling is in a tree of drafts
+(https://arxiv.org/abs/2305.09781).
+
 p and q are the distributions after penalties, masks, temperature and truncation; q is what the draft's token was drawn
 from. Roll-back is by length alone: the target's pass over [last, d_1 .. d_k] fills k + 1 slots; after m acceptances the
 first m + 1 of them hold, the rest is overwritten later.
@@ -53,6 +59,8 @@ if TYPE_CHECKING:
 
 LEAST_GUESS = -1e4
 """What a draft at least says of a token: where a mask allows only those that it never says, it must guess one."""
+FIRST_PATH = -1
+"""In place of the number of another one."""
 GPU_ROWS_PER_BLOCK = 512
 """Enough to keep a GPU busy; more distributions at a time would take memory from the pages."""
 
@@ -80,7 +88,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Rows [first_row, first_row + k + 1) of a step's logits, which decide what one sequence emits."""
+    """Rows [first_row, first_row + k + 1) of a step's logits, which decide what one sequence emits.
+
+    Behind them are those of other paths of the draft, one behind each of their tokens.
+    """
 
     sequence: Sequence
     first_row: int
@@ -96,6 +107,10 @@ class Sampled:
     """The accepted draft tokens and one of the target's own."""
     num_drafted: int = 0
     num_accepted: int = 0
+    num_on_path: int = 0
+    """Accepted tokens of the draft's first path."""
+    way: int = FIRST_PATH
+    """Which other path the accepted tokens lie on."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each token, when asked for."""
     label: tuple[Tensor, Tensor] | None = None
@@ -114,6 +129,8 @@ class PendingSamples(NamedTuple):
     many of them were drafted, and how many draft tokens were meant."""
     logprobs: Download | None
     labels: "PendingLabels | None" = None
+    ways: Download | None = None
+    """`[g, 2]`: `Sampled.num_on_path` and `way`, where drafts have several paths."""
 
     def read(self) -> dict[int, Sampled]:
         """By number; waits for the device. What failed for one sequence alone is in its error."""
@@ -121,6 +138,7 @@ class PendingSamples(NamedTuple):
         tokens, (accepted, counts) = found[:, :-2].tolist(), found[:, -2:].T.tolist()
         scores = None if self.logprobs is None else Logprobs(*self.logprobs.wait())
         labels = {} if self.labels is None else self.labels.read()
+        ways = None if self.ways is None else self.ways.wait()[0].tolist()
         samples = {}
         for at, (number, sequence) in enumerate(zip(self.numbers, self.sequences, strict=True)):
             emitted, num_top = tokens[at][: accepted[at] + 1], sequence.params.logprobs
@@ -132,13 +150,38 @@ class PendingSamples(NamedTuple):
                 first = at * len(tokens[at])
                 own = Logprobs(*(part[first : first + len(emitted)] for part in scores))
                 entries = logprob_entries(emitted, own, num_top)
-            samples[number] = Sampled(sequence, emitted, counts[at], accepted[at], entries, labels.get(at))
+            on_path, way = (accepted[at], FIRST_PATH) if ways is None else ways[at]
+            samples[number] = Sampled(
+                sequence, emitted, counts[at], accepted[at], on_path, way, entries, labels.get(at)
+            )
         return samples
 
 
 def emitted(tokens: Tensor, num_accepted: Tensor, counts: Tensor) -> Tensor:
     """`PendingSamples.emitted` on the device."""
     return torch.cat([tokens, num_accepted[:, None], counts[:, None]], dim=1)
+
+
+def follow(tokens: Tensor, num_accepted: Tensor, path: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Go on along another path where the target's own token lies on it.
+
+    `tokens [g, any]`: accepted ones and the target's own, then −1. `path [g, n]`; `drawn [g, n]`: what the target drew
+    behind each of its tokens. Returns tokens, how many of them are accepted, and whose lie on that path, `[g]` bool.
+    """
+    n = path.shape[1]
+    width = max(tokens.shape[1], n + 1)
+    tokens = F.pad(tokens, (0, width - tokens.shape[1]), value=-1)
+    num_equal = (tokens[:, :n] == path).int().cumprod(dim=1).sum(dim=1)
+    goes_on = num_equal == num_accepted + 1
+    # Up to there they are equal; behind it a token of the path is accepted if the target has drawn it.
+    columns = torch.arange(width, device=path.device)
+    target = F.pad(drawn, (1, width - n - 1), value=-1)
+    on_path = F.pad(path, (0, width - n), value=-1)
+    right = (columns < num_equal[:, None]) | ((target == on_path) & (columns < n))
+    further = right.int().cumprod(dim=1).sum(dim=1, keepdim=True).to(num_accepted.dtype)
+    going = torch.where(columns < further, on_path, torch.where(columns == further, target, -1))
+    tokens = torch.where(goes_on[:, None], going, tokens)
+    return tokens, torch.where(goes_on, further[:, 0], num_accepted), goes_on
 
 
 def most_logprobs(sequences: SequenceType[Sequence]) -> int | None:
@@ -162,11 +205,12 @@ class Sampler:
 
         Leaves in the batch state what the next step starts from.
         """
-        groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[int, bool, tuple[int, ...]], list[int]] = defaultdict(list)
         for number, one in enumerate(asked):
-            groups[one.draft.num_tokens, one.draft.by_rejection].append(number)
+            lengths = tuple([len(way.tokens) for way in one.draft.others])
+            groups[one.draft.num_tokens, one.draft.by_rejection, lengths].append(number)
         pending = []
-        for (k, by_rejection), numbers in groups.items():
+        for (k, by_rejection, _), numbers in groups.items():
             for some in self.blocks(numbers, num_rows=k + 1) if by_rejection else [numbers]:
                 pending.append(self._sample_group(logits, some, [asked[number] for number in some]))
         return pending
@@ -174,15 +218,37 @@ class Sampler:
     def _sample_group(self, logits: Tensor, numbers: list[int], asked: list[SequenceRows]) -> PendingSamples:
         k, sequences = asked[0].draft.num_tokens, [one.sequence for one in asked]
         row_numbers = [one.first_row + before for one in asked for before in range(k + 1)]
-        logits = select(logits, row_numbers)
+        of_others, logits = logits, select(logits, row_numbers)
         rows = self.rows([sequence for sequence in sequences for _ in range(k + 1)], list(range(k + 1)) * len(asked))
         batch_rows, counts, lengths, counted = self._table(asked)
         counts = self.meant(counts, batch_rows, k)
         decide = self.verify if asked[0].draft.by_rejection else self.match
         tokens, num_accepted = decide(logits, rows, counts, k)
+        ways = None
+        if asked[0].draft.others:
+            tokens, num_accepted, ways = self._go_on(of_others, asked, tokens, num_accepted)
         self.state.advance(batch_rows, tokens, lengths=lengths, counted=counted)
         found = emitted(tokens, num_accepted, counts)
-        return self.pending(numbers, sequences, found, logits, most_logprobs(sequences))
+        return self.pending(numbers, sequences, found, logits, most_logprobs(sequences))._replace(ways=ways)
+
+    def _go_on(
+        self, logits: Tensor, asked: list[SequenceRows], tokens: Tensor, num_accepted: Tensor
+    ) -> tuple[Tensor, Tensor, Download]:
+        """What is emitted, `[g, any]` and how many of that were drafted, where other paths may go on from the first."""
+        on_path, taken = num_accepted, torch.full_like(num_accepted, FIRST_PATH)
+        behind = 1 + asked[0].draft.num_tokens
+        for number in range(len(asked[0].draft.others)):
+            paths = np.array([one.draft.others[number].tokens for one in asked], dtype=np.int64)
+            g, n = paths.shape
+            row_numbers = [one.first_row + behind + at for one in asked for at in range(n)]
+            behind += n
+            rows = self.rows([one.sequence for one in asked for _ in range(n)], list(range(1, n + 1)) * g)
+            path = upload(paths, self.state.device)
+            self.state.write_drafts(rows.batch_rows[::n], path)  # the rows' penalties and masks depend on them
+            drawn = self.draw(select(logits, row_numbers), rows).view(g, n)
+            tokens, num_accepted, goes_on = follow(tokens, num_accepted, path, drawn)
+            taken = torch.where(goes_on, number, taken)
+        return tokens, num_accepted, Download([torch.stack([on_path, taken], dim=1)])
 
     def pending(
         self,

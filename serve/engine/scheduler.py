@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.engine.fair_shares import FairShares
-from serve.engine.kv_cache import KVCache
+from serve.engine.kv_cache import Branch, KVCache
 from serve.engine.requests import Sequence
 
 
@@ -169,6 +169,18 @@ class Scheduler:
         if copies:
             step.copies += copies
         step.add(sequence, 1, num_drafts)
+
+    def branch(
+        self, sequence: Sequence, start: int, num_tokens: int, num_rows: int
+    ) -> tuple[Branch, tuple[tuple[int, int], ...]] | None:
+        """Pages for another path of `num_tokens` draft tokens behind a decoding sequence's token number `start`.
+
+        None where there is no room beside the `num_rows` rows of the step: nobody is preempted for the sake of a guess.
+        """
+        fits = sequence.num_drawn + num_tokens <= self.max_model_len
+        if not num_tokens or not fits or num_rows + 1 + num_tokens > self.max_num_batched_tokens:
+            return None
+        return self.cache.branch(sequence.table, start, start + 1 + num_tokens)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages; it waits again, to be recomputed with its tokens and random streams."""

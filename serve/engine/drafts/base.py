@@ -96,6 +96,10 @@ class Draft(Protocol):
         """Hear what became of a proposal, before the accepted tokens join the sequence."""
         ...
 
+    def moved(self, sequence: Sequence) -> None:
+        """The pages from that of the sequence's last token on are others now: the target has taken another path."""
+        ...
+
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy (source, destination) pages of its own, as the target's are copied."""
         ...

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from serve.engine.drafts.tree import AtHand
+from serve.engine.drafts.tree import AtHand, OtherWay
 from serve.engine.requests import Sequence
 
 MAX_DRAFT_TOKENS = 8
@@ -196,6 +196,8 @@ class AdaptiveLength:
         self._interval = PROBE_INTERVAL
         self._probing: set[Sequence] = set()
         """Those that probe in this step."""
+        self._decoding: list[Sequence] = []
+        """In this step."""
         self._num_drafting, self._plain_interval = 0, PLAIN_INTERVAL
         """Steps in a row that the draft's passes were worth, and after how many one does without."""
         self._at_hand: dict[Sequence, int] = {}
@@ -210,7 +212,7 @@ class AdaptiveLength:
 
     def begin_step(self, decoding: list[Sequence]) -> None:
         """Choose the length for a step in which these sequences decode."""
-        self._at_hand, self._probing = {}, set()
+        self._at_hand, self._probing, self._decoding = {}, set(), decoding
         if not self.target_costs.has_measured(len(decoding)):  # what drafts are to be compared with
             self._length = 0
             return
@@ -344,6 +346,26 @@ class AdaptiveLength:
             length, gain = length + 1, gain * acceptance
         return length
 
+    def tokens_of(self, way: OtherWay, num_rows: int) -> int:
+        """How many tokens of another path pay, beside a step of `num_rows` rows; 0 where none do.
+
+        The first of them gives one more token where the target goes that way, each later one where it is accepted too;
+        all of them take rows of the target, and one more for the sequence's last token. What a page costs to copy is a
+        hundredth of a pass.
+        """
+        tokens = sum(expected_tokens(self.acceptance(sequence), self(sequence)) for sequence in self._decoding)
+        drafting = [
+            length for sequence in self._decoding if (length := self(sequence)) and sequence not in self._at_hand
+        ]
+        seconds = self._target_seconds(num_rows) + self._passes_seconds(len(drafting), max(drafting, default=0))
+        best, most, gain, power = 0, 0.0, 0.0, way.taken
+        for length in range(1, len(way.tokens) + 1):
+            gain, power = gain + power, power * way.acceptance
+            extra = self._target_seconds(num_rows + 1 + length) - self._target_seconds(num_rows)
+            if (profit := gain - MIN_GAIN * extra * tokens / seconds) > most:
+                best, most = length, profit
+        return best
+
     def acceptance(self, sequence: Sequence) -> float:
         """Estimated probability that this sequence's next draft token is accepted.
 
@@ -385,4 +407,7 @@ class FixedLength(AdaptiveLength):
                 self._at_hand[sequence] = min(found.num_tokens, self._length)
 
     def __call__(self, sequence: Sequence) -> int:
+        return self._length
+
+    def tokens_of(self, way: OtherWay, num_rows: int) -> int:
         return self._length

@@ -81,6 +81,12 @@ class _OwnPages:
             self._filled[page] = self._pool.num_uses[page]
             progress.num_noted += 1
 
+    def moved(self, sequence: Sequence) -> None:
+        """What it has of the last token and behind lies in the pages of before; of all earlier ones it has copies."""
+        progress = self._read(sequence)
+        progress.num_computed = min(progress.num_computed, sequence.num_tokens - 1)
+        progress.num_noted = min(progress.num_noted, progress.num_computed // PAGE_SIZE)
+
     def _read(self, sequence: Sequence) -> _Progress:
         """What is known of a sequence; of one whose pages are new to the draft, what others have left in them."""
         table = sequence.table
@@ -117,6 +123,8 @@ class _TargetsPages:
         return sequence.num_tokens - 1
 
     def observe(self, sequence: Sequence, num_computed: int) -> None: ...
+
+    def moved(self, sequence: Sequence) -> None: ...
 
 
 def _input(sequence: Sequence, tokens: list[int], start: int, *, num_rows: int) -> SequenceInput:
@@ -183,6 +191,9 @@ class ModelDraft:
         if self.acceptance is not None:
             self.acceptance.observe(num_drafted, num_accepted)
         self._reading.observe(sequence, sequence.num_tokens + min(num_accepted, num_drafted - 1))
+
+    def moved(self, sequence: Sequence) -> None:
+        self._reading.moved(sequence)
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not self.shares_pages:

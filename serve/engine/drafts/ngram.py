@@ -45,6 +45,9 @@ class NgramDraft:
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """The text is all it knows."""
 
+    def moved(self, sequence: Sequence) -> None:
+        """It has no pages."""
+
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """It has no pages."""
 

@@ -8,7 +8,7 @@ that repeats nothing costs no row of a pass. The rule of suffix decoding: https:
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from serve.engine.batch_state import upload
 from serve.engine.drafts.base import DraftContext
 from serve.engine.drafts.length import ENGINE_MEMORY, INITIAL_WEIGHT, PRIOR_WEIGHT, SEQUENCE_MEMORY
 from serve.engine.drafts.model import ModelDraft
-from serve.engine.drafts.tree import AtHand, DraftTree, Wanted
+from serve.engine.drafts.tree import AtHand, DraftTree, OtherWay, Wanted
 from serve.engine.kv_cache import BlockTable
 from serve.engine.requests import Sequence
 
@@ -109,17 +109,29 @@ class SuffixDraft:
         self._records = [Record(INITIAL_WEIGHT * a, INITIAL_WEIGHT * (1 - a)) for a in INITIAL_ACCEPTANCES]
         self._asked_model: set[int] = set()
         """Ids of the sequences whose latest draft is the model's."""
+        self._instead = [Record() for _ in INITIAL_ACCEPTANCES]
+        """Of the text's guesses, by level, that differ from the model's: what became of their first tokens."""
+        self._offers: WeakKeyDictionary[BlockTable, int] = WeakKeyDictionary()
+        """Where the latest guess differs, how many tokens the sequence had."""
+        self.reads_drafts = self.state.device.type == "cpu"
 
     def at_hand(self, sequence: Sequence) -> AtHand | None:
         text = self._texts.setdefault(sequence.table, Text())
         if text.num_indexed < sequence.num_tokens:
-            self._learn(text, sequence.tokens[text.num_indexed :])
+            came = sequence.tokens[text.num_indexed :]
+            if text.guess and self._offers.pop(sequence.table, None) == text.num_indexed:
+                self._instead[text.level].add(
+                    int(came[0] == text.guess[0]), int(came[0] != text.guess[0]), ENGINE_MEMORY
+                )
+            self._learn(text, came)
             text.index(sequence.tokens)
             text.look_up(sequence.tokens, self.state.max_drafts)
-        if not text.guess:
-            return None
+        return AtHand(len(text.guess), self._acceptance(text)) if text.guess else None
+
+    def _acceptance(self, text: Text) -> float:
+        """Of the tokens of its guess."""
         anywhere = self._records[text.level].acceptance(0.0, 0.0)
-        return AtHand(len(text.guess), text.records[text.level].acceptance(anywhere, PRIOR_WEIGHT))
+        return text.records[text.level].acceptance(anywhere, PRIOR_WEIGHT)
 
     def _learn(self, text: Text, came: list[int]) -> None:
         """Compare the latest guess, whoever was asked then, with what came."""
@@ -134,15 +146,35 @@ class SuffixDraft:
         asked = [one for one in wanted if not one.at_hand]
         self._asked_model = {one.sequence.id for one in asked}
         drafts = self.model.propose(asked) if self.model is not None and asked else {}
+        if self.reads_drafts:
+            drafts = {
+                one.sequence.id: self._beside(drafts[one.sequence.id], one)
+                for one in asked
+                if one.sequence.id in drafts
+            }
         if quoting := [one for one in wanted if one.at_hand]:
             guesses = [self._texts[one.sequence.table].guess for one in quoting]
             rows = upload(np.array([one.sequence.batch_row for one in quoting]), self.state.device)
             self.state.write_drafts(rows, upload(np.array(guesses), self.state.device))
         return drafts | {one.sequence.id: DraftTree(one.num_tokens) for one in quoting}
 
+    def _beside(self, draft: DraftTree, wanted: Wanted) -> DraftTree:
+        """The model's guess, with the text's as another path where that begins otherwise."""
+        sequence = wanted.sequence
+        text = self._texts.get(sequence.table)
+        if text is None or not text.guess or text.guess[0] == int(self.state.feed[sequence.batch_row, 1]):
+            return draft
+        self._offers[sequence.table] = sequence.num_tokens
+        taken = self._instead[text.level].acceptance(self._acceptance(text) / 2, PRIOR_WEIGHT)
+        return replace(draft, others=(OtherWay(tuple(text.guess), taken, self._acceptance(text)),))
+
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         if self.model is not None and sequence.id in self._asked_model:
             self.model.observe(sequence, num_drafted, num_accepted)
+
+    def moved(self, sequence: Sequence) -> None:
+        if self.model is not None:
+            self.model.moved(sequence)
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         if self.model is not None:

@@ -6,9 +6,19 @@ from typing import NamedTuple
 from serve.engine.requests import Sequence
 
 
+class OtherWay(NamedTuple):
+    """Another path from a sequence's last token, which parts from the first one somewhere."""
+
+    tokens: tuple[int, ...]
+    taken: float
+    """Estimated probability that the target leaves the first path for it."""
+    acceptance: float
+    """And that each token behind that is accepted, if those before it were."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Draft tokens behind a sequence's last one; they are in the feed (batch_state.py). Today all trees are chains."""
+    """Draft tokens behind a sequence's last one: a path, whose tokens are in the feed (batch_state.py), and others."""
 
     num_tokens: int = 0
     """As many as the target looks at."""
@@ -16,6 +26,8 @@ class DraftTree:
     """Whether only the device knows how many of them are meant, in `BatchState.draft_counts`; else all are."""
     by_rejection: bool = False
     """Whether they are verified so, against what each was drawn from, in `BatchState.draft_p`; else by matching."""
+    others: tuple[OtherWay, ...] = ()
+    """Verified by matching, from where the target's own token behind the first path is the next of another."""
 
 
 class AtHand(NamedTuple):
