@@ -35,9 +35,9 @@ from model.transformer import Transformer
 HALF = 2
 # fp32 buffers of a block of logits on the CPU: of cross-entropy, and of a divergence.
 _LOSS_BLOCKS, _DIVERGENCE_BLOCKS = 2, 6
-# fp32 numbers a weight that training through rounding keeps for backward: what its steps are multiplied with, that
-# product, what is rounded, its levels, and what comes out; of scales alone the last two.
-_KEPT_BY_ROUNDING = {"scales": 2, "low_rank": 5, "all": 5}
+# fp32 numbers a weight that training through rounding makes of one layer at a time, in backward: what its steps are
+# multiplied with, that product, what is rounded, its levels, and what comes out; of scales alone the last two.
+_MADE_BY_ROUNDING = {"scales": 2, "low_rank": 5, "all": 5}
 SMALLEST_IN_8_BITS = 4_096
 """Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
 SMALLEST_PAGED = 100_000
@@ -449,9 +449,12 @@ class _ThroughRounding(Arithmetic):
     def _copies(self) -> int:
         return 0
 
-    def _layer(self) -> int:
-        weights = sum(rows * columns for rows, columns in self.projections.values()) // self.config.num_layers
-        return super()._layer() + FULL * _KEPT_BY_ROUNDING[self.rounding.trained] * weights
+    def _work(self) -> int:
+        return super()._work() + FULL * _MADE_BY_ROUNDING[self.rounding.trained] * self._widest()
+
+    def _widest(self) -> int:
+        """Weights of the largest projection."""
+        return max(rows * columns for rows, columns in self.projections.values())
 
     def _loss(self) -> int:
         """A quantized head is expanded."""

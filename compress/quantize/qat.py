@@ -19,7 +19,9 @@ https://arxiv.org/abs/1902.08153.
 Legend: T tokens, N output features, K input features, G groups of a row, g elements of a group, L levels, r rank.
 """
 
+import copy
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -65,10 +67,13 @@ class FakeQuantizedLinear(nn.Module):
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            scales = self._used_scales()
-            return _ExportedProduct.apply(x, self.values(scales), self.bias, self._pack(scales), self.format)
+            return _ExportedProduct.apply(x, self.bias, self, *self._trained())
 
-    def _used_scales(self) -> Tensor:
+    def _trained(self) -> list[Tensor]:
+        """What ŵ depends on."""
+        return [one for name, one in self.named_parameters() if one.requires_grad and name != "bias"]
+
+    def used_scales(self) -> Tensor:
         """Positive numbers that files hold; to the gradient these are the scales themselves."""
         return _Stored.apply(self.scales, self.format, self.scale_dtype)
 
@@ -85,10 +90,8 @@ class FakeQuantizedLinear(nn.Module):
     @torch.no_grad()
     def exported(self) -> QuantizedMatrix:
         """The weight that the forward pass multiplies with."""
-        return self._pack(self._used_scales())
-
-    def _pack(self, scales: Tensor) -> QuantizedMatrix:
-        return self.format.pack(self.levels_of(scales), scales.detach(), self.zeros)
+        scales = self.used_scales()
+        return self.format.pack(self.levels_of(scales), scales, self.zeros)
 
     def grid(self, scales: Tensor) -> Grid:
         return Grid(scales, self.zeros, self.format.num_levels, self.in_features // scales.shape[1])
@@ -169,13 +172,13 @@ def train_through_rounding(
     model: Transformer,
     trained: Trained,
     *,
-    dense: Transformer | None = None,
+    dense: Callable[[str], Tensor] | None = None,
     rank: int = RANK,
     scale_dtype: torch.dtype | None = None,
 ) -> Transformer:
     """Puts a layer that can be trained in place of each quantized one; what is not trained is frozen.
 
-    `dense`: the model before it was quantized (with scales folded as in `model`), from whose weights those before
+    `dense` gives the weight of a name before it was quantized (with scales folded as in `model`), where those before
     rounding start. `scale_dtype`: that of the files to come; None is the model's. Raises QuantizationError for a model
     without quantized layers, or with some whose levels are not integers.
     """
@@ -188,7 +191,7 @@ def train_through_rounding(
     model.requires_grad_(False)
     dtype = scale_dtype or model.dtype
     for name, layer in layers.items():
-        start = None if dense is None else dense.get_parameter(f"{name}.weight").detach().to(layer.device)
+        start = None if dense is None else dense(f"{name}.weight").detach().to(layer.device)
         model.set_submodule(name, _trainable(layer, trained, dtype, start, rank))
         if trained == "all" and layer.bias is not None:
             layer.bias.requires_grad_(True)
@@ -221,6 +224,16 @@ def to_quantized(model: Transformer) -> Transformer:
     for name, layer in trained.items():
         set_quantized(model, name, layer.exported(), layer.format)
     return model.requires_grad_(True).eval()
+
+
+def quantized_copy(model: Transformer) -> Transformer:
+    """What `to_quantized` would make of the model, which goes on being trained: no weight before rounding is copied."""
+    replaced = {
+        id(part): QuantizedLinear(part.exported(), part.format, copy.deepcopy(part.bias))
+        for part in model.modules()
+        if isinstance(part, FakeQuantizedLinear)
+    }
+    return copy.deepcopy(model, replaced).requires_grad_(True).eval()
 
 
 class _Round(torch.autograd.Function):
@@ -259,18 +272,22 @@ class _GradientScale(torch.autograd.Function):
 
 
 class _ExportedProduct(torch.autograd.Function):
-    """x ŵᵀ + b by the product that serves the exported weight; gradients by ŵ [N, K] as it stands beside it."""
+    """x ŵᵀ + b by the product that serves the exported weight; gradients by ŵ [N, K], made anew when they are due.
+
+    Kept until then, what ŵ is made of would take five times the weights.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, exported: QuantizedMatrix, format: GridFormat[Any]
-    ) -> Tensor:
-        ctx.save_for_backward(x, values)
-        return format.product(x, format.prepare(exported), bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: FakeQuantizedLinear, *trained: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *trained)  # an error where one is changed before backward
+        ctx.layer = layer
+        return layer.format.product(x, layer.format.prepare(layer.exported()), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (grad,), (x, values) = grads, ctx.saved_tensors
-        to_x = grad @ values.to(grad.dtype) if ctx.needs_input_grad[0] else None
-        to_values = (grad.T @ x).float() if ctx.needs_input_grad[1] else None
-        return to_x, to_values, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, *trained) = grads, ctx.saved_tensors
+        with torch.enable_grad():
+            values = ctx.layer.values(ctx.layer.used_scales())
+        to_x = grad @ values.detach().to(grad.dtype) if ctx.needs_input_grad[0] else None
+        to_trained = torch.autograd.grad(values, trained, (grad.T @ x).float()) if trained else ()
+        return to_x, grad.sum(0) if ctx.needs_input_grad[1] else None, None, *to_trained

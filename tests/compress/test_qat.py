@@ -15,6 +15,7 @@ from compress.quantize.qat import (
     RoundedLinear,
     Trained,
     fake_quantize,
+    quantized_copy,
     to_quantized,
     train_through_rounding,
 )
@@ -157,7 +158,7 @@ def test_weights_start_as_near_to_the_dense_ones_as_the_levels_found_allow() -> 
     model = quantize_layers(copy.deepcopy(dense), texts(200, 200), lambda _: Int4(32), METHODS["gptq"])
     rounded = {name: layer.weight.dequantize() for name, layer in quantized_layers(model).items()}
     before = full_logits(model, TOKENS)
-    train_through_rounding(model, "all", dense=dense)
+    train_through_rounding(model, "all", dense=dense.get_parameter)
     assert torch.equal(full_logits(model, TOKENS), before)
     name = "model.layers.1.mlp.gate_proj"
     weight, layer = dense.get_parameter(f"{name}.weight"), model.get_submodule(name)
@@ -191,7 +192,9 @@ def test_the_parent_teaches_back_what_rounding_lost(trained: Trained) -> None:
     parent = tiny_model()
     text = texts(60)[0].tokens.tolist()
     targets = full_logits(parent, text).log_softmax(-1)
-    model = train_through_rounding(quantize_model(copy.deepcopy(parent), Int4(32)), trained, dense=parent, rank=4)
+    model = train_through_rounding(
+        quantize_model(copy.deepcopy(parent), Int4(32)), trained, dense=parent.get_parameter, rank=4
+    )
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     losses = []
     for _ in range(15):
@@ -202,6 +205,9 @@ def test_the_parent_teaches_back_what_rounding_lost(trained: Trained) -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
     after = full_logits(model, TOKENS)
+    copied = quantized_copy(model).to(torch.float64).to(torch.float32)
+    assert len(quantized_layers(copied)) == 14 and torch.equal(full_logits(copied, TOKENS), after)
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in copied.parameters()}
     exported = to_quantized(model)
     assert len(quantized_layers(exported)) == 14
     assert torch.equal(full_logits(exported, TOKENS), after)

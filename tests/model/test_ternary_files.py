@@ -122,7 +122,7 @@ def test_a_folder_read_and_written_again_holds_the_same_weights(dtype: torch.dty
 def test_what_is_trained_is_what_a_folder_gives_back(trained: Trained, tmp_path: Path) -> None:
     """To the bit, with scales that files hold in bf16."""
     parent = with_biases()
-    model = train_through_rounding(quantize_model(with_biases(), Ternary()), trained, dense=parent)
+    model = train_through_rounding(quantize_model(with_biases(), Ternary()), trained, dense=parent.get_parameter)
     chance = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

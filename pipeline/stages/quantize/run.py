@@ -5,7 +5,6 @@
 Each finished layer is kept in rounded/METHOD/, so that a stage that was interrupted goes on behind it.
 """
 
-import copy
 import logging
 import math
 from collections import Counter
@@ -19,19 +18,20 @@ import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from compress.mod import calibrate
 from compress.quantize.cache import calibrated_cache_scales
 from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
 from compress.quantize.methods import METHODS
-from compress.quantize.qat import RANK, to_quantized, train_through_rounding
+from compress.quantize.qat import RANK, quantized_copy, to_quantized, train_through_rounding
 from compress.quantize.round_to_nearest import QuantizationError, formats_of_layers
 from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
 from model.cost import planned_weight_bytes, quantized_size
 from model.files.cache_scales import with_cache_scheme
-from model.files.checkpoint import load_model, open_layerwise
+from model.files.checkpoint import dense_sources, load_model, open_layerwise
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import format_named
 from model.mesh import choose_device, choose_dtype
@@ -67,7 +67,7 @@ class QuantizeStage(RecoveryStage[Quantize]):
 
     def published_form(self, model: Transformer) -> Transformer:
         """A copy with levels and scales as files will hold them, the rest rounded to bf16."""
-        form = to_quantized(copy.deepcopy(model)).to(PUBLISHED_DTYPE)
+        form = quantized_copy(model).to(PUBLISHED_DTYPE)
         return form.to(choose_dtype("auto", model.device)).requires_grad_(False)
 
     def dense(self) -> Transformer:
@@ -337,10 +337,12 @@ def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
     return training
 
 
-def _before_rounding(stage: QuantizeStage) -> Transformer | None:
-    """The parent, where weights are trained that begin at its own."""
-    begins_there = stage.config.train != "scales" and METHODS[stage.config.method].scaling == "none"
-    return stage.dense() if begins_there else None
+def _before_rounding(stage: QuantizeStage) -> Callable[[str], Tensor] | None:
+    """What reads a weight of the parent, where weights are trained that begin at its own."""
+    if stage.config.train == "scales" or METHODS[stage.config.method].scaling != "none":
+        return None
+    sources = dense_sources(stage.context.model(stage.config.model))
+    return lambda name: sources[name]()
 
 
 def _details(
