@@ -1,263 +1,265 @@
-/* Products of rows that are rounded to 8 bits with integer weights, for x86 processors with AVX2, FMA and F16C; the form for
-   those with VNNI (without it `_rounded_lanes.c` is faster).
+/* Products of rows that are rounded to 8 bits with integer weights, for x86 processors with AVX-512 VNNI (for others
+   `_rounded_lanes.c`).
 
-   y[t, n] = sum over blocks of x's neighbours of s * (scale * (sum of q * code) + shift * (sum of q))
+   y[t, n] = sum over spans of x's neighbours of s * (scale * (sum of q * code) + shift * (sum of q))
 
    x being s * q (kernels/linear/rounded.py), and W code * scale + shift (kernels/linear/quantization.py). Sums within a
-   block are integers, and so exact; those of blocks are fp32, in an order that depends on K alone: a row of y has the same
-   bits whatever rows are beside it and however many threads there are.
+   span are integers, and so exact; those of spans are fp32, one after another: a row of y has the same bits whatever rows
+   are beside it and however many threads there are.
 
-   A byte of four-bit codes holds an even and an odd neighbour, so of each span of x the even ones come first.
+   A lane is an output: four neighbours of 16 rows of W become a register, which multiplies the same four of a row of x in
+   every lane, so no lanes are summed at the end. A span of 16 rows of W is 16 such registers. They are decoded once and
+   stay while all rows of x pass by; sums of those wait in the cache for the next span.
 
-   Legend: T rows of x, N outputs, K inputs (a multiple of SPAN), G groups of a row of W.
+   Legend: T rows of x, N outputs, K inputs (a multiple of MOST_SPAN), G groups of a row of W.
 */
 
 #include <stdlib.h>
 
-#include "../common/floats.h"
 #include "round.h"
 #include "weights.h"
 
-enum { BLOCK = 32, SPAN = 2 * BLOCK };
-enum { TOKENS = 4, OUTPUTS = 2, MOST_OUTPUTS = 4, BLOCK_OUTPUTS = 16, BLOCK_ROWS = 64 };
+enum { OUTPUTS = 16, MOST_SPAN = 64, TOKENS = 8, BLOCK_ROWS = 128, PIECE = 16, CACHE_LINE = 64 };
 
-/* SPAN neighbours of a row of x, for four-bit codes. Halves of registers belong to one block each. */
+/* What a product is compiled for. From symmetric codes an integer is subtracted, 8 or 128; the others have shifts. */
 typedef struct {
-    int8_t even[BLOCK], odd[BLOCK]; /* q */
-    float scales[LANES];            /* s */
-    float sums[LANES];              /* s * (sum of q), then zeros */
-} Nibbles;
-
-/* BLOCK neighbours of a row of x, for eight-bit codes. */
-typedef struct {
-    int16_t q[BLOCK];
-    float scales[LANES];
-} Bytes;
-
-/* Which weights a product is compiled for. */
-typedef struct {
-    int format, is_half, has_small_groups; /* of BLOCK codes, else of SPANs */
+    int has_four_bits, has_shifts, span; /* of 32 or MOST_SPAN neighbours, within a group of W and of x */
 } Kind;
 
-typedef __m256 Sums[TOKENS][MOST_OUTPUTS];
+/* Rows of x, rounded: one span of all of them after another. */
+typedef struct {
+    int64_t rows;
+    int8_t *q;            /* [K / span, T, span]; for four bits of each eight the even ones first, as a byte has them */
+    float *scales, *sums; /* [K / span, T]: s, and s * (sum of q) */
+    int32_t *offsets;     /* [K / span, T]: what symmetric sums begin with */
+} Rows;
 
-INLINE int64_t bytes_of_row(int format, int64_t k) {
-    return format == INT8 ? k / BLOCK * (int64_t)sizeof(Bytes) : k / SPAN * (int64_t)sizeof(Nibbles);
+/* The first `count` bytes of PIECE, then zeros. */
+INLINE __m128i some_bytes(const uint8_t *from, int64_t count) {
+    return _mm_maskz_loadu_epi8(count < PIECE ? (1 << count) - 1 : 0xffff, from);
 }
 
-INLINE __m256 halves(float low, float high) { return _mm256_set_m128(_mm_set1_ps(high), _mm_set1_ps(low)); }
-
-/* Of the span of a row whose first group is `index`: what multiplies codes, a block in each half. */
-INLINE __m256 scales_of(const Kind kind, const Weight *w, int64_t index) {
-    float scale = number_at(kind.is_half, w->scales, index);
-    return kind.has_small_groups ? halves(scale, number_at(kind.is_half, w->scales, index + 1)) : _mm256_set1_ps(scale);
-}
-
-INLINE float shift_of(const Kind kind, const Weight *w, int64_t index) {
-    if (kind.format == INT4_FROM_MINIMA) return number_at(kind.is_half, w->minima, index);
-    return -(kind.format == ASYMMETRIC ? w->zeros[index] : 8) * number_at(kind.is_half, w->scales, index);
-}
-
-/* And what is added to them. */
-INLINE __m256 shifts_of(const Kind kind, const Weight *w, int64_t index) {
-    if (kind.format == INT8) return _mm256_setzero_ps();
-    float shift = shift_of(kind, w, index);
-    return kind.has_small_groups ? halves(shift, shift_of(kind, w, index + 1)) : _mm256_set1_ps(shift);
-}
-
-INLINE __m256i bits(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
-
-/* Sums of fours of neighbours. */
-INLINE __m256i multiplied(__m256i even, __m256i odd, const Nibbles *span) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), even, bits(span->even));
-    return _mm256_dpbusd_epi32(sums, odd, bits(span->odd));
-#else
-    /* Four products of less than 16 * 128 fit into 16 bits. */
-    __m256i evens = _mm256_maddubs_epi16(even, bits(span->even)), odds = _mm256_maddubs_epi16(odd, bits(span->odd));
-    return _mm256_madd_epi16(_mm256_add_epi16(evens, odds), _mm256_set1_epi16(1));
-#endif
-}
-
-/* A span of row i of a tile of W, times spans of rows of x that lie `row` bytes apart. */
-INLINE void multiply_nibbles(const uint8_t *codes, __m256 scales, __m256 shifts, const char *x, int64_t row, const int i,
-                             const int tokens, Sums sums) {
-    __m256i pairs = bits(codes), mask = _mm256_set1_epi8(15);
-    __m256i even = _mm256_and_si256(pairs, mask), odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), mask);
-    UNROLLED(int t = 0; t < tokens; t++) {
-        const Nibbles *span = (const Nibbles *)(x + t * row);
-        __m256 product = _mm256_cvtepi32_ps(multiplied(even, odd, span));
-        sums[t][i] = _mm256_fmadd_ps(product, _mm256_mul_ps(scales, _mm256_loadu_ps(span->scales)), sums[t][i]);
-        sums[t][i] = _mm256_fmadd_ps(shifts, _mm256_loadu_ps(span->sums), sums[t][i]);
+/* So many bytes of each of OUTPUTS rows as 4 registers, which have 4 bytes of every row. */
+INLINE void transpose(const uint8_t *from, int64_t stride, int64_t count, __m512i *out) {
+    __m512i rows[4], pairs[4];
+    UNROLLED(int i = 0; i < 4; i++) {
+        rows[i] = _mm512_castsi128_si512(some_bytes(from + i * stride, count));
+        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 4) * stride, count), 1);
+        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 8) * stride, count), 2);
+        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 12) * stride, count), 3);
+    }
+    UNROLLED(int i = 0; i < 4; i++)
+        pairs[i] = i % 2 ? _mm512_unpackhi_epi32(rows[i - 1], rows[i]) : _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    UNROLLED(int i = 0; i < 4; i++) {
+        __m512i low = pairs[i / 2], high = pairs[i / 2 + 2]; /* of rows */
+        out[i] = i % 2 ? _mm512_unpackhi_epi64(low, high) : _mm512_unpacklo_epi64(low, high);
     }
 }
 
-/* The same of a block, whose scale is in all lanes. */
-INLINE void multiply_bytes(const uint8_t *codes, __m256 scale, const char *x, int64_t row, const int i,
-                           const int tokens, Sums sums) {
-    __m256i left = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
-    __m256i right = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes + 1));
-    UNROLLED(int t = 0; t < tokens; t++) {
-        const Bytes *block = (const Bytes *)(x + t * row);
-        __m256i product = _mm256_add_epi32(_mm256_madd_epi16(left, bits(block->q)),
-                                           _mm256_madd_epi16(right, bits(block->q + BLOCK / 2)));
-        __m256 factor = _mm256_mul_ps(scale, _mm256_loadu_ps(block->scales));
-        sums[t][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), factor, sums[t][i]);
-    }
-}
-
-INLINE void multiply_span(const Kind kind, const uint8_t *codes, __m256 scales, __m256 shifts, const char *x,
-                          int64_t row, const int i, const int tokens, Sums sums) {
-    if (kind.format != INT8) {
-        multiply_nibbles(codes, scales, shifts, x, row, i, tokens, sums);
-        return;
-    }
-    __m256 low = _mm256_permute2f128_ps(scales, scales, 0x00), high = _mm256_permute2f128_ps(scales, scales, 0x11);
-    multiply_bytes(codes, kind.has_small_groups ? low : scales, x, row, i, tokens, sums);
-    multiply_bytes(codes + BLOCK, kind.has_small_groups ? high : scales, x + sizeof(Bytes), row, i, tokens, sums);
-}
-
-/* `tokens` rows of x times `outputs` rows of W, from n on. */
-INLINE void multiply_tile(const Kind kind, const int outputs, const int tokens, const Weight *w, int64_t n,
-                          const char *x, float *y) {
-    int64_t group = kind.has_small_groups ? SPAN : w->group, groups = w->k / w->group, index = 0;
-    int64_t bytes = bytes_of(w->format, w->k), step = kind.format == INT8 ? SPAN : SPAN / 2;
-    int64_t row = bytes_of_row(kind.format, w->k);
-    int64_t output[MOST_OUTPUTS];
-    const uint8_t *codes[MOST_OUTPUTS];
-    Sums sums;
-    UNROLLED(int i = 0; i < outputs; i++) {
-        output[i] = smaller(n + i, w->n - 1); /* beyond the end the last one again */
-        codes[i] = w->codes + output[i] * bytes;
-        UNROLLED(int t = 0; t < tokens; t++) sums[t][i] = _mm256_setzero_ps();
-    }
-    for (int64_t start = 0; start < w->k; start += group, index += kind.has_small_groups ? 2 : 1) {
-        __m256 scales[MOST_OUTPUTS], shifts[MOST_OUTPUTS];
-        UNROLLED(int i = 0; i < outputs; i++) {
-            scales[i] = scales_of(kind, w, output[i] * groups + index);
-            shifts[i] = shifts_of(kind, w, output[i] * groups + index);
+/* A span of OUTPUTS rows of W as unsigned bytes, four of every row in a register. */
+INLINE void decode(const Kind kind, const uint8_t *codes, int64_t stride, __m512i *out) {
+    const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
+    UNROLLED(int i = 0; i < kind.span / 4; i += kind.has_four_bits ? 8 : 4) {
+        __m512i fours[4];
+        transpose(codes + (kind.has_four_bits ? 2 * i : 4 * i), stride, PIECE, fours);
+        UNROLLED(int j = 0; j < 4; j++) {
+            if (!kind.has_four_bits) {
+                out[i + j] = _mm512_xor_si512(fours[j], sign);
+                continue;
+            }
+            out[i + 2 * j] = _mm512_and_si512(fours[j], low);
+            out[i + 2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(fours[j], 4), low);
         }
-        for (int64_t k = 0; k < group; k += SPAN, x += bytes_of_row(kind.format, SPAN))
-            UNROLLED(int i = 0; i < outputs; i++) {
-                /* The same place of the next rows: the processor's own prefetch ends with a page. */
-                if (tokens == 1) _mm_prefetch(codes[i] + outputs * bytes, _MM_HINT_T0);
-                multiply_span(kind, codes[i], scales[i], shifts[i], x, row, i, tokens, sums);
-                codes[i] += step;
-            }
     }
-    UNROLLED(int i = 0; i < outputs; i++)
-        UNROLLED(int t = 0; t < tokens; t++) y[t * w->n + output[i]] = sum_of_lanes(sums[t][i]);
 }
 
-/* All rows of x times outputs of W, from `start` on. */
-INLINE void multiply(const Kind kind, const Weight *w, const char *x, float *y, int64_t rows, int64_t start) {
-    if (rows == 1) {
-        multiply_tile(kind, MOST_OUTPUTS, 1, w, start, x, y);
+INLINE __m512i four_bytes(const int8_t *from) {
+    int32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return _mm512_set1_epi32(bits);
+}
+
+/* A span of `tokens` rows of x, from `at` on, times that of OUTPUTS of W, added to their y [T, OUTPUTS]. */
+INLINE void multiply_span(const Kind kind, const int tokens, const __m512i *weights, __m512 scales, __m512 shifts,
+                          const Rows *x, int64_t at, float *y) {
+    const int chains = tokens < 4 ? 4 : TOKENS / tokens; /* since a product waits five cycles for the one before it */
+    const int8_t *q = x->q + at * kind.span;
+    __m512i sums[TOKENS];
+    UNROLLED(int i = 0; i < chains * tokens; i++) {
+        int begins = !kind.has_shifts && i < tokens;
+        sums[i] = begins ? _mm512_set1_epi32(x->offsets[at + i]) : _mm512_setzero_si512();
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kind.span / 4; i++)
+        UNROLLED(int t = 0; t < tokens; t++) {
+            __m512i *sum = sums + i % chains * tokens + t;
+            *sum = _mm512_dpbusd_epi32(*sum, weights[i], four_bytes(q + t * kind.span + 4 * i));
+        }
+    UNROLLED(int i = tokens; i < chains * tokens; i++) sums[i % tokens] = _mm512_add_epi32(sums[i % tokens], sums[i]);
+    UNROLLED(int t = 0; t < tokens; t++) {
+        __m512 factor = _mm512_mul_ps(scales, _mm512_set1_ps(x->scales[at + t])), sum = _mm512_loadu_ps(y + t * OUTPUTS);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor, sum);
+        if (kind.has_shifts) sum = _mm512_fmadd_ps(shifts, _mm512_set1_ps(x->sums[at + t]), sum);
+        _mm512_storeu_ps(y + t * OUTPUTS, sum);
+    }
+}
+
+/* All rows of x times OUTPUTS of W, whose codes, scales and shifts [G, OUTPUTS] these are, added to y [T, OUTPUTS]. */
+INLINE void multiply(const Kind kind, const Weight *w, const uint8_t *codes, const float *scales, const float *shifts,
+                     const Rows *x, float *y) {
+    int64_t stride = bytes_of(w->format, w->k), at = 0, step = bytes_of(w->format, kind.span);
+    const uint8_t *next = codes + OUTPUTS * stride;
+    for (int64_t k = 0; k < w->k; k += kind.span, at += x->rows, codes += step) {
+        __m512i weights[MOST_SPAN / 4];
+        int64_t group = k / w->group * OUTPUTS, t = 0;
+        __m512 scale = _mm512_loadu_ps(scales + group);
+        __m512 shift = kind.has_shifts ? _mm512_loadu_ps(shifts + group) : _mm512_setzero_ps();
+        /* Of the next outputs, as they lie: the processor's own prefetch ends with a page. */
+        for (const uint8_t *end = next + OUTPUTS * step; next < end; next += CACHE_LINE) _mm_prefetch(next, _MM_HINT_T0);
+        decode(kind, codes, stride, weights);
+        for (; t + TOKENS <= x->rows; t += TOKENS)
+            multiply_span(kind, TOKENS, weights, scale, shift, x, at + t, y + t * OUTPUTS);
+        for (; t + 4 <= x->rows; t += 4) multiply_span(kind, 4, weights, scale, shift, x, at + t, y + t * OUTPUTS);
+        for (; t < x->rows; t++) multiply_span(kind, 1, weights, scale, shift, x, at + t, y + t * OUTPUTS);
+    }
+}
+
+/* Numbers [OUTPUTS, G] of fp32, fp16 or bytes, which have so many bytes, as fp32 [G, OUTPUTS]. */
+INLINE void by_lanes(const uint8_t *from, int64_t groups, const int size, float *out) {
+    for (int64_t first = 0; first < groups; first += PIECE / size) {
+        int64_t count = smaller(groups - first, PIECE / size);
+        __m512i fours[4];
+        transpose(from + first * size, groups * size, count * size, fours);
+        for (int64_t i = 0; i < count; i++, out += OUTPUTS) {
+            __m512i bits = _mm512_srli_epi32(fours[i * size / 4], i * size % 4 * 8);
+            __m512 numbers = _mm512_castsi512_ps(bits);
+            if (size == 2) numbers = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits));
+            if (size == 1) numbers = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
+            _mm512_storeu_ps(out, numbers);
+        }
+    }
+}
+
+INLINE void numbers_by_lanes(const Weight *w, const void *numbers, int64_t n, int64_t groups, float *out) {
+    const uint8_t *from = (const uint8_t *)place_of(w, numbers, n * groups);
+    w->is_half ? by_lanes(from, groups, 2, out) : by_lanes(from, groups, 4, out);
+}
+
+/* What is added to code * scale, [G, OUTPUTS]. */
+INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, int64_t groups, float *out) {
+    if (w->minima) {
+        numbers_by_lanes(w, w->minima, n, groups, out);
         return;
     }
-    int64_t stop = smaller(start + BLOCK_OUTPUTS, w->n), bytes = bytes_of_row(kind.format, w->k);
-    for (int64_t t = 0; t < rows; t += TOKENS)
-        for (int64_t n = start; n < stop; n += OUTPUTS)
-            switch (smaller(TOKENS, rows - t)) {
-            case 1: multiply_tile(kind, OUTPUTS, 1, w, n, x + t * bytes, y + t * w->n); break;
-            case 2: multiply_tile(kind, OUTPUTS, 2, w, n, x + t * bytes, y + t * w->n); break;
-            case 3: multiply_tile(kind, OUTPUTS, 3, w, n, x + t * bytes, y + t * w->n); break;
-            case 4: multiply_tile(kind, OUTPUTS, 4, w, n, x + t * bytes, y + t * w->n); break;
-            }
+    by_lanes(w->zeros + n * groups, groups, 1, out);
+    for (int64_t i = 0; i < groups * OUTPUTS; i++) out[i] *= -scales[i];
 }
 
-INLINE void multiply_format(int format, const Weight *w, const char *x, float *y, int64_t rows, int64_t start) {
-    int is_small = w->group == BLOCK;
-    if (is_small && w->is_half) multiply((Kind){format, 1, 1}, w, x, y, rows, start);
-    if (is_small && !w->is_half) multiply((Kind){format, 0, 1}, w, x, y, rows, start);
-    if (!is_small && w->is_half) multiply((Kind){format, 1, 0}, w, x, y, rows, start);
-    if (!is_small && !w->is_half) multiply((Kind){format, 0, 0}, w, x, y, rows, start);
+/* All rows of x times OUTPUTS of W, from n on; the first `count` go to y [T, .], whose rows are `stride` apart. */
+INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, int64_t n, float *y, int64_t stride,
+                             int64_t count) {
+    int64_t groups = w->k / w->group;
+    float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1], sums[x->rows * OUTPUTS];
+    for (int64_t t = 0; t < x->rows; t++) __builtin_prefetch(y + t * stride, 1);
+    numbers_by_lanes(w, w->scales, n, groups, scales);
+    if (kind.has_shifts) shifts_by_lanes(w, scales, n, groups, shifts);
+    memset(sums, 0, sizeof sums);
+    multiply(kind, w, w->codes + n * bytes_of(w->format, w->k), scales, shifts, x, sums);
+    for (int64_t t = 0; t < x->rows; t++)
+        _mm512_mask_storeu_ps(y + t * stride, (1 << count) - 1, _mm512_loadu_ps(sums + t * OUTPUTS));
 }
 
-INLINE void store_nibbles(Nibbles *span, int half, const int32_t *q, int32_t sum, float scale) {
-    for (int i = 0; i < BLOCK / 2; i++) {
-        span->even[half * BLOCK / 2 + i] = (int8_t)q[2 * i];
-        span->odd[half * BLOCK / 2 + i] = (int8_t)q[2 * i + 1];
+/* The same, compiled for each kind. */
+static void multiply_kind(Kind kind, const Weight *w, const Rows *x, int64_t n, float *y, int64_t stride, int64_t count) {
+    if (kind.span == MOST_SPAN) {
+        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, MOST_SPAN}, w, x, n, y, stride, count);
+        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, MOST_SPAN}, w, x, n, y, stride, count);
+        else multiply_outputs((Kind){1, 0, MOST_SPAN}, w, x, n, y, stride, count);
+    } else {
+        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, 32}, w, x, n, y, stride, count);
+        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, 32}, w, x, n, y, stride, count);
+        else multiply_outputs((Kind){1, 0, 32}, w, x, n, y, stride, count);
     }
-    for (int i = 0; i < LANES / 2; i++) {
-        span->scales[half * LANES / 2 + i] = scale;
-        span->sums[half * LANES / 2 + i] = i ? 0 : scale * (float)sum;
-    }
 }
 
-INLINE void store_bytes(Bytes *block, const int32_t *q, float scale) {
-    for (int i = 0; i < BLOCK; i++) block->q[i] = (int16_t)q[i];
-    for (int i = 0; i < LANES; i++) block->scales[i] = scale;
-}
-
-/* A row of x, of which `group` neighbours share a scale. */
-INLINE void round_row(const float *x, int64_t k, int64_t group, int nibbles, char *out) {
+/* A row of x, of which `group` neighbours share a scale, as the t-th. */
+static void round_row(Kind kind, const float *x, int64_t k, int64_t group, int64_t t, const Rows *out) {
+    const __m128i even_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const __m512 lowest = _mm512_set1_ps(-128), highest = _mm512_set1_ps(127);
     float scale = 0;
-    for (int64_t b = 0; b < k; b += BLOCK) {
-        if (b % group == 0) scale = scale_of(FP32, x + b, group);
-        int32_t q[BLOCK], sum = round_neighbours(x + b, scale, BLOCK, q);
-        if (nibbles)
-            store_nibbles((Nibbles *)out + b / SPAN, b % SPAN / BLOCK, q, sum, scale);
-        else
-            store_bytes((Bytes *)out + b / BLOCK, q, scale);
+    for (int64_t start = 0, at = t; start < k; start += kind.span, at += out->rows) {
+        if (start % group == 0) scale = scale_of(FP32, x + start, group);
+        __m512i sums = _mm512_setzero_si512();
+        for (int i = 0; i < kind.span; i += PIECE) {
+            __m512 scaled = _mm512_div_ps(_mm512_loadu_ps(x + start + i), _mm512_set1_ps(scale));
+            __m512i q = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(scaled, lowest), highest));
+            __m128i bytes = _mm512_cvtepi32_epi8(q);
+            sums = _mm512_add_epi32(sums, q);
+            if (kind.has_four_bits) bytes = _mm_shuffle_epi8(bytes, even_first);
+            _mm_storeu_si128((__m128i *)(out->q + at * kind.span + i), bytes);
+        }
+        int32_t sum = _mm512_reduce_add_epi32(sums);
+        out->scales[at] = scale;
+        out->sums[at] = scale * (float)sum;
+        out->offsets[at] = (kind.has_four_bits ? -8 : -128) * sum;
     }
 }
 
-/* `rows` rows of x, as they are rounded, times all of W. */
-static void multiply_rows(int format, const Weight *w, const char *x, float *y, int64_t rows, int threads) {
-    int64_t step = rows == 1 ? MOST_OUTPUTS : BLOCK_OUTPUTS;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t start = 0; start < w->n; start += step)
-        /* Here, since a parallel loop becomes a function of its own before formats are known. */
-        switch (format) {
-        case INT4: multiply_format(INT4, w, x, y, rows, start); break;
-        case INT8: multiply_format(INT8, w, x, y, rows, start); break;
-        case INT4_FROM_MINIMA: multiply_format(INT4_FROM_MINIMA, w, x, y, rows, start); break;
-        case ASYMMETRIC: multiply_format(ASYMMETRIC, w, x, y, rows, start); break;
+/* Rows of x, fp32, times all of W, whose last outputs, if they are fewer than OUTPUTS, are in `last`. */
+static void multiply_rows(Kind kind, const Weight *w, const Weight *last, const float *x, int64_t x_stride,
+                          int64_t x_group, const Rows *rounded, float *y, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < rounded->rows; t++) round_row(kind, x + t * x_stride, w->k, x_group, t, rounded);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < w->n; n += OUTPUTS) {
+            int64_t count = smaller(OUTPUTS, w->n - n);
+            int is_whole = count == OUTPUTS;
+            multiply_kind(kind, is_whole ? w : last, rounded, is_whole ? n : 0, y + n, w->n, count);
         }
+    }
+}
+
+/* `rows` rows of x, and where they lie once they are rounded. */
+static Rows rows_in(char *memory, int64_t rows, int64_t k, int64_t span) {
+    int64_t scales = rows * k / span;
+    float *first = (float *)(memory + rows * k);
+    return (Rows){rows, (int8_t *)memory, first, first + scales, (int32_t *)(first + 2 * scales)};
+}
+
+/* `count` rows of `bytes` each of a tensor from row n on, copied to where `to` is, which moves on to the next place. */
+static const void *copied(const void *tensor, int64_t n, int64_t count, int64_t bytes, char **to) {
+    char *begin = *to;
+    *to += OUTPUTS * bytes;
+    return tensor ? memcpy(begin, (const char *)tensor + n * bytes, count * bytes) : NULL;
+}
+
+/* The rows of W beyond the last OUTPUTS, as a weight of so many in some memory. */
+static Weight last_outputs(const Weight *w, char *memory) {
+    int64_t count = w->n % OUTPUTS, n = w->n - count, groups = w->k / w->group, numbers = groups * (w->is_half ? 2 : 4);
+    Weight last = *w;
+    last.scales = copied(w->scales, n, count, numbers, &memory);
+    last.minima = copied(w->minima, n, count, numbers, &memory);
+    last.codes = copied(w->codes, n, count, bytes_of(w->format, w->k), &memory);
+    last.zeros = copied(w->zeros, n, count, groups, &memory);
+    return last;
 }
 
 /* y [rows, N] of x [rows, K], both fp32, of which `x_group` neighbours share a scale. Returns 0, or 1 without memory. */
 int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x_group, float *y, int64_t rows,
                     int threads) {
-    int format = w->format == INT4 && w->zeros ? ASYMMETRIC : w->format;
-    int64_t bytes = bytes_of_row(format, w->k);
-    char *block = malloc(smaller(rows, BLOCK_ROWS) * bytes); /* stays in the cache while all of W passes by */
-    if (rows && !block) return 1;
+    int64_t span = w->group % MOST_SPAN || x_group % MOST_SPAN ? 32 : MOST_SPAN, most = smaller(rows, BLOCK_ROWS);
+    int64_t block = most * (w->k + w->k / span * 3 * (int64_t)sizeof(float)); /* stays in the cache while W passes by */
+    int64_t row = bytes_of(w->format, w->k) + w->k / w->group * (2 * (int64_t)sizeof(float) + 1);
+    Kind kind = {w->format != INT8, w->minima || w->zeros, span};
+    char *memory = calloc(1, OUTPUTS * row + block);
+    if (!memory) return 1;
+    Weight last = last_outputs(w, memory + block);
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
-        int64_t count = smaller(BLOCK_ROWS, rows - first);
-        for (int64_t t = 0; t < count; t++)
-            round_row(x + (first + t) * x_stride, w->k, x_group, format != INT8, block + t * bytes);
-        multiply_rows(format, w, block, y + first * w->n, count, threads);
+        Rows rounded = rows_in(memory, smaller(BLOCK_ROWS, rows - first), w->k, span);
+        multiply_rows(kind, w, &last, x + first * x_stride, x_stride, x_group, &rounded, y + first * w->n, threads);
     }
-    free(block);
+    free(memory);
     return 0;
-}
-
-/* s * q of neighbours in bf16 that share a scale, in bf16. */
-INLINE void round_group(const uint16_t *x, int64_t count, uint16_t *out) {
-    float scale = scale_of(BF16, x, count);
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    __m512 scales = _mm512_set1_ps(scale), lowest = _mm512_set1_ps(-128), highest = _mm512_set1_ps(127);
-    for (int64_t i = 0; i < count; i += 2 * LANES) {
-        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(x + i)));
-        __m512 scaled = _mm512_div_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), scales);
-        __m512i q = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(scaled, lowest), highest));
-        __m256bh y = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_cvtepi32_ps(q), scales));
-        _mm256_storeu_si256((__m256i *)(out + i), (__m256i)y);
-    }
-#else
-    for (int64_t i = 0; i < count; i += LANES) {
-        __m256 q = _mm256_cvtepi32_ps(round_lanes(load(BF16, x + i), scale));
-        store(BF16, out + i, rounded(BF16, _mm256_mul_ps(q, _mm256_set1_ps(scale))));
-    }
-#endif
-}
-
-/* s * q of rows of bf16, in bf16, of which `group` neighbours share a scale. */
-void rounded_rows(const uint16_t *x, int64_t stride, int64_t k, int64_t group, uint16_t *out, int64_t rows, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows > BLOCK_ROWS)
-    for (int64_t t = 0; t < rows; t++)
-        for (int64_t start = 0; start < k; start += group)
-            round_group(x + t * stride + start, group, out + t * k + start);
 }

@@ -1,4 +1,5 @@
-"""Products of rows in 8 bits with integer weights on the CPU: the Python side of `_rounded.c`, `_rounded_lanes.c`."""
+"""Products of rows in 8 bits with integer weights on the CPU: the Python side of `_rounded.c`, `_rounded_lanes.c` and
+`_rounded_rows.c`."""
 
 import ctypes
 from functools import cache
@@ -14,6 +15,10 @@ from kernels.common.floats_cpu import NEEDS
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
 from kernels.linear.quantization import Int4Weight, Int8Weight
 
+_SOURCES = {
+    "_rounded.c": NEEDS | {"f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
+    "_rounded_lanes.c": NEEDS | {"f16c"},
+}
 _BLOCK, _SPAN = 32, 64
 """Inputs whose products are summed in integers, and that are multiplied at once."""
 
@@ -46,12 +51,12 @@ def rounded_rows(x: Tensor, group: int) -> Tensor:
 
 
 def source_for(features: frozenset[str]) -> str:
-    """The C form for a processor with these features: with VNNI the neighbours of an output are lanes, else outputs."""
+    """The C form for a processor with these features."""
     return "_rounded.c" if has_vnni(features) else "_rounded_lanes.c"
 
 
 def has_vnni(features: frozenset[str]) -> bool:
-    return {"avx512_vnni", "avx512vl"} <= features
+    return _SOURCES["_rounded.c"] <= features
 
 
 @cache
@@ -61,7 +66,7 @@ def _library() -> Any:
 
 def library_of(source: str) -> Any:
     """One of both C forms; None where it does not compile."""
-    library = compiled(Path(__file__).with_name(source), needs=NEEDS | {"f16c"})
+    library = compiled(Path(__file__).with_name(source), needs=_SOURCES[source])
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         product = library.rounded_product
@@ -72,7 +77,8 @@ def library_of(source: str) -> Any:
 
 @cache
 def _library_of_rows() -> Any:
-    library, number, pointer = library_of("_rounded.c"), ctypes.c_int64, ctypes.c_void_p
+    library: Any = compiled(Path(__file__).with_name("_rounded_rows.c"), needs=NEEDS)
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
     library.rounded_rows.argtypes = (pointer, number, number, number, pointer, number, ctypes.c_int)
     library.rounded_rows.restype = None
     return library

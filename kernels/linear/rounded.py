@@ -6,7 +6,7 @@ for each group of a token's neighbours, as llama.cpp does on CPUs.
     y[t, n] = Σ_k s[t, k] · q[t, k] · W[n, k] + b[n]
 
 q is computed in fp32. On CPUs with AVX2 the codes of integer weights are multiplied as integers (`_rounded.c`): exactly
-within 32 neighbours, in fp32 between. Several rows in bf16, where there is AMX, are multiplied as s · q in bf16
+within 32 or 64 neighbours, in fp32 between. Several rows in bf16, where there is AMX, are multiplied as s · q in bf16
 (`_tiles_cpu`). On CUDA many rows of one scale are multiplied with weights of one scale an output as the codes they are
 (`_rounded_tiles`): INT8 with INT8, exactly, or FP8 with FP8. Elsewhere `quantized_linear` multiplies, at its speed:
 with q, whose values are numbers of bf16, fp16 and fp32, and s after the sum, where a token has one scale; else with

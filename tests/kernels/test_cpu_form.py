@@ -8,7 +8,7 @@ from kernels.linear._tiles_cpu import has_tiles
 from kernels.linear.cpu_form import cpu_form
 
 ZEN = frozenset({"avx2", "fma", "f16c"})
-ICE_LAKE = ZEN | {"avx512f", "avx512vl", "avx512vbmi", "avx512_vnni"}
+ICE_LAKE = ZEN | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni"}
 COOPER_LIKE = ICE_LAKE | {"avx512_bf16"}
 
 
