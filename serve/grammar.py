@@ -44,6 +44,8 @@ def json_rule(schema: Schema | str, *, whitespace: str | None = WHITESPACE) -> s
         found = json.loads(schema) if isinstance(schema, str) else schema
     except ValueError as error:
         raise ValueError(f"the JSON schema is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the JSON schema nests too deep") from None
     if isinstance(found, bool):
         found = {} if found else {"anyOf": []}
     if not isinstance(found, Mapping):

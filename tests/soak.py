@@ -1,14 +1,18 @@
-"""Mixed traffic for a while, with clients that leave, bad requests, bursts, and engines killed and stopped.
+"""Mixed traffic for a while: clients that leave, bad requests, bursts, swaps of adapters and drafts, broken engines.
 
     python -m tests.soak --minutes 30      # --write: and keep what it found as bench/results/soak-cpu.json
 
-Of ten requests six are normal, two leave, one is invalid, one is a burst of eight. Each minute an engine is killed or
-stopped. At the end: every answer was right or an honest refusal, everything is idle, and the server's memory is flat.
+Of ten requests six are normal, two leave, one is invalid, one is a burst of eight; half of the normal ones name an
+adapter. Adapters are loaded, replaced and unloaded all the time; a newer draft is published every 20 s: as good, better,
+or useless, which has to be taken back. Each minute an engine is killed or stopped, but in the last third, where the
+memory of one engine is watched. At the end: every answer was what the model alone says or an honest refusal, everything
+is idle, and the memory of both processes is flat.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -22,40 +26,91 @@ from typing import Any
 import httpx
 
 from bench.common import write_result
+from model.text.tokenizer import Tokenizer
+from tests.model.test_fused_adapters import save_adapters
 from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
+from tests.serve.test_adapter_slots import CONFIGS, merged
+from tests.serve.test_draft_watch import publish_draft
+from tests.serve.test_speculation import noisy_twin
+from tests.serve.toys import greedy_oracle
+from tests.tiny import tiny_model
 
 CLIENTS = 6
 PROMPTS = [[5 + (7 * number + place) % 300 for place in range(10 + 20 * number)] for number in range(8)]
-SAMPLE_S = 2.0
+NEW_TOKENS = 24
+BASE, REPLACED = "tiny", "replaced"
+"""Names of the model itself, and of an adapter that is replaced in place by one of the others."""
+SAMPLE_S, ADAPTER_S, DRAFT_S, BREAK_S = 2.0, 0.5, 20.0, 60.0
+"""Between two samples of memory, changes of adapters, drafts, broken engines."""
+SWAP_LIMIT_S = 60.0
+"""A published draft is looked for once a second and verified on 60 tokens; an engine may have to start meanwhile."""
 MAX_MIB_PER_MINUTE = 1.0
 ALLOWED = {429, 503, 504}
 """What overload and the loss of an engine may be answered with."""
 
 
+class Files:
+    """The models: target, draft, adapters by name, and where newer drafts are published."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.target = save_tiny_folder(scratch / "target")
+        self.draft = save_tiny_folder(scratch / "draft", noisy_twin(tiny_model()))
+        self.newer = scratch / "newer"
+        self.root = scratch / "adapters"
+        self.adapters = {path.name: str(path) for path in save_adapters(self.root, tiny_model(), CONFIGS[:3])}
+
+    def options(self) -> tuple[str, ...]:
+        """The server takes two adapters at once and keeps three, of four names."""
+        return (
+            *("--verify", str(self.target), "--speculative-config", '{"num_speculative_tokens": 3}'),
+            *("--watch-draft", str(self.newer), "--watch-draft-tokens", "60", "--served-model-name", BASE),
+            *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "7"),
+            *("--allowed-lora-path", str(self.root), "--dtype", "float32", "--engine-timeout", "3"),
+            *("--kv-cache-bytes", "64M", "--max-num-seqs", "8"),
+        )
+
+    def expected(self) -> dict[str, list[set[str]]]:
+        """By name and prompt, what may be answered: one text, or for the replaced adapter one of each it has been."""
+        decode = Tokenizer.load(self.target).decode
+        found: dict[str, list[set[str]]] = {}
+        for name, folder in [(BASE, None), *self.adapters.items()]:
+            model = merged(folder)
+            found[name] = [{decode(greedy_oracle(model, prompt, NEW_TOKENS))} for prompt in PROMPTS]
+        by_adapter = [found[name] for name in self.adapters]
+        return found | {REPLACED: [set().union(*texts) for texts in zip(*by_adapter, strict=True)]}
+
+
 class Soak:
     """One run: its traffic, its faults, and what it has seen."""
 
-    def __init__(self, server: RunningServer, seconds: float) -> None:
-        self._server = server
-        self._end = time.monotonic() + seconds
+    def __init__(self, server: RunningServer, files: Files, seconds: float) -> None:
+        self._server, self._files = server, files
+        self._begin = time.monotonic()
+        self._end = self._begin + seconds
         self._draw = random.Random(1)
-        self._expected = [self._ask(prompt).json()["choices"][0]["text"] for prompt in PROMPTS]
+        self._expected = files.expected()
         self.seen: Counter[str] = Counter()
-        self.samples: list[tuple[float, float, int]] = []
-        """Seconds, MiB and open files of the HTTP process."""
+        self.samples: list[tuple[float, float, float, int]] = []
+        """Minutes, MiB of the HTTP process and of the engine, open files of the HTTP process."""
 
-    def _body(self, prompt: list[int]) -> dict[str, object]:
-        return {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-
-    def _ask(self, prompt: list[int]) -> httpx.Response:
-        return httpx.post(f"{self._server.url}/v1/completions", json=self._body(prompt), timeout=60)
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._end
 
     async def run(self) -> None:
-        async with httpx.AsyncClient(base_url=f"{self._server.url}/v1", timeout=60) as http:
-            await asyncio.gather(*(self._client(http) for _ in range(CLIENTS)), self._break_engines(), self._sample())
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=f"{self._server.url}/v1", timeout=60, limits=limits) as http:
+            clients = (self._client(http) for _ in range(CLIENTS))
+            others = self._swap_adapters(http), self._swap_drafts(), self._break_engines(), self._sample()
+            await asyncio.gather(*clients, *others)
+
+    # Traffic
+
+    def _body(self, prompt: list[int], model: str = BASE) -> dict[str, object]:
+        return {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
 
     async def _client(self, http: httpx.AsyncClient) -> None:
-        while time.monotonic() < self._end:
+        while not self._is_over:
             kind = self._draw.choices(["normal", "leave", "invalid", "burst"], [6, 2, 1, 1])[0]
             if kind == "burst":
                 await asyncio.gather(*(self._normal(http) for _ in range(8)))
@@ -63,17 +118,22 @@ class Soak:
                 await getattr(self, f"_{kind}")(http)
             await asyncio.sleep(self._draw.uniform(0, 0.1))
 
+    def _model(self) -> str:
+        return BASE if self._draw.random() < 0.5 else self._draw.choice([*self._files.adapters, REPLACED])
+
     async def _normal(self, http: httpx.AsyncClient) -> None:
-        number = self._draw.randrange(len(PROMPTS))
-        answer = await http.post("/completions", json=self._body(PROMPTS[number]))
-        if answer.status_code == 200 and answer.json()["choices"][0]["text"] != self._expected[number]:
-            raise RuntimeError(f"prompt {number} was answered differently: {answer.text}")
-        if answer.status_code != 200 and answer.status_code not in ALLOWED:
+        number, model = self._draw.randrange(len(PROMPTS)), self._model()
+        answer = await http.post("/completions", json=self._body(PROMPTS[number], model))
+        allowed = ALLOWED if model == BASE else ALLOWED | {404}  # it has been unloaded
+        if answer.status_code == 200:
+            if answer.json()["choices"][0]["text"] not in self._expected[model][number]:
+                raise RuntimeError(f"prompt {number} to {model} was answered differently: {answer.text}")
+        elif answer.status_code not in allowed:
             raise RuntimeError(f"{answer.status_code}: {answer.text}")
-        self.seen[str(answer.status_code)] += 1
+        self.seen[f"{answer.status_code}{'' if model == BASE else ' to adapters'}"] += 1
 
     async def _leave(self, http: httpx.AsyncClient) -> None:
-        body = self._body(self._draw.choice(PROMPTS)) | {"max_tokens": 500, "stream": True}
+        body = self._body(self._draw.choice(PROMPTS), self._model()) | {"max_tokens": 500, "stream": True}
         with contextlib.suppress(TimeoutError, httpx.TransportError):
             async with (
                 asyncio.timeout(self._draw.uniform(0.01, 0.5)),
@@ -89,25 +149,90 @@ class Soak:
             raise RuntimeError(f"{answer.status_code}: {answer.text}")
         self.seen["400"] += 1
 
-    async def _break_engines(self) -> None:
-        for number in range(1000):
-            await asyncio.sleep(min(60.0, max(0.0, self._end - 20 - time.monotonic())))
-            if time.monotonic() > self._end - 20:
+    # Swaps
+
+    async def _swap_adapters(self, http: httpx.AsyncClient) -> None:
+        """Load one that is not loaded; of one that is, unload it sometimes, or put another in its place."""
+        while not self._is_over:
+            loaded = {card["id"] for card in (await http.get("/models")).json()["data"]}
+            name = self._draw.choice([*self._files.adapters, REPLACED])
+            if name in loaded and self._draw.random() < 0.3:
+                did, answer = "unloaded", await http.post("/unload_lora_adapter", json={"lora_name": name})
+            else:
+                path = self._draw.choice([*self._files.adapters]) if name == REPLACED else name
+                body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+                did, answer = "loaded", await http.post("/load_lora_adapter", json=body)
+            if answer.status_code not in (200, 503):
+                raise RuntimeError(f"adapter {name} is not {did}: {answer.status_code} {answer.text}")
+            self.seen[f"adapters {did}" if answer.status_code == 200 else "503"] += 1
+            await asyncio.sleep(ADAPTER_S)
+
+    async def _swap_drafts(self) -> None:
+        """Each newer draft has to be swapped in; a useless one taken back, unless its engine was lost meanwhile."""
+        drafts = {"better": tiny_model(), "as good": noisy_twin(tiny_model()), "useless": tiny_model(seed=9)}
+        for kind in itertools.cycle(drafts):
+            await asyncio.sleep(DRAFT_S)
+            if time.monotonic() > self._end - SWAP_LIMIT_S:
                 return
-            engine, *_ = self._server.engine_pids()  # behind it stands a spare, which has to take over
-            os.kill(engine, signal.SIGSTOP if number % 2 else signal.SIGKILL)
+            before = await self._counts()
+            await asyncio.to_thread(publish_draft, self._files.newer, drafts[kind])
+            self.seen["drafts published"] += 1
+            await self._wait_grown("draft_swaps", before, kind)
+            if kind == "useless":
+                await self._wait_grown("draft_rollbacks", before, kind)
+
+    async def _counts(self) -> dict[str, float]:
+        names = ("draft_swaps", "draft_rollbacks", "engine_restarts")
+        return {name: await asyncio.to_thread(self._server.metric, f"potstill:{name}_total") for name in names}
+
+    async def _wait_grown(self, name: str, before: dict[str, float], kind: str) -> None:
+        deadline = time.monotonic() + SWAP_LIMIT_S
+        while (now := await self._counts())[name] == before[name]:
+            if name == "draft_rollbacks" and now["engine_restarts"] != before["engine_restarts"]:
+                return  # a fresh engine does not know how good the draft before it was
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{name} has not grown {SWAP_LIMIT_S:g} s after a {kind} draft was published")
+            await asyncio.sleep(0.2)
+
+    # Faults and memory
+
+    async def _break_engines(self) -> None:
+        last = self._begin + 2 / 3 * (self._end - self._begin)
+        for fault in itertools.cycle([signal.SIGKILL, signal.SIGSTOP]):
+            await asyncio.sleep(min(BREAK_S, max(1.0, last - 1 - time.monotonic())))
+            if time.monotonic() > last:
+                return
+            os.kill(self._server.engine_pids()[0], fault)  # behind it stands a spare, which has to take over
             self.seen["broken"] += 1
 
     async def _sample(self) -> None:
         pid = self._server.process.pid
-        while time.monotonic() < self._end:
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-            self.samples.append((time.monotonic(), mebibytes, len(os.listdir(f"/proc/{pid}/fd"))))
+        while not self._is_over:
+            engine = next(iter(self._server.engine_pids()), None)
+            minutes = (time.monotonic() - self._begin) / 60
+            self.samples.append((minutes, mebibytes(pid), mebibytes(engine), len(os.listdir(f"/proc/{pid}/fd"))))
             await asyncio.sleep(SAMPLE_S)
 
 
-def check(server: RunningServer, soak: Soak) -> dict[str, Any]:
+def mebibytes(pid: int | None) -> float:
+    """Resident memory of a process; 0 without one."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def mib_a_minute(points: list[tuple[float, float]]) -> float:
+    return round(statistics.linear_regression(*zip(*points, strict=True)).slope, 3)
+
+
+def lag_below(counts: dict[float, float], share: float) -> float:
+    """The least edge of a histogram below which so many of its observations are."""
+    return min(edge for edge, count in counts.items() if count >= share * max(counts.values()))
+
+
+def check(server: RunningServer, soak: Soak, minutes: float) -> dict[str, Any]:
     """What was found by a run that went well; RuntimeError for one that did not."""
     server.wait_healthy(60)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -115,16 +240,25 @@ def check(server: RunningServer, soak: Soak) -> dict[str, Any]:
     restarts = server.metric("potstill:engine_restarts_total")
     if restarts != soak.seen["broken"]:
         raise RuntimeError(f"{soak.seen['broken']} engines were broken and {restarts} replaced")
-    late = soak.samples[len(soak.samples) // 3 :]  # the first third fills caches
-    slope = statistics.linear_regression([at / 60 for at, _, _ in late], [size for _, size, _ in late]).slope
-    files = [count for _, _, count in late]
-    found = {
-        "answers": dict(soak.seen),
-        "http_process_mib": round(late[-1][1], 1),
-        "mib_a_minute": round(slope, 3),
-        "most_open_files": max(files),
+    late = [sample for sample in soak.samples if sample[0] > minutes / 3]  # the first third fills caches
+    whole = [sample for sample in soak.samples if sample[0] > 0.78 * minutes]  # of the last engine, once it is warm
+    growth = {
+        "http_mib_a_minute": mib_a_minute([(at, http) for at, http, _, _ in late]),
+        "engine_mib_a_minute": mib_a_minute([(at, engine) for at, _, engine, _ in whole]),
     }
-    if slope > MAX_MIB_PER_MINUTE:
+    found = {
+        "seen": dict(sorted(soak.seen.items())),
+        "draft_swaps": server.metric("potstill:draft_swaps_total"),
+        "draft_rollbacks": server.metric("potstill:draft_rollbacks_total"),
+        "http_process_mib": round(late[-1][1], 1),
+        "engine_process_mib": round(late[-1][2], 1),
+        **growth,
+        "most_open_files": max(files for *_, files in late),
+        "event_loop_lag_s_p99_below": lag_below(server.histogram("potstill:event_loop_lag_seconds"), 0.99),
+    }
+    if os.environ.get("SOAK_SAMPLES"):
+        Path(os.environ["SOAK_SAMPLES"]).write_text(repr(soak.samples))
+    if max(growth.values()) > MAX_MIB_PER_MINUTE:
         raise RuntimeError(f"memory grows: {found}")
     return found
 
@@ -135,12 +269,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = save_tiny_folder(Path(scratch) / "model")
-        options = ("--dtype", "float32", "--engine-timeout", "3", "--kv-cache-bytes", "64M", "--max-num-seqs", "8")
-        with running_server(folder, Path(scratch) / "log", *options, spare=True) as server:
-            soak = Soak(server, 60 * arguments.minutes)
+        files = Files(Path(scratch))
+        with running_server(files.draft, Path(scratch) / "log", *files.options(), spare=True) as server:
+            soak = Soak(server, files, 60 * arguments.minutes)
             asyncio.run(soak.run())
-            found = check(server, soak)
+            found = check(server, soak, arguments.minutes)
     print(found)
     if arguments.write:
         command = f"python -m tests.soak --minutes {arguments.minutes:g}"

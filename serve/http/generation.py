@@ -29,7 +29,7 @@ from serve.http.errors import ApiError, context_exceeded, invalid, late, unsuppo
 from serve.http.grammar_check import GrammarChecker
 from serve.http.metrics import Metrics
 from serve.http.options import EVERYBODY, ServerOptions
-from serve.http.requests import GRAMMAR_FIELDS, GenerationRequest, StreamOptions
+from serve.http.requests import GenerationRequest, StreamOptions
 from serve.http.responses import (
     DONE,
     CompletionTokensDetails,
@@ -40,7 +40,7 @@ from serve.http.responses import (
     Usage,
     encoder,
 )
-from serve.http.structured_outputs import Grammar, grammar_of
+from serve.http.structured_outputs import Grammar, gbnf_of, grammar_of
 from serve.messages import Ready
 from serve.outputs import RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -112,6 +112,8 @@ class Reply(ABC, Generic[Request]):
         self.usage = UsageCounter()
         self.prompt_ids: list[list[int]] = []
         """The prompts as they are sent to the engine."""
+        self.lark: str | None = None
+        """What the grammar that the request gives in GBNF has become."""
 
     @property
     def num_prompts(self) -> int:
@@ -156,12 +158,15 @@ class Reply(ABC, Generic[Request]):
     @cached_property
     def grammar(self) -> Grammar | None:
         """What the output must be, if the request says so. ApiError 400 where it says it wrongly."""
-        said = any(getattr(self.request, name) is not None for name in GRAMMAR_FIELDS)
-        return grammar_of(self.request) if said else None
+        return grammar_of(self.request, lark=self.lark)
+
+    def prepare(self) -> tuple[list[list[int]], Grammar | None]:
+        """What may be long work, for a worker thread: the prompts, and then the grammar."""
+        return self.tokenize(), self.grammar
 
     @abstractmethod
     def tokenize(self) -> list[list[int]]:
-        """The prompts as token ids, before any is truncated; runs in a worker thread."""
+        """The prompts as token ids, before any is truncated."""
 
     @abstractmethod
     def params(self, room: int) -> SamplingParams:
@@ -330,14 +335,16 @@ class GenerationResponse:
 
     async def _submit(self, call: Call) -> SamplingParams:
         reply, engine = self._reply, self._service.engine
-        prompts = await self._tokenize(call)
+        if (gbnf := gbnf_of(reply.request)) is not None:
+            reply.lark = await self._in_time(call, self._service.grammars.lark(gbnf))
+        prompts, grammar = await self._in_time(call, asyncio.to_thread(reply.prepare))
         if engine.info is None:
             raise engine.absence()
         prompts = reply.prompt_ids = [reply.truncated(prompt, engine.info.max_model_len) for prompt in prompts]
         room = check_prompts(prompts, reply.max_tokens or 1, engine.info)
         params = self._params(room, engine.info.vocab_size)
-        if reply.grammar is not None:
-            await self._in_time(call, self._service.grammars.check(reply.grammar))
+        if grammar is not None:
+            await self._in_time(call, self._service.grammars.check(grammar))
         if self._account is not None:
             self._account.admit_prompts(sum(map(len, prompts)))
         call.submit(prompts, params, tenant=self._tenant(), adapter=reply.adapter)
@@ -367,9 +374,6 @@ class GenerationResponse:
         if wish and not consents:
             raise unsupported("store can only be false here: nothing that this client asks may be stored", "store")
         return consents and wish is not False
-
-    async def _tokenize(self, call: Call) -> list[list[int]]:
-        return await self._in_time(call, asyncio.to_thread(self._reply.tokenize))
 
     async def _in_time(self, call: Call, work: Awaitable[Result]) -> Result:
         try:

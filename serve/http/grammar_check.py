@@ -40,7 +40,7 @@ class GrammarChecker:
         self._found: OrderedDict[bytes, str | None] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[str | None]] = {}
+        self._waiting: dict[int, asyncio.Future[Tried]] = {}
         self._num_tried = 0
         self._starting = asyncio.Lock()
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
@@ -49,14 +49,20 @@ class GrammarChecker:
         """ApiError 400 naming the field for a grammar that cannot be used; 503 when that cannot be found out."""
         key = hashlib.sha256(grammar.text.encode()).digest()
         if key not in self._found:
-            async with self._room:
-                self._found[key] = await self._try(grammar.text)
+            self._found[key] = (await self._try(grammar.text)).reason
         self._found.move_to_end(key)
         reason = self._found[key]
         while len(self._found) > MAX_KEPT:
             self._found.popitem(last=False)
         if reason is not None:
             raise invalid(f"{grammar.field}: {reason}", grammar.field)
+
+    async def lark(self, grammar: Grammar) -> str:
+        """What is written in GBNF. ApiError as in `check`."""
+        tried = await self._try(grammar.text, is_gbnf=True)
+        if tried.reason is not None:
+            raise invalid(f"{grammar.field}: {tried.reason}", grammar.field)
+        return tried.lark
 
     async def close(self) -> None:
         """End the process, if there is one."""
@@ -67,16 +73,17 @@ class GrammarChecker:
         if self._reading is not None:
             await self._reading
 
-    async def _try(self, grammar: str) -> str | None:
-        process = await self._running()
-        self._num_tried += 1
-        number = self._num_tried
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            _send(process, Try(number, grammar))
-            return await answer
-        finally:
-            del self._waiting[number]
+    async def _try(self, grammar: str, *, is_gbnf: bool = False) -> Tried:
+        async with self._room:
+            process = await self._running()
+            self._num_tried += 1
+            number = self._num_tried
+            answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+            try:
+                _send(process, Try(number, grammar, is_gbnf))
+                return await answer
+            finally:
+                del self._waiting[number]
 
     async def _running(self) -> asyncio.subprocess.Process:
         async with self._starting:
@@ -109,7 +116,7 @@ class GrammarChecker:
                 (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
                 tried = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Tried)
                 if (answer := self._waiting.get(tried.number)) is not None and not answer.done():
-                    answer.set_result(tried.reason)
+                    answer.set_result(tried)
         await process.wait()
         for answer in self._waiting.values():
             if not answer.done():

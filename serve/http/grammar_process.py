@@ -1,7 +1,8 @@
 """The process that tries grammars of strangers: `python -m serve.http.grammar_process`, started by the HTTP process.
 
 A compiler of grammars is bounded in size but not in time, and some text crashes it. So each grammar is compiled in a
-fork of this process, which the system ends when it takes too much of either time or memory; nobody else notices.
+fork of this process, which the system ends when it takes too much of either time or memory; nobody else notices. The
+same goes for what reads GBNF, which becomes Lark here.
 
 Frames as in serve/messages.py. First comes the vocabulary, then one `Try` for each grammar; `Tried` answers it, in any
 order. Ends when standard input does.
@@ -17,27 +18,32 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from serve.grammar import GrammarCompiler, Vocabulary
+from serve.grammar import GrammarCompiler, Vocabulary, context_free_grammar
 from serve.messages import LENGTH
 
 PROCESSOR_S, WALL_S = 1.0, 10.0
 """What one grammar may take to compile: of a processor, and altogether on a machine with other work."""
 MEMORY_BYTES = 2**30
 """What it may allocate."""
+REFUSED = 3
+"""How a fork ends that says why a grammar cannot be used."""
 
 
 class Try(msgspec.Struct, frozen=True):
-    """A grammar to compile."""
+    """A grammar to compile, or to write in Lark."""
 
     number: int
     grammar: str
+    is_gbnf: bool = False
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """What became of a grammar: None, or one sentence why it cannot be used."""
+    """What became of a grammar: no reason, or one sentence why it cannot be used."""
 
     number: int
     reason: str | None
+    lark: str = ""
+    """Of one in GBNF."""
 
 
 @dataclass
@@ -47,8 +53,8 @@ class Attempt:
     number: int
     pid: int
     pipe: int
-    """Where it writes its reason, if it has any."""
-    reason: bytearray = field(default_factory=bytearray)
+    """Where it writes its reason, if it has any, or Lark."""
+    said: bytearray = field(default_factory=bytearray)
 
     def end(self) -> Tried:
         """Its result, once the pipe is closed."""
@@ -56,9 +62,12 @@ class Attempt:
         _, status = os.waitpid(self.pid, 0)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM):
             return Tried(self.number, f"the grammar takes more than {PROCESSOR_S:g} s to compile")
-        if status != 0:
-            return Tried(self.number, "the grammar is too large or too deep to compile")
-        return Tried(self.number, self.reason.decode(errors="replace") or None)
+        said = self.said.decode(errors="replace")
+        if status == 0:
+            return Tried(self.number, None, said)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == REFUSED:
+            return Tried(self.number, said)
+        return Tried(self.number, "the grammar is too large or too deep to compile")
 
 
 def attempt(compiler: GrammarCompiler, wanted: Try) -> Attempt:
@@ -72,7 +81,7 @@ def attempt(compiler: GrammarCompiler, wanted: Try) -> Attempt:
     try:
         _limit()
         with contextlib.suppress(MemoryError):
-            status = _compile(compiler, wanted.grammar, out)
+            status = _compile(compiler, wanted, out)
     finally:
         os._exit(status)
 
@@ -87,11 +96,15 @@ def _limit() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # where a crash would tell of itself
 
 
-def _compile(compiler: GrammarCompiler, grammar: str, out: int) -> int:
+def _compile(compiler: GrammarCompiler, wanted: Try, out: int) -> int:
     try:
-        compiler.compile(grammar)
+        if wanted.is_gbnf:
+            os.write(out, context_free_grammar(wanted.grammar).encode())
+        else:
+            compiler.compile(wanted.grammar)
     except ValueError as error:
-        os.write(out, str(error).encode()[:2000])
+        os.write(out, str(error).encode(errors="replace")[:2000])
+        return REFUSED
     return 0
 
 
@@ -128,7 +141,7 @@ def main() -> int:
                 started = attempt(compiler, msgspec.msgpack.decode(body, type=Try))
                 selector.register(started.pipe, selectors.EVENT_READ, started)
             elif part := os.read(running.pipe, 4096):
-                running.reason += part
+                running.said += part
             else:
                 selector.unregister(running.pipe)
                 body = msgspec.msgpack.encode(running.end())

@@ -97,6 +97,9 @@ class Metrics:
         self.iteration_tokens = self._one(
             Histogram, "iteration_tokens_total", "Prompt and output tokens between two reports.", buckets=TOKENS
         )
+        self.event_loop_lag = self._one(
+            Histogram, "event_loop_lag_seconds", "How late the HTTP process ran what was due.", buckets=TOKEN_SECONDS
+        )
         self._families = self._request_families()
         self._requests: dict[str, RequestMetrics] = {}
         for name in (model_name, *adapters):

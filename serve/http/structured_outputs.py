@@ -3,16 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from serve.grammar import (
-    WHITESPACE,
-    choice_grammar,
-    context_free_grammar,
-    json_grammar,
-    json_object_grammar,
-    regex_grammar,
-)
+from serve.grammar import WHITESPACE, choice_grammar, json_grammar, json_object_grammar, regex_grammar
 from serve.http.errors import invalid
-from serve.http.requests import GenerationRequest, ResponseFormat, StructuredOutputs
+from serve.http.requests import GRAMMAR_FIELDS, GenerationRequest, ResponseFormat, StructuredOutputs
+from serve.sampling_params import MAX_GRAMMAR_BYTES
 
 
 class Grammar(NamedTuple):
@@ -38,22 +32,46 @@ KINDS: dict[str, Callable[[Wish], str]] = {
     "json_object": lambda wish: json_object_grammar(whitespace=wish.whitespace),
     "regex": lambda wish: regex_grammar(wish.value),
     "choice": lambda wish: choice_grammar(wish.value),
-    "grammar": lambda wish: context_free_grammar(wish.value),
+    "grammar": lambda wish: wish.value,
 }
 
 
-def grammar_of(request: GenerationRequest) -> Grammar | None:
-    """The grammar that the output of a request must follow, if it says so. ApiError 400 naming the field at fault."""
+def gbnf_of(request: GenerationRequest) -> Grammar | None:
+    """What the request says in llama.cpp's GBNF, if it does: to become Lark before `grammar_of`. ApiError likewise."""
+    wish = _wish(request)
+    return Grammar(wish.field, wish.value) if wish and wish.kind == "grammar" and "::=" in wish.value else None
+
+
+def grammar_of(request: GenerationRequest, *, lark: str | None = None) -> Grammar | None:
+    """The grammar that the output of a request must follow, if it says so; `lark`: what its GBNF has become.
+
+    ApiError 400 naming the field at fault.
+    """
+    wish = _wish(request)
+    if wish is None:
+        return None
+    try:
+        return Grammar(wish.field, KINDS[wish.kind](wish) if lark is None else lark)
+    except ValueError as error:
+        raise invalid(f"{wish.field}: {error}", wish.field) from None
+
+
+def _wish(request: GenerationRequest) -> Wish | None:
+    if all(getattr(request, name) is None for name in GRAMMAR_FIELDS):
+        return None
     wishes = [*_of_format(request.response_format), *_of_outputs(request.structured_outputs), *_guided(request)]
     if len(wishes) > 1:
         raise invalid(f"{wishes[0].field} and {wishes[1].field} both say what the output must be", wishes[1].field)
-    if not wishes:
-        return None
-    (wish,) = wishes
-    try:
-        return Grammar(wish.field, KINDS[wish.kind](wish))
-    except ValueError as error:
-        raise invalid(f"{wish.field}: {error}", wish.field) from None
+    for wish in wishes:
+        _check_size(wish)
+    return wishes[0] if wishes else None
+
+
+def _check_size(wish: Wish) -> None:
+    """Before anything is made of it: what is longer is too long as a grammar, too."""
+    texts = [wish.value] if isinstance(wish.value, str) else wish.value if wish.kind == "choice" else []
+    if sum(len(text) + len('""|') for text in texts) > MAX_GRAMMAR_BYTES:
+        raise invalid(f"{wish.field}: a grammar may have at most {MAX_GRAMMAR_BYTES} bytes", wish.field)
 
 
 def _of_format(wanted: ResponseFormat | None) -> list[Wish]:

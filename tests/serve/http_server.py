@@ -84,6 +84,12 @@ class RunningServer:
             raise KeyError(name)
         return sum(map(float, values))
 
+    def histogram(self, name: str) -> dict[float, float]:
+        """How many observations of a metric were at most so large, by the edges of its buckets."""
+        text = httpx.get(f"{self.url}/metrics", timeout=20).text
+        found = re.findall(rf'^{re.escape(name)}_bucket{{le="([^"]+)"[^}}]*}} (\S+)$', text, re.MULTILINE)
+        return {float(edge): float(count) for edge, count in found}
+
     def wait_for(self, name: str, value: float, timeout_s: float = 10.0) -> None:
         """Until a metric has this value."""
         deadline = time.monotonic() + timeout_s

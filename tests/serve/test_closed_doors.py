@@ -26,6 +26,7 @@ from serve.http.accounts import accounts_of
 from serve.http.chat import conversation_ids
 from serve.http.errors import ApiError
 from serve.http.grammar_check import MAX_KEPT, GrammarChecker
+from serve.http.grammar_process import Tried
 from serve.http.metrics import Metrics
 from serve.http.middleware import OPEN_PATHS, Middleware
 from serve.http.options import RequestLimits, ServerOptions
@@ -181,8 +182,8 @@ def test_work_is_linear(tokenizer: Tokenizer, work: str, text: str) -> None:
 
 
 def test_what_is_kept_of_grammars_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def tried(checker: GrammarChecker, grammar: str) -> str | None:
-        return "no" if grammar.endswith("7") else None
+    async def tried(checker: GrammarChecker, grammar: str) -> Tried:
+        return Tried(0, "no" if grammar.endswith("7") else None)
 
     async def check_all(checker: GrammarChecker) -> int:
         num_refused = 0
