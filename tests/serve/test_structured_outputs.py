@@ -235,7 +235,11 @@ def test_bombs_cost_one_400_each_while_others_are_served(server: RunningServer) 
     Of a busy machine, what a timer of this process is late is allowed on top.
     """
     client = server.client()
-    pids, restarts, before = server.engine_pids(), server.metric("potstill:engine_restarts_total"), server.histogram(LAG)
+    pids, restarts, before = (
+        server.engine_pids(),
+        server.metric("potstill:engine_restarts_total"),
+        server.histogram(LAG),
+    )
     with (
         beside(lambda: seconds(lambda: client.completions.create(model="tiny", prompt="hi", max_tokens=1))) as others,
         beside(lambda: seconds(lambda: time.sleep(0.05)) - 0.05) as overslept_s,
