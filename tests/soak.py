@@ -3,10 +3,10 @@
     python -m tests.soak --minutes 30      # --write: and keep what it found as bench/results/soak-cpu.json
 
 Of ten requests six are normal, two leave, one is invalid, one is a burst of eight; half of the normal ones name an
-adapter. Adapters are loaded, replaced and unloaded all the time; a newer draft is published every 20 s: as good, better,
+adapter. Adapters come, change and go all the time; a newer draft is published every 20 s: better, as good,
 or useless, which has to be taken back. Each minute an engine is killed or stopped, but in the last third, where the
-memory of one engine is watched. At the end: every answer was what the model alone says or an honest refusal, everything
-is idle, and the memory of both processes is flat.
+memory of one engine is watched. At the end: every answer was what the model alone says or an honest refusal, all is
+idle, and the memory of both processes is flat.
 """
 
 import argparse
@@ -256,8 +256,6 @@ def check(server: RunningServer, soak: Soak, minutes: float) -> dict[str, Any]:
         "most_open_files": max(files for *_, files in late),
         "event_loop_lag_s_p99_below": lag_below(server.histogram("potstill:event_loop_lag_seconds"), 0.99),
     }
-    if os.environ.get("SOAK_SAMPLES"):
-        Path(os.environ["SOAK_SAMPLES"]).write_text(repr(soak.samples))
     if max(growth.values()) > MAX_MIB_PER_MINUTE:
         raise RuntimeError(f"memory grows: {found}")
     return found
