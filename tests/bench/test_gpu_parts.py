@@ -1,6 +1,7 @@
 """The parts of a GPU hour on a CPU: they run, their arithmetic holds, they need nothing that a GPU machine lacks."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,25 +37,20 @@ def files_in(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def run_tiny(out: Path, *arguments: str) -> dict[str, Any]:
-    before = files_in(RESULTS)
-    assert main(["--tiny", "--out", str(out), *arguments]) == 0
-    assert files_in(RESULTS) == before, "a dry run leaves no result"
-    [path] = out.glob("gpu-*.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_kind_of_part_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the parts of kernels two; tests/bench/test_kernel_bench.py has them all. And what 1B does, 8B does too, and
-    INT4 what NF4 does. Started again, nothing is done again."""
+    INT4 what NF4 does. Started again by the command, nothing is done again."""
     twins = [name for name in PARTS if name.endswith("-8b") and name.replace("-8b", "-1b") in PARTS]
     twins += [name for name in PARTS if name.endswith("-int4") and name.replace("-int4", "-nf4") in PARTS]
     kinds = [name for name in PARTS if not name.startswith(("correct-", "kernels-")) and name not in twins]
-    parts = "--parts", ",".join(["correct-fused", "kernels-fused", *kinds])
-    found = run_tiny(tmp_path, *parts)
+    before = files_in(RESULTS)
+    here = [sys.executable, "-m", "tests.bench.gpu_hour_here", str(tmp_path), "correct-fused", "kernels-fused", *kinds]
+    done = subprocess.run(here, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [path] = tmp_path.glob("gpu-*.json")
+    found = json.loads(path.read_text())
     assert len(found["parts"]) == len(kinds) + 2
     for name, part in found["parts"].items():
         assert part["status"] == "done" or part["reason"].startswith("needs "), (name, part)
@@ -67,9 +63,10 @@ def test_every_kind_of_part_runs_on_a_cpu(tmp_path: Path, capsys: pytest.Capture
     alone, beside = (decode_name("1B", "bf16", batch) for batch in (1, 3))
     for name in (alone, beside, f"{alone}, no graphs"):
         assert rows[name]["ours"] > 0 and rows[name]["roofline"] > 0
-    assert "tiny models and shapes" in capsys.readouterr().out
-    run_tiny(tmp_path, "--parts", "peaks,decode-1b")
-    assert "2 of 2 parts are done already" in capsys.readouterr().out
+    assert main(["--tiny", "--out", str(tmp_path), "--parts", "peaks,decode-1b"]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 parts are done already" in said and "tiny models and shapes" in said
+    assert files_in(RESULTS) == before, "a dry run leaves no result"
 
 
 def test_the_parts_import_nothing_that_a_gpu_machine_lacks() -> None:
