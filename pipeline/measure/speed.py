@@ -23,15 +23,15 @@ PREFILL_TOKENS = 2_048
 WARM_UP_TOKENS = 64
 """Enough steps for the adaptive draft length to have measured acceptance and step costs."""
 
-TURNS = 3
+TURNS = 5
 """Timings of each engine at each batch size."""
 
 
 def measure_speed(engines: Sequence[LLM], prompts: Sequence[list[int]], config: Speed) -> list[tuple[SpeedPoint, ...]]:
     """Greedy generation of each engine at each batch size, prompts included, after a warm-up.
 
-    Medians of turns that alternate between the engines, so that what slows the machine for a while slows all of them.
-    Each turn asks other prompts, as far as there are: how many drafts are accepted depends on them.
+    Medians of turns that alternate between the engines, forth and back, so that what slows the machine for a while
+    slows all of them. Each turn asks other prompts, as far as there are: how many drafts are accepted depends on them.
     """
     timed = SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
     points: list[list[SpeedPoint]] = [[] for _ in engines]
@@ -41,7 +41,7 @@ def measure_speed(engines: Sequence[LLM], prompts: Sequence[list[int]], config: 
         ]
         for engine in engines:
             engine.generate(asked[0], SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
-        turns = [[_timed(engine, own, timed) for engine in engines] for own in asked]
+        turns = [_in_turn(engines, own, timed, back=number % 2 == 1) for number, own in enumerate(asked)]
         for found, own in zip(points, zip(*turns, strict=True), strict=True):
             speed = statistics.median(turn.tokens_per_s for turn in own)
             drafted = sum(turn.num_drafted for turn in own)
@@ -55,6 +55,12 @@ class _Turn:
     tokens_per_s: float
     num_drafted: int
     num_accepted: int
+
+
+def _in_turn(engines: Sequence[LLM], prompts: list[list[int]], params: SamplingParams, *, back: bool) -> list[_Turn]:
+    """One turn of each, in their order, or begun with the last."""
+    found = [_timed(engine, prompts, params) for engine in (reversed(engines) if back else engines)]
+    return found[::-1] if back else found
 
 
 def _timed(engine: LLM, prompts: list[list[int]], params: SamplingParams) -> _Turn:

@@ -151,7 +151,7 @@ class Search:
         trial = choose() if self.processes.is_main else None
         place = self.processes.agree(self.all.index(trial) if trial in self.all else END)
         if place != END:
-            self._try(self.all[place])
+            self.attempt(self.all[place])
         return place != END
 
     def _next(self, begun: float, left: float) -> Trial | None:
@@ -171,7 +171,7 @@ class Search:
             log.info("trial %d: %s (%.0f min left)", len(self.measured) + 1, trial.name, minutes)
         return trial
 
-    def _try(self, trial: Trial) -> None:
+    def attempt(self, trial: Trial) -> None:
         """Runs the stages that the trial adds; one that fails is noted, and its stages leave the recipe again."""
         longer, place = self.growing.add(trial)
         before = len(self.run.results)

@@ -33,8 +33,9 @@ def test_each_turn_asks_other_prompts_and_every_engine_the_same() -> None:
     engines: Any = [Recorded(log, "one"), Recorded(log, "two")]
     points = measure_speed(engines, prompts, SPEED)
     assert [[point.batch_size for point in own] for own in points] == [[1, 2], [1, 2]]
-    alone = [(name, [turn]) for turn in range(TURNS) for name in ("one", "two")]
-    paired = [(name, [2 * turn, 2 * turn + 1]) for turn in range(TURNS) for name in ("one", "two")]
+    orders = [("one", "two"), ("two", "one")]
+    alone = [(name, [turn]) for turn in range(TURNS) for name in orders[turn % 2]]
+    paired = [(name, [2 * turn, 2 * turn + 1]) for turn in range(TURNS) for name in orders[turn % 2]]
     assert log == alone + paired
 
 

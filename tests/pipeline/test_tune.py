@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.cli import main
@@ -104,6 +104,7 @@ models = st.lists(st.builds(Measured, st.just("one"), amounts, amounts, amounts)
 targets = st.builds(Targets, amounts | st.none(), amounts | st.none(), amounts | st.none())
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(models, targets)
 def test_what_comes_first_meets_the_targets_if_anything_does_and_no_other_beats_it(
     models: list[Measured], targets: Targets

@@ -168,6 +168,19 @@ def test_a_draft_that_is_right_and_slow_costs_next_to_nothing(acceptance: float)
     assert served(load, None) > 0.98 * served(load, 0)
 
 
+@pytest.mark.parametrize(("draft_s", "share"), [(1.5, 0.0025), (0.05, 0.011)])
+def test_what_probes_take_of_the_time_is_bounded(draft_s: float, share: float) -> None:
+    """Less where drafting would lose with a draft that is always right than where a better one might pay."""
+    adaptive, sequence = trained(0.02, draft_s=draft_s), a_sequence()
+    num_steps, drafted = 4000, 0
+    for _ in range(num_steps):
+        adaptive.begin_step([sequence])
+        if length := adaptive(sequence):
+            drafted += length
+            adaptive.observe(sequence, length, 0)
+    assert 0 < drafted * draft_s <= share * num_steps
+
+
 def test_a_slow_beginning_is_forgotten() -> None:
     """Drafts pay as long as the target's passes are slow, and no longer."""
     load = Load(0.9, draft_s=0.95, row_s=0.02, num_decoding=8, slow_steps=12)

@@ -41,6 +41,8 @@ FIRST_PROBES = 6
 must read what it has missed."""
 PROBE_SHARE = 0.01
 """The most of all time that probes may take, were all their tokens in vain."""
+HOPELESS_SHARE = 0.002
+"""The same, where drafting would lose if every token were accepted: only changed costs can be learnt of."""
 PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
 """Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
 PLAIN_INTERVAL, LONGEST_PLAIN_INTERVAL = 32, 512
@@ -235,10 +237,12 @@ class AdaptiveLength:
             self._interval, self._can_pay = PROBE_INTERVAL, True
         self._skip_one_of_many()
         self._num_steps += 1
-        if self._num_steps >= self._interval and (probing := self._choose_probes(decoding)):
+        if self._num_steps < self._interval:
+            return
+        self._can_pay = self._choose(decoding, [1.0] * num_decoding)[0] > 0
+        if probing := self._choose_probes(decoding):
             self._probing, self._num_steps = probing, 0
             self._interval = min(2 * self._interval, LONGEST_PROBE_INTERVAL)
-            self._can_pay = self._choose(decoding, [1.0] * num_decoding)[0] > 0
 
     def _skip_one_of_many(self) -> None:
         """Does without the draft's passes at times, or what a plain step costs would be known from long ago only."""
@@ -256,7 +260,8 @@ class AdaptiveLength:
         probing = heapq.nsmallest(PROBE_SEQUENCES, idle, key=self._catch_up_seconds)
         seconds = self._step_seconds(len(decoding), len(probing))
         extra = seconds[PROBE_TOKENS] - seconds[0] + sum(self._catch_up_seconds(sequence) for sequence in probing)
-        return set(probing) if extra <= PROBE_SHARE * self._num_steps * seconds[0] else set()
+        share = PROBE_SHARE if self._can_pay else HOPELESS_SHARE
+        return set(probing) if extra <= share * self._num_steps * seconds[0] else set()
 
     def _choose_at_hand(self, sequence: Sequence, num_decoding: int) -> int:
         """Tokens to take of what is at hand for a sequence; 0 if passes of the draft, or no draft, promise more.
