@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 WandbMode = Literal["online", "offline"]
 WANDB_RUN = "wandb-run.json"
-INIT_TIMEOUT_S = 10
-FINISH_TIMEOUT_S = 10
+INIT_TIMEOUT_S = {"online": 10, "offline": 60}
+"""A network may never answer; a disk does, if a loaded machine needs a while to start wandb's own process."""
+FINISH_TIMEOUT_S = 30
 MOST_WAITING = 10_000
 """Measurements that wait while wandb does not take them: hours of training, a few megabytes."""
 
@@ -77,7 +78,7 @@ class WandbRun:
     def finish(self, exit_code: int = 0, *, patience_s: float | None = None) -> None:
         """End the run as wandb counts it, with all that is still under way.
 
-        A wandb that does not answer is left behind after ten seconds, or `patience_s`.
+        A wandb that does not answer is left behind after half a minute, or `patience_s`.
         """
         patience_s = FINISH_TIMEOUT_S if patience_s is None else patience_s
         deadline = time.monotonic() + patience_s
@@ -110,7 +111,7 @@ class WandbRun:
             try:
                 import wandb
 
-                settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", quiet=True)
+                settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S[mode], console="off", quiet=True)
                 options = self._options | ({"resume": "allow"} if mode == "online" else {})
                 run = wandb.init(**options, mode=mode, settings=settings)
                 run.define_metric("*", step_metric="step")

@@ -133,6 +133,8 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(folder: Path, server: Ru
         if how == "server":
             server.wait_for("vllm:num_requests_running", 0)
         terminal.wait_for("> ")
+        terminal.type("/clear\n")  # what was said before leaves less room for a long answer
+        terminal.wait_for("> ")
         terminal.type("again\n")
         terminal.wait_for("again\r\n(.|\n){20}")
         terminal.type("\x03")

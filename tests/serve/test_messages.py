@@ -14,8 +14,6 @@ import pytest
 from model.text.tokenizer import Tokenizer
 from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
 
-anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
-
 GREEDY: dict[str, Any] = {"model": "tiny", "extra_body": {"temperature": 0, "ignore_eos": True}}
 SYSTEM, QUESTION = "Be brief.", "What is a token?"
 ASKED: Any = {"messages": [{"role": "user", "content": QUESTION}]}
@@ -35,8 +33,14 @@ def server(folder: Path) -> Iterator[RunningServer]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """The package, which takes seconds to import: only the process that runs these tests does."""
+    return pytest.importorskip("anthropic", reason="the anthropic client is not installed")
+
+
 @pytest.fixture
-def client(server: RunningServer) -> Any:
+def client(anthropic: Any, server: RunningServer) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
 
 
@@ -131,7 +135,7 @@ def test_the_clients_own_accumulation_agrees(client: Any) -> None:
     assert final.content[0].text == text == client.messages.create(max_tokens=8, **ASKED, **GREEDY).content[0].text
 
 
-def test_the_async_client(server: RunningServer) -> None:
+def test_the_async_client(anthropic: Any, server: RunningServer) -> None:
     async def ask() -> tuple[str, str]:
         client = anthropic.AsyncAnthropic(base_url=server.url, api_key=KEY)
         whole = await client.messages.create(max_tokens=5, **ASKED, **GREEDY)
@@ -187,7 +191,9 @@ def test_keys_come_in_either_header_and_errors_in_anthropics_shape(server: Runni
         ({"max_tokens": 600}, "maximum context length"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_by_name(client: Any, body: dict[str, Any], complaint: str) -> None:
+def test_what_is_not_served_is_refused_by_name(
+    anthropic: Any, client: Any, body: dict[str, Any], complaint: str
+) -> None:
     asked = {"max_tokens": 4} | ASKED | body
     with pytest.raises(anthropic.BadRequestError) as caught:
         client.post("/v1/messages", body=asked, cast_to=object)
@@ -195,7 +201,7 @@ def test_what_is_not_served_is_refused_by_name(client: Any, body: dict[str, Any]
     assert complaint in caught.value.body["error"]["message"]
 
 
-def test_another_model_is_not_found(client: Any) -> None:
+def test_another_model_is_not_found(anthropic: Any, client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", max_tokens=1, **ASKED)
 
@@ -206,7 +212,7 @@ def test_openais_client_still_gets_openais_errors(server: RunningServer) -> None
     assert caught.value.code == "model_not_found"
 
 
-def test_a_stream_that_fails_raises_in_the_client(client: Any, server: RunningServer) -> None:
+def test_a_stream_that_fails_raises_in_the_client(anthropic: Any, client: Any, server: RunningServer) -> None:
     """The engine is killed while it answers."""
     with pytest.raises(anthropic.APIStatusError, match="engine"):
         for number, _ in enumerate(client.messages.create(max_tokens=400, stream=True, **ASKED, **GREEDY)):

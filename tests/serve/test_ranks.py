@@ -196,7 +196,8 @@ def test_weights_are_not_replaced_and_a_closed_engine_says_so(tmp_path: Path) ->
 
 def test_telling_the_others_takes_at_most_100_microseconds() -> None:
     """Of the processor, in the least of many steps."""
-    (alone, _), (together, _) = measure(16, 2, steps=100)
+    rounds = [measure(16, 2, steps=50) for _ in range(3)]
+    alone, together = (min(one[side][0] for one in rounds) for side in (0, 1))
     assert together - alone < 100
 
 
