@@ -2,15 +2,21 @@
 
     python -m bench.serve                       # parts 1 and 2, about 15 minutes on 2 cores
     python -m bench.serve --beside llama.cpp    # part 3
+    python -m bench.serve --beside vllm --peer PEER/bin/python      # part 4; bench/serve/vllm_cpu.py makes PEER
 
 Part 1, one request at a time: 128 new tokens after a prompt of 64, through the engine, over HTTP, and by `generate`.
 Part 2, 64 requests that want 16 to 512 new tokens: the engine takes them all at once; `generate` runs them in static
-batches, each as long as its longest request, with the batch size that is fastest for it. Every side decodes greedily
-in bf16 with end-of-text ignored, so all produce the same number of wanted tokens. Speeds count wanted tokens only.
+batches, each as long as its longest request, with the batch size that is fastest for it. The same prompts once more,
+with 16 new tokens each, which is what there is time for: the engine beside transformers' continuous batching. All
+decode greedily in the dtype that suits the machine with end-of-text ignored, so all produce the same number of wanted
+tokens. Speeds count wanted tokens only.
 
 Part 3, GGUF files of 4 and 8 bits beside llama.cpp, over HTTP, on as many threads: 1 and 8 requests at a time, each for
 128 new tokens after a prompt of 64 that the server has not seen; `rounded`: with `--activations int8`, as llama.cpp
 rounds always.
+
+Part 4, the same model beside vLLM's server for CPUs, over HTTP, on as many threads: 1, 8 and 32 at a time as in
+part 3, and a prompt of 900 tokens with one new token, counted in prompt tokens.
 """
 
 import argparse
@@ -30,10 +36,12 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bench.common import DTYPE, teacher_folder, write_result
+from bench.common import DTYPE, check_peer, teacher_folder, write_result
 from bench.serve.llama_cpp import check_installed, running_llama_cpp
+from bench.serve.vllm_cpu import running_vllm
 from model.formats.gguf.reader import import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
 from model.text.tokenizer import Tokenizer
@@ -42,6 +50,8 @@ from serve import LLM, SamplingParams
 
 STATIC_BATCH_SIZES = (8, 16, 32, 64)
 LLAMA_CPP_TYPES = ("q4_1", "q8_0")
+CONTINUOUS_TOKENS = 16
+LONG_PROMPT = 900
 
 
 def generate(model: Any, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
@@ -55,6 +65,16 @@ def generate(model: Any, prompts: list[list[int]], lengths: list[int], batch_siz
         wanted = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
         with torch.inference_mode():
             model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **wanted)
+
+
+def generate_continuously(model: Any, prompts: list[list[int]], new_tokens: int) -> None:
+    """By transformers' own continuous batching, in pages enough for all at once."""
+    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = ContinuousBatchingConfig(num_blocks=4 * len(prompts), max_batch_tokens=512)
+    answers = model.generate_batch(prompts, generation_config=config, continuous_batching_config=pages)
+    produced = sum(len(answer.generated_tokens) for answer in answers.values())
+    if produced != new_tokens * len(prompts):
+        raise RuntimeError(f"generate_batch produced {produced} tokens, {new_tokens * len(prompts)} were wanted.")
 
 
 def ask(address: tuple[str, int], prompt: list[int], new_tokens: int) -> None:
@@ -127,9 +147,16 @@ def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, An
     static = {size: speed for size, [speed] in by_turns(by_size, wanted, 1).items()}
     best = max(static, key=lambda size: static[size])
     speeds = by_turns({"potstill_engine": by_engine, "transformers": by_size[best]}, wanted, rounds)
+    print("The same prompts beside continuous batching", flush=True)
+    short = SamplingParams(temperature=0.0, max_tokens=CONTINUOUS_TOKENS, ignore_eos=True)
+    sides: dict[str, Callable[[], Any]] = {
+        "potstill_engine": lambda: llm.generate(prompts, short),
+        "transformers_continuous": partial(generate_continuously, peer, prompts, CONTINUOUS_TOKENS),
+    }
+    continuous = summarize(by_turns(sides, CONTINUOUS_TOKENS * len(prompts), rounds=1))
     return {
         "requests": len(lengths), "new_tokens": wanted, **summarize(speeds), "static_batch_tokens_per_s": static,
-        "best_static_batch": best,
+        "best_static_batch": best, "continuous": {"new_tokens_each": CONTINUOUS_TOKENS, **continuous},
     }  # fmt: skip
 
 
@@ -158,11 +185,30 @@ def beside_llama_cpp(
     return parts
 
 
+def beside_vllm(folder: Path, interpreter: str, rounds: int, new_tokens: int = 128) -> dict[str, Any]:
+    """Both servers, by turns."""
+    threads, dtype = torch.get_num_threads(), str(DTYPE).removeprefix("torch.")
+    room = "--max-num-seqs", "32", "--kv-cache-bytes", "1G"
+    with (
+        running_server(folder, None, "--dtype", dtype, *room, name="teacher") as ours,
+        running_vllm(interpreter, folder, dtype=dtype, threads=threads) as vllm,
+    ):
+        servers, found = {"potstill_http": ours, "vllm": vllm}, {}
+        for batch in (1, 8, 32):
+            print(f"{batch} at a time", flush=True)
+            found[f"batch_{batch}"] = ask_by_turns(servers, folder, batch, rounds, new_tokens)
+        print(f"Prompts of {LONG_PROMPT} tokens", flush=True)
+        found["prefill"] = ask_by_turns(servers, folder, 1, rounds, 1, prompt_tokens=LONG_PROMPT)
+    return {"threads": threads, "dtype": dtype, **found}
+
+
 def ask_by_turns(
-    servers: dict[str, tuple[str, int]], folder: Path, batch: int, rounds: int, new_tokens: int
-) -> dict[str, Any]:
-    """Each server gets the same requests, `batch` at a time, and none twice."""
-    prompts = prompts_of(folder, [64] * batch * (rounds + 1))
+    servers: dict[str, tuple[str, int]], folder: Path, batch: int, rounds: int, new_tokens: int, *,
+    prompt_tokens: int = 64,
+) -> dict[str, Any]:  # fmt: skip
+    """Each server gets the same requests, `batch` at a time, and none twice. Of one new token the prompt is counted."""
+    prompts = prompts_of(folder, [prompt_tokens] * batch * (rounds + 1))
+    counted = batch * (prompt_tokens if new_tokens == 1 else new_tokens)
     left = {name: iter(prompts) for name in servers}
 
     def run(name: str) -> None:
@@ -171,15 +217,21 @@ def ask_by_turns(
                 pass
 
     sides = {name: partial(run, name) for name in servers}
-    by_turns(sides, batch * new_tokens, rounds=1)  # warms everybody up
-    return {"new_tokens": batch * new_tokens, **summarize(by_turns(sides, batch * new_tokens, rounds))}
+    by_turns(sides, counted, rounds=1)  # warms everybody up
+    return {"new_tokens": batch * new_tokens, **summarize(by_turns(sides, counted, rounds))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="measured repetitions of each side")
-    parser.add_argument("--beside", choices=("transformers", "llama.cpp"), default="transformers", help="the peer")
+    parser.add_argument("--beside", choices=("transformers", "llama.cpp", "vllm"), default="transformers", help="who")
+    parser.add_argument("--peer", default="python", help="with --beside vllm, the interpreter that has it")
     options = parser.parse_args()
+    if options.beside == "vllm":
+        check_peer(options.peer, "vllm", "make an environment as bench/serve/vllm_cpu.py says")
+        result = beside_vllm(teacher_folder(), options.peer, options.rounds)
+        write_result("serve-vllm-cpu", "python -m bench.serve --beside vllm --peer PEER/bin/python", result)
+        return
     if options.beside == "llama.cpp":
         check_installed()
         result = beside_llama_cpp(teacher_folder(), options.rounds)
