@@ -23,7 +23,7 @@ from serve.messages import LENGTH
 
 PROCESSOR_S, WALL_S = 1.0, 10.0
 """What one grammar may take to compile: of a processor, and altogether on a machine with other work."""
-MEMORY_BYTES = 2**30
+MEMORY_BYTES = 2**29
 """What it may allocate."""
 REFUSED = 3
 """How a fork ends that says why a grammar cannot be used."""

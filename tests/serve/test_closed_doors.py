@@ -102,11 +102,14 @@ def test_the_bounds_are_found() -> None:
 KINDS: list[Any] = [ChatRequest, CompletionRequest]
 OUTSIDE: dict[str, tuple[Any, ...]] = {
     "temperature": (-1e-6, 2.000001), "top_p": (0, 1.000001), "top_k": (-2, 2**31), "min_p": (-1e-6, 1.000001),
-    "repetition_penalty": (0, 100.1), "presence_penalty": (-2.1, 2.1), "frequency_penalty": (-2.1, 2.1),
-    "logit_bias": ({"5": -101}, {"5": 101}, {str(token): 1 for token in range(301)}), "seed": (-(2**63) - 1, 2**63),
-    "stop": (["a"] * 5, "a" * 1025, ""), "stop_token_ids": (list(range(129)), [-1]), "bad_words": (["a"] * 129, [""]),
+    "repetition_penalty": (0.0099, 100.0001), "presence_penalty": (-2.0001, 2.0001),
+    "frequency_penalty": (-2.0001, 2.0001),
+    "logit_bias": ({"5": -100.0001}, {"5": 100.0001}, {str(token): 1 for token in range(301)}),
+    "seed": (-(2**63) - 1, 2**63),
+    "stop": (["a"] * 5, "a" * 1025, ""), "stop_token_ids": (list(range(129)), [-1]),
+    "bad_words": (["a"] * 129, [""], ["a" * 129]),
     "allowed_token_ids": ([], [-1]), "max_tokens": (-1, 2**31), "min_tokens": (-1, 2**31), "prompt_logprobs": (-1, 21),
-    "n": (0, 16_385, 2**31), "best_of": (0, 2**31), "priority": (-(2**31) - 1, 2**31), "deadline_s": (0, 3600.1),
+    "n": (0, 16_385, 2**31), "best_of": (0, 2**31), "priority": (-(2**31) - 1, 2**31), "deadline_s": (0, 3600.0001),
     "cache_salt": ("", "x" * 257), "user": ("x" * 513,), "truncate_prompt_tokens": (-2, 0, 2**31),
     "metadata": ({str(name): "x" for name in range(17)}, {"x": "x" * 513}, {"x" * 65: "x"}),
 }  # fmt: skip
