@@ -106,7 +106,7 @@ OUTSIDE: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (-2.0001, 2.0001),
     "logit_bias": ({"5": -100.0001}, {"5": 100.0001}, {str(token): 1 for token in range(301)}),
     "seed": (-(2**63) - 1, 2**63),
-    "stop": (["a"] * 5, "a" * 1025, ""), "stop_token_ids": (list(range(129)), [-1]),
+    "stop": (["a"] * 5, "a" * 1025, ""), "stop_token_ids": (list(range(129)), [-1], [2**31]),
     "bad_words": (["a"] * 129, [""], ["a" * 129]),
     "allowed_token_ids": ([], [-1]), "max_tokens": (-1, 2**31), "min_tokens": (-1, 2**31), "prompt_logprobs": (-1, 21),
     "n": (0, 16_385, 2**31), "best_of": (0, 2**31), "priority": (-(2**31) - 1, 2**31), "deadline_s": (0, 3600.0001),
