@@ -88,6 +88,7 @@ def clock(seconds: dict[str, float]) -> None:
     """Has the seconds that pass in the C forms added up, by name, in passes that are captured from here on too."""
     for library, name in (
         (products._library(DTYPE), "skinny_product"),
+        (products._library_of_outputs() if torch.float32 == DTYPE else None, "skinny_product"),
         (tiles._library(), "tiled_product"),
         (integers._library(), "rounded_product"),
         (attention._library(DTYPE), "attend_decode"),

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from kernels.linear._skinny_cpu import (
     BLOCK_ELEMENTS_IN_C,
-    MOST_SKINNY_ROWS,
     SkinnyWeight,
     expanded_rows,
     linear_in_blocks,
-    multiplies,
     prepare_skinny,
     skinny_product,
     slices,
+    takes_rows,
 )
 from kernels.linear._tiles_cpu import has_tiles, tiled_product
 from kernels.linear.quantization import (
@@ -86,7 +85,7 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     if weight.skinny is not None and has_tiles(x):
         return _with_bias(tiled_product(x, weight.skinny), bias)
-    if weight.skinny is not None and multiplies(x.dtype) and x.shape[0] <= MOST_SKINNY_ROWS:
+    if weight.skinny is not None and takes_rows(x, weight.skinny):
         return _with_bias(skinny_product(x, weight.skinny), bias)
     if weight.packed is not None and x.dtype == torch.bfloat16 and len(x) <= _MOST_PACKED_ROWS:
         parts = [_packed_product(x[rows].contiguous(), weight) for rows in slices(len(x), _PACKED_ROWS_AT_ONCE)]

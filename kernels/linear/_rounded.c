@@ -16,10 +16,10 @@
 
 #include <stdlib.h>
 
+#include "outputs.h"
 #include "round.h"
-#include "weights.h"
 
-enum { OUTPUTS = 16, MOST_SPAN = 64, TOKENS = 8, BLOCK_ROWS = 128, PIECE = 16, CACHE_LINE = 64 };
+enum { MOST_SPAN = 64, TOKENS = 8, BLOCK_ROWS = 128 };
 
 /* What a product is compiled for. From symmetric codes an integer is subtracted, 8 or 128; the others have shifts. */
 typedef struct {
@@ -33,28 +33,6 @@ typedef struct {
     float *scales, *sums; /* [K / span, T]: s, and s * (sum of q) */
     int32_t *offsets;     /* [K / span, T]: what symmetric sums begin with */
 } Rows;
-
-/* The first `count` bytes of PIECE, then zeros. */
-INLINE __m128i some_bytes(const uint8_t *from, int64_t count) {
-    return _mm_maskz_loadu_epi8(count < PIECE ? (1 << count) - 1 : 0xffff, from);
-}
-
-/* So many bytes of each of OUTPUTS rows as 4 registers, which have 4 bytes of every row. */
-INLINE void transpose(const uint8_t *from, int64_t stride, int64_t count, __m512i *out) {
-    __m512i rows[4], pairs[4];
-    UNROLLED(int i = 0; i < 4; i++) {
-        rows[i] = _mm512_castsi128_si512(some_bytes(from + i * stride, count));
-        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 4) * stride, count), 1);
-        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 8) * stride, count), 2);
-        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 12) * stride, count), 3);
-    }
-    UNROLLED(int i = 0; i < 4; i++)
-        pairs[i] = i % 2 ? _mm512_unpackhi_epi32(rows[i - 1], rows[i]) : _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    UNROLLED(int i = 0; i < 4; i++) {
-        __m512i low = pairs[i / 2], high = pairs[i / 2 + 2]; /* of rows */
-        out[i] = i % 2 ? _mm512_unpackhi_epi64(low, high) : _mm512_unpacklo_epi64(low, high);
-    }
-}
 
 /* A span of OUTPUTS rows of W as unsigned bytes, four of every row in a register. */
 INLINE void decode(const Kind kind, const uint8_t *codes, int64_t stride, __m512i *out) {
@@ -124,31 +102,11 @@ INLINE void multiply(const Kind kind, const Weight *w, const uint8_t *codes, con
     }
 }
 
-/* Numbers [OUTPUTS, G] of fp32, fp16 or bytes, which have so many bytes, as fp32 [G, OUTPUTS]. */
-INLINE void by_lanes(const uint8_t *from, int64_t groups, const int size, float *out) {
-    for (int64_t first = 0; first < groups; first += PIECE / size) {
-        int64_t count = smaller(groups - first, PIECE / size);
-        __m512i fours[4];
-        transpose(from + first * size, groups * size, count * size, fours);
-        for (int64_t i = 0; i < count; i++, out += OUTPUTS) {
-            __m512i bits = _mm512_srli_epi32(fours[i * size / 4], i * size % 4 * 8);
-            __m512 numbers = _mm512_castsi512_ps(bits);
-            if (size == 2) numbers = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits));
-            if (size == 1) numbers = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
-            _mm512_storeu_ps(out, numbers);
-        }
-    }
-}
-
-INLINE void numbers_by_lanes(const Weight *w, const void *numbers, int64_t n, int64_t groups, float *out) {
-    const uint8_t *from = (const uint8_t *)place_of(w, numbers, n * groups);
-    w->is_half ? by_lanes(from, groups, 2, out) : by_lanes(from, groups, 4, out);
-}
-
 /* What is added to code * scale, [G, OUTPUTS]. */
-INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, int64_t groups, float *out) {
+INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, float *out) {
+    int64_t groups = groups_of(w);
     if (w->minima) {
-        numbers_by_lanes(w, w->minima, n, groups, out);
+        numbers_by_lanes(w, w->minima, n, out);
         return;
     }
     by_lanes(w->zeros + n * groups, groups, 1, out);
@@ -158,11 +116,11 @@ INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, int
 /* All rows of x times OUTPUTS of W, from n on; the first `count` go to y [T, .], whose rows are `stride` apart. */
 INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, int64_t n, float *y, int64_t stride,
                              int64_t count) {
-    int64_t groups = w->k / w->group;
-    float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1], sums[x->rows * OUTPUTS];
+    int64_t groups = groups_of(w);
+    ALIGNED float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1], sums[x->rows * OUTPUTS];
     for (int64_t t = 0; t < x->rows; t++) __builtin_prefetch(y + t * stride, 1);
-    numbers_by_lanes(w, w->scales, n, groups, scales);
-    if (kind.has_shifts) shifts_by_lanes(w, scales, n, groups, shifts);
+    numbers_by_lanes(w, w->scales, n, scales);
+    if (kind.has_shifts) shifts_by_lanes(w, scales, n, shifts);
     memset(sums, 0, sizeof sums);
     multiply(kind, w, w->codes + n * bytes_of(w->format, w->k), scales, shifts, x, sums);
     for (int64_t t = 0; t < x->rows; t++)
@@ -228,32 +186,13 @@ static Rows rows_in(char *memory, int64_t rows, int64_t k, int64_t span) {
     return (Rows){rows, (int8_t *)memory, first, first + scales, (int32_t *)(first + 2 * scales)};
 }
 
-/* `count` rows of `bytes` each of a tensor from row n on, copied to where `to` is, which moves on to the next place. */
-static const void *copied(const void *tensor, int64_t n, int64_t count, int64_t bytes, char **to) {
-    char *begin = *to;
-    *to += OUTPUTS * bytes;
-    return tensor ? memcpy(begin, (const char *)tensor + n * bytes, count * bytes) : NULL;
-}
-
-/* The rows of W beyond the last OUTPUTS, as a weight of so many in some memory. */
-static Weight last_outputs(const Weight *w, char *memory) {
-    int64_t count = w->n % OUTPUTS, n = w->n - count, groups = w->k / w->group, numbers = groups * (w->is_half ? 2 : 4);
-    Weight last = *w;
-    last.scales = copied(w->scales, n, count, numbers, &memory);
-    last.minima = copied(w->minima, n, count, numbers, &memory);
-    last.codes = copied(w->codes, n, count, bytes_of(w->format, w->k), &memory);
-    last.zeros = copied(w->zeros, n, count, groups, &memory);
-    return last;
-}
-
 /* y [rows, N] of x [rows, K], both fp32, of which `x_group` neighbours share a scale. Returns 0, or 1 without memory. */
 int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x_group, float *y, int64_t rows,
                     int threads) {
     int64_t span = w->group % MOST_SPAN || x_group % MOST_SPAN ? 32 : MOST_SPAN, most = smaller(rows, BLOCK_ROWS);
     int64_t block = most * (w->k + w->k / span * 3 * (int64_t)sizeof(float)); /* stays in the cache while W passes by */
-    int64_t row = bytes_of(w->format, w->k) + w->k / w->group * (2 * (int64_t)sizeof(float) + 1);
     Kind kind = {w->format != INT8, w->minima || w->zeros, span};
-    char *memory = calloc(1, OUTPUTS * row + block);
+    char *memory = calloc(1, OUTPUTS * bytes_of_row(w) + block);
     if (!memory) return 1;
     Weight last = last_outputs(w, memory + block);
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {

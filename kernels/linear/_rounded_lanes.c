@@ -129,8 +129,8 @@ INLINE void multiply_tile(const int is_int8, const int tokens, const Weight *w, 
     const uint8_t *codes = outputs->codes;
     __m256 sums[TOKENS];
     UNROLLED(int t = 0; t < tokens; t++) sums[t] = _mm256_setzero_ps();
-    for (int64_t group = 0; group < w->k / w->group; group++)
-        for (int64_t k = 0; k < w->group; k += BLOCK, x += bytes_of_block(is_int8)) {
+    for (int64_t start = 0, group = 0; start < w->k; start += w->group, group++)
+        for (int64_t k = start; k < smaller(start + w->group, w->k); k += BLOCK, x += bytes_of_block(is_int8)) {
             /* The same place of the next rows: the processor's own prefetch ends with a page. */
             if (tokens == 1)
                 UNROLLED(int i = 0; i < LANES; i++) _mm_prefetch(codes + (LANES + i) * outputs->stride, _MM_HINT_T0);
@@ -201,7 +201,8 @@ INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, int
 
 /* All rows of x times LANES outputs of W, from n on. */
 INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, float *y, int64_t rows, int64_t n) {
-    int64_t groups = w->k / w->group, bytes = bytes_of(w->format, w->k), count = smaller(LANES, w->n - n);
+    int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(w->format, w->k);
+    int64_t count = smaller(LANES, w->n - n);
     float scales[(groups + MORE_GROUPS) * LANES], shifts[is_int8 ? 1 : (groups + MORE_GROUPS) * LANES];
     uint8_t copy[count < LANES ? LANES * bytes : 1]; /* of the last rows, since eight are read */
     by_lanes(w, w->scales, n, groups, scales);

@@ -2,6 +2,7 @@
 
     bf16 rows    `_skinny.c`        AVX-512 BF16 and VBMI     quantized weights
     fp32 rows    `_skinny_wide.c`   AVX2, FMA and F16C        quantized weights, or numbers in bf16
+                 `_skinny_outputs.c`   AVX-512 (F, BW, VL)    all of these but FP8
 
 (With AMX `_tiles_cpu` multiplies all but single rows in bf16.)
 
@@ -21,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.common.compiled import compiled
+from kernels.common.compiled import compiled, processor_features
 from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import NEEDS
 from kernels.linear.quantization import (
@@ -37,7 +38,7 @@ from kernels.linear.quantization import (
 _FORMATS = (NF4Weight, Int4Weight, Int8Weight, Fp8Weight, Tensor)
 _INT4_FROM_MINIMA = len(_FORMATS)
 Held = TypeVar("Held", bound=QuantizedWeight | Tensor)
-MOST_SKINNY_ROWS = 32
+_MOST_ROWS, _MOST_ROWS_BY_OUTPUTS = 32, 128
 """Measured with `python -m bench.kernels.decode`: with more rows `linear_in_blocks` costs less."""
 BLOCK_ELEMENTS_IN_C = 1 << 21
 """Of a weight, expanded at a time for `linear_in_blocks`."""
@@ -52,6 +53,9 @@ class WeightAddress(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("format", "n", "k", "group", "is_half")),
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "minima")),
     )
+
+
+_WEIGHT = ctypes.POINTER(WeightAddress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,9 @@ class _Source:
 NEEDS_BF16 = frozenset({"avx512_bf16", "avx512vbmi"})
 NEEDS_WIDE = NEEDS | {"f16c"}
 _SOURCES = {torch.bfloat16: _Source("_skinny.c", NEEDS_BF16), torch.float32: _Source("_skinny_wide.c", NEEDS_WIDE)}
+NEEDS_OUTPUTS = NEEDS_WIDE | {"avx512f", "avx512bw", "avx512vl"}
+_OUTPUTS = _Source("_skinny_outputs.c", NEEDS_OUTPUTS)
+"""Where it runs it is faster for fp32 rows, but not for weights in FP8."""
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -109,7 +116,7 @@ def prepare_skinny_numbers(weight: Tensor) -> SkinnyWeight[Tensor] | None:
 
 def skinny_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
     """x Wᵀ, [T, N], of x [T, K] in a dtype that `multiplies`."""
-    return product_in_c(_library(x.dtype).skinny_product, x, weight)
+    return product_in_c(product_library(x.dtype, weight).skinny_product, x, weight)
 
 
 def product_in_c(multiply: Any, x: Tensor, weight: SkinnyWeight) -> Tensor:
@@ -146,15 +153,40 @@ def slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
+def takes_rows(x: Tensor, weight: SkinnyWeight) -> bool:
+    """Whether rows x [T, K] are few enough that `skinny_product` multiplies them fastest."""
+    if not multiplies(x.dtype):
+        return False
+    library = product_library(x.dtype, weight)
+    return x.shape[0] <= (_MOST_ROWS if library is _library(x.dtype) else _MOST_ROWS_BY_OUTPUTS)
+
+
+def product_library(dtype: torch.dtype, weight: SkinnyWeight) -> Any:
+    """The C form that multiplies rows in this dtype with a weight fastest."""
+    by_outputs = dtype == torch.float32 and not isinstance(weight.held, Fp8Weight) and _library_of_outputs()
+    return by_outputs or _library(dtype)
+
+
 @cache
 def _library(dtype: torch.dtype) -> Any:
-    source = _SOURCES[dtype]
+    library = _library_with_products(_SOURCES[dtype])
+    if library is not None:
+        library.expand_rows.argtypes = (_WEIGHT, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        library.expand_rows.restype = None
+    return library
+
+
+@cache
+def _library_of_outputs() -> Any:
+    return _library_with_products(_OUTPUTS) if processor_features() >= NEEDS_OUTPUTS else None
+
+
+def _library_with_products(source: _Source) -> Any:
     library = compiled(Path(__file__).with_name(source.name), needs=source.needs)
     if library is not None:
-        weight, number, pointer = ctypes.POINTER(WeightAddress), ctypes.c_int64, ctypes.c_void_p
-        library.skinny_product.argtypes = (weight, pointer, number, pointer, number, ctypes.c_int)
-        library.expand_rows.argtypes = (weight, number, number, pointer, ctypes.c_int)
-        library.skinny_product.restype, library.expand_rows.restype = ctypes.c_int, None
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        library.skinny_product.argtypes = (_WEIGHT, pointer, number, pointer, number, ctypes.c_int)
+        library.skinny_product.restype = ctypes.c_int
     return library
 
 

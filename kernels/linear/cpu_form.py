@@ -18,6 +18,7 @@ def cpu_form(features: frozenset[str] | None = None, compiler: str = "cc") -> st
         return "torch's operators, slower: the C forms are for x86 processors with AVX2, FMA and F16C"
     bf16 = "AMX" if features >= _tiles_cpu.NEEDS else "AVX-512" if features >= _skinny_cpu.NEEDS_BF16 else "none"
     integers = "VNNI" if _rounded_cpu.has_vnni(features) else "AVX2"
+    fp32 = "AVX-512" if features >= _skinny_cpu.NEEDS_OUTPUTS else "AVX2"
     if bf16 == "none":
-        return f"C for AVX2 in fp32, since the processor has no bf16 instructions; rounded activations: {integers}"
-    return f"C for {bf16} in bf16, AVX2 in fp32; rounded activations: {integers}"
+        return f"C for {fp32} in fp32, since the processor has no bf16 instructions; rounded activations: {integers}"
+    return f"C for {bf16} in bf16, {fp32} in fp32; rounded activations: {integers}"

@@ -5,7 +5,8 @@ On the CPU a weight can be prepared once for many products:
 - In bf16 oneDNN then finds it in blocks that it multiplies without copying. That about halves the time of one to four
   rows (decode), saves a third at eight and a few percent at hundreds.
 - In fp32, if every number is one of bf16 too, as in checkpoints in bf16, bf16 is what stays in memory, and C reads half
-  the bytes: half the time of one to five rows, with the numbers of fp32. Other weights go to oneDNN.
+  the bytes: half the time of one to five rows, and with AVX-512 of up to 32, with the numbers of fp32. Other weights go
+  to oneDNN.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from kernels.linear._skinny_cpu import (
     BLOCK_ELEMENTS_IN_C,
-    MOST_SKINNY_ROWS,
     SkinnyWeight,
     expanded_rows,
     linear_in_blocks,
     prepare_skinny_numbers,
     skinny_product,
+    takes_rows,
 )
 
 # Below this many elements torch's own fp32 product costs less than another call (measured up to 64 rows).
@@ -103,7 +104,7 @@ def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = Non
 
 
 def _linear_of_bf16(x: Tensor, weight: SkinnyWeight[Tensor], bias: Tensor | None) -> Tensor:
-    if len(x) <= MOST_SKINNY_ROWS:
+    if takes_rows(x, weight):
         product = skinny_product(x, weight)
         return product if bias is None else product.add_(bias)
     return linear_in_blocks(

@@ -16,7 +16,7 @@ def test_each_processor_is_told_its_form() -> None:
     assert cpu_form(ZEN) == (
         "C for AVX2 in fp32, since the processor has no bf16 instructions; rounded activations: AVX2"
     )
-    assert "AVX2 in fp32" in cpu_form(ICE_LAKE) and cpu_form(ICE_LAKE).endswith("VNNI")
+    assert "AVX-512 in fp32" in cpu_form(ICE_LAKE) and cpu_form(ICE_LAKE).endswith("VNNI")
     assert cpu_form(COOPER_LIKE).startswith("C for AVX-512 in bf16")
     assert cpu_form(COOPER_LIKE | {"amx_bf16"}).startswith("C for AMX in bf16")
 

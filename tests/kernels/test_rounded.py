@@ -157,6 +157,7 @@ def in_halves(weight: Int8Weight) -> Int8Weight:
 INTEGERS = QUANTIZERS | {
     "int4 of 32": lambda w: quantize_int4(w, group=32),
     "int4 of 64": lambda w: quantize_int4(w, group=64),
+    "int4 in groups that do not divide a row": lambda w: quantize_int4(w, group=128, symmetric=False),
     "int4 rows": lambda w: quantize_int4(w, group=w.shape[1]),
     "int4 with zeros": lambda w: quantize_int4(w + 0.5, group=64, symmetric=False),
     "int4 from minima": from_minima,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.linear._skinny_cpu as products
 from kernels.linear._skinny_cpu import SkinnyWeight, expanded_rows, multiplies, prepare_skinny, skinny_product
 from kernels.linear.quantization import (
     Fp8Weight,
@@ -42,6 +43,15 @@ ALL = pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS)
 Quantize = Callable[[Tensor], QuantizedWeight]
 
 
+@pytest.fixture(params=["for fewer lanes", "for more lanes"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both C forms of fp32 rows, whichever this processor is given, where it can run them."""
+    if request.param == "for fewer lanes":
+        monkeypatch.setattr(products, "_library_of_outputs", lambda: None)
+    elif products._library_of_outputs() is None:
+        pytest.skip("the processor has no AVX-512")
+
+
 def prepared(weight: QuantizedWeight) -> SkinnyWeight:
     result = prepare_skinny(weight)
     assert result is not None
@@ -65,6 +75,7 @@ def test_rows_are_the_dequantized_ones_to_the_bit(quantize: Quantize, shape: tup
             assert torch.equal(expanded_rows(prepared(weight), dtype, rows), weight.dequantize(dtype, rows))
 
 
+@pytest.mark.usefixtures("form")
 @ALL
 @EACH
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 65])
@@ -80,6 +91,7 @@ def test_products_of_any_number_of_rows(quantize: Quantize, n: int, dtype: torch
         assert y.shape == (rows, n) and torch.equal(y, every[:rows])
 
 
+@pytest.mark.usefixtures("form")
 @ALL
 @EACH
 def test_threads_change_no_bit(quantize: Quantize, dtype: torch.dtype) -> None:
@@ -96,6 +108,7 @@ def test_threads_change_no_bit(quantize: Quantize, dtype: torch.dtype) -> None:
         assert torch.equal(product, results[0][0]) and torch.equal(rows, results[0][1])
 
 
+@pytest.mark.usefixtures("form")
 @ALL
 @EACH
 def test_zeros_outliers_and_what_is_not_finite_keep_to_their_row(quantize: Quantize, dtype: torch.dtype) -> None:

@@ -1,0 +1,85 @@
+/* What the C sources share in which a lane is an output, for x86 processors with AVX-512 (F, BW, VL): OUTPUTS rows of a
+   weight at a time, whose bytes are turned until a register has the same neighbours of each. */
+
+#ifndef OUTPUTS_H
+#define OUTPUTS_H
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "weights.h"
+
+enum { OUTPUTS = 16, PIECE = 16, CACHE_LINE = 64 };
+#define ALIGNED __attribute__((aligned(CACHE_LINE)))
+
+INLINE int64_t groups_of(const Weight *w) { return (w->k + w->group - 1) / w->group; }
+
+/* The first `count` bytes of PIECE, then zeros. */
+INLINE __m128i some_bytes(const uint8_t *from, int64_t count) {
+    return _mm_maskz_loadu_epi8(count < PIECE ? (1 << count) - 1 : 0xffff, from);
+}
+
+/* So many bytes of each of OUTPUTS rows as 4 registers, which have 4 bytes of every row. */
+INLINE void transpose(const uint8_t *from, int64_t stride, int64_t count, __m512i *out) {
+    __m512i rows[4], pairs[4];
+    UNROLLED(int i = 0; i < 4; i++) {
+        rows[i] = _mm512_castsi128_si512(some_bytes(from + i * stride, count));
+        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 4) * stride, count), 1);
+        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 8) * stride, count), 2);
+        rows[i] = _mm512_inserti32x4(rows[i], some_bytes(from + (i + 12) * stride, count), 3);
+    }
+    UNROLLED(int i = 0; i < 4; i++)
+        pairs[i] = i % 2 ? _mm512_unpackhi_epi32(rows[i - 1], rows[i]) : _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    UNROLLED(int i = 0; i < 4; i++) {
+        __m512i low = pairs[i / 2], high = pairs[i / 2 + 2]; /* of rows */
+        out[i] = i % 2 ? _mm512_unpackhi_epi64(low, high) : _mm512_unpacklo_epi64(low, high);
+    }
+}
+
+/* Numbers [OUTPUTS, G] of fp32, fp16 or bytes, which have so many bytes, as fp32 [G, OUTPUTS]. */
+INLINE void by_lanes(const uint8_t *from, int64_t groups, const int size, float *out) {
+    for (int64_t first = 0; first < groups; first += PIECE / size) {
+        int64_t count = smaller(groups - first, PIECE / size);
+        __m512i fours[4];
+        transpose(from + first * size, groups * size, count * size, fours);
+        for (int64_t i = 0; i < count; i++, out += OUTPUTS) {
+            __m512i bits = _mm512_srli_epi32(fours[i * size / 4], i * size % 4 * 8);
+            __m512 numbers = _mm512_castsi512_ps(bits);
+            if (size == 2) numbers = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits));
+            if (size == 1) numbers = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
+            _mm512_storeu_ps(out, numbers);
+        }
+    }
+}
+
+/* Scales, or minima, of OUTPUTS rows from n on, [G, OUTPUTS]. */
+INLINE void numbers_by_lanes(const Weight *w, const void *numbers, int64_t n, float *out) {
+    const uint8_t *from = (const uint8_t *)place_of(w, numbers, n * groups_of(w));
+    w->is_half ? by_lanes(from, groups_of(w), 2, out) : by_lanes(from, groups_of(w), 4, out);
+}
+
+/* `count` rows of `bytes` each of a tensor from row n on, copied to where `to` is, which moves on to the next place. */
+static const void *copied(const void *tensor, int64_t n, int64_t count, int64_t bytes, char **to) {
+    char *begin = *to;
+    *to += OUTPUTS * bytes;
+    return tensor ? memcpy(begin, (const char *)tensor + n * bytes, count * bytes) : NULL;
+}
+
+/* The rows of W beyond the last OUTPUTS, as a weight of so many in memory that is zero: OUTPUTS times `bytes_of_row`. */
+static Weight last_outputs(const Weight *w, char *memory) {
+    int64_t count = w->n % OUTPUTS, n = w->n - count, numbers = groups_of(w) * (w->is_half ? 2 : 4);
+    Weight last = *w;
+    last.scales = copied(w->scales, n, count, numbers, &memory);
+    last.minima = copied(w->minima, n, count, numbers, &memory);
+    last.codes = copied(w->codes, n, count, bytes_of(w->format, w->k), &memory);
+    last.zeros = copied(w->zeros, n, count, groups_of(w), &memory);
+    return last;
+}
+
+/* At most. */
+INLINE int64_t bytes_of_row(const Weight *w) {
+    return bytes_of(w->format, w->k) + groups_of(w) * (2 * (int64_t)sizeof(float) + 1);
+}
+
+#endif
