@@ -1,7 +1,7 @@
 """Is what `potstill tune` finds as good as what people write by hand? Twelve recipes beside one search, settings alike.
 
     python -m bench.train.tune                   # SmolLM2-135M and configs/tune.yaml: hours on two cores
-    python -m bench.train.tune --small           # the same on a model of 5 M parameters, made from nothing: minutes
+    python -m bench.train.tune --small           # the same on a model of 3 M parameters, made from nothing: minutes
 
 Written by hand is what one would try first: all layers, 5/6 and 2/3 of them, and 2/3 of the MLP, each in 8 bits, in
 4, and between. Their front is that of memory, time a token and KL to the teacher. The search is asked for the least KL
@@ -33,19 +33,29 @@ from pipeline.tune.trials import Space, Trial
 
 RUNS = ROOT / "runs"
 TIME_NOISE = 1.05
-SMALL = ("stages.0.distill.tokens=24k", "stages.2.evaluate.speed={batch_sizes: [1], prompt_tokens: 32, new_tokens: 32}")
-ARCHITECTURE = {"hidden_size": 256, "intermediate_size": 768, "layers": 6, "query_heads": 4, "kv_heads": 2}
+TEXT = "data.text={source: python-stdlib, sequence_length: 256, held_out: 0.05, max_documents: 300}"
+SMALL = (
+    "stages.0.distill.tokens=24k", "stages.0.distill.student.layers=5",
+    "stages.2.evaluate.speed={batch_sizes: [1], prompt_tokens: 32, new_tokens: 32}",
+)  # fmt: skip
+SHAPE = {
+    "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "layers": 6, "query_heads": 6, "kv_heads": 2,
+}  # fmt: skip
 
 
 def small_recipe() -> Recipe:
     """configs/tune.yaml with a teacher that is made first, and shorter training."""
-    made = load_recipe(ROOT / "configs" / "mha-gqa.yaml", [])
+    made = load_recipe(ROOT / "configs" / "mha-gqa.yaml", [TEXT])
     kind, config = made.stages[0]
-    shape = replace(config.architecture, **ARCHITECTURE)
-    config = replace(config, architecture=shape, tokens=256_000, held_out_tokens=2048)
+    config = replace(
+        config, architecture=replace(config.architecture, **SHAPE), tokens=160_000, evaluate_every_tokens=160_000,
+        held_out_tokens=2048,
+    )  # fmt: skip
     results_of(replace(made, name="tune-teacher", stages=((kind, config),), serve=Serve(model=config.out)))
     teacher = RunFolder(RUNS / "tune-teacher").path / "01-pretrain" / "model"
-    return load_recipe(ROOT / "configs" / "tune.yaml", [f"models.teacher={{from: {teacher}, sha256: null}}", *SMALL])
+    return load_recipe(
+        ROOT / "configs" / "tune.yaml", [f"models.teacher={{from: {teacher}, sha256: null}}", TEXT, *SMALL]
+    )
 
 
 def by_hand(space: Space) -> list[Trial]:
@@ -93,7 +103,7 @@ def chart(hand: Sequence[Measured], tried: Sequence[Measured], best: Measured) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a model of 5 M parameters in place of SmolLM2")
+    parser.add_argument("--small", action="store_true", help="a model of 3 M parameters in place of SmolLM2")
     parser.add_argument("--budget", default="45m", help="of the search (default: 45m)")
     options = parser.parse_args()
     name = "tune-small" if options.small else "tune"

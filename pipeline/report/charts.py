@@ -62,7 +62,8 @@ class Lines:
         xs = [x for line in lines for x, _ in line.points]
         ys = [y for line in lines for _, y in line.points]
         x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(0.0 if self.from_zero else min(ys), max(ys))
-        frame = _Frame((min(xs), max(max(xs), min(xs) + 1e-9)), (y_ticks[0], y_ticks[-1]))
+        reach = (min(xs), max(xs)) if max(xs) > min(xs) else (x_ticks[0], x_ticks[-1])
+        frame = _Frame(reach, (y_ticks[0], y_ticks[-1]))
         named = {value: short(value) for value in y_ticks}
         parts = [_axes(frame, x_ticks, named, self.x_label, self.y_label)]
         parts += [_line(frame, line, color, self.x_label) for color, line in enumerate(lines, start=1)]

@@ -149,6 +149,7 @@ def test_lines_keep_their_ends_and_lose_what_is_not_finite() -> None:
     assert [len(line) for line in drawn] == [MAX_POINTS, 1]
     assert "nan" not in chart and "inf" not in chart and chart.count('class="key"') == 2
     assert Lines("t", [Series("a", [(1.0, math.nan)])], "x", "y").html() == ""
+    assert "<svg" in Lines("t", [Series("a", [(160_000.0, 1.0)])], "x", "y").html()
     assert Bars("t", []).html() == "" and "nan" not in Bars("t", [Bar("a", 0.0, "0"), Bar("b", math.nan, "?")]).html()
 
 

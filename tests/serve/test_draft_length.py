@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from model.transformer import Transformer
-from serve.engine.drafts.length import MAX_DRAFT_TOKENS, MIN_GAIN, AdaptiveLength, PassCosts, PassTimer, expected_tokens
+from serve.engine.drafts.length import (
+    MAX_DRAFT_TOKENS,
+    MIN_GAIN,
+    UNTRIED_GAIN,
+    AdaptiveLength,
+    PassCosts,
+    PassTimer,
+    best_length,
+    expected_tokens,
+)
 from serve.engine.drafts.tree import AtHand
 from serve.engine.engine import Engine
 from serve.engine.requests import Sequence
@@ -82,6 +91,18 @@ def test_no_draft_when_it_loses() -> None:
     assert trained(0.02, draft_s=0.1)(a_sequence()) == 0  # a poor one
     busy = trained(0.7, draft_s=2.0, row_s=0.5, num_decoding=16)  # a target that is busy already
     assert busy(a_sequence()) == 0
+
+
+def test_more_rows_than_ever_are_tried_for_more_gain() -> None:
+    """What they cost is a guess, and to learn it costs a little: a small promise is not enough."""
+    right = [1.0] * 8
+    for gain in (1.1, 1.2):
+        seconds = [1.0, 2 / gain]
+        assert best_length(right, seconds) == 1
+        assert best_length(right, seconds, num_tried=1) == (1 if gain > UNTRIED_GAIN else 0)
+    adaptive = trained(0.9, draft_s=0.2, row_s=0.02, num_decoding=2)
+    assert adaptive._num_tried(2, 2) == MAX_DRAFT_TOKENS + 1  # of up to 18 rows
+    assert adaptive._num_tried(4, 4) == 1  # four have never drafted
 
 
 @dataclass

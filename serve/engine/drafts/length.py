@@ -24,6 +24,9 @@ MAX_DRAFT_TOKENS = 8
 """The longest draft that is tried; beyond it the gain is small at any acceptance rate worth drafting for."""
 MIN_GAIN = 1.06
 """Drafting must promise this much over not drafting: the estimates are noisy, and a wrong yes costs more."""
+UNTRIED_GAIN = 1.15
+"""The same of lengths that take more rows than any pass so far: what they cost is guessed, and to find out takes passes
+that prepare for others."""
 INITIAL_ACCEPTANCE = 0.7
 INITIAL_WEIGHT = 5.0
 """Tested draft tokens' worth of trust in the initial acceptance."""
@@ -55,15 +58,20 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return sum(acceptance**i for i in range(num_drafts + 1))
 
 
-def best_length(acceptances: list[float], seconds: list[float]) -> int:
-    """The draft length of most expected tokens per second; `seconds[k]` is the time of a step with length k."""
-    best, best_rate = 0, MIN_GAIN * len(acceptances) / seconds[0]
+def best_length(acceptances: list[float], seconds: list[float], num_tried: int = MAX_DRAFT_TOKENS + 1) -> int:
+    """The draft length of most expected tokens per second; `seconds[k]` is the time of a step with length k.
+
+    Of lengths from `num_tried` on that is guessed.
+    """
+    plain = len(acceptances) / seconds[0]
+    best, best_rate = 0, 0.0
     tokens, powers = float(len(acceptances)), [1.0] * len(acceptances)
     for length in range(1, len(seconds)):
         powers = [power * acceptance for power, acceptance in zip(powers, acceptances, strict=True)]
         tokens += sum(powers)
-        if tokens / seconds[length] > best_rate:
-            best, best_rate = length, tokens / seconds[length]
+        least = (MIN_GAIN if length < num_tried else UNTRIED_GAIN) * plain
+        if (rate := tokens / seconds[length]) > max(best_rate, least):
+            best, best_rate = length, rate
     return best
 
 
@@ -99,6 +107,11 @@ class PassCosts:
     def has_measured(self, num_rows: int) -> bool:
         """Whether passes of so many rows have been recorded."""
         return _bucket(num_rows) in self._samples
+
+    @property
+    def most_rows(self) -> int:
+        """Of a pass that was recorded."""
+        return self._rows[-1] if self._rows else 0
 
     def estimate(self, num_rows: int) -> float | None:
         """Seconds of a pass of `num_rows` rows; None before anything was measured.
@@ -290,7 +303,7 @@ class AdaptiveLength:
         """The length for the batch, and the sequences too late to draft for: they end before it pays."""
         num_decoding = len(decoding)
         seconds = self._step_seconds(num_decoding, num_decoding)
-        length = best_length(acceptances, seconds)
+        length = best_length(acceptances, seconds, self._num_tried(num_decoding, num_decoding))
         if not length:
             return 0, set()
         num_tokens = sum(expected_tokens(acceptance, length) for acceptance in acceptances)
@@ -299,7 +312,15 @@ class AdaptiveLength:
         if not late:
             return length, late
         acceptances = [0.0 if s in late else a for s, a in zip(decoding, acceptances, strict=True)]
-        return best_length(acceptances, self._step_seconds(num_decoding, num_decoding - len(late))), late
+        num_drafting = num_decoding - len(late)
+        seconds, num_tried = self._step_seconds(num_decoding, num_drafting), self._num_tried(num_decoding, num_drafting)
+        return best_length(acceptances, seconds, num_tried), late
+
+    def _num_tried(self, num_decoding: int, num_drafting: int) -> int:
+        """Lengths from this one on take more rows than any pass so far."""
+        if not num_drafting or self.draft_costs.most_rows < num_drafting:
+            return 1
+        return 1 + (self.target_costs.most_rows - num_decoding) // num_drafting
 
     def _step_seconds(self, num_decoding: int, num_drafting: int) -> list[float]:
         """Of a step, by the length of its drafts."""
