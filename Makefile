@@ -47,9 +47,13 @@ types: $(INSTALLED)
 fast: $(INSTALLED)
 	$(PYTEST) -m "not slow" tests
 
-bench: $(INSTALLED)   ## beside transformers, llama.cpp and peft, and its own kernels, on this machine; writes bench/results/
+bench: $(INSTALLED)   ## beside transformers, llama.cpp, peft (VLLM=PEER/bin/python: and vLLM), and its own kernels; writes bench/results/
 	$(BIN)/python -m bench.serve
 	$(BIN)/python -m bench.serve --beside llama.cpp
+	$(BIN)/python -m bench.serve --beside continuous
+	$(if $(VLLM),$(BIN)/python -m bench.serve --beside vllm --peer $(VLLM))
+	$(BIN)/python -m bench.serve.prefixes
+	$(BIN)/python -m bench.serve.scheduler
 	$(BIN)/python -m bench.train.distill
 	$(BIN)/python -m bench.kernels.decode
 	$(BIN)/python -m bench.train.qlora

@@ -3,13 +3,13 @@
     python -m bench.serve                       # parts 1 and 2, about 15 minutes on 2 cores
     python -m bench.serve --beside llama.cpp    # part 3
     python -m bench.serve --beside vllm --peer PEER/bin/python      # part 4; bench/serve/vllm_cpu.py makes PEER
+    python -m bench.serve --beside continuous   # part 5
 
 Part 1, one request at a time: 128 new tokens after a prompt of 64, through the engine, over HTTP, and by `generate`.
 Part 2, 64 requests that want 16 to 512 new tokens: the engine takes them all at once; `generate` runs them in static
-batches, each as long as its longest request, with the batch size that is fastest for it. The same prompts once more,
-with 16 new tokens each, which is what there is time for: the engine beside transformers' continuous batching. All
-decode greedily in the dtype that suits the machine with end-of-text ignored, so all produce the same number of wanted
-tokens. Speeds count wanted tokens only.
+batches, each as long as its longest request, with the batch size that is fastest for it. All decode greedily in the
+dtype that suits the machine with end-of-text ignored, so all produce the same number of wanted tokens. Speeds count
+wanted tokens only.
 
 Part 3, GGUF files of 4 and 8 bits beside llama.cpp, over HTTP, on as many threads: 1 and 8 requests at a time, each for
 128 new tokens after a prompt of 64 that the server has not seen; `rounded`: with `--activations int8`, as llama.cpp
@@ -17,6 +17,8 @@ rounds always.
 
 Part 4, the same model beside vLLM's server for CPUs, over HTTP, on as many threads: 1, 8 and 32 at a time as in
 part 3, and a prompt of 900 tokens with one new token, counted in prompt tokens.
+
+Part 5, the prompts of part 2 beside transformers' continuous batching, with 16 new tokens each: it is slow on CPUs.
 """
 
 import argparse
@@ -50,6 +52,7 @@ from serve import LLM, SamplingParams
 
 STATIC_BATCH_SIZES = (8, 16, 32, 64)
 LLAMA_CPP_TYPES = ("q4_1", "q8_0")
+PEERS = ("transformers", "llama.cpp", "vllm", "continuous")
 CONTINUOUS_TOKENS = 16
 LONG_PROMPT = 900
 
@@ -131,9 +134,7 @@ def one_at_a_time(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, A
 
 def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, Any]:
     print("64 requests of mixed lengths; first transformers, by size of its batches", flush=True)
-    rng = random.Random(0)
-    lengths = [rng.randint(16, 512) for _ in range(64)]
-    prompts = prompts_of(folder, [rng.randint(16, 256) for _ in range(64)])
+    prompts, lengths = mixed(folder)
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
     wanted = sum(lengths)
 
@@ -147,17 +148,29 @@ def many_at_once(folder: Path, llm: LLM, peer: Any, rounds: int) -> dict[str, An
     static = {size: speed for size, [speed] in by_turns(by_size, wanted, 1).items()}
     best = max(static, key=lambda size: static[size])
     speeds = by_turns({"potstill_engine": by_engine, "transformers": by_size[best]}, wanted, rounds)
-    print("The same prompts beside continuous batching", flush=True)
+    return {
+        "requests": len(lengths), "new_tokens": wanted, **summarize(speeds), "static_batch_tokens_per_s": static,
+        "best_static_batch": best,
+    }  # fmt: skip
+
+
+def mixed(folder: Path) -> tuple[list[list[int]], list[int]]:
+    """64 prompts, and how many new tokens each wants."""
+    rng = random.Random(0)
+    lengths = [rng.randint(16, 512) for _ in range(64)]
+    return prompts_of(folder, [rng.randint(16, 256) for _ in range(64)]), lengths
+
+
+def beside_continuous(folder: Path, rounds: int) -> dict[str, Any]:
+    llm, peer = LLM(str(folder)), AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE)
+    prompts, _ = mixed(folder)
     short = SamplingParams(temperature=0.0, max_tokens=CONTINUOUS_TOKENS, ignore_eos=True)
     sides: dict[str, Callable[[], Any]] = {
         "potstill_engine": lambda: llm.generate(prompts, short),
-        "transformers_continuous": partial(generate_continuously, peer, prompts, CONTINUOUS_TOKENS),
+        "transformers_continuous": lambda: generate_continuously(peer, prompts, CONTINUOUS_TOKENS),
     }
-    continuous = summarize(by_turns(sides, CONTINUOUS_TOKENS * len(prompts), rounds=1))
-    return {
-        "requests": len(lengths), "new_tokens": wanted, **summarize(speeds), "static_batch_tokens_per_s": static,
-        "best_static_batch": best, "continuous": {"new_tokens_each": CONTINUOUS_TOKENS, **continuous},
-    }  # fmt: skip
+    speeds = by_turns(sides, CONTINUOUS_TOKENS * len(prompts), rounds)
+    return {"requests": len(prompts), "new_tokens_each": CONTINUOUS_TOKENS, **summarize(speeds)}
 
 
 def beside_llama_cpp(
@@ -224,7 +237,7 @@ def ask_by_turns(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="measured repetitions of each side")
-    parser.add_argument("--beside", choices=("transformers", "llama.cpp", "vllm"), default="transformers", help="who")
+    parser.add_argument("--beside", choices=PEERS, default=PEERS[0], help="the peer")
     parser.add_argument("--peer", default="python", help="with --beside vllm, the interpreter that has it")
     options = parser.parse_args()
     if options.beside == "vllm":
@@ -238,6 +251,10 @@ def main() -> None:
         write_result("serve-llama-cpp-cpu", "python -m bench.serve --beside llama.cpp", result)
         return
     folder = teacher_folder()
+    if options.beside == "continuous":
+        result = beside_continuous(folder, options.rounds)
+        write_result("serve-continuous-cpu", "python -m bench.serve --beside continuous", result)
+        return
     llm, peer = LLM(str(folder)), AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE)
     parts = {part.__name__: part(folder, llm, peer, options.rounds) for part in (one_at_a_time, many_at_once)}
     write_result("serve-cpu", "python -m bench.serve", parts)

@@ -17,9 +17,11 @@ import pytest
 
 from serve.http import load, metrics
 from serve.http.metrics import Latencies, Metrics
+from serve.http.middleware import Middleware
 from serve.logs import FORMAT, OneLine
 from serve.outputs import EngineStats
 from tests.serve.http_server import SCRIPTED, RunningServer, running_server, save_tiny_folder
+from tests.serve.test_closed_doors import asked as status_of
 
 KEYS = ("first-secret", "second-secret")
 STEP_S, SLOW = 0.02, [20]
@@ -200,3 +202,15 @@ def test_a_record_is_one_line_whatever_it_holds(line: str) -> None:
     )
     written = OneLine(FORMAT).format(record)
     assert len(written.splitlines()) == 1 and "forged" in written and "request a | b failed" in written
+
+
+def test_an_unexpected_error_is_logged_by_its_place_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """What it says may quote a prompt."""
+
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("a canary was in the prompt")
+
+    app = Middleware(failing, accounts=[], metrics=Metrics("m"), routes=("/health",), error_bodies={})
+    with caplog.at_level(logging.DEBUG):
+        assert status_of(app, "/health", {}) == 500
+    assert "ValueError at" in caplog.text and Path(__file__).name in caplog.text and "canary" not in caplog.text
