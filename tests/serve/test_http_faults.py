@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -193,8 +194,10 @@ def test_a_client_who_makes_no_room_is_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert dropped == [True]
 
 
-@pytest.mark.parametrize("after_another", [False, True])
-@pytest.mark.parametrize("head", [b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize(
+    ("head", "after_another"),
+    [(b"", False), *itertools.product([b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], [False, True])],
+)
 def test_a_head_that_never_ends_is_dropped(monkeypatch: pytest.MonkeyPatch, head: bytes, after_another: bool) -> None:
     monkeypatch.setattr(connection, "HEAD_S", 0.2)
 

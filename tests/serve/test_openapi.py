@@ -78,7 +78,8 @@ def test_the_page_loads_nothing_from_elsewhere(server: RunningServer) -> None:
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "script-src 'sha256-" in policy
-    assert not re.findall(r"https?://|src=|href=|@import|innerHTML|eval\(", answer.text)
+    assert not re.findall(r"https?://|src=|@import|innerHTML|eval\(", answer.text)
+    assert set(re.findall(r'href="(.*?)"', answer.text)) == {"openapi.json", "./"}
 
 
 def test_examples_are_answered(server: RunningServer) -> None:
