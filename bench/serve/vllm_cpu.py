@@ -30,8 +30,9 @@ def running_vllm(interpreter: str, folder: Path, *, dtype: str, threads: int) ->
     command += ["--served-model-name", "teacher", "--host", address[0], "--port", str(address[1])]
     command += ["--no-enable-prefix-caching", "--max-model-len", "2048"]
     quiet = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
-    cores = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | quiet | cores
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    quiet |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | quiet
     with tempfile.TemporaryDirectory() as scratch, Path(scratch, "log").open("w+") as log:
         server = subprocess.Popen(
             command, cwd=scratch, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
