@@ -33,6 +33,7 @@ class Awq(IntegerFormat):
     name: ClassVar[str] = "awq"
     bits: ClassVar[int] = 4
     holds_embeddings: ClassVar[bool] = False
+    others_need_zeros: ClassVar[bool] = True
 
     group: int | None = 128
     symmetric: bool = False

@@ -320,6 +320,8 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
     symmetric: bool = True
     """Whether the zero is 2^(bits − 1) everywhere."""
     rounding: Rounding | None = dataclasses.field(default=None, kw_only=True)
+    others_need_zeros: ClassVar[bool] = False
+    """Whether programs that read such files look for zeros even where all are alike."""
 
     @property
     @abstractmethod

@@ -44,11 +44,14 @@ def format_named(name: str, *, double: bool = True, **options: Any) -> "WeightFo
 
 
 def format_like(name: str, source: "IntegerFormat") -> "IntegerFormat":
-    """The format of that name with the bits, groups and zeros of another; ValueError where it has no such."""
+    """The format of that name with the bits, groups and zeros of another; ValueError where it has no such.
+
+    With zeros where those who read it need some: what `convert` then writes are the same numbers.
+    """
     kind: Any = _class_of(name)
     known = {field.name for field in fields(kind)}
     options = {option: getattr(source, option) for option in ("group", "symmetric", "bits") if option in known}
-    return kind(**options)
+    return kind(**options | ({"symmetric": False} if kind.others_need_zeros else {}))
 
 
 def formats_of_config(folder: Path, raw: dict[str, Any]) -> "FormatOfLayer | None":

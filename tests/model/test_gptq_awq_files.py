@@ -1,7 +1,9 @@
 """GPTQ and AWQ checkpoints: layouts spelled out word by word, and AWQ as compressed-tensors converts it."""
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.awq import Awq
 from model.formats.compressed_tensors import Int4
+from model.formats.convert import export_quantized
 from model.formats.gptq import Gptq
 from model.quantized import quantized_layers
 from serve import LLM
 from serve.sampling_params import SamplingParams
 from tests.compare import relative_rms
+from tests.pipeline.tiny_run import WORDS, write_teacher
 from tests.serve.toys import greedy_oracle, toy_tokenizer
 from tests.tiny import full_logits, tiny_model
 
@@ -124,6 +128,57 @@ def test_the_library_converts_it(case: str, tmp_path: Path) -> None:
         theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(own, scheme)["weight"]
         error = (layer.weight.dequantize() - theirs.float()).abs().max()
         assert error <= theirs.float().abs().max() * 2**-11  # it computes in fp16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gptq", "gptq 8 bits", "awq", "exported"])
+def test_transformers_opens_it(case: str, tmp_path: Path) -> None:
+    """By GPTQModel's products, which compute in fp16; `exported` is a symmetric model that becomes AWQ."""
+    pytest.importorskip("gptqmodel")
+    from transformers import AutoModelForCausalLM
+
+    folder = make_folder(tmp_path, CASES.get(case, Int4(32)))
+    if case == "exported":
+        export_quantized(folder, tmp_path / "awq", type="awq")
+        folder = tmp_path / "awq"
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map="cpu", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    with torch.no_grad():
+        logits = theirs(torch.tensor([TOKENS])).logits[0].float()
+    assert relative_rms(logits, full_logits(load_model(folder), TOKENS)) < 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_the_library_quantizes_opens_here(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPTQModel's own rounding on a text, written by it."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)  # it wants threads for its pools
+    library = pytest.importorskip("gptqmodel")
+    from transformers import AutoModelForCausalLM
+
+    write_teacher(tmp_path / "dense")
+    save_model(tiny_model(num_kv_heads=4, intermediate_size=128, vocab_size=320), tmp_path / "wide")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "dense" / file, tmp_path / "wide")
+    kind = (
+        {"sym": True, "desc_act": False}
+        if method == "gptq"
+        else {"sym": False, "quant_method": "awq", "format": "gemm"}
+    )
+    theirs = library.GPTQModel.load(
+        str(tmp_path / "wide"), library.QuantizeConfig(bits=4, group_size=32, **kind), device="cpu"
+    )
+    theirs.quantize([" ".join(WORDS * 20)] * 4, batch_size=1)
+    theirs.save(str(tmp_path / method))
+    ours = load_model(tmp_path / method)
+    formats = {layer.format.name for layer in quantized_layers(ours).values()}
+    assert formats == {method} and len(quantized_layers(ours)) == 14
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / method, dtype=torch.float32, device_map="cpu")
+    with torch.no_grad():
+        logits = opened(torch.tensor([TOKENS])).logits[0].float()
+    assert relative_rms(full_logits(ours, TOKENS), logits) < 5e-3
 
 
 def test_config_says_what_is_in_the_files(tmp_path: Path) -> None:

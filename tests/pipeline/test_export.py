@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import load_model
@@ -87,6 +88,9 @@ def test_a_quantized_model_keeps_its_integers_in_other_files(
     assert f" in {size / 1e6:.1f} MB, " in capsys.readouterr().out
     entry = json.loads((out / "config.json").read_text())["quantization_config"]
     assert entry["quant_method"] == target
+    names = set(load_file(out / "model.safetensors"))
+    has_zeros = {name for name in names if name.endswith(".qzeros")}  # others look for them, symmetric or not
+    assert bool(has_zeros) == (target != "compressed-tensors") and entry.get("zero_point", True)
     ours, theirs = (load_model(folder, dtype=torch.float32) for folder in (four_bits, out))
     layers = quantized_layers(theirs)
     assert layers and all(name.endswith("_proj") for name in layers)
