@@ -29,7 +29,7 @@ from serve.http.errors import ApiError, context_exceeded, invalid, late, unsuppo
 from serve.http.grammar_check import GrammarChecker
 from serve.http.metrics import Metrics
 from serve.http.options import EVERYBODY, ServerOptions
-from serve.http.requests import GenerationRequest, StreamOptions
+from serve.http.requests import GRAMMAR_FIELDS, GenerationRequest, StreamOptions
 from serve.http.responses import (
     DONE,
     CompletionTokensDetails,
@@ -112,6 +112,7 @@ class Reply(ABC, Generic[Request]):
         self.usage = UsageCounter()
         self.prompt_ids: list[list[int]] = []
         """The prompts as they are sent to the engine."""
+        self.has_form = any(getattr(request, name) is not None for name in GRAMMAR_FIELDS)
         self.lark: str | None = None
         """What the grammar that the request gives in GBNF has become."""
 
@@ -158,7 +159,7 @@ class Reply(ABC, Generic[Request]):
     @cached_property
     def grammar(self) -> Grammar | None:
         """What the output must be, if the request says so. ApiError 400 where it says it wrongly."""
-        return grammar_of(self.request, lark=self.lark)
+        return grammar_of(self.request, lark=self.lark) if self.has_form else None
 
     def prepare(self) -> tuple[list[list[int]], Grammar | None]:
         """What may be long work, for a worker thread: the prompts, and then the grammar."""
@@ -335,7 +336,7 @@ class GenerationResponse:
 
     async def _submit(self, call: Call) -> SamplingParams:
         reply, engine = self._reply, self._service.engine
-        if (gbnf := gbnf_of(reply.request)) is not None:
+        if reply.has_form and (gbnf := gbnf_of(reply.request)) is not None:
             reply.lark = await self._in_time(call, self._service.grammars.lark(gbnf))
         prompts, grammar = await self._in_time(call, asyncio.to_thread(reply.prepare))
         if engine.info is None:

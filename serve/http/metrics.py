@@ -4,6 +4,7 @@ Label sets are closed: the model's name, finish reasons, our own routes, status 
 label. Names and meanings follow vLLM 0.33; counters gain `_total`. Durations in seconds, lengths in tokens.
 """
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -25,6 +26,8 @@ MAX_DRAFT_POSITIONS = 16
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 TOKENS = tuple(float(2**power) for power in range(18))
+LOOK_S = 0.05
+"""How often the event loop's lag is measured."""
 RECENT_S = 300.0
 """How far back "recently" goes, in percentiles, throughput and cost."""
 MAX_RECENT = 10_000
@@ -246,6 +249,14 @@ class Metrics:
         self.throughput.record(new_output)
         if new_tokens := stats.num_prompt_tokens - before.num_prompt_tokens + new_output:
             self.iteration_tokens.observe(new_tokens)
+
+    async def measure_lag(self) -> None:
+        """How late a task of the event loop runs that is due: by so much is every stream delayed. Until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            self.event_loop_lag.observe(max(0.0, clock() - due))
 
     def _set_gauges(self, stats: EngineStats) -> None:
         self.num_requests_running.set(stats.num_running)

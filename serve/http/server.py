@@ -44,8 +44,6 @@ CLOSE_S = 2.0
 """How long connections may take to close at the end."""
 BACKLOG = 1024
 UNREAD_MS = 30_000
-LOOK_S = 0.05
-"""How often the event loop's lag is measured."""
 log = logging.getLogger("potstill.server")
 
 
@@ -171,7 +169,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     serving = asyncio.create_task(web.serve([listener]))
     serving.add_done_callback(lambda _: stop.set())
-    measuring = asyncio.create_task(_measure_lag(metrics))
+    measuring = asyncio.create_task(metrics.measure_lag())
     engine.start()
     try:
         announce_address(options, listener)
@@ -189,15 +187,6 @@ async def _serve(
         print(f"potstill: {engine.failure}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-async def _measure_lag(metrics: Metrics) -> None:
-    """How late a task runs that is due: by so much is every stream delayed. Until it is cancelled."""
-    clock = asyncio.get_running_loop().time
-    while True:
-        due = clock() + LOOK_S
-        await asyncio.sleep(LOOK_S)
-        metrics.event_loop_lag.observe(max(0.0, clock() - due))
 
 
 async def _first(*waits) -> bool:  # type: ignore[no-untyped-def]

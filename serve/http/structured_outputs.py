@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from serve.grammar import WHITESPACE, choice_grammar, json_grammar, json_object_grammar, regex_grammar
 from serve.http.errors import invalid
-from serve.http.requests import GRAMMAR_FIELDS, GenerationRequest, ResponseFormat, StructuredOutputs
+from serve.http.requests import GenerationRequest, ResponseFormat, StructuredOutputs
 from serve.sampling_params import MAX_GRAMMAR_BYTES
 
 
@@ -57,8 +57,6 @@ def grammar_of(request: GenerationRequest, *, lark: str | None = None) -> Gramma
 
 
 def _wish(request: GenerationRequest) -> Wish | None:
-    if all(getattr(request, name) is None for name in GRAMMAR_FIELDS):
-        return None
     wishes = [*_of_format(request.response_format), *_of_outputs(request.structured_outputs), *_guided(request)]
     if len(wishes) > 1:
         raise invalid(f"{wishes[0].field} and {wishes[1].field} both say what the output must be", wishes[1].field)
