@@ -33,11 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _slow_files_first(items)
     if not torch.cuda.is_available():
         _skip([item for item in items if item.get_closest_marker("gpu")], "needs an NVIDIA GPU")
     if not (config.getoption("--compile-again") or trials.in_full):
         compiled = (item for item in items if item.get_closest_marker("machine_code"))
         _skip(filter(compiled_before.passed_before, compiled), "its machine code passed, and nothing of it has changed")
+
+
+def _slow_files_first(items: list[pytest.Item]) -> None:
+    """So that no process is left alone with a long test when the others have nothing left to do."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def _skip(items: Iterable[pytest.Item], reason: str) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.eager
 KINDS = 15
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_request_of_a_day_compiles_a_kernel() -> None:
     """Batches of 1 to 48, prompts up to the longest, all that sampling can be asked for, preemption, on all engines."""
