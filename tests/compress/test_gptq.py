@@ -112,6 +112,31 @@ def test_fewer_tokens_than_columns_are_enough() -> None:
     assert error_of(weight, hessian, grid, levels) < 0.3 * error_of(weight, hessian, grid, grid.levels(weight))
 
 
+def few_directions(tokens: int, columns: int, seed: int) -> Tensor:
+    """Inputs that some strong directions have in common, with noise of their own; fp32 [T, K]."""
+    strong = torch.randn(12, columns, generator=torch.Generator().manual_seed(1000)) / 12**0.5
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, 12, generator=chance) @ strong + torch.randn(tokens, columns, generator=chance)
+
+
+def test_of_few_tokens_it_is_damped_more_and_errs_less_on_others() -> None:
+    for seed in range(4):
+        weight, x, others = a_weight(64, 96, seed), few_directions(120, 96, seed), few_directions(3000, 96, seed + 50)
+        hessian, grid = x.T @ x, min_max(weight, Scheme(4, None))
+        known, sampled = (compensation(hessian, tokens=tokens) for tokens in (None, 120))
+        damped = hessian + 2 * 96 / 120 * hessian.diagonal().median() * torch.eye(96)
+        torch.testing.assert_close(sampled.divide(damped), torch.eye(96), atol=1e-3, rtol=0)
+        errors = [error_of(weight, others.T @ others, grid, levels_with(weight, grid, c)) for c in (known, sampled)]
+        assert errors[1] < 0.75 * errors[0]
+
+
+def test_a_huge_feature_damps_the_others_no_more() -> None:
+    x = few_directions(120, 96, 0)
+    x[:, 7] *= 1e3
+    found, expected = compensation(x.T @ x, tokens=120), compensation(x.T @ x)
+    torch.testing.assert_close(found.factor, expected.factor)
+
+
 def test_a_column_that_no_input_excites_is_rounded_by_itself() -> None:
     weight, x = a_weight(16, 128), correlated_inputs(400, 128, seed=3)
     x[:, [5, 70]] = 0

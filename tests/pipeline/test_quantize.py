@@ -136,22 +136,23 @@ def test_a_budget_of_bits_goes_to_the_layers_that_rounding_costs_most(tmp_path: 
     assert "What rounding each layer alone would cost" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_after_a_kill_it_goes_on_behind_the_last_layer(
+def test_after_a_kill_in_any_layer_it_goes_on_behind_the_last_one(
     finished: tuple[Path, Result[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, seen = calibrated._quantize_layer, []
 
-    def dies_in_the_last_layer(layer: Any, number: int, *others: Any) -> Any:
+    def dies_once_in_each_layer(layer: Any, number: int, *others: Any) -> Any:
         seen.append(number)
-        if number == 2 and seen.count(2) == 1:
+        if seen.count(number) == 1:
             raise KeyboardInterrupt
         return real(layer, number, *others)
 
-    monkeypatch.setattr(calibrated, "_quantize_layer", dies_in_the_last_layer)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, compare=[])
+    monkeypatch.setattr(calibrated, "_quantize_layer", dies_once_in_each_layer)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, compare=[])
     assert run(tmp_path, compare=[])[-1].output is not None
-    assert seen == [0, 1, 2, 2]
+    assert seen == [0, 0, 1, 1, 2, 2]
     home, _ = finished
     whole, resumed = (load_model(place / "run" / "01-quantize" / "model") for place in (home, tmp_path))
     for name, layer in quantized_layers(whole).items():
