@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernels.common.compiled import processor_features
+from kernels.linear.cpu_form import cpu_form
 from model.mesh import choose_dtype
 from pipeline.environment import package_versions, processor_name
 from pipeline.files import write_atomically
@@ -73,6 +74,15 @@ def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
     """Keeps a result as `bench/results/NAME.json`, and says so."""
     path = RESULTS / f"{name}.json"
     write_json(path, {"command": command, "machine": machine(), **result})
+    print(f"written to {path.relative_to(ROOT)}")
+    return path
+
+
+def write_result_by_processor(name: str, command: str, result: dict[str, Any]) -> Path:
+    """The same, beside what was measured on processors with other instructions, which stays."""
+    path = RESULTS / f"{name}.json"
+    kept = json.loads(path.read_text())["by_processor"] if path.exists() else {}
+    write_json(path, {"command": command, "by_processor": kept | {cpu_form(): {"machine": machine(), **result}}})
     print(f"written to {path.relative_to(ROOT)}")
     return path
 

@@ -41,7 +41,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bench.common import DTYPE, check_peer, teacher_folder, write_result
+from bench.common import DTYPE, check_peer, teacher_folder, write_result, write_result_by_processor
 from bench.serve.llama_cpp import check_installed, running_llama_cpp
 from bench.serve.vllm_cpu import running_vllm
 from model.formats.gguf.reader import import_gguf_blocks
@@ -248,7 +248,7 @@ def main() -> None:
     if options.beside == "llama.cpp":
         check_installed()
         result = beside_llama_cpp(teacher_folder(), options.rounds)
-        write_result("serve-llama-cpp-cpu", "python -m bench.serve --beside llama.cpp", result)
+        write_result_by_processor("serve-llama-cpp-cpu", "python -m bench.serve --beside llama.cpp", result)
         return
     folder = teacher_folder()
     if options.beside == "continuous":

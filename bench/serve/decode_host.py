@@ -8,7 +8,10 @@ the same folder: all in the dtype that serving chooses here and in one process, 
 One thread, and its processor time; of each part the least of all steps. On a machine with other work all of it takes
 longer, so compare figures of one run.
 
-Host time is a step's less what passes in the C forms of products and attention; without these it is all of the step.
+Host time is a step's less what passes in the C forms of products and attention; without these it is all of the step. In
+reading a long prompt it holds the dense model's products, which are torch's. `least_products_ms` is what reading each
+weight once takes, and multiplying with it, at this thread's ceilings (bench/serve/ceilings.py): the larger of both is
+what no product comes below, unless weights stay in a cache from step to step.
 """
 
 import argparse
@@ -27,10 +30,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import kernels.attention._decode_cpu as attention
+import kernels.attention._prefill_cpu as prefill
 import kernels.linear._rounded_cpu as integers
 import kernels.linear._skinny_cpu as products
 import kernels.linear._tiles_cpu as tiles
-from bench.common import DTYPE, teacher_folder, write_result
+from bench.common import DTYPE, teacher_folder, write_result_by_processor
+from bench.serve.ceilings import least_milliseconds, measure_ceilings
 from model.files.checkpoint import load_model
 from model.formats.gguf.reader import import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
@@ -92,6 +97,7 @@ def clock(seconds: dict[str, float]) -> None:
         (tiles._library(), "tiled_product"),
         (integers._library(), "rounded_product"),
         (attention._library(DTYPE), "attend_decode"),
+        (prefill._library(), "attend_prefill"),
     ):
         if library is not None:
             setattr(library, name, _clocked(getattr(library, name), name, seconds))
@@ -107,9 +113,11 @@ def _clocked(function: Callable[..., Any], name: str, seconds: dict[str, float])
     return call
 
 
-def measure_step(step: Callable[[], object], inside: dict[str, float], least: dict[str, float]) -> None:
+def measure_step(
+    step: Callable[[], object], inside: dict[str, float], least: dict[str, float], steps: int = STEPS
+) -> None:
     """Lowers the milliseconds of a step and of its parts, where one of some steps takes less."""
-    for _ in range(STEPS):
+    for _ in range(steps):
         inside.clear()
         begin = time.thread_time()
         step()
@@ -131,15 +139,18 @@ def count_calls(step: Callable[[], object]) -> dict[str, float]:
     return {"operator_calls": operators / PROFILED, "python_calls": calls / PROFILED}
 
 
-def measure_prompt(llm: LLM) -> float:
-    """Milliseconds of a step that reads a long prompt."""
-    with decoding(llm, 1, LONG_PROMPT) as step:
-        begin = time.thread_time()
-        step()
-        return 1e3 * (time.thread_time() - begin)
+def measure_prefill(llms: dict[str, LLM], inside: dict[str, float], ceilings: dict[str, float]) -> dict[str, Any]:
+    least: dict[str, dict[str, float]] = {name: {} for name in llms}
+    for _ in range(2):
+        for name, llm in llms.items():
+            with decoding(llm, 1, LONG_PROMPT) as step:
+                measure_step(step, inside, least[name], steps=1)
+    return {"tokens": LONG_PROMPT, **_beside_dense(llms, least, (LONG_PROMPT, 1), ceilings)}
 
 
-def measure_batch(llms: dict[str, LLM], batch: int, inside: dict[str, float]) -> dict[str, Any]:
+def measure_batch(
+    llms: dict[str, LLM], batch: int, inside: dict[str, float], ceilings: dict[str, float]
+) -> dict[str, Any]:
     least: dict[str, dict[str, float]] = {name: {} for name in llms}
     for _ in range(TURNS):
         for name, llm in llms.items():
@@ -151,19 +162,24 @@ def measure_batch(llms: dict[str, LLM], batch: int, inside: dict[str, float]) ->
         for _ in range(3):
             step()
         calls = count_calls(step)
-    return {"batch": batch, **_beside_dense({name: parts["step"] for name, parts in least.items()}, least), **calls}
+    return {"batch": batch, **_beside_dense(llms, least, (batch, batch), ceilings), **calls}
 
 
-def measure_prefill(llms: dict[str, LLM]) -> dict[str, Any]:
-    fastest = {name: min(measure_prompt(llm) for _ in range(2)) for name, llm in llms.items()}
-    return {"tokens": LONG_PROMPT, **_beside_dense(fastest, {name: {"step": ms} for name, ms in fastest.items()})}
-
-
-def _beside_dense(steps: dict[str, float], parts: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Milliseconds of each side, and how much faster than dense it is; prints them."""
-    print({name: round(steps[DENSE] / ms, 2) for name, ms in steps.items()}, parts, flush=True)
-    quantized = {name: {"ms": parts[name], "speedup": steps[DENSE] / ms} for name, ms in steps.items() if name != DENSE}
-    return {"dense_ms": steps[DENSE], **quantized}
+def _beside_dense(
+    llms: dict[str, LLM], least: dict[str, dict[str, float]], rows: tuple[int, int], ceilings: dict[str, float]
+) -> dict[str, Any]:
+    """Milliseconds of each side, and how much faster than dense it is; prints them. `rows`: of a layer, of the head."""
+    dense = least[DENSE]["step"]
+    print({name: round(dense / parts["step"], 2) for name, parts in least.items()}, least, flush=True)
+    sides = {
+        name: {
+            "ms": parts,
+            "least_products_ms": least_milliseconds(llms[name].engine.runner.model, *rows, ceilings, ROUNDED in name),
+            "speedup": dense / parts["step"],
+        }
+        for name, parts in least.items()
+    }
+    return {"dense_ms": dense, **sides}
 
 
 def main() -> None:
@@ -184,13 +200,15 @@ def main() -> None:
             GGUF: engine_of(str(blocks), lambda model: model),
             GGUF + ROUNDED: engine_of(str(blocks), rounding),
         }
+    ceilings = measure_ceilings(DTYPE)
     result = {
         "unit": "milliseconds of one thread's processor time, the least of all repetitions",
         "dtype": str(DTYPE),
-        "decoding": [measure_batch(llms, batch, inside) for batch in BATCHES],
-        "prefill": measure_prefill(llms),
+        "ceilings": ceilings,
+        "decoding": [measure_batch(llms, batch, inside, ceilings) for batch in BATCHES],
+        "prefill": measure_prefill(llms, inside, ceilings),
     }
-    write_result("decode-host-cpu", "python -m bench.serve.decode_host", result)
+    write_result_by_processor("decode-host-cpu", "python -m bench.serve.decode_host", result)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""What one thread of this processor can do at most, and so the least time that the products of a pass take."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from model.cost import num_weights, weight_bytes
+from model.transformer import Transformer
+
+READ_BYTES, SIZE, REPEATS = 1 << 29, 2048, 5
+INTEGERS_A_LANE = 4
+"""Products of integers in an fp32 lane (VNNI): such instructions go to the units that multiply fp32."""
+
+
+def measure_ceilings(dtype: torch.dtype) -> dict[str, float]:
+    """Bytes and products a second: a dot product far larger than the caches, and a matrix product within them.
+
+    Of rounded activations in bf16 the products are those of bf16 (AMX).
+    """
+    halves = [torch.ones(READ_BYTES // 8) for _ in range(2)]
+    square = torch.randn(SIZE, SIZE).to(dtype)
+    products = SIZE**3 / _least_seconds(lambda: square @ square)
+    return {
+        "read_bytes_per_s": READ_BYTES / _least_seconds(lambda: torch.dot(*halves)),
+        "products_per_s": products,
+        "rounded_products_per_s": products * (INTEGERS_A_LANE if dtype == torch.float32 else 1),
+    }
+
+
+def _least_seconds(run: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(REPEATS):
+        begin = time.thread_time()
+        run()
+        taken.append(time.thread_time() - begin)
+    return min(taken)
+
+
+def least_milliseconds(
+    model: Transformer, rows: int, heads: int, ceilings: dict[str, float], rounded: bool
+) -> dict[str, float]:
+    """Of the products of a pass of `rows` rows, `heads` of which go through the head: each weight is read once."""
+    head = model.config.vocab_size * model.config.hidden_size
+    products = rows * (num_weights(model) - head) + heads * head
+    return {
+        "reading": 1e3 * weight_bytes(model, torch.bfloat16) / ceilings["read_bytes_per_s"],
+        "multiplying": 1e3 * products / ceilings["rounded_products_per_s" if rounded else "products_per_s"],
+    }
