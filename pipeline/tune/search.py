@@ -291,10 +291,16 @@ def _facts(one: Measured) -> str:
 
 @contextmanager
 def alarm_after(seconds: float | None) -> Iterator[None]:
-    """Asks the process to stop, as Ctrl-C does, when so much time is over."""
+    """Asks the process to stop, as Ctrl-C does, when so much time is over; also one that a shell told to ignore Ctrl-C.
+
+    Shells do so with what they start in the background.
+    """
     if seconds is None:
         yield
         return
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if is_ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -302,3 +308,5 @@ def alarm_after(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if is_ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

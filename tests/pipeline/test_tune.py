@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
 from pipeline.stages.base import read_result
-from pipeline.tune.search import RECORD, Search, order, predict, singles
+from pipeline.tune.search import RECORD, Search, alarm_after, order, predict, singles
 from pipeline.tune.targets import Measured, Targets
 from pipeline.tune.trials import Growing, Space, Trial
 from tests.pipeline.tiny_run import RECIPE, ROOT, write_teacher, write_text
@@ -223,3 +224,14 @@ def test_a_mistake_is_one_sentence(
     assert main(["tune", str(RECIPE), *overrides(tmp_path), *arguments, *where]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and sentence in said[0]
+
+
+def test_the_budget_ends_a_search_that_a_shell_started_in_the_background() -> None:
+    """Such a process ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), alarm_after(0.05):
+            time.sleep(5)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
