@@ -130,7 +130,7 @@ def test_layers_of_several_bits_keep_them(tmp_path: Path) -> None:
         (
             lambda dense, small: quantize_folder(dense, small, Int8()),
             "awq",
-            "must agree, but it holds 4 bits in a row, symmetric and not 8 bits in a row, symmetric",
+            "must agree, but it holds 4 bits in a row, asymmetric and not 8 bits in a row, symmetric",
         ),
         (lambda dense, small: quantize_folder(dense, small, NF4()), "gptq", "integers on a grid"),
     ],
