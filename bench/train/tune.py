@@ -90,15 +90,12 @@ def beats(one: Measured, other: Measured) -> bool:
     return no_worse and better
 
 
-def chart(hand: Sequence[Measured], tried: Sequence[Measured], best: Measured) -> Points:
+def chart(hand: Sequence[Measured], best: Measured) -> Points:
     """KL by memory; what was written by hand is joined."""
     points = [Point(one.name, one.memory / 1e6, one.kl) for one in hand]
-    found = Point(f"tune: {best.name}", best.memory / 1e6, best.kl)
-    others = [Point("", one.memory / 1e6, one.kl) for one in tried if one is not best and one.kl < 2 * best.kl]
+    found = Point(f"tune: {best.name}", best.memory / 1e6, best.kl, color=2)
     title = "Recipes by hand (joined where best) and what tune found"
-    return Points(
-        title, [*points, *others, found], "MB of weights", "KL to the teacher, nats a token", front_of(points)
-    )
+    return Points(title, [*points, found], "MB of weights", "KL to the teacher, nats a token", front_of(points))
 
 
 def main() -> None:
@@ -134,8 +131,7 @@ def main() -> None:
     }
     command = f"python -m bench.train.tune{' --small' if options.small else ''} --budget {options.budget}"
     kept: Path = write_result(f"{name}-cpu", command, figures)
-    tried = [found[0] for found in search.measured.values()]
-    write_atomically(kept.with_suffix(".svg"), chart(hand, tried, best).html(alone=True).encode())
+    write_atomically(kept.with_suffix(".svg"), chart(hand, best).html(alone=True).encode())
     print(f"the search found {best.name}, {'beaten by ' + ', '.join(beaten) if beaten else 'on or above the front'}")
 
 

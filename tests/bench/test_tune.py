@@ -31,5 +31,5 @@ def test_one_beats_another_that_is_better_nowhere() -> None:
 def test_the_plot_names_what_was_found() -> None:
     hand = [Measured("by hand", 2e6, 1.0, 0.2), Measured("smaller", 1e6, 1.0, 0.4)]
     best = Measured("found", 1.5e6, 1.0, 0.1)
-    drawn = chart(hand, [best], best).html(alone=True)
+    drawn = chart(hand, best).html(alone=True)
     assert "tune: found" in drawn and "by hand" in drawn
