@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -37,13 +38,27 @@ def _least_seconds(run: Callable[[], object]) -> float:
     return min(taken)
 
 
+class Weights(NamedTuple):
+    """What the products of a pass read."""
+
+    count: int
+    head: int
+    """Of them, those of the head."""
+    num_bytes: int
+
+
+def weights_of(model: Transformer) -> Weights:
+    """Before it is prepared for serving; dense ones count as bf16."""
+    head = model.config.vocab_size * model.config.hidden_size
+    return Weights(num_weights(model), head, weight_bytes(model, torch.bfloat16))
+
+
 def least_milliseconds(
-    model: Transformer, rows: int, heads: int, ceilings: dict[str, float], rounded: bool
+    weights: Weights, rows: int, heads: int, ceilings: dict[str, float], rounded: bool
 ) -> dict[str, float]:
     """Of the products of a pass of `rows` rows, `heads` of which go through the head: each weight is read once."""
-    head = model.config.vocab_size * model.config.hidden_size
-    products = rows * (num_weights(model) - head) + heads * head
+    products = rows * (weights.count - weights.head) + heads * weights.head
     return {
-        "reading": 1e3 * weight_bytes(model, torch.bfloat16) / ceilings["read_bytes_per_s"],
+        "reading": 1e3 * weights.num_bytes / ceilings["read_bytes_per_s"],
         "multiplying": 1e3 * products / ceilings["rounded_products_per_s" if rounded else "products_per_s"],
     }

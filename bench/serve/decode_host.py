@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ import kernels.linear._rounded_cpu as integers
 import kernels.linear._skinny_cpu as products
 import kernels.linear._tiles_cpu as tiles
 from bench.common import DTYPE, teacher_folder, write_result_by_processor
-from bench.serve.ceilings import least_milliseconds, measure_ceilings
+from bench.serve.ceilings import Weights, least_milliseconds, measure_ceilings, weights_of
 from model.files.checkpoint import load_model
 from model.formats.gguf.reader import import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
@@ -68,12 +68,18 @@ def rounding(model: Transformer) -> Transformer:
     return model
 
 
-def engine_of(folder: str, prepare: Callable[[Transformer], Transformer]) -> LLM:
-    model = prepare(load_model(folder, dtype=DTYPE, device=torch.device("cpu"))).fuse()
-    models = Models(target=model, tokenizer=Tokenizer.load(folder), dtype=DTYPE)
-    return LLM(
-        folder, models=models, num_pages=1024, max_num_batched_tokens=max(BATCHES) * PROMPT, enable_prefix_caching=False
-    )
+class Side(NamedTuple):
+    """A model and its engine."""
+
+    llm: LLM
+    weights: Weights
+
+
+def side_of(folder: str, prepare: Callable[[Transformer], Transformer]) -> Side:
+    model = prepare(load_model(folder, dtype=DTYPE, device=torch.device("cpu")))
+    weights, models = weights_of(model), Models(target=model.fuse(), tokenizer=Tokenizer.load(folder), dtype=DTYPE)
+    options: dict[str, Any] = {"num_pages": 1024, "max_num_batched_tokens": max(BATCHES) * PROMPT}
+    return Side(LLM(folder, models=models, enable_prefix_caching=False, **options), weights)
 
 
 @contextmanager
@@ -139,47 +145,47 @@ def count_calls(step: Callable[[], object]) -> dict[str, float]:
     return {"operator_calls": operators / PROFILED, "python_calls": calls / PROFILED}
 
 
-def measure_prefill(llms: dict[str, LLM], inside: dict[str, float], ceilings: dict[str, float]) -> dict[str, Any]:
-    least: dict[str, dict[str, float]] = {name: {} for name in llms}
+def measure_prefill(sides: dict[str, Side], inside: dict[str, float], ceilings: dict[str, float]) -> dict[str, Any]:
+    least: dict[str, dict[str, float]] = {name: {} for name in sides}
     for _ in range(2):
-        for name, llm in llms.items():
+        for name, (llm, _) in sides.items():
             with decoding(llm, 1, LONG_PROMPT) as step:
                 measure_step(step, inside, least[name], steps=1)
-    return {"tokens": LONG_PROMPT, **_beside_dense(llms, least, (LONG_PROMPT, 1), ceilings)}
+    return {"tokens": LONG_PROMPT, **_beside_dense(sides, least, (LONG_PROMPT, 1), ceilings)}
 
 
 def measure_batch(
-    llms: dict[str, LLM], batch: int, inside: dict[str, float], ceilings: dict[str, float]
+    sides: dict[str, Side], batch: int, inside: dict[str, float], ceilings: dict[str, float]
 ) -> dict[str, Any]:
-    least: dict[str, dict[str, float]] = {name: {} for name in llms}
+    least: dict[str, dict[str, float]] = {name: {} for name in sides}
     for _ in range(TURNS):
-        for name, llm in llms.items():
+        for name, (llm, _) in sides.items():
             with decoding(llm, batch) as step:
                 for _ in range(3):  # reads the prompts, runs the code, captures it
                     step()
                 measure_step(step, inside, least[name])
-    with decoding(llms[INT4], batch) as step:
+    with decoding(sides[INT4].llm, batch) as step:
         for _ in range(3):
             step()
         calls = count_calls(step)
-    return {"batch": batch, **_beside_dense(llms, least, (batch, batch), ceilings), **calls}
+    return {"batch": batch, **_beside_dense(sides, least, (batch, batch), ceilings), **calls}
 
 
 def _beside_dense(
-    llms: dict[str, LLM], least: dict[str, dict[str, float]], rows: tuple[int, int], ceilings: dict[str, float]
+    sides: dict[str, Side], least: dict[str, dict[str, float]], rows: tuple[int, int], ceilings: dict[str, float]
 ) -> dict[str, Any]:
     """Milliseconds of each side, and how much faster than dense it is; prints them. `rows`: of a layer, of the head."""
     dense = least[DENSE]["step"]
     print({name: round(dense / parts["step"], 2) for name, parts in least.items()}, least, flush=True)
-    sides = {
+    found = {
         name: {
             "ms": parts,
-            "least_products_ms": least_milliseconds(llms[name].engine.runner.model, *rows, ceilings, ROUNDED in name),
+            "least_products_ms": least_milliseconds(sides[name].weights, *rows, ceilings, ROUNDED in name),
             "speedup": dense / parts["step"],
         }
         for name, parts in least.items()
     }
-    return {"dense_ms": dense, **sides}
+    return {"dense_ms": dense, **found}
 
 
 def main() -> None:
@@ -193,20 +199,20 @@ def main() -> None:
         file, blocks = Path(scratch, "model.gguf"), Path(scratch, "model")
         export_gguf(folder, file, type=GGUF)
         import_gguf_blocks(file, blocks)
-        llms = {
-            DENSE: engine_of(folder, lambda model: model),
-            INT4: engine_of(folder, quantized),
-            INT4 + ROUNDED: engine_of(folder, lambda model: rounding(quantized(model))),
-            GGUF: engine_of(str(blocks), lambda model: model),
-            GGUF + ROUNDED: engine_of(str(blocks), rounding),
+        sides = {
+            DENSE: side_of(folder, lambda model: model),
+            INT4: side_of(folder, quantized),
+            INT4 + ROUNDED: side_of(folder, lambda model: rounding(quantized(model))),
+            GGUF: side_of(str(blocks), lambda model: model),
+            GGUF + ROUNDED: side_of(str(blocks), rounding),
         }
     ceilings = measure_ceilings(DTYPE)
     result = {
         "unit": "milliseconds of one thread's processor time, the least of all repetitions",
         "dtype": str(DTYPE),
         "ceilings": ceilings,
-        "decoding": [measure_batch(llms, batch, inside, ceilings) for batch in BATCHES],
-        "prefill": measure_prefill(llms, inside, ceilings),
+        "decoding": [measure_batch(sides, batch, inside, ceilings) for batch in BATCHES],
+        "prefill": measure_prefill(sides, inside, ceilings),
     }
     write_result_by_processor("decode-host-cpu", "python -m bench.serve.decode_host", result)
 
