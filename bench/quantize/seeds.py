@@ -21,9 +21,11 @@ PLAIN, BEST = "four-bits-plain", "four-bits"
 """What the stages publish that are run."""
 
 
-def with_seed(recipe: Recipe, seed: int) -> Recipe:
+def with_seed(recipe: Recipe, seed: int, held_out_tokens: int | None) -> Recipe:
     """Plain rounding, GPTQ and the best result of the recipe, on text drawn by another seed."""
     stages = {config.out: config for kind, config in recipe.stages if kind == "quantize"}
+    if held_out_tokens is not None:
+        stages = {out: replace(config, held_out_tokens=held_out_tokens) for out, config in stages.items()}
     plain = replace(stages[PLAIN], compare=("round",))
     return replace(
         recipe,
@@ -59,11 +61,13 @@ def _against(quality: Any, parent: Any, rounded: Any) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", nargs="+", type=int)
-    seeds, rows = parser.parse_args().seeds, []
-    for seed in seeds:
-        recipe = with_seed(load_recipe(RECIPE), seed)
+    parser.add_argument("--held-out-tokens", type=int, help="instead of the recipe's, which are few for 3 %% of loss")
+    options, rows = parser.parse_args(), []
+    more = [] if options.held_out_tokens is None else [f"--held-out-tokens {options.held_out_tokens}"]
+    for seed in options.seeds:
+        recipe = with_seed(load_recipe(RECIPE), seed, options.held_out_tokens)
         rows.append(row(seed, results_of(recipe)))
-        command = " ".join(["python -m bench.quantize.seeds", *(str(one["seed"]) for one in rows)])
+        command = " ".join(["python -m bench.quantize.seeds", *(str(one["seed"]) for one in rows), *more])
         write_result("quantize-seeds-cpu", command, {"seeds": rows})
 
 
