@@ -42,9 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _slow_files_first(items: list[pytest.Item]) -> None:
-    """So that no process is left alone with a long test when the others have nothing left to do."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """In each of the equal parts that processes begin with, so that none is left alone with long tests at the end."""
+    parts = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
+    quick, ordered = [item for item in items if item.path not in slow], list[pytest.Item]()
+    for part in range(parts):
+        ordered += [item for path in slow[part::parts] for item in items if item.path == path]
+        size = max(0, len(items) * (part + 1) // parts - len(ordered))
+        ordered, quick = ordered + quick[:size], quick[size:]
+    items[:] = ordered + quick
 
 
 def _skip(items: Iterable[pytest.Item], reason: str) -> None:

@@ -78,7 +78,7 @@ def test_a_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_another_seed_changes_the_text_alone() -> None:
     recipe = load_recipe(seeds.RECIPE)
-    seeded = seeds.with_seed(recipe, 3)
+    seeded = seeds.with_seed(recipe, 3, None)
     assert parse_recipe(recipe_to_yaml(seeded)) == seeded and seeded.name == "quantize-seed-3"
     assert seeded.data == {"text": replace(recipe.data["text"], seed=3)}
     (_, plain), (_, best) = seeded.stages
