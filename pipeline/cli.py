@@ -28,8 +28,8 @@ ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code. A user's mistake is one sentence, never a traceback."""
-    options = parse_arguments(arguments)
     try:
+        options = parse_arguments(arguments)
         return options.command(options)
     except (GateRefused, RunInterrupted, StageFailed) as end:
         _say(f"{end}.")
