@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.common.compiled import processor_features
+from kernels.common.processor import processor_features
 from kernels.linear.cpu_form import cpu_form
 from model.mesh import choose_dtype
 from pipeline.environment import package_versions, processor_name

@@ -1,4 +1,4 @@
-/* RMSNorm with the residual addition before it, and the gates of SwiGLU and GeGLU, for x86 processors with AVX2 and FMA.
+/* RMSNorm with the residual addition before it, and the gates of SwiGLU and GeGLU.
 
    A row's result depends on that row alone. Numbers are fp32 or bf16, arithmetic is fp32; what `rms_norm` rounds on its
    way kernels/rms_norm.py says, and the gate is rounded once.
@@ -26,16 +26,16 @@ INLINE void norm_row(int dtype, const Norm *norm, int64_t row) {
         void *sum = (void *)at(dtype, norm->sum, row * size);
         const void *residual = at(dtype, norm->residual, token * norm->residual_token + head * norm->residual_head);
         for (int64_t c = 0; c < size; c += LANES) {
-            __m256 added = load_some(dtype, at(dtype, residual, c), size - c);
-            added = _mm256_add_ps(load_some(dtype, at(dtype, x, c), size - c), added);
+            Floats added = load_some(dtype, at(dtype, residual, c), size - c);
+            added = plus(load_some(dtype, at(dtype, x, c), size - c), added);
             store_some(dtype, (void *)at(dtype, sum, c), rounded(dtype, added), size - c);
         }
         x = sum;
     }
     float factor = inverse_rms(dtype, x, size, norm->eps);
     for (int64_t c = 0; c < size; c += LANES) {
-        __m256 weight = load_some(dtype, at(dtype, norm->weight, c), size - c);
-        __m256 scaled = normalized(dtype, load_some(dtype, at(dtype, x, c), size - c), factor, weight);
+        Floats weight = load_some(dtype, at(dtype, norm->weight, c), size - c);
+        Floats scaled = normalized(dtype, load_some(dtype, at(dtype, x, c), size - c), factor, weight);
         store_some(dtype, (void *)at(dtype, y, c), scaled, size - c);
     }
 }
@@ -52,21 +52,21 @@ void rms_norm(const Norm *norm, int threads) {
 /* What a gate is multiplied with the logistic function of: itself, or for GELU by tanh 2·√(2/π)·(z + 0.044715 z³). */
 enum { SILU, GELU };
 
-INLINE __m256 gated(int kind, __m256 gate, __m256 up) {
-    __m256 inner = gate;
+INLINE Floats gated(int kind, Floats gate, Floats up) {
+    Floats inner = gate;
     if (kind == GELU) {
-        __m256 square = _mm256_mul_ps(gate, gate);
-        __m256 factor = _mm256_fmadd_ps(square, _mm256_set1_ps(0.07135481627f), _mm256_set1_ps(1.5957691216f));
-        inner = _mm256_mul_ps(gate, factor);
+        Floats square = times(gate, gate);
+        Floats factor = times_plus(square, every(0.07135481627f), every(1.5957691216f));
+        inner = times(gate, factor);
     }
-    __m256 power = exp2_lanes(_mm256_mul_ps(inner, _mm256_set1_ps(-1.44269504f)));
-    __m256 activated = _mm256_div_ps(gate, _mm256_add_ps(_mm256_set1_ps(1), power));
-    return _mm256_mul_ps(activated, up);
+    Floats power = exp2_lanes(times(inner, every(-1.44269504f)));
+    Floats activated = over(gate, plus(every(1), power));
+    return times(activated, up);
 }
 
 INLINE void gate_row(int kind, int dtype, const void *gate, const void *up, void *y, int64_t size) {
     for (int64_t c = 0; c < size; c += LANES) {
-        __m256 from_gate = load_some(dtype, at(dtype, gate, c), size - c), from_up = load_some(dtype, at(dtype, up, c), size - c);
+        Floats from_gate = load_some(dtype, at(dtype, gate, c), size - c), from_up = load_some(dtype, at(dtype, up, c), size - c);
         store_some(dtype, (void *)at(dtype, y, c), rounded(dtype, gated(kind, from_gate, from_up)), size - c);
     }
 }

@@ -20,7 +20,7 @@ from kernels.common.floats_cpu import NEEDS
 _CHUNK = 256
 """Keys that one task attends to, as in the C source."""
 _COLUMNS = 64
-_SOURCES = {torch.bfloat16: ("_decode.c", frozenset({"avx512_bf16"})), torch.float32: ("_decode_wide.c", NEEDS)}
+_SOURCES = {torch.bfloat16: ("_decode.c", (frozenset({"avx512_bf16"}),)), torch.float32: ("_decode_wide.c", NEEDS)}
 """By the dtype of queries, keys and values: the C source, and what it needs."""
 
 

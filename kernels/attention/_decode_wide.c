@@ -1,4 +1,4 @@
-/* Attention of a few fp32 queries a sequence over paged keys and values, for x86 processors with AVX2 and FMA. */
+/* Attention of a few fp32 queries a sequence over paged keys and values. */
 
 #include "../common/floats.h"
 
@@ -13,16 +13,16 @@ INLINE void score_heads(const Batch *batch, const int heads, const float *q, con
                         int64_t count, float scores[][CHUNK]) {
     for (int64_t j = 0; j < count; j += KEYS) {
         const float *key[KEYS];
-        __m256 sums[PAIR][KEYS];
+        Floats sums[PAIR][KEYS];
         UNROLLED(int i = 0; i < KEYS; i++) {
             key[i] = k + slots[smaller(j + i, count - 1)] * batch->k_stride;
-            UNROLLED(int h = 0; h < heads; h++) sums[h][i] = _mm256_setzero_ps();
+            UNROLLED(int h = 0; h < heads; h++) sums[h][i] = every(0);
         }
         for (int64_t c = 0; c < batch->d; c += LANES)
             UNROLLED(int h = 0; h < heads; h++) {
-                __m256 query = _mm256_loadu_ps(q + h * batch->d + c);
+                Floats query = floats_at(q + h * batch->d + c);
                 UNROLLED(int i = 0; i < KEYS; i++)
-                    sums[h][i] = _mm256_fmadd_ps(query, _mm256_loadu_ps(key[i] + c), sums[h][i]);
+                    sums[h][i] = times_plus(query, floats_at(key[i] + c), sums[h][i]);
             }
         UNROLLED(int h = 0; h < heads; h++)
             UNROLLED(int i = 0; i < KEYS; i++) scores[h][j + i] = sum_of_lanes(sums[h][i]);
@@ -45,11 +45,11 @@ INLINE float exponentiate(float *scores, int64_t count, float scale, float *high
         if (scores[j] > top || scores[j] != scores[j]) top = scores[j]; /* a NaN stays */
     }
     *highest = top;
-    __m256 sum = _mm256_setzero_ps();
+    Floats sum = every(0);
     for (int64_t j = 0; j < count; j += LANES) {
-        __m256 p = exp2_lanes(_mm256_sub_ps(load_some(FP32, scores + j, count - j), _mm256_set1_ps(top)));
+        Floats p = exp2_lanes(minus(load_some(FP32, scores + j, count - j), every(top)));
         store_some(FP32, scores + j, p, count - j);
-        sum = _mm256_add_ps(sum, load_some(FP32, scores + j, count - j));
+        sum = plus(sum, load_some(FP32, scores + j, count - j));
     }
     return sum_of_lanes(sum);
 }
@@ -57,15 +57,15 @@ INLINE float exponentiate(float *scores, int64_t count, float scale, float *high
 INLINE void mix(const Batch *batch, int heads, const float *v, const int64_t *slots, int64_t count,
                 float p[HEADS][CHUNK], float *out, int64_t out_stride) {
     for (int h = 0; h < heads; h++) {
-        __m256 sums[WIDTH];
-        UNROLLED(int c = 0; c < WIDTH; c++) sums[c] = _mm256_setzero_ps();
+        Floats sums[WIDTH];
+        UNROLLED(int c = 0; c < WIDTH; c++) sums[c] = every(0);
         for (int64_t j = 0; j < count; j++) {
             const float *value = v + slots[j] * batch->v_stride;
-            __m256 weight = _mm256_set1_ps(p[h][j]);
+            Floats weight = every(p[h][j]);
             UNROLLED(int c = 0; c < WIDTH; c++)
-                sums[c] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * c), sums[c]);
+                sums[c] = times_plus(weight, floats_at(value + LANES * c), sums[c]);
         }
-        UNROLLED(int c = 0; c < WIDTH; c++) _mm256_storeu_ps(out + h * out_stride + LANES * c, sums[c]);
+        UNROLLED(int c = 0; c < WIDTH; c++) put_floats(out + h * out_stride + LANES * c, sums[c]);
     }
 }
 
@@ -77,14 +77,14 @@ INLINE void merge(const Batch *batch, const Sequence *owner, int64_t query, int6
         if (top > highest || top != top) highest = top;
     }
     for (int64_t c = 0; c < d; c += LANES) {
-        __m256 sum = _mm256_setzero_ps(), total = _mm256_setzero_ps();
+        Floats sum = every(0), total = every(0);
         for (int64_t i = 0; i < chunks; i++) {
             const float *part = part_of(batch, owner->part + i * owner->queries + query, head);
             if (part[d] == -__builtin_inff()) continue;
-            __m256 weight = exp2_lanes(_mm256_set1_ps(part[d] - highest));
-            sum = _mm256_fmadd_ps(weight, _mm256_loadu_ps(part + c), sum);
-            total = _mm256_fmadd_ps(weight, _mm256_set1_ps(part[d + 1]), total);
+            Floats weight = exp2_lanes(every(part[d] - highest));
+            sum = times_plus(weight, floats_at(part + c), sum);
+            total = times_plus(weight, every(part[d + 1]), total);
         }
-        _mm256_storeu_ps(out + c, _mm256_div_ps(sum, total));
+        put_floats(out + c, over(sum, total));
     }
 }

@@ -1,4 +1,4 @@
-/* Attention of many queries a sequence over keys and values in pages, for x86 processors with AVX2 and FMA.
+/* Attention of many queries a sequence over keys and values in pages.
 
    out[t, h] = sum over keys j that t sees of softmax(scale · q[t, h] · k[j]) v[j],   t sees j: t - window < j <= t
 
@@ -77,9 +77,9 @@ INLINE void begin(const Batch *batch, Task *task) {
         float *to = task->queries + tile * d * ROWS + lane, part[LANES];
         ((int32_t *)task->last[tile])[lane] = row < rows ? own_key(task, row) : -1;
         for (int64_t c = 0; c < d; c += LANES) {
-            __m256 x = _mm256_setzero_ps();
+            Floats x = every(0);
             if (row < rows) x = load(batch->dtype, at(batch->dtype, query_of(batch, task, row), c));
-            _mm256_storeu_ps(part, _mm256_mul_ps(x, _mm256_set1_ps(batch->scale)));
+            put_floats(part, times(x, every(batch->scale)));
             for (int i = 0; i < LANES; i++) to[(c + i) * ROWS] = part[i];
         }
         ((float *)task->top[tile])[lane] = -__builtin_inff();
@@ -97,7 +97,7 @@ INLINE void copy_row(const Batch *batch, const Cached *cached, int64_t slot, int
         return;
     }
     for (int64_t c = 0; c < d; c += LANES)
-        _mm256_store_ps(to + c, load(cached->kind, at(cached->kind, cached->rows, place + c)));
+        put_floats(to + c, load(cached->kind, at(cached->kind, cached->rows, place + c)));
 }
 
 /* Keys and values of KEYS positions; where no row of the task looks they are zero, whatever lies there. */
@@ -199,7 +199,7 @@ INLINE void end(const Batch *batch, const Task *task) {
         void *to = (void *)at(batch->dtype, batch->out, (token * batch->heads + task->head + row % task->heads) * d);
         for (int64_t c = 0; c < d; c += LANES) {
             for (int i = 0; i < LANES; i++) part[i] = sums[(c + i) * ROWS] * share;
-            store(batch->dtype, (void *)at(batch->dtype, to, c), rounded(batch->dtype, _mm256_loadu_ps(part)));
+            store(batch->dtype, (void *)at(batch->dtype, to, c), rounded(batch->dtype, floats_at(part)));
         }
     }
 }

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention._cached_rows import CachedRows, values_of_codes
-from kernels.common.compiled import compiled, processor_features
+from kernels.common.compiled import compiled
 from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import DTYPES, NEEDS, is_plain
+from kernels.common.processor import processor_features
 
 _QUERIES = 64
 """Of one task, as in the C source."""

@@ -1,4 +1,4 @@
-/* Head norms, rotation and the write into pages, for x86 processors with AVX2 and FMA.
+/* Head norms, rotation and the write into pages.
 
    A token's heads of q, k and v are read once; q' and the pages are written once. Every step rounds as it does by itself
    (kernels/rms_norm.py, rotary.py), so the results are the same bits. Numbers are fp32 or bf16.
@@ -23,8 +23,8 @@ typedef struct {
 } Batch;
 
 /* LANES numbers of a head, from `c` on, as the norm leaves them. */
-INLINE __m256 part_of(int dtype, const void *head, const void *weight, float factor, int64_t c) {
-    __m256 x = load(dtype, at(dtype, head, c));
+INLINE Floats part_of(int dtype, const void *head, const void *weight, float factor, int64_t c) {
+    Floats x = load(dtype, at(dtype, head, c));
     return weight ? normalized(dtype, x, factor, load(dtype, at(dtype, weight, c))) : x;
 }
 
@@ -33,11 +33,11 @@ INLINE void write_head(int dtype, const Batch *batch, int64_t token, const void 
     float factor = weight ? inverse_rms(dtype, head, batch->d, batch->eps) : 1;
     const float *cos = batch->cos + token * batch->table_token, *sin = batch->sin + token * batch->table_token;
     for (int64_t c = 0; c < half; c += LANES) {
-        __m256 x = part_of(dtype, head, weight, factor, c), other = part_of(dtype, head, weight, factor, half + c);
+        Floats x = part_of(dtype, head, weight, factor, c), other = part_of(dtype, head, weight, factor, half + c);
         if (batch->cos) {
-            __m256 first = _mm256_mul_ps(x, load(FP32, cos + c)), second = _mm256_mul_ps(other, load(FP32, cos + half + c));
-            first = rounded(dtype, _mm256_fmadd_ps(other, load(FP32, sin + c), first));
-            other = rounded(dtype, _mm256_fmadd_ps(x, load(FP32, sin + half + c), second));
+            Floats first = times(x, load(FP32, cos + c)), second = times(other, load(FP32, cos + half + c));
+            first = rounded(dtype, times_plus(other, load(FP32, sin + c), first));
+            other = rounded(dtype, times_plus(x, load(FP32, sin + half + c), second));
             x = first;
         }
         store(dtype, (void *)at(dtype, to, c), x);

@@ -10,14 +10,16 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+from kernels.common.processor import Needs, is_arm64, processor_features, suits
+
 log = logging.getLogger(__name__)
 
 
-def compiled(source: Path, needs: frozenset[str]) -> ctypes.CDLL | None:
+def compiled(source: Path, needs: Needs) -> ctypes.CDLL | None:
     """The library of a C source that needs these features of a processor, as Linux names them; else None, and a log."""
     try:
         return ctypes.CDLL(str(_library(source, needs)))
@@ -29,17 +31,17 @@ def compiled(source: Path, needs: frozenset[str]) -> ctypes.CDLL | None:
     return None
 
 
-def _library(source: Path, needs: frozenset[str]) -> Path:
+def _library(source: Path, needs: Needs) -> Path:
     """The compiled library. Raises RuntimeError where something is missing, and what the system and compiler raise."""
     features = processor_features()
-    if missing := sorted(needs - features):
-        raise RuntimeError(f"the processor has no {' and no '.join(missing)}")
+    if not suits(features, needs):
+        raise RuntimeError(f"the processor has not all of {' or of '.join(' '.join(sorted(each)) for each in needs)}")
     compiler = shutil.which("cc")
     if compiler is None:
         raise RuntimeError("there is no C compiler `cc`")
     headers = {*Path(__file__).parent.glob("*.h"), *source.parent.glob("*.h")}
     sources = [path.read_bytes() for path in (source, *sorted(headers))]
-    made_from = (sources, _FLAGS, compiler, _run(compiler, "--version"), sorted(features))
+    made_from = (sources, command(compiler, source.name, ""), _run(compiler, "--version"), sorted(features))
     name = f"{source.stem}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}.so"
     library = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill" / "compiled" / name
     if not library.exists():
@@ -47,13 +49,19 @@ def _library(source: Path, needs: frozenset[str]) -> Path:
     return library
 
 
-def processor_features() -> frozenset[str]:
-    """Empty where the system does not list them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+def command(compiler: str, source: str, library: str, processor: str | None = None) -> tuple[str, ...]:
+    """What compiles a source for a processor in the compiler's words; default: this machine's.
+
+    Apple's compiler knows OpenMP but brings no library for it: torch does.
+    """
+    processor = processor or ("-mcpu=native" if is_arm64() else "-march=native")
+    openmp: tuple[str, ...] = ("-fopenmp",)
+    if sys.platform == "darwin":
+        import torch
+
+        brought = Path(torch.__file__).parent / "lib" / "libomp.dylib"
+        openmp = ("-Xclang", "-fopenmp", str(brought), f"-Wl,-rpath,{brought.parent}")
+    return (compiler, "-O3", processor, *openmp, "-shared", "-fPIC", source, "-lm", "-o", library)
 
 
 def _compile(source: Path, compiler: str, library: Path) -> None:
@@ -61,7 +69,7 @@ def _compile(source: Path, compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        _run(compiler, *_FLAGS, str(source), "-o", str(made))
+        _run(*command(compiler, str(source), str(made)))
         made.replace(library)
 
 

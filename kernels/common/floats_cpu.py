@@ -6,9 +6,14 @@ The C side is `floats.h`.
 import torch
 from torch import Tensor
 
+from kernels.common.processor import Needs
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """What C calls them."""
-NEEDS = frozenset({"avx2", "fma"})
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+NEON = frozenset({"asimd"})
+NEEDS: Needs = (AVX2, NEON)
+"""Of `eight_lanes.h`."""
 
 
 def is_plain(x: Tensor) -> bool:

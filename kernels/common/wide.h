@@ -1,6 +1,6 @@
-/* The widest registers of fp32 numbers that the processor has, as vectors of the compiler: 16 lanes, or 8.
+/* The widest registers of fp32 numbers that the processor has, as vectors of the compiler: 16 lanes, 8, or 4.
 
-   Arithmetic is written with operators, so that one source serves both; WIDTH may be given to try the other.
+   Arithmetic is written with operators, so that one source serves all; WIDTH may be given to try another.
 */
 
 #ifndef WIDE_H
@@ -13,6 +13,8 @@
 #ifndef WIDTH
 #ifdef __AVX512F__
 #define WIDTH 16
+#elif defined(__aarch64__)
+#define WIDTH 4
 #else
 #define WIDTH 8
 #endif

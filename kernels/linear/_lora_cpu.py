@@ -52,7 +52,7 @@ def _neighbours(x: Tensor) -> Tensor:
 
 @cache
 def _library() -> Any:
-    library = compiled(Path(__file__).with_name("_lora.c"), needs=frozenset({"avx512_bf16"}))
+    library = compiled(Path(__file__).with_name("_lora.c"), needs=(frozenset({"avx512_bf16"}),))
     if library is not None:
         library.add_adapters.argtypes = (ctypes.POINTER(_Rows), ctypes.c_int)
         library.add_adapters.restype = None

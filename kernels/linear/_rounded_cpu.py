@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.compiled import compiled, processor_features
+from kernels.common.compiled import compiled
 from kernels.common.cpu_graph import call
-from kernels.common.floats_cpu import NEEDS
+from kernels.common.floats_cpu import AVX2, NEEDS
+from kernels.common.processor import Needs, processor_features, suits
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
 from kernels.linear.quantization import Int4Weight, Int8Weight
 
-_SOURCES = {
-    "_rounded.c": NEEDS | {"f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
-    "_rounded_lanes.c": NEEDS | {"f16c"},
+_SOURCES: dict[str, Needs] = {
+    "_rounded.c": (AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},),
+    "_rounded_lanes.c": NEEDS,
 }
 _BLOCK, _SPAN = 32, 64
 """Inputs whose products are summed in integers, and that are multiplied at once."""
@@ -56,7 +57,7 @@ def source_for(features: frozenset[str]) -> str:
 
 
 def has_vnni(features: frozenset[str]) -> bool:
-    return _SOURCES["_rounded.c"] <= features
+    return suits(features, _SOURCES["_rounded.c"])
 
 
 @cache

@@ -1,5 +1,5 @@
-/* Products of rows that are rounded to 8 bits with integer weights, for x86 processors with AVX2, FMA and F16C but without
-   VNNI (with it `_rounded.c` takes fewer instructions).
+/* Products of rows that are rounded to 8 bits with integer weights (for x86 processors with AVX-512 VNNI `_rounded.c`, which
+   takes fewer instructions).
 
    y[t, n] = sum over blocks of x's neighbours of s * (scale * (sum of q * code) + shift * (sum of q))
 
@@ -8,7 +8,7 @@
    are beside it and however many threads there are.
 
    A lane is an output: four neighbours of eight rows of W become a register, which multiplies the same four of a row of x
-   in every lane. So products of four bits add up in 16 bits over a whole block, and no lanes are summed at the end.
+   in every lane (dots_avx2.h, dots_neon.h), and no lanes are summed at the end.
 
    Legend: T rows of x, N outputs, K inputs (a multiple of BLOCK), G groups of a row of W.
 */
@@ -28,11 +28,20 @@ typedef struct {
     float scales[TOKENS], sums[TOKENS]; /* s, and s * (sum of q) */
 } Nibbles;
 
-/* The same for eight-bit codes: of four neighbours the first, third, second and fourth. */
-typedef struct {
-    int16_t q[TOKENS][BLOCK];
-    float scales[TOKENS]; /* s / 256 */
-} Bytes;
+INLINE int32_t four_bytes(const void *from) {
+    int32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return bits;
+}
+
+/* Of both: `Products`, which `no_products` begins, `add_nibbles` adds those of a block's four-bit codes to, four
+   neighbours at a time, and `sums_of` ends; and `Bytes`, as Nibbles for eight-bit codes, which `store_bytes` fills from q
+   and s of one row, and `multiply_bytes` multiplies, giving sums that `scales` are to be multiplied with. */
+#ifdef __aarch64__
+#include "dots_neon.h"
+#else
+#include "dots_avx2.h"
+#endif
 
 /* LANES outputs of W. */
 typedef struct {
@@ -43,83 +52,40 @@ typedef struct {
 
 INLINE int64_t bytes_of_block(int is_int8) { return is_int8 ? sizeof(Bytes) : sizeof(Nibbles); }
 
-INLINE __m256i broadcast_bits(const void *four_bytes) {
-    int32_t bits;
-    memcpy(&bits, four_bytes, sizeof bits);
-    return _mm256_set1_epi32(bits);
-}
-
-INLINE __m128i sixteen_bytes(const uint8_t *from) { return _mm_loadu_si128((const __m128i *)from); }
-
-/* 16 bytes of each of LANES rows as 4 registers, which have 4 bytes of every row. */
-INLINE void transpose(const uint8_t *from, int64_t stride, __m256i *out) {
-    __m256i rows[4], pairs[4];
-    UNROLLED(int i = 0; i < 4; i++)
-        rows[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen_bytes(from + i * stride)),
-                                          sixteen_bytes(from + (i + 4) * stride), 1);
-    UNROLLED(int i = 0; i < 2; i++) {
-        pairs[i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-        pairs[i + 2] = _mm256_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-    }
-    UNROLLED(int i = 0; i < 2; i++) {
-        out[2 * i] = _mm256_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]);
-        out[2 * i + 1] = _mm256_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]);
-    }
-}
-
 /* A block of LANES rows of four-bit codes times that of rows of x: integers in every lane. */
-INLINE void multiply_nibbles(const uint8_t *codes, int64_t stride, const Nibbles *x, const int tokens, __m256i *sums) {
-    __m256i fours[4], mask = _mm256_set1_epi8(15);
-    transpose(codes, stride, fours);
+INLINE void multiply_nibbles(const uint8_t *codes, int64_t stride, const Nibbles *x, const int tokens, Ints *sums) {
+    Products products[TOKENS];
+    Ints fours[4];
+    fours_of_rows(codes, stride, fours);
+    UNROLLED(int t = 0; t < tokens; t++) products[t] = no_products();
     UNROLLED(int i = 0; i < 8; i++) {
-        __m256i nibbles = _mm256_and_si256(i < 4 ? fours[i] : _mm256_srli_epi16(fours[i - 4], 4), mask);
-        UNROLLED(int t = 0; t < tokens; t++) {
-            /* Two products of at most 15 * 128 each: eight such sums fit into 16 bits. */
-            __m256i products = _mm256_maddubs_epi16(nibbles, broadcast_bits(x->q[t] + 4 * i));
-            sums[t] = i ? _mm256_add_epi16(sums[t], products) : products;
-        }
+        Ints nibbles = common_bits(i < 4 ? fours[i] : shifted_right(fours[i - 4], 4), every_int(0x0f0f0f0f));
+        UNROLLED(int t = 0; t < tokens; t++) products[t] = add_nibbles(products[t], nibbles, x->q[t] + 4 * i);
     }
-    UNROLLED(int t = 0; t < tokens; t++) sums[t] = _mm256_madd_epi16(sums[t], _mm256_set1_epi16(1));
-}
-
-/* The same of eight-bit codes, times 256: so their signs are where they belong. */
-INLINE void multiply_bytes(const uint8_t *codes, int64_t stride, const Bytes *x, const int tokens, __m256i *sums) {
-    UNROLLED(int t = 0; t < tokens; t++) sums[t] = _mm256_setzero_si256();
-    for (int half = 0; half < 2; half++) { /* a loop, since registers are few */
-        __m256i fours[4];
-        transpose(codes + half * BLOCK / 2, stride, fours);
-        UNROLLED(int i = 0; i < 8; i++) {
-            __m256i odd = _mm256_and_si256(fours[i / 2], _mm256_set1_epi16((short)0xff00));
-            __m256i pairs = i % 2 ? odd : _mm256_slli_epi16(fours[i / 2], 8);
-            UNROLLED(int t = 0; t < tokens; t++) {
-                __m256i products = _mm256_madd_epi16(pairs, broadcast_bits(x->q[t] + half * BLOCK / 2 + 2 * i));
-                sums[t] = _mm256_add_epi32(sums[t], products);
-            }
-        }
-    }
+    UNROLLED(int t = 0; t < tokens; t++) sums[t] = sums_of(products[t]);
 }
 
 /* The next block of `tokens` rows of x times that of LANES outputs of a group, added to their sums. */
 INLINE void multiply_block(const int is_int8, const Outputs *outputs, const uint8_t *codes, int64_t group, const char *x,
-                           const int tokens, __m256 *sums) {
-    __m256 scales = _mm256_loadu_ps(outputs->scales + group * LANES);
-    __m256i products[TOKENS];
+                           const int tokens, Floats *sums) {
+    Floats scales = floats_at(outputs->scales + group * LANES);
+    Ints products[TOKENS];
     if (is_int8) {
         const Bytes *block = (const Bytes *)x;
         multiply_bytes(codes, outputs->stride, block, tokens, products);
         UNROLLED(int t = 0; t < tokens; t++) {
-            __m256 factor = _mm256_mul_ps(scales, _mm256_set1_ps(block->scales[t]));
-            sums[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[t]), factor, sums[t]);
+            Floats factor = times(scales, every(block->scales[t]));
+            sums[t] = times_plus(to_floats(products[t]), factor, sums[t]);
         }
         return;
     }
     const Nibbles *block = (const Nibbles *)x;
-    __m256 shifts = _mm256_loadu_ps(outputs->shifts + group * LANES);
+    Floats shifts = floats_at(outputs->shifts + group * LANES);
     multiply_nibbles(codes, outputs->stride, block, tokens, products);
     UNROLLED(int t = 0; t < tokens; t++) {
-        __m256 factor = _mm256_mul_ps(scales, _mm256_set1_ps(block->scales[t]));
-        sums[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[t]), factor, sums[t]);
-        sums[t] = _mm256_fmadd_ps(shifts, _mm256_set1_ps(block->sums[t]), sums[t]);
+        Floats factor = times(scales, every(block->scales[t]));
+        sums[t] = times_plus(to_floats(products[t]), factor, sums[t]);
+        sums[t] = times_plus(shifts, every(block->sums[t]), sums[t]);
     }
 }
 
@@ -127,13 +93,13 @@ INLINE void multiply_block(const int is_int8, const Outputs *outputs, const uint
 INLINE void multiply_tile(const int is_int8, const int tokens, const Weight *w, const Outputs *outputs, const char *x,
                           float *y, int64_t rows, int64_t count) {
     const uint8_t *codes = outputs->codes;
-    __m256 sums[TOKENS];
-    UNROLLED(int t = 0; t < tokens; t++) sums[t] = _mm256_setzero_ps();
+    Floats sums[TOKENS];
+    UNROLLED(int t = 0; t < tokens; t++) sums[t] = every(0);
     for (int64_t start = 0, group = 0; start < w->k; start += w->group, group++)
         for (int64_t k = start; k < smaller(start + w->group, w->k); k += BLOCK, x += bytes_of_block(is_int8)) {
             /* The same place of the next rows: the processor's own prefetch ends with a page. */
             if (tokens == 1)
-                UNROLLED(int i = 0; i < LANES; i++) _mm_prefetch(codes + (LANES + i) * outputs->stride, _MM_HINT_T0);
+                UNROLLED(int i = 0; i < LANES; i++) __builtin_prefetch(codes + (LANES + i) * outputs->stride);
             multiply_block(is_int8, outputs, codes, group, x, tokens, sums);
             codes += is_int8 ? BLOCK : BLOCK / 2;
         }
@@ -156,17 +122,17 @@ INLINE void multiply(const int is_int8, const Weight *w, const Outputs *outputs,
 
 /* 16 bytes of numbers of each of LANES rows as fp32, a group after another. */
 INLINE void widen_by_lanes(const uint8_t *from, int64_t stride, int is_half, float *out) {
-    __m256i fours[4];
-    transpose(from, stride, fours);
+    Ints fours[4];
+    fours_of_rows(from, stride, fours);
     UNROLLED(int i = 0; i < 4; i++) {
         if (!is_half) {
-            _mm256_storeu_si256((__m256i *)(out + i * LANES), fours[i]);
+            put_floats(out + i * LANES, of_bits(fours[i]));
             continue;
         }
-        __m256i first = _mm256_and_si256(fours[i], _mm256_set1_epi32(0xffff)), second = _mm256_srli_epi32(fours[i], 16);
-        __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
-        _mm256_storeu_ps(out + 2 * i * LANES, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
-        _mm256_storeu_ps(out + (2 * i + 1) * LANES, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+        Floats first, second;
+        split_fp16(fours[i], &first, &second);
+        put_floats(out + 2 * i * LANES, first);
+        put_floats(out + (2 * i + 1) * LANES, second);
     }
 }
 
@@ -228,12 +194,6 @@ INLINE void store_nibbles(Nibbles *block, int64_t t, const int32_t *q, int32_t s
     for (int i = 0; i < BLOCK; i++) block->q[t][i] = (int8_t)q[i % (BLOCK / 2) * 2 + i / (BLOCK / 2)];
     block->scales[t] = scale;
     block->sums[t] = scale * (float)sum;
-}
-
-INLINE void store_bytes(Bytes *block, int64_t t, const int32_t *q, float scale) {
-    for (int i = 0; i < BLOCK; i += 4)
-        for (int j = 0; j < 4; j++) block->q[t][i + j] = (int16_t)q[i + j % 2 * 2 + j / 2];
-    block->scales[t] = scale / 256;
 }
 
 /* A row of x, of which `group` neighbours share a scale, as the t-th of a tile. */

@@ -1,4 +1,4 @@
-/* Rows of bf16 as the numbers that they are rounded to in 8 bits, for x86 processors with AVX2 and FMA. */
+/* Rows of bf16 as the numbers that they are rounded to in 8 bits. */
 
 #include "round.h"
 
@@ -18,8 +18,8 @@ INLINE void round_group(const uint16_t *x, int64_t count, uint16_t *out) {
     }
 #else
     for (int64_t i = 0; i < count; i += LANES) {
-        __m256 q = _mm256_cvtepi32_ps(round_lanes(load(BF16, x + i), scale));
-        store(BF16, out + i, rounded(BF16, _mm256_mul_ps(q, _mm256_set1_ps(scale))));
+        Floats q = to_floats(round_lanes(load(BF16, x + i), scale));
+        store(BF16, out + i, rounded(BF16, times(q, every(scale))));
     }
 #endif
 }

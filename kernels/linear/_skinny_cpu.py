@@ -1,7 +1,7 @@
 """Products of a few rows with a weight, and its rows expanded, where C compiles that suits the processor.
 
     bf16 rows    `_skinny.c`        AVX-512 BF16 and VBMI     quantized weights
-    fp32 rows    `_skinny_wide.c`   AVX2, FMA and F16C        quantized weights, or numbers in bf16
+    fp32 rows    `_skinny_wide.c`   AVX2, FMA, F16C; or NEON  quantized weights, or numbers in bf16
                  `_skinny_outputs.c`   AVX-512 (F, BW, VL)    all of these but FP8
 
 (With AMX `_tiles_cpu` multiplies all but single rows in bf16.)
@@ -22,9 +22,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.common.compiled import compiled, processor_features
+from kernels.common.compiled import compiled
 from kernels.common.cpu_graph import call
-from kernels.common.floats_cpu import NEEDS
+from kernels.common.floats_cpu import AVX2, NEEDS
+from kernels.common.processor import Needs, processor_features
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -76,14 +77,13 @@ class _Source:
     """One C source, and what it needs."""
 
     name: str
-    needs: frozenset[str]
+    needs: Needs
 
 
 NEEDS_BF16 = frozenset({"avx512_bf16", "avx512vbmi"})
-NEEDS_WIDE = NEEDS | {"f16c"}
-_SOURCES = {torch.bfloat16: _Source("_skinny.c", NEEDS_BF16), torch.float32: _Source("_skinny_wide.c", NEEDS_WIDE)}
-NEEDS_OUTPUTS = NEEDS_WIDE | {"avx512f", "avx512bw", "avx512vl"}
-_OUTPUTS = _Source("_skinny_outputs.c", NEEDS_OUTPUTS)
+_SOURCES = {torch.bfloat16: _Source("_skinny.c", (NEEDS_BF16,)), torch.float32: _Source("_skinny_wide.c", NEEDS)}
+NEEDS_OUTPUTS = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
+_OUTPUTS = _Source("_skinny_outputs.c", (NEEDS_OUTPUTS,))
 """Where it runs it is faster for fp32 rows, but not for weights in FP8."""
 
 

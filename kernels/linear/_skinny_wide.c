@@ -1,5 +1,4 @@
-/* Products of fp32 rows with a weight, quantized or in bf16, and its rows expanded, for x86 processors with AVX2, FMA and
-   F16C.
+/* Products of fp32 rows with a weight, quantized or in bf16, and its rows expanded.
 
    y[t, n] = sum over k of x[t, k] * W[n, k], where W is `dequantize(torch.float32)` to the bit. Sums are fp32, in an order
    that depends on K alone: a row of y has the same bits whatever rows are beside it and however many threads there are.
@@ -22,8 +21,8 @@ enum { TOKENS = 4, BLOCK_OUTPUTS = 3, MOST_OUTPUTS = 12, BLOCK_FLOATS = 1 << 14 
 
 /* What the codes of a group stand for: code * scale + shift, (code - zero) * scale, or a value of a table times scale. */
 typedef struct {
-    __m256 scale, shift;
-    __m256i zero;
+    Floats scale, shift;
+    Ints zero;
 } Group;
 
 INLINE Group group_of(int format, const Weight *w, int64_t index) {
@@ -33,35 +32,23 @@ INLINE Group group_of(int format, const Weight *w, int64_t index) {
     int zero = format == ASYMMETRIC ? w->zeros[index] : 8;
     /* 8 * scale is exact, so the shifted product is rounded once, as (code - 8) * scale is. */
     float shift = format == INT4_FROM_MINIMA ? number_of(w, w->minima, index) : -8 * scale;
-    return (Group){_mm256_set1_ps(scale), _mm256_set1_ps(shift), _mm256_set1_epi32(zero)};
-}
-
-/* The values of NF4 at 8 codes. */
-INLINE __m256 nf4_values(__m256i codes) {
-    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(NF4_VALUES), codes);
-    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(NF4_VALUES + LANES), codes);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+    return (Group){every(scale), every(shift), every_int(zero)};
 }
 
 /* The numbers that 8 codes of four bits stand for. */
-INLINE __m256 values_of_4bit(int format, __m256i codes, Group group) {
-    if (format == NF4) return _mm256_mul_ps(nf4_values(codes), group.scale);
-    if (format == ASYMMETRIC)
-        return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(codes, group.zero)), group.scale);
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), group.scale, group.shift);
+INLINE Floats values_of_4bit(int format, Ints codes, Group group) {
+    if (format == NF4) return times(looked_up(NF4_VALUES, codes), group.scale);
+    if (format == ASYMMETRIC) return times(to_floats(difference_of_ints(codes, group.zero)), group.scale);
+    return times_plus(to_floats(codes), group.scale, group.shift);
 }
 
 /* The numbers that 8 codes of eight bits stand for. */
-INLINE __m256 values_of_8bit(int format, const uint8_t *codes, Group group) {
-    __m128i bytes = _mm_loadl_epi64((const __m128i *)codes);
-    if (format == INT8) return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), group.scale);
-    /* Sign, exponent and mantissa at their places in fp16, subnormal numbers too. */
-    __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
-    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_and_si128(shifted, _mm_set1_epi16((short)0xbf80))), group.scale);
+INLINE Floats values_of_8bit(int format, const uint8_t *codes, Group group) {
+    return times(format == INT8 ? to_floats(ints_of_signed(codes)) : e4m3_by_256(codes), group.scale);
 }
 
 /* STEP neighbours of a row of W, from element k on. */
-INLINE void decode(int format, const uint8_t *row, int64_t k, Group group, __m256 *first, __m256 *second) {
+INLINE void decode(int format, const uint8_t *row, int64_t k, Group group, Floats *first, Floats *second) {
     if (format == BFLOAT16) {
         *first = load(BF16, row + 2 * k);
         *second = load(BF16, row + 2 * (k + LANES));
@@ -72,24 +59,24 @@ INLINE void decode(int format, const uint8_t *row, int64_t k, Group group, __m25
         *second = values_of_8bit(format, row + k + LANES, group);
         return;
     }
-    __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(row + (uint64_t)k / 2)));
-    __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(15)), high = _mm256_srli_epi32(pairs, 4);
+    Ints pairs = ints_of_bytes(row + (uint64_t)k / 2);
+    Ints low = common_bits(pairs, every_int(15)), high = shifted_right(pairs, 4);
     *first = values_of_4bit(format, format == NF4 ? high : low, group);
     *second = values_of_4bit(format, format == NF4 ? low : high, group);
 }
 
 /* What a few rows of x and a few of W sum up to, lane by lane. */
-typedef __m256 Sums[DIRECT_TOKENS][OUTPUTS];
+typedef Floats Sums[DIRECT_TOKENS][OUTPUTS];
 
 /* STEP neighbours of rows of x, from element k on, times those of rows of W. */
 INLINE void multiply_step(int format, const int outputs, const int tokens, const uint8_t *const *row, int64_t row_k,
                           const Group *group, const float *x, int64_t k, Sums sums) {
     UNROLLED(int i = 0; i < outputs; i++) {
-        __m256 first, second;
+        Floats first, second;
         decode(format, row[i], k, group[i], &first, &second);
         UNROLLED(int t = 0; t < tokens; t++) {
-            sums[t][i] = _mm256_fmadd_ps(_mm256_loadu_ps(x + t * row_k + k), first, sums[t][i]);
-            sums[t][i] = _mm256_fmadd_ps(_mm256_loadu_ps(x + t * row_k + k + LANES), second, sums[t][i]);
+            sums[t][i] = times_plus(floats_at(x + t * row_k + k), first, sums[t][i]);
+            sums[t][i] = times_plus(floats_at(x + t * row_k + k + LANES), second, sums[t][i]);
         }
     }
 }
@@ -103,7 +90,7 @@ INLINE void multiply_direct(int format, const int outputs, const int tokens, con
     UNROLLED(int i = 0; i < outputs; i++) {
         output[i] = smaller(n + i, w->n - 1); /* beyond the end the last one again */
         row[i] = w->codes + output[i] * bytes;
-        UNROLLED(int t = 0; t < tokens; t++) sums[t][i] = _mm256_setzero_ps();
+        UNROLLED(int t = 0; t < tokens; t++) sums[t][i] = every(0);
     }
     for (int64_t index = 0; index < groups; index++) {
         Group group[OUTPUTS];
@@ -112,7 +99,7 @@ INLINE void multiply_direct(int format, const int outputs, const int tokens, con
         for (; k + SPAN <= end; k += SPAN) {
             /* The same place of the next rows: the processor's own prefetch ends with a page. */
             UNROLLED(int i = 0; i < outputs; i++)
-                _mm_prefetch(row[i] + bytes_of(format, k) + outputs * bytes, _MM_HINT_T0);
+                __builtin_prefetch(row[i] + bytes_of(format, k) + outputs * bytes);
             UNROLLED(int s = 0; s < SPAN; s += STEP)
                 multiply_step(format, outputs, tokens, row, w->k, group, x, k + s, sums);
         }
@@ -123,10 +110,10 @@ INLINE void multiply_direct(int format, const int outputs, const int tokens, con
 }
 
 INLINE void decode_step(int format, const uint8_t *row, int64_t k, Group group, float *out) {
-    __m256 first, second;
+    Floats first, second;
     decode(format, row, k, group, &first, &second);
-    _mm256_storeu_ps(out + k, first);
-    _mm256_storeu_ps(out + k + LANES, second);
+    put_floats(out + k, first);
+    put_floats(out + k + LANES, second);
 }
 
 /* A row of W as x is ordered. */
@@ -145,15 +132,15 @@ INLINE void decode_row(int format, const Weight *w, int64_t n, float *out) {
 /* `tokens` rows of x times BLOCK_OUTPUTS decoded rows of W, of which `outputs` are stored. */
 INLINE void multiply_tile(const float *x, const float *block, float *y, int64_t n, int64_t k, const int tokens,
                           int64_t outputs) {
-    __m256 sums[TOKENS][BLOCK_OUTPUTS];
+    Floats sums[TOKENS][BLOCK_OUTPUTS];
     UNROLLED(int t = 0; t < tokens; t++)
-        UNROLLED(int i = 0; i < BLOCK_OUTPUTS; i++) sums[t][i] = _mm256_setzero_ps();
+        UNROLLED(int i = 0; i < BLOCK_OUTPUTS; i++) sums[t][i] = every(0);
     for (int64_t c = 0; c < k; c += LANES) {
-        __m256 weights[BLOCK_OUTPUTS];
-        UNROLLED(int i = 0; i < BLOCK_OUTPUTS; i++) weights[i] = _mm256_loadu_ps(block + i * k + c);
+        Floats weights[BLOCK_OUTPUTS];
+        UNROLLED(int i = 0; i < BLOCK_OUTPUTS; i++) weights[i] = floats_at(block + i * k + c);
         UNROLLED(int t = 0; t < tokens; t++) {
-            __m256 inputs = _mm256_loadu_ps(x + t * k + c);
-            UNROLLED(int i = 0; i < BLOCK_OUTPUTS; i++) sums[t][i] = _mm256_fmadd_ps(inputs, weights[i], sums[t][i]);
+            Floats inputs = floats_at(x + t * k + c);
+            UNROLLED(int i = 0; i < BLOCK_OUTPUTS; i++) sums[t][i] = times_plus(inputs, weights[i], sums[t][i]);
         }
     }
     UNROLLED(int t = 0; t < tokens; t++)
@@ -237,10 +224,8 @@ int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, 
 INLINE void expand_row(int format, const Weight *w, int64_t n, float *out) {
     decode_row(format, w, n, out);
     for (int64_t k = 0; k < w->k && has_four_bits(format); k += STEP) {
-        __m256 even = _mm256_loadu_ps(out + k), odd = _mm256_loadu_ps(out + k + LANES);
-        __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
-        _mm256_storeu_ps(out + k, _mm256_permute2f128_ps(low, high, 0x20));
-        _mm256_storeu_ps(out + k + LANES, _mm256_permute2f128_ps(low, high, 0x31));
+        Floats even = floats_at(out + k), odd = floats_at(out + k + LANES);
+        put_in_turns(out + k, even, odd);
     }
 }
 

@@ -30,7 +30,7 @@ def tiled_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
 
 @cache
 def _library() -> Any:
-    library = compiled(Path(__file__).with_name("_tiles.c"), needs=NEEDS)
+    library = compiled(Path(__file__).with_name("_tiles.c"), needs=(NEEDS,))
     if library is None:
         return None
     if library.permit_tiles():

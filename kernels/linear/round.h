@@ -1,5 +1,4 @@
-/* How numbers are rounded to 8 bits, as `round_activations` of kernels/linear/rounded.py has it, for x86 processors with
-   AVX2 and FMA. */
+/* How numbers are rounded to 8 bits, as `round_activations` of kernels/linear/rounded.py has it. */
 
 #ifndef ROUND_H
 #define ROUND_H
@@ -8,15 +7,16 @@
 
 /* The largest magnitude; NaN beside a NaN, which a maximum would forget. */
 INLINE float largest(int dtype, const void *x, int64_t count) {
-    __m256 most = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f), broken = _mm256_setzero_ps();
+    Floats most = every(0);
+    Ints broken = every_int(0);
     for (int64_t i = 0; i < count; i += LANES) {
-        __m256 lanes = load(dtype, at(dtype, x, i));
-        broken = _mm256_or_ps(broken, _mm256_cmp_ps(lanes, lanes, _CMP_UNORD_Q));
-        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, lanes));
+        Floats lanes = load(dtype, at(dtype, x, i));
+        broken = either_mask(broken, is_nan(lanes));
+        most = greater(most, magnitudes(lanes));
     }
-    if (_mm256_movemask_ps(broken)) return __builtin_nanf("");
+    if (any(broken)) return __builtin_nanf("");
     float lanes[LANES], found = 0;
-    _mm256_storeu_ps(lanes, most);
+    put_floats(lanes, most);
     UNROLLED(int i = 0; i < LANES; i++) found = lanes[i] > found ? lanes[i] : found;
     return found;
 }
@@ -27,16 +27,15 @@ INLINE float scale_of(int dtype, const void *x, int64_t count) {
     return scale < 1e-30f ? 1e-30f : scale; /* NaN stays */
 }
 
-INLINE __m256i round_lanes(__m256 x, float scale) {
-    __m256 scaled = _mm256_div_ps(x, _mm256_set1_ps(scale));
-    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(scaled, _mm256_set1_ps(-128)), _mm256_set1_ps(127)));
+INLINE Ints round_lanes(Floats x, float scale) {
+    Floats scaled = over(x, every(scale));
+    return to_ints(lesser(greater(scaled, every(-128)), every(127)));
 }
 
 /* q of neighbours, and its sum. */
 INLINE int32_t round_neighbours(const float *x, float scale, const int count, int32_t *q) {
     int32_t sum = 0;
-    for (int i = 0; i < count; i += LANES)
-        _mm256_storeu_si256((__m256i *)(q + i), round_lanes(_mm256_loadu_ps(x + i), scale));
+    for (int i = 0; i < count; i += LANES) put_ints(q + i, round_lanes(floats_at(x + i), scale));
     for (int i = 0; i < count; i++) sum += q[i];
     return sum;
 }

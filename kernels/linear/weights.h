@@ -3,10 +3,9 @@
 #ifndef WEIGHTS_H
 #define WEIGHTS_H
 
-#include <immintrin.h>
 #include <stdint.h>
 
-#include "../common/inline.h"
+#include "../common/eight_lanes.h"
 
 /* In the order of _FORMATS in kernels/linear/_skinny_cpu.py, then INT4 with minima, and INT4 whose zero is not always 8,
    which is INT4 in a `Weight`. */
@@ -39,7 +38,7 @@ INLINE const char *place_of(const Weight *w, const void *numbers, int64_t index)
 }
 
 INLINE float number_at(int is_half, const void *numbers, int64_t index) {
-    return is_half ? _cvtsh_ss(((const uint16_t *)numbers)[index]) : ((const float *)numbers)[index];
+    return is_half ? fp16_at((const uint16_t *)numbers + index) : ((const float *)numbers)[index];
 }
 
 INLINE float number_of(const Weight *w, const void *numbers, int64_t index) {

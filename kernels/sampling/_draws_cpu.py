@@ -81,7 +81,7 @@ def _at(stream: tuple[Tensor, Tensor, Tensor], purpose: int) -> _Stream:
 
 @cache
 def _library() -> Any:
-    library = compiled(Path(__file__).with_name("_draws.c"), needs=frozenset())
+    library = compiled(Path(__file__).with_name("_draws.c"), needs=(frozenset(),))
     if library is not None:
         number, pointer, stream = ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(_Stream)
         library.draw_words.argtypes = (stream, number, number, pointer)

@@ -42,14 +42,14 @@ def kept(tmp_path: Path) -> list[Path]:
 
 @needs_compiler
 def test_compiles_once_until_the_source_changes(source: Path, tmp_path: Path) -> None:
-    library = compiled(source, needs=frozenset())
+    library = compiled(source, needs=(frozenset(),))
     assert library is not None and library.answer() == 42
     (first,) = kept(tmp_path)
     made_at = first.stat().st_mtime_ns
-    assert compiled(source, needs=frozenset()) is not None
+    assert compiled(source, needs=(frozenset(),)) is not None
     assert kept(tmp_path) == [first] and first.stat().st_mtime_ns == made_at
     source.write_text("int answer(void) { return 43; }\n")
-    changed = compiled(source, needs=frozenset())
+    changed = compiled(source, needs=(frozenset(),))
     assert changed is not None and changed.answer() == 43
     assert len(kept(tmp_path)) == 2
 
@@ -59,7 +59,7 @@ def test_a_header_is_part_of_the_source(source: Path, tmp_path: Path) -> None:
     source.write_text('#include "number.h"\nint answer(void) { return NUMBER; }\n')
     for number in (1, 2):
         (tmp_path / "number.h").write_text(f"#define NUMBER {number}\n")
-        library = compiled(source, needs=frozenset())
+        library = compiled(source, needs=(frozenset(),))
         assert library is not None and library.answer() == number
 
 
@@ -67,7 +67,7 @@ def test_a_header_is_part_of_the_source(source: Path, tmp_path: Path) -> None:
 def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from kernels.common.compiled import compiled\n"
-        "print(compiled(Path(sys.argv[1]), needs=frozenset()).answer())"
+        "print(compiled(Path(sys.argv[1]), needs=(frozenset(),)).answer())"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program, str(source)], stdout=subprocess.PIPE, text=True)
@@ -81,7 +81,7 @@ def test_no_compiler(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert compiled(source, needs=frozenset()) is None
+    assert compiled(source, needs=(frozenset(),)) is None
     assert caplog.messages == ["what answer.c makes faster runs in torch: there is no C compiler `cc`"]
 
 
@@ -92,7 +92,7 @@ def test_a_compiler_that_fails(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str
 ) -> None:
     fake_compiler(tmp_path, monkeypatch, script)
-    assert compiled(source, needs=frozenset()) is None
+    assert compiled(source, needs=(frozenset(),)) is None
     (message,) = caplog.messages
     assert message.startswith("what answer.c makes faster runs in torch: ") and message.endswith("no floppy")
 
@@ -102,13 +102,15 @@ def test_a_compiler_that_makes_something_else(
 ) -> None:
     fake_compiler(tmp_path, monkeypatch, 'for last; do :; done; [ "$last" = --version ] || echo hello > "$last"')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
-    assert compiled(source, needs=frozenset()) is None
+    assert compiled(source, needs=(frozenset(),)) is None
     assert len(caplog.messages) == 1
 
 
 def test_a_processor_without_the_instructions(source: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert compiled(source, needs=frozenset({"warp", "flux"})) is None
-    assert caplog.messages == ["what answer.c makes faster runs in torch: the processor has no flux and no warp"]
+    assert compiled(source, needs=(frozenset({"warp", "flux"}), frozenset({"impulse"}))) is None
+    assert caplog.messages == [
+        "what answer.c makes faster runs in torch: the processor has not all of flux warp or of impulse"
+    ]
 
 
 @needs_compiler
@@ -117,6 +119,6 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert compiled(source, needs=frozenset()) is None
+    assert compiled(source, needs=(frozenset(),)) is None
     (message,) = caplog.messages
     assert str(tmp_path / "file") in message

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.common.compiled import processor_features
+from kernels.common.processor import processor_features
 from kernels.linear._skinny_cpu import multiplies
 from kernels.linear._tiles_cpu import has_tiles
 from kernels.linear.cpu_form import cpu_form
@@ -10,6 +10,7 @@ from kernels.linear.cpu_form import cpu_form
 ZEN = frozenset({"avx2", "fma", "f16c"})
 ICE_LAKE = ZEN | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni"}
 COOPER_LIKE = ICE_LAKE | {"avx512_bf16"}
+CORTEX_A72 = frozenset({"fp", "asimd"})
 
 
 def test_each_processor_is_told_its_form() -> None:
@@ -19,10 +20,12 @@ def test_each_processor_is_told_its_form() -> None:
     assert "AVX-512 in fp32" in cpu_form(ICE_LAKE) and cpu_form(ICE_LAKE).endswith("VNNI")
     assert cpu_form(COOPER_LIKE).startswith("C for AVX-512 in bf16")
     assert cpu_form(COOPER_LIKE | {"amx_bf16"}).startswith("C for AMX in bf16")
+    assert cpu_form(CORTEX_A72) == "C for NEON in fp32; rounded activations: NEON"
+    assert cpu_form(CORTEX_A72 | {"asimddp"}).endswith("rounded activations: dot products of NEON")
 
 
 def test_what_is_missing_is_named() -> None:
-    assert "AVX2, FMA and F16C" in cpu_form(frozenset({"neon"}))
+    assert "AVX2, FMA and F16C, and for arm64" in cpu_form(frozenset({"sse4_2"}))
     assert "no C compiler `no-such-compiler`" in cpu_form(ZEN, "no-such-compiler")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels.linear._rounded_cpu as integers
-from kernels.common.compiled import processor_features
+from kernels.common.processor import processor_features
 from kernels.linear._quantized_tiles import tile_weight
 from kernels.linear._rounded_cpu import has_vnni, library_of, source_for, takes
 from kernels.linear._skinny_cpu import multiplies, prepare_skinny
