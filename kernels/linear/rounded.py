@@ -5,7 +5,7 @@ for each group of a token's neighbours, as llama.cpp does on CPUs.
     FP8     s = max |x| / 448,     q = the nearest e4m3 to x / s
     y[t, n] = Σ_k s[t, k] · q[t, k] · W[n, k] + b[n]
 
-q is computed in fp32. On CPUs with AVX2 the codes of integer weights are multiplied as integers (`_rounded.c`): exactly
+q is computed in fp32. With AVX2 or NEON codes of integer weights are multiplied as integers (`_rounded.c`): exactly
 within 32 or 64 neighbours, in fp32 between. Several rows in bf16, where there is AMX, are multiplied as s · q in bf16
 (`_tiles_cpu`). On CUDA many rows of one scale are multiplied with weights of one scale an output as the codes they are
 (`_rounded_tiles`): INT8 with INT8, exactly, or FP8 with FP8. Elsewhere `quantized_linear` multiplies, at its speed:

@@ -23,9 +23,9 @@ is_there = shutil.which(COMPILER) is not None and shutil.which(EMULATOR) is not 
 class EmulatedLibrary:
     """A source compiled for such a processor, and the process that runs it; functions are attributes."""
 
-    def __init__(self, source: Path, folder: Path, processor: str) -> None:
+    def __init__(self, source: Path, folder: Path, processor: str, *more: str) -> None:
         library, program = folder / f"{source.stem}.so", folder / "emulated"
-        _run(*command(COMPILER, str(source), str(library), f"-march={processor}"), "-O1")
+        _run(*command(COMPILER, str(source), str(library), f"-march={processor}"), *more)
         _run(COMPILER, str(Path(__file__).with_suffix(".c")), "-o", str(program))
         started = (EMULATOR, "-L", SYSTEM, str(program), str(library))
         self._process = subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
