@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.files.sources import KNOWN
 from model.mesh import MeshError, this_rank
+from model.startup import import_torch
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
 from serve.http.options import add_serve_arguments, options_from_arguments
 
@@ -206,6 +207,7 @@ def _run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: children first, one sentence
     processes = Processes()
     log_to(folder.log if processes.is_main else None, show=processes.is_main)
+    import_torch()
     from pipeline.preflight import preflight
     from pipeline.run import run_recipe
 
@@ -237,6 +239,7 @@ def _tune(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     processes = Processes()
     log_to(folder.log if processes.is_main else None, show=processes.is_main)
+    import_torch()
     from pipeline.tune.search import Search
 
     try:
@@ -276,6 +279,7 @@ def _generate(options: argparse.Namespace) -> int:
     prompt = options.prompt if options.prompt is not None else sys.stdin.read()
     if not prompt.strip():
         raise UserError("There is no prompt: give one after MODEL or on standard input.")
+    import_torch()
     from pipeline.generate import generate
 
     return generate(served, prompt, options)
@@ -322,6 +326,7 @@ def _plan(options: argparse.Namespace) -> int:
     from pipeline.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
+    import_torch()
     from rich.console import Console
     from rich.markup import escape
 
@@ -346,6 +351,7 @@ def _data(options: argparse.Namespace) -> int:
     from pipeline.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
+    import_torch()
     from rich.console import Console
 
     from model.files.safe_io import default_cache
@@ -360,6 +366,7 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    import_torch()
     from pipeline.export import export
 
     print(export(options))

@@ -1,9 +1,11 @@
 """Where the tests run: natively on a GPU if there is one, else Triton's kernels go through its interpreter."""
 
+import atexit
 import gc
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from _pytest.logging import LogCaptureHandler
 
 from pipeline.cli import ROOMS
 from tests import compiled_before, trials
+
+gc.disable()  # until all tests are collected: what is made until then stays
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined; it has no effect on kernels imported before.
@@ -44,10 +48,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _slow_files_first(items: list[pytest.Item]) -> None:
     """In each of the equal parts that processes begin with, so that none is left alone with long tests at the end."""
     parts = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
-    quick, ordered = [item for item in items if item.path not in slow], list[pytest.Item]()
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    slow = [path for path, of in files.items() if any(item.get_closest_marker("slow") for item in of)]
+    quick = [item for path, of in files.items() if path not in slow for item in of]
+    ordered = list[pytest.Item]()
     for part in range(parts):
-        ordered += [item for path in slow[part::parts] for item in items if item.path == path]
+        ordered += [item for path in slow[part::parts] for item in files[path]]
         size = max(0, len(items) * (part + 1) // parts - len(ordered))
         ordered, quick = ordered + quick[:size], quick[size:]
     items[:] = ordered + quick
@@ -83,5 +91,6 @@ def logging_as_before() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Let the collector walk no more over what was imported: a trainer calls it, and it took half of many tests."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
+    atexit.register(gc.freeze)

@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import Any
 
+from model.startup import import_torch
 from pipeline.chat.conversation import ChatSession, run_conversation
 from pipeline.chat.models import ChatModel, LocalModel, RemoteModel
 from pipeline.errors import UserError
@@ -25,7 +26,8 @@ def _local(options: argparse.Namespace) -> ChatModel:
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} goes with --url.")
     served = resolve_served(options.model, options.verify)
-    from serve.llm import LLM  # and torch, which a conversation with a server does without
+    import_torch()  # which a conversation with a server does without
+    from serve.llm import LLM
 
     model, draft = target_and_draft(served.model, served.verify)
     engine = LLM(

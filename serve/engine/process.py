@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from model.startup import import_torch
 from serve.config import EngineConfig
 from serve.logs import configure_logging
 from serve.messages import (
@@ -215,6 +216,7 @@ def die_with(parent: int) -> None:
 
 def import_engine() -> None:
     """Import torch and the engine, which takes longest of all that needs no model."""
+    import_torch()
     import serve.engine.engine
     import serve.engine.warm_up  # noqa: F401
 
