@@ -8,6 +8,9 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
+M_MMAP_THRESHOLD = -3
+"""In malloc.h."""
+
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """The most memory that tensors made within `function` take at one moment."""
@@ -26,10 +29,12 @@ def peak_bytes(function: Callable[[], object]) -> int:
 def peak_resident_bytes(function: Callable[[], object]) -> int:
     """The most that the process grows by within `function`: what other threads free, the profiler does not see.
 
-    Start the process with MALLOC_MMAP_THRESHOLD_=65536, so that freed tensors leave it at once.
+    Freed tensors leave the process at once from now on.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    allocator = ctypes.CDLL(None)
+    allocator.mallopt(M_MMAP_THRESHOLD, 2**16)
+    allocator.malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
     function()

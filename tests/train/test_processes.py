@@ -1,10 +1,8 @@
 """What only real processes show: signals, kills, and two processes that train as one."""
 
-import multiprocessing
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
@@ -14,15 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.forked import CONTEXT, launched
 from tests.train import toy_process
 from tests.train.toy import STEPS
 from train.tracking import read_metrics
 
 KILLS = 10
-
-# Processes are forked from one that has imported torch, and what torch and accelerate import at first use.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.train.toy_process", "torch._dynamo", "torch.distributed.tensor"])
 
 Start = Callable[..., ForkServerProcess]
 
@@ -143,17 +138,6 @@ def test_a_signal_during_evaluation_stops_at_once_and_the_next_run_evaluates(
     assert time.monotonic() - began < toy_process.EVALUATION_S / 4
     assert finish(start(str(folder), "awake")) == 0
     assert (folder / "metrics.jsonl").read_text() == straight[1]
-
-
-def launched(count: int) -> list[dict[str, str]]:
-    """What torchrun says to each of so many processes; tests/pipeline/test_launch.py starts some by torchrun itself."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    everybody = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        {name: str(value) for name, value in {**everybody, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        for rank in range(count)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,28 @@
 """Training by shards: processes over gloo that hold a part each train as one that has all, and resume one another."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests import trials
+from tests.forked import end_of, ranks
+from tests.train import memory_process, sharded_process
 from tests.train.sharded_process import CASES, run
 from train.tracking import read_metrics
 
 HANDED_ON = ("8 bits", "gqa", "qlora")
 
-ROOT = Path(__file__).resolve().parents[2]
-
 pytestmark = pytest.mark.slow
 
 
-def torchrun(folder: Path, processes: int, *words: str, module: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += ["-m", module, str(folder), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as launcher:
-        try:
-            output, _ = launcher.communicate(timeout=240)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-    assert launcher.returncode == 0, output[-3000:]
+def together(processes: int, module: ModuleType, folder: Path, *words: object) -> None:
+    log = folder / "log"
+    with ranks(processes, module.main, folder, *words, log=log) as started:
+        assert not any(end_of(started)), log.read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run(folder / "up", name, stop=3)
     jobs = [f"4/four/{name}" for name in CASES] + [f"2/groups/{name}" for name in ("distill", "qlora")]
     jobs += [f"4/down/{name}/2" for name in HANDED_ON] + [f"4/up/{name}" for name in HANDED_ON]
-    torchrun(folder, 4, *jobs, module="tests.train.sharded_process")
-    torchrun(folder, 2, *(f"2/down/{name}/4" for name in HANDED_ON), module="tests.train.sharded_process")
+    together(4, sharded_process, folder, *jobs)
+    together(2, sharded_process, folder, *(f"2/down/{name}/4" for name in HANDED_ON))
     for name in HANDED_ON:
         run(folder / "down", name)
     return folder
@@ -87,12 +75,11 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(place: str, name: s
     check(folder, place, name)
 
 
-def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path) -> None:
     """The peak of a step: weights, gradients, moments, and all that it needs besides."""
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed leaves the process
     names = ("language", "distill")
     for processes in (1, 2, 4) if trials.in_full else (1, 4):
-        torchrun(tmp_path, processes, str(processes), *names, module="tests.train.memory_process")
+        together(processes, memory_process, tmp_path, processes, *names)
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert {"1-0", *(f"4-{rank}" for rank in range(4))} <= found.keys()
     for name in names:
@@ -103,10 +90,9 @@ def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path, mon
         assert most <= 0.35 * found["1-0"][name]["peak"]
 
 
-def test_two_whole_copies_take_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_whole_copies_take_what_is_planned(tmp_path: Path) -> None:
     """No process holds its gradients twice, once where they travel from."""
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    torchrun(tmp_path, 2, "1", "language", "distill", module="tests.train.memory_process")
+    together(2, memory_process, tmp_path, 1, "language", "distill")
     for path in (tmp_path / "2-0.json", tmp_path / "2-1.json"):
         for process in json.loads(path.read_text()).values():
             assert process["weights"] == process["loaded"]
