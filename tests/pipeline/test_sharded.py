@@ -7,18 +7,18 @@ weights.
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.cli import main
+from tests.forked import end_of, ranks
 from tests.model.test_mesh import launched
 from tests.pipeline.tiny_run import RECIPE, ROOT, run_stages, write_teacher, write_text
 from train.tracking import read_metrics
@@ -49,10 +49,9 @@ def stages(wanted: dict[str, dict]) -> list[dict[str, dict]]:
     return [{name: TRAINING | settings} for name, settings in wanted.items()]
 
 
-def command(home: Path, folder: str, wanted: dict[str, dict], processes: int) -> list[str]:
+def arguments(home: Path, folder: str, wanted: dict[str, dict]) -> list[str]:
     last = list(wanted.values())[-1]["out"]
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    words += ["-m", "pipeline", "run", str(RECIPE), f"stages={json.dumps(stages(wanted))}", f"serve={{model: {last}}}"]
+    words = ["run", str(RECIPE), f"stages={json.dumps(stages(wanted))}", f"serve={{model: {last}}}"]
     words += [f"models.teacher.from={home / 'teacher'}", f"data.text.source={home / 'text'}"]
     return [*words, "--folder", str(home / folder), "--cache", str(home / "cache")]
 
@@ -62,12 +61,22 @@ def environment(file: str, *words: str) -> dict[str, str]:
     asked = {
         name: value for name, value in launched(file, *words).items() if name not in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     }
-    return os.environ | asked | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return asked | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def launch(words: list[str], variables: dict[str, str]) -> None:
-    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400)
+def torchrun(words: list[str], processes: int, variables: dict[str, str]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command, given = [*launcher, "-m", "pipeline", *words], os.environ | variables
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def forked(words: list[str], processes: int, variables: dict[str, str]) -> None:
+    """The same, of processes that need not import torch."""
+    with TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        with ranks(processes, main, words, log=log, environment=variables) as started:
+            assert not any(end_of(started, 400)), log.read_text()[-9000:]
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +90,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FILES = {
-    "fsdp": (2, ("--num_processes", "2")),
-    "multi_node_fsdp": (4, ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2")),
+    "fsdp": (2, ("--num_processes", "2"), torchrun),
+    "multi_node_fsdp": (4, ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2"), forked),
 }
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_launch_file_makes_what_one_process_makes(file: str, home: Path) -> None:
-    processes, words = FILES[file]
-    launch(command(home, file, STAGES, processes), environment(file, *words))
+    processes, words, launch = FILES[file]
+    launch(arguments(home, file, STAGES), processes, environment(file, *words))
     for number, name in enumerate(STAGES, 1):
         one, many = (home / folder / f"{number:02d}-{name}" for folder in ("one", file))
         logs = read_metrics(one / "metrics.jsonl"), read_metrics(many / "metrics.jsonl")
@@ -111,43 +120,22 @@ def test_a_launch_file_makes_what_one_process_makes(file: str, home: Path) -> No
             assert digests[0] == digests[1]
 
 
-@contextmanager
-def running(words: list[str], variables: dict[str, str]) -> Iterator[subprocess.Popen]:
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(words, cwd=ROOT, env=variables, start_new_session=True, **quiet) as launcher:
-        try:
-            yield launcher
-        finally:
-            launcher.wait(60)
-
-
-def process_of_rank(launcher: subprocess.Popen, rank: int) -> int:
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launcher.pid and f"\0RANK={rank}\0".encode() in b"\0" + (path / "environ").read_bytes():
-                return int(path.name)
-        except (OSError, ValueError):
-            continue
-    raise AssertionError(f"no process has rank {rank}")
-
-
 def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weights(home: Path) -> None:
     variables = environment("fsdp", "--num_processes", "2")
-    launch(command(home, "straight", KILLED, 2), variables)
-    words, log = command(home, "killed", KILLED, 2), home / "killed" / "01-distill" / "metrics.jsonl"
+    forked(arguments(home, "straight", KILLED), 2, variables)
+    words, lines = arguments(home, "killed", KILLED), home / "killed" / "01-distill" / "metrics.jsonl"
     moments = random.Random(0)
-    for rank, lines in ((1, 2), (0, 7)):
-        with running(words, variables) as launcher:
+    for rank, count in ((1, 2), (0, 7)):
+        with ranks(2, main, words, log=home / "log", environment=variables) as started:
             deadline = time.monotonic() + 120
-            while len(read_metrics(log)) < lines:
-                assert time.monotonic() < deadline and launcher.poll() is None, "training does not get on"
+            while len(read_metrics(lines)) < count:
+                assert time.monotonic() < deadline and started[0].is_alive(), "training does not get on"
                 time.sleep(0.02)
             time.sleep(moments.uniform(0.0, 0.2))
-            os.kill(process_of_rank(launcher, rank), signal.SIGKILL)
-        assert launcher.returncode != 0
-    launch(words, variables)
+            started[rank].kill()
+            assert all(end_of(started))
+    forked(words, 2, variables)
     straight = home / "straight" / "01-distill"
-    assert (home / "killed" / "01-distill" / "metrics.jsonl").read_text() == (straight / "metrics.jsonl").read_text()
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (straight, log.parent)]
+    assert lines.read_text() == (straight / "metrics.jsonl").read_text()
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (straight, lines.parent)]
     assert weights[0] == weights[1]

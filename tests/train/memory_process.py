@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from model.config import ModelConfig
 from model.lora import LoraConfig
 from model.mesh import Mesh, this_rank
 from model.quantized import quantized_layers
@@ -25,11 +26,18 @@ from train.objectives import Distillation, LanguageModelling
 from train.sharding import device_mesh, shard_frozen
 from train.tracking import Tracker
 
-DEEP = tiny_config(
-    hidden_size=512, intermediate_size=1536, num_layers=12, num_query_heads=8, head_dim=64, max_position_embeddings=512
-)
+
+def deep(layers: int) -> ModelConfig:
+    return tiny_config(
+        hidden_size=448, intermediate_size=1344, num_layers=layers, num_query_heads=8, head_dim=64,
+        max_position_embeddings=512,
+    )  # fmt: skip
+
+
+DEEP = deep(12)
 FEW = 64
 SETUPS = {
+    "warm": Setup(deep(2), training(FEW, micro_batches=4)),
     "language": Setup(DEEP, training(FEW, micro_batches=4)),
     "8 bit": Setup(DEEP, training(FEW, micro_batches=4, optimizer="adamw_8bit")),
     "recomputed": Setup(DEEP, training(4 * FEW, micro_batches=4, activation_checkpointing=True)),
@@ -73,7 +81,7 @@ def main(folder: Path, shards: int, *names: str) -> None:
     torch.set_num_threads(1)
     this_accelerator()
     rank = this_rank()
-    measure(folder / "warm", shards, names[0])  # what a process allocates once for all
+    measure(folder / "warm", shards, "warm")  # what a process allocates once for all
     found = {name: measure(folder / name, shards, name) for name in names}
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
 
