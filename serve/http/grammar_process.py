@@ -89,9 +89,10 @@ def attempt(compiler: GrammarCompiler, wanted: Try) -> Attempt:
 def _limit() -> None:
     signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S)
     signal.setitimer(signal.ITIMER_REAL, WALL_S)
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+    if sys.platform == "linux":  # others neither say here what a process holds nor keep to such a limit
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # where a crash would tell of itself
 
