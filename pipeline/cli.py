@@ -163,6 +163,9 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     plan.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     plan.add_argument("--gpu-memory", metavar="80GiB", help="memory to fit (default: this GPU's, or common sizes)")
     plan.add_argument("--gpus", type=int, metavar="8", help="say in how many shards each stage fits so many of them")
+    plan.add_argument(
+        "--time", action="store_true", help="take a few steps of each stage here, and say how long all take"
+    )
     plan.add_argument("--cache", type=Path, help="downloads (default: ~/.cache/potstill)")
     plan.set_defaults(command=_plan, late="overrides")
     data = commands.add_parser(
@@ -331,7 +334,7 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from model.files.safe_io import default_cache
-    from pipeline.plan import budgets_of, note, on_gpus, plan_recipe, plan_table
+    from pipeline.plan import budgets_of, note, on_gpus, plan_recipe, plan_table, timed
     from pipeline.preflight import findings
     from pipeline.report.terminal import terminal_table
 
@@ -339,6 +342,9 @@ def _plan(options: argparse.Namespace) -> int:
     plans = plan_recipe(recipe, options.cache or default_cache())
     if options.gpus is not None:
         plans = on_gpus(plans, options.gpus, budgets)
+    if options.time:
+        log_to(None, show=True)
+        plans = timed(plans)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(terminal_table(plan_table(plans, budgets), width=console.width))
     console.print(note(plans), soft_wrap=True, highlight=False)

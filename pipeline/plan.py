@@ -1,9 +1,12 @@
 """`potstill plan`: what each training stage of a recipe will hold in memory, before a weight is loaded or a GPU used.
 
 The arithmetic is that of model/training_memory.py, for one process on a GPU. Models are known by their configurations;
-what a stage publishes has the shape that its settings say.
+what a stage publishes has the shape that its settings say. Time is not known by arithmetic: where it is asked for, some
+steps of each stage are taken here, on random weights.
 """
 
+import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +20,9 @@ from pipeline.errors import UserError
 from pipeline.report.section import Table
 from pipeline.schema import Recipe
 from pipeline.stages.base import kind_of
+from train.progress import as_duration
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 COMMON_GIB = (16, 24, 48, 80, 141)
@@ -42,6 +48,8 @@ class StagePlan:
     setup: Setup
     memory: Memory
     sequence_length: int
+    seconds: float | None = None
+    """Its steps on this machine, if they were timed; infinite where its memory does not hold one."""
 
 
 def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
@@ -87,6 +95,24 @@ def on_gpus(plans: Sequence[StagePlan], gpus: int, budgets: Sequence[int]) -> li
     return placed
 
 
+def timed(plans: Sequence[StagePlan]) -> list[StagePlan]:
+    """The same with the time of their steps on this machine; UserError for a plan of several processes."""
+    if any(plan.setup.processes > 1 for plan in plans):
+        raise UserError("--time takes steps in this one process; leave --gpus out.")
+    from pipeline.measure.training_time import training_seconds
+    from train.loop import MemoryShortageError
+
+    found = []
+    for plan in plans:
+        log.info("%s: timing a few steps on random weights", plan.name)
+        try:
+            seconds = training_seconds(plan.setup, plan.sequence_length)
+        except MemoryShortageError:
+            seconds = math.inf
+        found.append(replace(plan, seconds=seconds))
+    return found
+
+
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +138,8 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
     if any(plan.setup.processes > 1 for plan in plans):
         lines.append(["mesh, replicate × shard", *(_mesh(plan, max(budgets)) for plan in plans)])
     lines.append(["micro-batch, tokens", *(f"{plan.setup.training.micro_batch_tokens:,}" for plan in plans)])
+    if any(plan.seconds is not None for plan in plans):
+        lines.append(["its steps on this machine", *(_duration(plan.seconds) for plan in plans)])
     for budget in budgets:
         cells = [_largest(plan, budget) for plan in plans]
         lines.append([f"largest in {budget / GIB:.4g} GiB", *cells])
@@ -122,6 +150,12 @@ def _mesh(plan: StagePlan, budget: int) -> str:
     setup = plan.setup
     fits = "" if plan.memory.peak <= budget else ", does not fit"
     return f"{setup.processes // setup.shards} × {setup.shards}{fits}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return as_duration(seconds) if math.isfinite(seconds) else "memory is short"
 
 
 def _largest(plan: StagePlan, budget: int) -> str:
@@ -138,4 +172,9 @@ def note(plans: Sequence[StagePlan]) -> str:
     limits = {plan.setup.model.num_positions for plan in plans}
     if any(plan.setup.shards > 1 for plan in plans):
         text += ". Quantized weights, and a teacher's embeddings and head, are whole in every process"
+    if any(plan.seconds is not None for plan in plans):
+        text += (
+            ". Time is that of training alone, in one process: what is measured before and after, and what a student "
+            "writes itself, come on top; routers that let tokens pass by take less"
+        )
     return f"{text} (the model knows {', '.join(f'{limit:,}' for limit in sorted(limits))} positions)."

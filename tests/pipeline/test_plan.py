@@ -119,10 +119,19 @@ def test_what_does_not_fit_is_said(recipe: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"largest in 0\.001 GiB +does not fit +does not fit", capsys.readouterr().out)
 
 
+def test_time_is_said_where_it_is_asked_for(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "--time"]) == 0
+    assert re.search(r"its steps on this machine +\d+s +\d+s", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--gpu-memory", "lots"], "--gpu-memory is 'lots'; write it like 80GiB or 24GB."),
+        (
+            ["--time", "--gpus", "2", "--gpu-memory", "1GiB"],
+            "--time takes steps in this one process; leave --gpus out.",
+        ),
         (["distill.student.layers=9"], "narrow has 3 layers, so 9 cannot be kept."),
         (["stages=[]"], "No stage of the recipe planned trains, so there is nothing to plan."),
         (["models.teacher.from=/nowhere"], "There is no model at /nowhere"),

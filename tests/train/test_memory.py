@@ -1,31 +1,30 @@
 """The plan of memory against what real steps on the CPU take: every way to train, within a tenth."""
 
+import itertools
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from compress.lora import inject
 from compress.mod import add_routers
-from compress.quantize.qat import train_through_rounding
-from compress.quantize.round_to_nearest import formats_of_layers, quantize_model
+from compress.quantize.round_to_nearest import formats_of_layers
 from model.config import MixtureOfDepths, ModelConfig
 from model.experts_config import MixtureOfExperts
 from model.formats.base import WeightFormat
-from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
 from model.lora import LoraConfig, LoraError
-from model.mesh import choose_dtype
 from model.quantized import QuantizedLayer
 from model.routed import routed_layers
 from model.training_memory import Rounding, Setup, largest_micro_batch, smallest_shards
 from model.transformer import Transformer
+from pipeline.measure.training_time import random_models, training_seconds
 from tests.memory import peak_bytes
 from tests.tiny import tiny_config
 from tests.train.toy import documents
-from train.config import Loss, TrainingConfig
+from train.config import Loss, PreferenceLoss, TrainingConfig
 from train.loop import Trainer
 from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
 from train.optimizer import named_moments
@@ -66,26 +65,6 @@ class HiddenTraining(TrainingConfig):
     loss: Loss = field(default_factory=lambda: Loss(hidden_weight=1.0))
 
 
-def built(setup: Setup) -> tuple[Transformer, Transformer | None]:
-    model = Transformer(setup.model)
-    model.initialize(0)
-    fast = choose_dtype("auto", torch.device("cpu"))
-    teacher = None if setup.teacher is None else Transformer(setup.teacher).to(fast)
-    if teacher is not None:
-        teacher.initialize(1)
-    if setup.rounding is not None:
-        formats = {name: format for name, format in setup.rounding.formats.items() if not name.endswith("_proj")}
-        quantize_model(model, INT4, overrides=formats)
-        train_through_rounding(model, setup.rounding.trained, rank=setup.rounding.rank)
-    if setup.adapter is not None:
-        if setup.training.precision == "bf16" and not setup.fp32_base:
-            model.to(fast)
-        if setup.quantization == "nf4":
-            quantize_model(model, NF4())
-        inject(model, setup.adapter)
-    return model, teacher
-
-
 def loaded_bytes(model: Transformer | None) -> int:
     if model is None:
         return 0
@@ -95,7 +74,7 @@ def loaded_bytes(model: Transformer | None) -> int:
 
 
 def trainer_of(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    model, teacher = built(setup)
+    model, teacher = random_models(setup)
     loss = getattr(setup.training, "loss", None)
     objective = LanguageModelling() if teacher is None else Distillation(teacher, loss)
     return trainer_for(setup, model, objective, folder, monkeypatch)
@@ -194,7 +173,7 @@ def test_so_it_is_with_routers(
     route: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = Setup(TINY, training(), teacher=TINY, fp32_base=True, on_gpu=False, **changes)
-    dense, teacher = built(replace(setup, adapter=None))
+    dense, teacher = random_models(replace(setup, adapter=None))
     assert teacher is not None
     model = add_routers(dense, MixtureOfDepths(route, (0, 2), capacity=0.5))  # type: ignore[arg-type]
     model.requires_grad_(not changes)
@@ -233,6 +212,30 @@ def test_so_it_is_for_a_distillation_of_real_models_widths(
     recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(Setup(SMOLLM2, training(FEW, activation_checkpointing=recomputes), teacher=SMOLLM2), tmp_path, monkeypatch)
+
+
+@dataclass(frozen=True)
+class PreferenceTraining(TrainingConfig):
+    """Of pairs of answers, which share a micro-batch."""
+
+    preference_loss: PreferenceLoss = field(default_factory=PreferenceLoss)
+
+
+TIMED = {
+    **{name: SETUPS[name] for name in ("language", "two micro-batches", "plain", "low rank through rounding")},
+    "preferences": Setup(TINY, PreferenceTraining(**asdict(training())), adapter=ADAPTERS["plain"]),
+}
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_time_is_that_of_all_steps_of_which_a_few_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, ticks, saved = TIMED[name], itertools.count(), []
+    clock = SimpleNamespace(monotonic=lambda: 0.5 * next(ticks))  # looked at three times in a step
+    monkeypatch.setattr("train.loop.time", clock)
+    monkeypatch.setattr(Trainer, "_save", lambda self: saved.append(self))
+    long = replace(setup, training=replace(setup.training, tokens=1000 * setup.training.batch_tokens))
+    found = training_seconds(long, sequence_length=128)
+    assert found == pytest.approx(1000) and next(ticks) < 30 and not saved
 
 
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:

@@ -1,0 +1,115 @@
+"""How long a stage trains on this machine: a few of its steps are taken on random weights and tokens, and timed."""
+
+import hashlib
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.lora import inject
+from compress.quantize.qat import train_through_rounding
+from compress.quantize.round_to_nearest import quantize_model
+from model.config import ModelConfig
+from model.formats.registry import format_named
+from model.mesh import choose_device, choose_dtype, training_dtype
+from model.quantized import set_quantized
+from model.training_memory import Setup
+from model.transformer import Transformer
+from train.config import Loss
+from train.data import TokenizedDocuments
+from train.loop import Trainer
+from train.objectives import LanguageModelling, Objective, objective_of
+from train.preference import PreferenceTuning
+from train.tracking import Tracker
+
+DOCUMENTS = 64
+STEPS = 4
+"""Of which the first, in which kernels are compiled and memory is fetched, does not count."""
+
+
+def training_seconds(setup: Setup, sequence_length: int) -> float:
+    """All steps of a stage, in one process; measuring before and after, and what a student writes itself, come on top.
+
+    Steps with routers are timed as without: early every token passes, later fewer do. Raises MemoryShortageError.
+    """
+    training: Any = setup.training
+    model, teacher = random_models(setup)
+    objective = _objective(training, teacher)
+    data = random_documents(setup.model.vocab_size, sequence_length, paired=isinstance(objective, PreferenceTuning))
+    short = replace(training, tokens=(STEPS + 1) * training.batch_tokens, evaluate_every_tokens=None)
+    with tempfile.TemporaryDirectory() as folder:
+        stopwatch = _Stopwatch(Path(folder))
+        try:
+            Trainer(
+                model, objective, data, short, folder=stopwatch.folder, sequence_length=sequence_length,
+                tracker=stopwatch,
+            ).train()  # fmt: skip
+        except _TimedError:
+            pass
+        finally:
+            stopwatch.finish()
+    return float(training.steps * training.batch_tokens / statistics.median(stopwatch.tokens_per_s[1:]))
+
+
+def random_models(setup: Setup) -> tuple[Transformer, Transformer | None]:
+    """What a stage trains, as it is when training begins but for routers, and its teacher."""
+    device, training = choose_device(), setup.training
+    dtype = training_dtype(training.precision, on_gpu=device.type == "cuda")
+    model, teacher = _random(setup.model, 0), None
+    if setup.teacher is not None:
+        teacher = _random(setup.teacher, 1).to(choose_dtype("auto", device)).to(device).requires_grad_(False)
+    if setup.rounding is not None:
+        for name, one in setup.rounding.formats.items():
+            set_quantized(model, name, one.quantize(model.get_parameter(f"{name}.weight").detach()), one)
+        train_through_rounding(model, setup.rounding.trained, rank=setup.rounding.rank)
+    if setup.adapter is not None:
+        if not setup.fp32_base:
+            model.to(dtype)
+        if (format := format_named(setup.quantization, double=setup.double_quantization)) is not None:
+            quantize_model(model, format)
+        inject(model, setup.adapter)
+    return model.to(device), teacher
+
+
+def random_documents(vocab_size: int, length: int, *, paired: bool = False) -> TokenizedDocuments:
+    """Documents of which each fills a piece of `length` tokens, or pairs of them."""
+    size = length + 1  # the last one is only predicted
+    tokens = np.random.default_rng(0).integers(0, vocab_size, DOCUMENTS * size).astype(np.int32)
+    lengths = np.full(DOCUMENTS, size, dtype=np.int64)
+    offsets = np.arange(DOCUMENTS + 1, dtype=np.int64) * size
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    return TokenizedDocuments("random", tokens, offsets, None, lengths, digest, paired=paired)
+
+
+def _random(config: ModelConfig, seed: int) -> Transformer:
+    model = Transformer(config)
+    model.initialize(seed)
+    return model
+
+
+def _objective(training: Any, teacher: Transformer | None) -> Objective:
+    """By the losses that its settings name."""
+    if (preference := getattr(training, "preference_loss", None)) is not None:
+        return PreferenceTuning(preference)
+    return LanguageModelling() if teacher is None else objective_of(getattr(training, "loss", Loss()), teacher)
+
+
+class _TimedError(Exception):
+    """Ends training before it would save anything."""
+
+
+class _Stopwatch(Tracker):
+    """Hears how fast each step was, and stops training behind the last one that counts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tokens_per_s: list[float] = []
+
+    def log(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None) -> None:
+        self.tokens_per_s += (timings or {}).values()
+        if step == STEPS:
+            raise _TimedError
