@@ -113,68 +113,88 @@ INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, flo
     for (int64_t i = 0; i < groups * OUTPUTS; i++) out[i] *= -scales[i];
 }
 
+/* The first `count` of OUTPUTS sums, as y holds them. */
+INLINE void store_outputs(int dtype, void *y, __m512 sums, int64_t count) {
+    __mmask16 stored = (1 << count) - 1;
+    if (dtype == FP32) {
+        _mm512_mask_storeu_ps(y, stored, sums);
+        return;
+    }
+    __m256 low = rounded(BF16, _mm512_castps512_ps256(sums));
+    __m256 high = rounded(BF16, _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(sums), 1)));
+    __m512i bits = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)), _mm256_castps_si256(high), 1);
+    _mm256_mask_storeu_epi16(y, stored, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+}
+
 /* All rows of x times OUTPUTS of W, from n on; the first `count` go to y [T, .], whose rows are `stride` apart. */
-INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, int64_t n, float *y, int64_t stride,
-                             int64_t count) {
+INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, int64_t n, int dtype, char *y,
+                             int64_t stride, int64_t count) {
     int64_t groups = groups_of(w);
     ALIGNED float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1], sums[x->rows * OUTPUTS];
-    for (int64_t t = 0; t < x->rows; t++) __builtin_prefetch(y + t * stride, 1);
+    for (int64_t t = 0; t < x->rows; t++) __builtin_prefetch(at(dtype, y, t * stride), 1);
     numbers_by_lanes(w, w->scales, n, scales);
     if (kind.has_shifts) shifts_by_lanes(w, scales, n, shifts);
     memset(sums, 0, sizeof sums);
     multiply(kind, w, w->codes + n * bytes_of(w->format, w->k), scales, shifts, x, sums);
     for (int64_t t = 0; t < x->rows; t++)
-        _mm512_mask_storeu_ps(y + t * stride, (1 << count) - 1, _mm512_loadu_ps(sums + t * OUTPUTS));
+        store_outputs(dtype, y + t * stride * size_of(dtype), _mm512_loadu_ps(sums + t * OUTPUTS), count);
 }
 
 /* The same, compiled for each kind. */
-static void multiply_kind(Kind kind, const Weight *w, const Rows *x, int64_t n, float *y, int64_t stride, int64_t count) {
+static void multiply_kind(Kind kind, const Weight *w, const Rows *x, int64_t n, int dtype, char *y, int64_t stride,
+                          int64_t count) {
     if (kind.span == MOST_SPAN) {
-        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, MOST_SPAN}, w, x, n, y, stride, count);
-        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, MOST_SPAN}, w, x, n, y, stride, count);
-        else multiply_outputs((Kind){1, 0, MOST_SPAN}, w, x, n, y, stride, count);
+        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, MOST_SPAN}, w, x, n, dtype, y, stride, count);
+        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, MOST_SPAN}, w, x, n, dtype, y, stride, count);
+        else multiply_outputs((Kind){1, 0, MOST_SPAN}, w, x, n, dtype, y, stride, count);
     } else {
-        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, 32}, w, x, n, y, stride, count);
-        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, 32}, w, x, n, y, stride, count);
-        else multiply_outputs((Kind){1, 0, 32}, w, x, n, y, stride, count);
+        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, 32}, w, x, n, dtype, y, stride, count);
+        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, 32}, w, x, n, dtype, y, stride, count);
+        else multiply_outputs((Kind){1, 0, 32}, w, x, n, dtype, y, stride, count);
     }
 }
 
+INLINE __m512 load_piece(int dtype, const void *from) {
+    if (dtype == FP32) return _mm512_loadu_ps(from);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16));
+}
+
 /* A row of x, of which `group` neighbours share a scale, as the t-th. */
-static void round_row(Kind kind, const float *x, int64_t k, int64_t group, int64_t t, const Rows *out) {
+static void round_row(Kind kind, int dtype, const char *x, int64_t k, int64_t group, int64_t t, const Rows *out) {
     const __m128i even_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     const __m512 lowest = _mm512_set1_ps(-128), highest = _mm512_set1_ps(127);
     float scale = 0;
-    for (int64_t start = 0, at = t; start < k; start += kind.span, at += out->rows) {
-        if (start % group == 0) scale = scale_of(FP32, x + start, group);
+    for (int64_t start = 0, span = t; start < k; start += kind.span, span += out->rows) {
+        if (start % group == 0) scale = scale_of(dtype, at(dtype, x, start), group);
         __m512i sums = _mm512_setzero_si512();
         for (int i = 0; i < kind.span; i += PIECE) {
-            __m512 scaled = _mm512_div_ps(_mm512_loadu_ps(x + start + i), _mm512_set1_ps(scale));
+            __m512 scaled = _mm512_div_ps(load_piece(dtype, at(dtype, x, start + i)), _mm512_set1_ps(scale));
             __m512i q = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(scaled, lowest), highest));
             __m128i bytes = _mm512_cvtepi32_epi8(q);
             sums = _mm512_add_epi32(sums, q);
             if (kind.has_four_bits) bytes = _mm_shuffle_epi8(bytes, even_first);
-            _mm_storeu_si128((__m128i *)(out->q + at * kind.span + i), bytes);
+            _mm_storeu_si128((__m128i *)(out->q + span * kind.span + i), bytes);
         }
         int32_t sum = _mm512_reduce_add_epi32(sums);
-        out->scales[at] = scale;
-        out->sums[at] = scale * (float)sum;
-        out->offsets[at] = (kind.has_four_bits ? -8 : -128) * sum;
+        out->scales[span] = scale;
+        out->sums[span] = scale * (float)sum;
+        out->offsets[span] = (kind.has_four_bits ? -8 : -128) * sum;
     }
 }
 
-/* Rows of x, fp32, times all of W, whose last outputs, if they are fewer than OUTPUTS, are in `last`. */
-static void multiply_rows(Kind kind, const Weight *w, const Weight *last, const float *x, int64_t x_stride,
-                          int64_t x_group, const Rows *rounded, float *y, int threads) {
+/* Rows of x times all of W, whose last outputs, if they are fewer than OUTPUTS, are in `last`. */
+static void multiply_rows(Kind kind, const Weight *w, const Weight *last, int dtype, const char *x, int64_t x_stride,
+                          int64_t x_group, const Rows *rounded, char *y, int threads) {
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < rounded->rows; t++) round_row(kind, x + t * x_stride, w->k, x_group, t, rounded);
+        for (int64_t t = 0; t < rounded->rows; t++) round_row(kind, dtype, at(dtype, x, t * x_stride), w->k, x_group, t, rounded);
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < w->n; n += OUTPUTS) {
             int64_t count = smaller(OUTPUTS, w->n - n);
             int is_whole = count == OUTPUTS;
-            multiply_kind(kind, is_whole ? w : last, rounded, is_whole ? n : 0, y + n, w->n, count);
+            char *outputs = y + n * size_of(dtype);
+            multiply_kind(kind, is_whole ? w : last, rounded, is_whole ? n : 0, dtype, outputs, w->n, count);
         }
     }
 }
@@ -186,8 +206,9 @@ static Rows rows_in(char *memory, int64_t rows, int64_t k, int64_t span) {
     return (Rows){rows, (int8_t *)memory, first, first + scales, (int32_t *)(first + 2 * scales)};
 }
 
-/* y [rows, N] of x [rows, K], both fp32, of which `x_group` neighbours share a scale. Returns 0, or 1 without memory. */
-int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x_group, float *y, int64_t rows,
+/* y [rows, N] of x [rows, K], both of a dtype, of which `x_group` neighbours share a scale. Returns 0, or 1 without
+   memory. */
+int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride, int64_t x_group, char *y, int64_t rows,
                     int threads) {
     int64_t span = w->group % MOST_SPAN || x_group % MOST_SPAN ? 32 : MOST_SPAN, most = smaller(rows, BLOCK_ROWS);
     int64_t block = most * (w->k + w->k / span * 3 * (int64_t)sizeof(float)); /* stays in the cache while W passes by */
@@ -197,7 +218,8 @@ int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x
     Weight last = last_outputs(w, memory + block);
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
         Rows rounded = rows_in(memory, smaller(BLOCK_ROWS, rows - first), w->k, span);
-        multiply_rows(kind, w, &last, x + first * x_stride, x_stride, x_group, &rounded, y + first * w->n, threads);
+        multiply_rows(kind, w, &last, dtype, at(dtype, x, first * x_stride), x_stride, x_group, &rounded,
+                      y + first * w->n * size_of(dtype), threads);
     }
     free(memory);
     return 0;

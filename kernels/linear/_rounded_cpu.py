@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.common.compiled import compiled
 from kernels.common.cpu_graph import call
-from kernels.common.floats_cpu import AVX2, NEEDS
+from kernels.common.floats_cpu import AVX2, DTYPES, NEEDS
 from kernels.common.processor import Needs, processor_features, suits
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
 from kernels.linear.quantization import Int4Weight, Int8Weight
@@ -34,11 +34,15 @@ def takes(weight: SkinnyWeight | None, group: int) -> bool:
 
 
 def rounded_product(x: Tensor, weight: SkinnyWeight, group: int) -> Tensor:
-    """x Wᵀ, fp32 [T, N], of x [T, K], of which `group` neighbours (a multiple of 32 that divides K) share a scale."""
-    x = x.float() if x.stride(1) == 1 else x.float().contiguous()
+    """x Wᵀ, [T, N], of x [T, K], of which `group` neighbours (a multiple of 32 that divides K) share a scale.
+
+    In the dtype of x, but in fp32 where that is neither fp32 nor bf16.
+    """
+    x = x if x.dtype in DTYPES else x.float()
+    x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(x.shape[0], weight.at.n)
-    arguments = x.data_ptr(), x.stride(0), group, out.data_ptr(), x.shape[0], torch.get_num_threads()
-    call(_library().rounded_product, weight.at, *arguments)
+    where = DTYPES[x.dtype], x.data_ptr(), x.stride(0), group, out.data_ptr()
+    call(_library().rounded_product, weight.at, *where, x.shape[0], torch.get_num_threads())
     return out
 
 
@@ -71,8 +75,9 @@ def library_of(source: str) -> Any:
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         product = library.rounded_product
-        product.argtypes = (ctypes.POINTER(WeightAddress), pointer, number, number, pointer, number, ctypes.c_int)
-        product.restype = ctypes.c_int
+        weight, kind = ctypes.POINTER(WeightAddress), ctypes.c_int
+        product.argtypes = (weight, kind, pointer, number, number, pointer, number, kind)
+        product.restype = kind
     return library
 
 

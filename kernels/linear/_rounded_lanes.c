@@ -91,7 +91,7 @@ INLINE void multiply_block(const int is_int8, const Outputs *outputs, const uint
 
 /* `tokens` rows of x times LANES outputs, of which `rows` and `count` are stored. */
 INLINE void multiply_tile(const int is_int8, const int tokens, const Weight *w, const Outputs *outputs, const char *x,
-                          float *y, int64_t rows, int64_t count) {
+                          int dtype, char *y, int64_t rows, int64_t count) {
     const uint8_t *codes = outputs->codes;
     Floats sums[TOKENS];
     UNROLLED(int t = 0; t < tokens; t++) sums[t] = every(0);
@@ -104,19 +104,20 @@ INLINE void multiply_tile(const int is_int8, const int tokens, const Weight *w, 
             codes += is_int8 ? BLOCK : BLOCK / 2;
         }
     UNROLLED(int t = 0; t < tokens; t++)
-        if (t < rows) store_some(FP32, y + t * w->n, sums[t], count);
+        if (t < rows) store_some(dtype, y + t * w->n * size_of(dtype), rounded(dtype, sums[t]), count);
 }
 
 /* All rows of x times LANES outputs, of which `count` are stored. */
-INLINE void multiply(const int is_int8, const Weight *w, const Outputs *outputs, const char *x, float *y, int64_t rows,
-                     int64_t count) {
-    for (int64_t t = 0; t < rows; t += TOKENS, x += w->k / BLOCK * bytes_of_block(is_int8), y += TOKENS * w->n)
+INLINE void multiply(const int is_int8, const Weight *w, const Outputs *outputs, const char *x, int dtype, char *y,
+                     int64_t rows, int64_t count) {
+    int64_t tile = w->k / BLOCK * bytes_of_block(is_int8), behind = TOKENS * w->n * size_of(dtype);
+    for (int64_t t = 0; t < rows; t += TOKENS, x += tile, y += behind)
         switch (smaller(TOKENS, rows - t)) {
-        case 1: multiply_tile(is_int8, 1, w, outputs, x, y, rows - t, count); break;
-        case 2: multiply_tile(is_int8, 2, w, outputs, x, y, rows - t, count); break;
+        case 1: multiply_tile(is_int8, 1, w, outputs, x, dtype, y, rows - t, count); break;
+        case 2: multiply_tile(is_int8, 2, w, outputs, x, dtype, y, rows - t, count); break;
         case 3:
-        case 4: multiply_tile(is_int8, 4, w, outputs, x, y, rows - t, count); break;
-        default: multiply_tile(is_int8, 8, w, outputs, x, y, rows - t, count);
+        case 4: multiply_tile(is_int8, 4, w, outputs, x, dtype, y, rows - t, count); break;
+        default: multiply_tile(is_int8, 8, w, outputs, x, dtype, y, rows - t, count);
         }
 }
 
@@ -166,7 +167,8 @@ INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, int
 }
 
 /* All rows of x times LANES outputs of W, from n on. */
-INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, float *y, int64_t rows, int64_t n) {
+INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, int dtype, char *y, int64_t rows,
+                             int64_t n) {
     int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(w->format, w->k);
     int64_t count = smaller(LANES, w->n - n);
     float scales[(groups + MORE_GROUPS) * LANES], shifts[is_int8 ? 1 : (groups + MORE_GROUPS) * LANES];
@@ -176,18 +178,18 @@ INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, 
     for (int64_t i = 0; i < LANES && count < LANES; i++)
         memcpy(copy + i * bytes, w->codes + smaller(n + i, w->n - 1) * bytes, bytes);
     Outputs outputs = {count < LANES ? copy : w->codes + n * bytes, bytes, scales, shifts};
-    multiply(is_int8, w, &outputs, x, y + n, rows, count);
+    multiply(is_int8, w, &outputs, x, dtype, y + n * size_of(dtype), rows, count);
 }
 
 /* `rows` rows of x, as they are rounded, times all of W. */
-static void multiply_rows(const Weight *w, const char *x, float *y, int64_t rows, int threads) {
+static void multiply_rows(const Weight *w, const char *x, int dtype, char *y, int64_t rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += LANES)
         /* Here, since a parallel loop becomes a function of its own before formats are known. */
         if (w->format == INT8)
-            multiply_outputs(1, w, x, y, rows, n);
+            multiply_outputs(1, w, x, dtype, y, rows, n);
         else
-            multiply_outputs(0, w, x, y, rows, n);
+            multiply_outputs(0, w, x, dtype, y, rows, n);
 }
 
 INLINE void store_nibbles(Nibbles *block, int64_t t, const int32_t *q, int32_t sum, float scale) {
@@ -197,11 +199,11 @@ INLINE void store_nibbles(Nibbles *block, int64_t t, const int32_t *q, int32_t s
 }
 
 /* A row of x, of which `group` neighbours share a scale, as the t-th of a tile. */
-INLINE void round_row(const float *x, int64_t k, int64_t group, int is_int8, int64_t t, char *out) {
+INLINE void round_row(int dtype, const char *x, int64_t k, int64_t group, int is_int8, int64_t t, char *out) {
     float scale = 0;
     for (int64_t b = 0; b < k; b += BLOCK, out += bytes_of_block(is_int8)) {
-        if (b % group == 0) scale = scale_of(FP32, x + b, group);
-        int32_t q[BLOCK], sum = round_neighbours(x + b, scale, BLOCK, q);
+        if (b % group == 0) scale = scale_of(dtype, at(dtype, x, b), group);
+        int32_t q[BLOCK], sum = round_neighbours(dtype, at(dtype, x, b), scale, BLOCK, q);
         if (is_int8)
             store_bytes((Bytes *)out, t, q, scale);
         else
@@ -209,8 +211,9 @@ INLINE void round_row(const float *x, int64_t k, int64_t group, int is_int8, int
     }
 }
 
-/* y [rows, N] of x [rows, K], both fp32, of which `x_group` neighbours share a scale. Returns 0, or 1 without memory. */
-int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x_group, float *y, int64_t rows,
+/* y [rows, N] of x [rows, K], both of a dtype, of which `x_group` neighbours share a scale. Returns 0, or 1 without
+   memory. */
+int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride, int64_t x_group, char *y, int64_t rows,
                     int threads) {
     int is_int8 = w->format == INT8;
     int64_t tile = w->k / BLOCK * bytes_of_block(is_int8), most = smaller(rows, BLOCK_ROWS);
@@ -218,9 +221,11 @@ int rounded_product(const Weight *w, const float *x, int64_t x_stride, int64_t x
     if (rows && !tiles) return 1;
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
         int64_t count = smaller(BLOCK_ROWS, rows - first);
-        for (int64_t t = 0; t < count; t++)
-            round_row(x + (first + t) * x_stride, w->k, x_group, is_int8, t % TOKENS, tiles + t / TOKENS * tile);
-        multiply_rows(w, tiles, y + first * w->n, count, threads);
+        for (int64_t t = 0; t < count; t++) {
+            const char *row = at(dtype, x, (first + t) * x_stride);
+            round_row(dtype, row, w->k, x_group, is_int8, t % TOKENS, tiles + t / TOKENS * tile);
+        }
+        multiply_rows(w, tiles, dtype, y + first * w->n * size_of(dtype), count, threads);
     }
     free(tiles);
     return 0;

@@ -33,9 +33,9 @@ INLINE Ints round_lanes(Floats x, float scale) {
 }
 
 /* q of neighbours, and its sum. */
-INLINE int32_t round_neighbours(const float *x, float scale, const int count, int32_t *q) {
+INLINE int32_t round_neighbours(int dtype, const void *x, float scale, const int count, int32_t *q) {
     int32_t sum = 0;
-    for (int i = 0; i < count; i += LANES) put_ints(q + i, round_lanes(floats_at(x + i), scale));
+    for (int i = 0; i < count; i += LANES) put_ints(q + i, round_lanes(load(dtype, at(dtype, x, i)), scale));
     for (int i = 0; i < count; i++) sum += q[i];
     return sum;
 }

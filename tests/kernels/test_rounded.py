@@ -199,6 +199,20 @@ def test_integers_multiply_as_their_values_do(name: str, group: int | None) -> N
 
 
 @pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("name", INTEGERS)
+def test_rows_of_bf16_are_those_of_fp32_rounded_at_the_end(name: str) -> None:
+    """To the bit: nothing between is rounded."""
+    weight = prepare_quantized_weight(INTEGERS[name](torch.randn(41, 192)))
+    if not integers.takes(weight.skinny, 32):
+        pytest.skip("not multiplied as integers")
+    for rows in (1, 3, 9):
+        wide = torch.randn(rows, 400).bfloat16()[:, 100:292]
+        y = integers.rounded_product(wide, weight.skinny, 32)
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(y, integers.rounded_product(wide.float(), weight.skinny, 32).bfloat16())
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_integer_products_are_exact(bits: int) -> None:
     """Of the largest numbers, and of any below 2^24."""
