@@ -63,6 +63,8 @@ class SpeedPoint:
     """New tokens of all requests together, a second."""
     accepted: float | None = None
     """Fraction of drafted tokens that were accepted; None without a draft."""
+    beside: float | None = None
+    """Times the speed of the stage's first model, turn by turn: the median; None of that model itself."""
 
 
 @dataclass(frozen=True)

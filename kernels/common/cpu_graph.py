@@ -144,7 +144,7 @@ class CpuGraph(TorchDispatchMode):
         inputs = {_address(tensor) for tensor in _tensors((args, kwargs))}
         is_new = [_address(tensor) not in inputs for tensor in _tensors(result)]
         if func._schema.is_mutable:
-            self._keep(func, args, kwargs, [])
+            self._keep(func, args, kwargs, result, [])
         elif any(is_new):
             kept = [self._memory.lend(tensor) for tensor in _tensors(result)]
             if not all(is_new):
@@ -152,21 +152,28 @@ class CpuGraph(TorchDispatchMode):
             if func not in UNFILLED:
                 for tensor, value in zip(kept, _tensors(result), strict=True):
                     tensor.copy_(value)
-                self._keep(func, args, kwargs, kept)
+                self._keep(func, args, kwargs, result, kept)
             left = iter(kept)
             return tree_map_only(Tensor, lambda _: next(left), result)
         return result
 
-    def _keep(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
-        """Note a call of an operator whose results belong into these tensors."""
+    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any, results: list[Tensor]) -> None:
+        """Note a call of an operator that has returned `result`, whose tensors belong into `results`."""
         args, kwargs, results = self._memory.unlent((args, kwargs, results))
+        if len(results) == 1 and isinstance(result, Tensor):  # nearly all: to look for tensors in it takes as long
+            self.calls.append(partial(_compute_one, results[0], func, args, kwargs))
+        else:
+            self.calls.append(partial(_compute_all, results, func, args, kwargs))
 
-        def again() -> None:
-            values = func(*args, **kwargs)
-            for tensor, value in zip(results, _tensors(values) if results else (), strict=True):
-                tensor.copy_(value)
 
-        self.calls.append(again)
+def _compute_one(kept: Tensor, func: Any, args: Any, kwargs: Any) -> None:
+    kept.copy_(func(*args, **kwargs))
+
+
+def _compute_all(kept: list[Tensor], func: Any, args: Any, kwargs: Any) -> None:
+    values = func(*args, **kwargs)
+    for tensor, value in zip(kept, _tensors(values) if kept else (), strict=True):
+        tensor.copy_(value)
 
 
 def _looks_at_numbers(func: Any, args: Any) -> bool:

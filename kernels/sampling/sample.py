@@ -232,7 +232,7 @@ def sample_tokens(
     """
     if runs_triton(logits):
         return _launch_race(logits, filters, stream, int(purpose), cuts=cuts)
-    tokens = _first_best(logits)
+    tokens = best_tokens(logits)
     for rows in blocks_of_rows(filters.temperature > 0, logits.shape[1]):
         probabilities = adjusted_probabilities(logits[rows], **{name: x[rows] for name, x in filters._asdict().items()})
         drawn = race(probabilities, Stream(*(x[rows] for x in stream)), purpose)
@@ -240,8 +240,11 @@ def sample_tokens(
     return tokens
 
 
-def _first_best(logits: Tensor) -> Tensor:
-    """The first largest of each row, [N] int64; −1 where it is not finite, or the row holds a NaN."""
+def best_tokens(logits: Tensor) -> Tensor:
+    """The first largest of each row of logits [N, V], [N] int64; −1 where it is not finite, or the row holds a NaN.
+
+    What `sample_tokens` gives at temperature 0.
+    """
     if in_c.ranks(logits):
         return in_c.first_best(logits)
     scores = logits.float()  # a CPU compares fp32 several times faster than bf16

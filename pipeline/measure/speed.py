@@ -13,6 +13,7 @@ from pipeline.stages.shared.config import Decoding, Speed
 from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.engine.loading import check_same_vocabulary, load_models
+from serve.engine.warm_up import warm_up
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from train.packing import Batch
@@ -42,11 +43,9 @@ def measure_speed(engines: Sequence[LLM], prompts: Sequence[list[int]], config: 
         for engine in engines:
             engine.generate(asked[0], SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True))
         turns = [_in_turn(engines, own, timed, back=number % 2 == 1) for number, own in enumerate(asked)]
-        for found, own in zip(points, zip(*turns, strict=True), strict=True):
-            speed = statistics.median(turn.tokens_per_s for turn in own)
-            drafted = sum(turn.num_drafted for turn in own)
-            accepted = sum(turn.num_accepted for turn in own)
-            found.append(SpeedPoint(batch_size, speed, accepted / drafted if drafted else None))
+        first, *_ = of_engines = list(zip(*turns, strict=True))
+        for found, own in zip(points, of_engines, strict=True):
+            found.append(_point(batch_size, own, None if own is first else first))
     return [tuple(found) for found in points]
 
 
@@ -55,6 +54,22 @@ class _Turn:
     tokens_per_s: float
     num_drafted: int
     num_accepted: int
+
+
+def _point(batch_size: int, turns: Sequence[_Turn], first: Sequence[_Turn] | None) -> SpeedPoint:
+    """Of one engine's turns, and those of the first engine beside it. A machine's speed drifts, so turns are compared
+    one by one."""
+    drafted, accepted = sum(turn.num_drafted for turn in turns), sum(turn.num_accepted for turn in turns)
+    return SpeedPoint(
+        batch_size,
+        tokens_per_s=statistics.median(turn.tokens_per_s for turn in turns),
+        accepted=accepted / drafted if drafted else None,
+        beside=None if first is None else statistics.median(_ratios(turns, first)),
+    )
+
+
+def _ratios(turns: Sequence[_Turn], first: Sequence[_Turn]) -> list[float]:
+    return [own.tokens_per_s / other.tokens_per_s for own, other in zip(turns, first, strict=True)]
 
 
 def _in_turn(engines: Sequence[LLM], prompts: list[list[int]], params: SamplingParams, *, back: bool) -> list[_Turn]:
@@ -77,6 +92,8 @@ def _timed(engine: LLM, prompts: list[list[int]], params: SamplingParams) -> _Tu
 def engines_for_speed(model: str, verifier: str | None, config: Speed) -> list[LLM]:
     """Engines of the verifier, of the model, and of the model verified; without a verifier only that of the model.
 
+    Warmed up, as the server's are before the first request.
+
     The verifier's weights are read once and used by both of its engines; each engine has KV pages of its own. The model
     is read again as a draft, since a draft may have fewer tokens to say.
     """
@@ -87,15 +104,15 @@ def engines_for_speed(model: str, verifier: str | None, config: Speed) -> list[L
         "enable_prefix_caching": False,
     }
     alone = load_models(EngineConfig(model=model))
-    if verifier is None:
-        return [LLM(model, models=alone, **options)]
-    check_same_vocabulary(verifier, model)
-    pair = load_models(EngineConfig(model=verifier, draft=model))
-    return [
-        LLM(verifier, models=replace(pair, draft=None), **options),
-        LLM(model, models=alone, **options),
-        LLM(verifier, draft=model, models=pair, **options),
-    ]
+    engines = [LLM(model, models=alone, **options)]
+    if verifier is not None:
+        check_same_vocabulary(verifier, model)
+        pair = load_models(EngineConfig(model=verifier, draft=model))
+        target, together = replace(pair, draft=None), LLM(verifier, draft=model, models=pair, **options)
+        engines = [LLM(verifier, models=target, **options), *engines, together]
+    for llm in engines:
+        warm_up(llm.engine)
+    return engines
 
 
 def measure_prefill(folders: Mapping[str, Path], prompt: Sequence[int], repeats: int = 5) -> dict[str, float]:

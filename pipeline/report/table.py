@@ -23,22 +23,28 @@ def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
     """One row for each model that some stage measured; a later stage's numbers replace an earlier one's.
 
     A model that is kept in two states, before and after training, is timed once, and without a distance before where
-    that was to another reference than the one after. One that nothing trained has one state.
+    that was to another reference than the one after. One that nothing trained has one state. Who was timed beside
+    another model has that one's latest speed times the ratio of both: a machine is not equally fast in all stages.
     """
     rows: dict[str, ModelReport] = {}
     references: dict[str, str] = {}
+    timed_beside: dict[str, str] = {}
     for result in results:
         for report in result.models:
             if report.same_shape_as and not result.cost.trained_tokens:
                 continue
             if report.quality and report.quality.kl:
                 references[report.label] = reference_of(result)
+            if report.speed:
+                timed_beside[report.label] = result.models[0].label
             known = rows.get(report.label)
             if known is not None:
                 speed = report.speed or known.speed
                 report = replace(report, quality=_latest(known.quality, report.quality), speed=speed)
             rows[report.label] = report
     for label, row in rows.items():
+        if label in timed_beside:
+            rows[label] = row = _beside(row, rows[timed_beside[label]])
         if row.same_shape_as not in rows:
             continue
         quality = row.quality
@@ -46,6 +52,18 @@ def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
             quality = replace(quality, kl=None, agreement=None, acceptance=None)
         rows[label] = replace(row, quality=quality, speed=row.speed or rows[row.same_shape_as].speed)
     return list(rows.values())
+
+
+def _beside(row: ModelReport, other: ModelReport) -> ModelReport:
+    """The row with its speeds in the measure of the model that it was timed beside."""
+    known = {point.batch_size: point.tokens_per_s for point in other.speed}
+    speeds = [
+        replace(point, tokens_per_s=point.beside * known[point.batch_size])
+        if point.beside is not None and point.batch_size in known
+        else point
+        for point in row.speed
+    ]
+    return replace(row, speed=tuple(speeds))
 
 
 def reference_of(result: Result[Any]) -> str:
@@ -155,6 +173,7 @@ def _speed_column(batch_size: int) -> Column:
     heading = f"tokens/s ×{batch_size}"
     return Column(
         heading,
-        f"New tokens a second with {batch_size} requests at once, by the serving engine; before training as after.",
+        f"New tokens a second with {batch_size} requests at once, by the serving engine; before training as after. Who "
+        "was timed beside another model: that one's speed times the ratio of both, turn by turn.",
         cell,
     )

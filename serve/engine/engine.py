@@ -149,7 +149,7 @@ class Engine:
 
     def _add_draft(self, kind: type[Draft], models: Models) -> None:
         target_costs, draft_costs = PassCosts(), PassCosts()
-        self._target_timer = PassTimer(target_costs, self.device)
+        self.target_timer = PassTimer(target_costs, self.device)
         self.draft = kind(
             DraftContext(
                 sampler=self.sampler,
@@ -384,7 +384,7 @@ class Engine:
             return launch()
         # Prompts would blur what decoding costs.
         num_rows = sum(1 + item.num_draft_rows for item in work)
-        with self._target_timer.measure(num_rows, launcher):
+        with self.target_timer.measure(num_rows, launcher):
             return launch()
 
     def _launch_uniform(self, steps: UniformSteps, who: Members, work: list[Work]) -> PendingStep:

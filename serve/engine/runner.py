@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from model.adapter_slots import AdapterSlots
@@ -15,6 +16,7 @@ from model.kv_format import KVPages
 from model.passes import PagedModel, Pass, PassRunner
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import feed_reference, resolve, upload
+from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, Branch, pages_for
 from serve.engine.requests import Sequence
@@ -23,6 +25,10 @@ from serve.engine.scheduler import Chunk
 
 if TYPE_CHECKING:
     from serve.engine.ranks import Ranks
+
+
+_REHEARSALS = 4
+"""Of a pass: the first fills caches, the second is captured, the others cost what all later ones do."""
 
 
 class LanguageModel(PagedModel, Protocol):
@@ -142,12 +148,30 @@ class Runner:
         Returns the wanted hidden states `[R, D]`, sequence after sequence, and the logits `[N, V]` of rows `sampled` of
         them, None where these are none.
         """
-        step = self._flatten(inputs, sampled)
+        return self._run(self._flatten(inputs, sampled))
+
+    @torch.inference_mode()
+    def rehearse(self, sizes: range, timer: PassTimer) -> None:
+        """Prepare passes of one sequence's so many tokens, and measure what they cost from then on.
+
+        These tokens are nobody's, and their keys and values are written nowhere.
+        """
+        if self.pages.visible:  # whose lists would have to name somebody
+            return
+        for size in sizes:
+            n, starts = np.arange(size, dtype=np.int64), np.array([0, size], dtype=np.int32)
+            tables = np.zeros((1, pages_for(size)), dtype=np.int32)
+            step = Step(0 * n, n, 0 * n - 1, tables, starts, starts[1:], None, None, None, n.tolist())
+            for _ in range(_REHEARSALS):
+                with timer.measure(size, self):
+                    self._run(step)
+
+    def _run(self, step: Step) -> tuple[Tensor, Tensor | None]:
         if self._ranks is None:
             return self.compute(step)
         if (step.tokens < 0).any():
             step = step._replace(tokens=resolve(upload(step.tokens, self.device), self.feed).cpu().numpy())
-        with self._ranks.run(step[:-1], sampled):
+        with self._ranks.run(step[:-1], step.sampled):
             return self.compute(step)
 
     def compute(self, step: Step) -> tuple[Tensor, Tensor | None]:

@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from kernels.common.rows import rows_per_block
 from kernels.sampling.logit_adjustments import adjust_scores
 from kernels.sampling.random import Purpose
-from kernels.sampling.sample import adjusted_probabilities, race, sample_tokens
+from kernels.sampling.sample import adjusted_probabilities, best_tokens, race, sample_tokens
 from kernels.sampling.token_logprobs import Logprobs, token_logprobs
 from kernels.sampling.verification import match_drafts, verify
 from serve.engine.batch_state import BatchState, Download, upload
@@ -84,6 +84,8 @@ class Rows:
     """Whether any row asks for top-k or top-p."""
     masked: list[tuple[int, Sequence, int]]
     """Rows whose sequence has a token mask: number, sequence, draft tokens before it."""
+    is_greedy: bool = False
+    """Whether the host knows that all of them take the likeliest token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +316,13 @@ class Sampler:
         is_adjusted = bool((columns[3] >= 0).any())
         rows, before, positions, adjusted_rows = upload(columns, self.state.device)
         cuts_tail = any(sequence.params.cuts_tail for sequence in sequences)
-        return Rows(rows, before, positions, adjusted_rows, is_adjusted, max(num_before), cuts_tail, masked)
+        is_greedy = all(sequence.params.is_greedy for sequence in sequences)
+        return Rows(rows, before, positions, adjusted_rows, is_adjusted, max(num_before), cuts_tail, masked, is_greedy)
 
     def draw(self, logits: Tensor, rows: Rows) -> Tensor:
         """The target's token for each row, `[N]` int64, of `logits [N, V]`; -1 where the scores are not numbers."""
+        if rows.is_greedy:
+            return best_tokens(self._scores(logits, rows))
         filters, stream = self.state.filters(rows.batch_rows), self.state.stream(rows.batch_rows, rows.positions)
         return sample_tokens(self._scores(logits, rows), filters, stream, cuts=rows.cuts_tail)
 

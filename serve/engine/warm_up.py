@@ -32,10 +32,14 @@ _LENGTH = 8
 def warm_up(engine: "Engine") -> None:
     """Serve requests of all kinds, and capture plain decoding; ValueError for a model that cannot be served.
 
-    On a CPU one short request does.
+    On a CPU one short request does, and with a draft passes of each length that it may have: they are captured, and
+    their costs decide which pays.
     """
     if engine.graphs is None:
         _serve(engine, min(_LENGTH, engine.max_model_len // 2), {"temperature": 0.0})
+        if engine.draft is not None:
+            engine.runner.rehearse(range(1, 2 + engine.state.max_drafts), engine.target_timer)
+            engine.draft.rehearse()
         return
     with _always_drafting(engine):
         _compile(engine, engine.graphs)

@@ -205,6 +205,23 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     assert len(terminal_table(table, width=60).columns) == len(rows) + 1
 
 
+def test_speeds_stand_in_the_measure_of_whom_they_were_timed_beside() -> None:
+    """The machine was twice as fast when the teacher was timed again."""
+    one, other = (
+        make_result(
+            models=(
+                ModelReport("teacher", 1, 2, 3, speed=(SpeedPoint(1, 10.0 * drift), SpeedPoint(8, 40.0 * drift))),
+                ModelReport(
+                    name, 1, 2, 3, speed=(SpeedPoint(1, 16.0 * drift, beside=1.5), SpeedPoint(8, 44.0 * drift))
+                ),
+            )
+        )
+        for name, drift in (("a", 1), ("b", 2))
+    )
+    speeds = {row.label: [point.tokens_per_s for point in row.speed] for row in collect_rows([one, other])}
+    assert speeds == {"teacher": [20.0, 80.0], "a": [30.0, 44.0], "b": [30.0, 88.0]}
+
+
 def test_a_later_measurement_without_a_reference_keeps_the_distance_to_it() -> None:
     alone = replace(quality(None), perplexity=3.0)
     (row,) = collect_rows([make_result(models=(ModelReport("a", 1, 2, 3, one),)) for one in (quality(0.5), alone)])

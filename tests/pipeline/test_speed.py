@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pipeline.measure import speed
 from pipeline.measure.speed import TURNS, engines_for_speed, measure_speed
 from pipeline.stages.shared.config import Speed
 from serve.llm import Choice, Generation
@@ -37,6 +40,34 @@ def test_each_turn_asks_other_prompts_and_every_engine_the_same() -> None:
     alone = [(name, [turn]) for turn in range(TURNS) for name in orders[turn % 2]]
     paired = [(name, [2 * turn, 2 * turn + 1]) for turn in range(TURNS) for name in orders[turn % 2]]
     assert log == alone + paired
+
+
+class Slowing(Recorded):
+    """Takes as long for a request as is listed, one after another."""
+
+    now = 0.0
+
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__([], "")
+        self.seconds = iter(seconds)
+
+    def generate(self, prompts: list[list[int]], params: Any) -> list[Generation]:
+        if params.max_tokens == SPEED.new_tokens:
+            Slowing.now += next(self.seconds)
+        return super().generate(prompts, params)
+
+
+def test_turns_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slows down makes no model slower than another."""
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: Slowing.now)
+    seconds = [1.0, 2.0, 4.0, 8.0, 16.0][:TURNS]
+    engines: Any = [
+        Slowing(seconds),
+        Slowing([each / ratio for each, ratio in zip(seconds, (2, 3, 2, 1, 2), strict=True)]),
+    ]
+    ((first,), (second,)) = measure_speed(engines, [[7]], replace(SPEED, batch_sizes=(1,)))
+    assert first.beside is None and second.beside == 2
+    assert (first.tokens_per_s, second.tokens_per_s) == (SPEED.new_tokens / 4, SPEED.new_tokens / 2)
 
 
 def test_few_prompts_are_asked_again() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,28 @@ def test_it_fits_every_engine_and_leaves_no_trace(options: dict, drafts: bool, m
     num_tokens = min(9, engine.max_model_len - 1)
     prompts = [prompt[: engine.max_model_len - num_tokens] for prompt in random_prompts(4, seed=2, low=2, high=7)]
     assert generate(engine, prompts, greedy(num_tokens)) == [greedy_oracle(model, p, num_tokens) for p in prompts]
+
+
+@pytest.mark.parametrize("early_exit", [False, True])
+def test_on_a_cpu_no_draft_waits_for_a_pass_that_prepares(early_exit: bool) -> None:
+    """Each length of a draft has been run and measured, and nobody's pages were written."""
+    model = tiny_model(seed=3)
+    options = {"draft_layers": 1} if early_exit else {}
+    engine = make_engine(model, "early_exit" if early_exit else tiny_model(seed=4, num_layers=1), **options)
+    for page in engine.runner.pages.tensors():
+        page.fill_(7)
+    draft: Any = engine.draft
+    engine.runner.rehearse(range(1, 2 + engine.state.max_drafts), engine.target_timer)
+    draft.rehearse()
+    assert all((page == 7).all() for page in engine.runner.pages.tensors())
+    costs = engine.draft_length.target_costs, engine.draft_length.draft_costs
+    assert all(costs[0].has_measured(rows) for rows in range(1, 2 + engine.state.max_drafts))
+    assert all(costs[1].has_measured(rows) for rows in range(1, 1 + draft.first_tokens))
+    prepared = []
+    engine.on_schedule = lambda: prepared.append(engine.runner.has_prepared or draft.runner.has_prepared)
+    (prompt,) = random_prompts(1, seed=2, low=5, high=6)
+    assert generate(engine, [prompt], greedy(20)) == [greedy_oracle(model, prompt, 20)]
+    assert engine.stats().num_draft_tokens and not any(prepared[2:])  # the first two read the prompt
 
 
 def test_the_collector_looks_at_nothing_that_the_engine_has_loaded() -> None:

@@ -108,6 +108,10 @@ class Draft(Protocol):
         """The target has been given other weights."""
         ...
 
+    def rehearse(self) -> None:
+        """Before a request waits for it: run passes of one sequence that prepare for others, and measure them."""
+        ...
+
     def num_missing(self, sequence: Sequence) -> int:
         """Tokens of a sequence that it has still to read before it can guess; what it costs is weighed."""
         ...

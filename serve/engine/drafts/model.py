@@ -199,6 +199,9 @@ class ModelDraft:
         if not self.shares_pages:
             self.runner.copy_pages(copies)
 
+    def rehearse(self) -> None:
+        self.runner.rehearse(range(1, 1 + self.first_tokens), self.timer)
+
     def forget_captures(self) -> None:
         """Where the target's layers are its own, passes were captured over weights that are no more."""
         self.runner.forget_captures()

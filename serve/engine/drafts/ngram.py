@@ -51,6 +51,9 @@ class NgramDraft:
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """It has no pages."""
 
+    def rehearse(self) -> None:
+        """It runs no passes."""
+
     def forget_captures(self) -> None:
         """It captures nothing."""
 

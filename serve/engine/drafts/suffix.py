@@ -180,6 +180,10 @@ class SuffixDraft:
         if self.model is not None:
             self.model.copy_pages(copies)
 
+    def rehearse(self) -> None:
+        if self.model is not None:
+            self.model.rehearse()
+
     def forget_captures(self) -> None:
         if self.model is not None:
             self.model.forget_captures()
