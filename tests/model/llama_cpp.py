@@ -61,12 +61,12 @@ class LlamaCpp:
 
 
 @contextmanager
-def opened(path: Path, *, at_once: int = 512) -> Iterator[LlamaCpp]:
-    """One thread, keys and values in fp32, so many tokens of a prompt at once."""
+def opened(path: Path, *, at_once: int = 512, rearranged: bool = True) -> Iterator[LlamaCpp]:
+    """One thread, keys and values in fp32, so many tokens of a prompt at once; weights rearranged for fast products."""
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel, params.port, params.warmup, params.verbosity = 512, 1, 0, False, 0
-    params.n_ubatch = at_once
+    params.n_ubatch, params.no_extra_bufts = at_once, not rearranged
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -79,8 +79,7 @@ def opened(path: Path, *, at_once: int = 512) -> Iterator[LlamaCpp]:
 
 def quantize(type: str, dense: Tensor) -> Tensor:
     """u8 [N, bytes of a row] of a matrix by llama.cpp's own quantizer, without an imatrix."""
-    (path,) = Path(xllamacpp.__file__).parent.glob("*.abi3.so")
-    function = ctypes.CDLL(str(path)).ggml_quantize_chunk
+    function = _library().ggml_quantize_chunk
     function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
     function.restype = ctypes.c_size_t
     kind, (rows, columns) = gguf.GGMLQuantizationType[type], dense.shape
@@ -89,6 +88,22 @@ def quantize(type: str, dense: Tensor) -> Tensor:
     dense = dense.contiguous().float()
     assert function(kind, dense.data_ptr(), stored.data_ptr(), 0, rows, columns, None) == stored.numel()
     return stored
+
+
+def dequantize(type: str, stored: Tensor) -> Tensor:
+    """What its own code makes of blocks, u8 [N, bytes of a row]: fp32 [N, K]."""
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    function = getattr(_library(), f"dequantize_row_{type.lower().replace('_k', '_K')}")
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    stored = stored.contiguous()
+    dense = torch.full((len(stored), stored.shape[1] // num_bytes * weights), float("nan"))
+    function(stored.data_ptr(), dense.data_ptr(), dense.numel())
+    return dense
+
+
+def _library() -> ctypes.CDLL:
+    (path,) = Path(xllamacpp.__file__).parent.glob("*.abi3.so")
+    return ctypes.CDLL(str(path))
 
 
 # Its rounding of activations, before each product with blocks (ggml/src/ggml-cpu/arch/x86/quants.c)
