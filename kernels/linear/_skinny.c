@@ -4,7 +4,8 @@
    bits whatever rows are beside it and however many threads there are.
 
    Weights are read as they are stored (kernels/linear/quantization.py), once from memory for all rows of x. In registers 32
-   neighbours of a row become bf16 at a time; their products are one vdpbf16ps, and a sum has 16 lanes until its end.
+   neighbours of a row become bf16 at a time; their products are one vdpbf16ps, and a sum has 16 lanes until its end. For
+   more than MOST_TOKENS rows of x they become so in the cache, once for all of them.
 
    Legend: N outputs, K inputs (a multiple of 32), G groups of a row of W; a tile: TOKENS rows of x, OUTPUTS rows of W.
 */
@@ -13,6 +14,8 @@
 
 #include "../common/lanes.h"
 #include "decode.h"
+
+enum { MOST_TOKENS = 8 }; /* of a tile */
 
 /* STEP inputs from k on of TOKENS rows of x, times those of OUTPUTS rows of W, which are an even or an odd step. */
 INLINE void multiply_step(int format, const uint8_t *const *codes, int64_t bytes, int64_t k, const __m512i *key,
@@ -28,6 +31,20 @@ INLINE void multiply_step(int format, const uint8_t *const *codes, int64_t bytes
         __m512bh inputs = (__m512bh)_mm512_loadu_si512(x + k * TOKENS + t * STEP);
         UNROLLED(int i = 0; i < OUTPUTS; i++)
             sums[t][i] = _mm512_dpbf16_ps(sums[t][i], inputs, (__m512bh)weights[i]);
+    }
+}
+
+/* Columns of y from n on are the sums of lanes, of four registers at once; beyond the end the last one again. */
+INLINE void store_sums(const Weight *w, int64_t n, __m512 sums[8][4], uint16_t *y, int64_t rows, const int TOKENS,
+                       const int OUTPUTS) {
+    UNROLLED(int first = 0; first < TOKENS * OUTPUTS; first += 4) {
+        __m512 four[4];
+        UNROLLED(int j = 0; j < 4; j++) four[j] = sums[(first + j) % TOKENS][(first + j) / TOKENS];
+        uint64_t bits = _mm_cvtsi128_si64((__m128i)_mm_cvtneps_pbh(sums_of_lanes(four)));
+        UNROLLED(int j = 0; j < 4; j++) {
+            int64_t t = (first + j) % TOKENS, i = (first + j) / TOKENS;
+            if (t < rows) y[t * w->n + smaller(n + i, w->n - 1)] = (uint16_t)(bits >> 16 * j);
+        }
     }
 }
 
@@ -58,29 +75,55 @@ INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint
             k = end;
         }
     }
-    UNROLLED(int t = 0; t < TOKENS; t++) {
-        if (t >= rows) break;
-        UNROLLED(int i = 0; i < OUTPUTS; i++) {
-            __m128bh rounded = _mm_cvtneps_pbh(_mm_set_ss(_mm512_reduce_add_ps(sums[t][i])));
-            y[t * w->n + output[i]] = (uint16_t)_mm_extract_epi16((__m128i)rounded, 0);
+    store_sums(w, n, sums, y, rows, TOKENS, OUTPUTS);
+}
+
+/* The same of rows of W that lie decoded, in mixed order. */
+INLINE void tile_of_decoded(const Weight *w, int64_t n, const uint16_t *weights, const uint16_t *x, uint16_t *y,
+                            int64_t rows, const int TOKENS, const int OUTPUTS) {
+    __m512 sums[8][4];
+    UNROLLED(int t = 0; t < TOKENS; t++)
+        UNROLLED(int i = 0; i < OUTPUTS; i++) sums[t][i] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < w->k; k += STEP, weights += STEP) {
+        __m512bh here[4];
+        UNROLLED(int i = 0; i < OUTPUTS; i++) here[i] = (__m512bh)_mm512_loadu_si512(weights + i * w->k);
+        UNROLLED(int t = 0; t < TOKENS; t++) {
+            __m512bh inputs = (__m512bh)_mm512_loadu_si512(x + k * TOKENS + t * STEP);
+            UNROLLED(int i = 0; i < OUTPUTS; i++) sums[t][i] = _mm512_dpbf16_ps(sums[t][i], inputs, here[i]);
         }
     }
+    store_sums(w, n, sums, y, rows, TOKENS, OUTPUTS);
 }
 
 /* How many outputs a tile has: 24 sums, and what a step needs beside them, fill the 32 registers. */
-INLINE int outputs_of(int64_t tokens) { return tokens == 8 ? 3 : 4; }
+INLINE int outputs_of(int64_t tokens) { return tokens == MOST_TOKENS ? 3 : 4; }
 
 INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows,
                     int64_t tokens) {
     switch (tokens) {
     case 1: tile(format, w, n, x, y, rows, 1, outputs_of(1)); break;
     case 4: tile(format, w, n, x, y, rows, 4, outputs_of(4)); break;
-    case 8: tile(format, w, n, x, y, rows, 8, outputs_of(8)); break;
+    case MOST_TOKENS: tile(format, w, n, x, y, rows, MOST_TOKENS, outputs_of(MOST_TOKENS)); break;
     }
 }
 
+/* Columns of y from n on, of all rows of x: a tile, or several, for which rows of W are decoded once. */
+INLINE void columns(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows,
+                    int64_t tokens) {
+    if (rows <= tokens) {
+        tile_of(format, w, n, x, y, rows, tokens);
+        return;
+    }
+    const int outputs = outputs_of(MOST_TOKENS);
+    uint16_t decoded[outputs * w->k];
+    for (int64_t i = 0; i < outputs; i++)
+        decode_row(format, w, smaller(n + i, w->n - 1), 0, w->k, outputs, decoded + i * w->k, STEP, 1);
+    for (int64_t t = 0; t < rows; t += MOST_TOKENS)
+        tile_of_decoded(w, n, decoded, x + t * w->k, y + t * w->n, rows - t, MOST_TOKENS, outputs);
+}
+
 /* How many rows of x a tile has. */
-INLINE int64_t tokens_of(int64_t rows) { return rows == 1 ? 1 : rows <= 4 ? 4 : 8; }
+INLINE int64_t tokens_of(int64_t rows) { return rows == 1 ? 1 : rows <= 4 ? 4 : MOST_TOKENS; }
 
 /* x [rows, K] as [⌈rows / tokens⌉, K / 32, tokens, 32]: the same 32 elements of a tile's rows become neighbours, since
    rows 8 KiB apart would fight for lines of the cache. They are in mixed order; what is beyond the last row is zero. */
@@ -102,17 +145,13 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
     pack_tiles(w->format, inputs, stride, x, rows, w->k, tokens);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += outputs_of(tokens))
-        for (int64_t t = 0; t < rows; t += tokens) {
-            const uint16_t *from = x + t * w->k;
-            uint16_t *to = y + t * w->n;
-            switch (format_of(w)) {
-            case NF4: tile_of(NF4, w, n, from, to, rows - t, tokens); break;
-            case INT4: tile_of(INT4, w, n, from, to, rows - t, tokens); break;
-            case INT8: tile_of(INT8, w, n, from, to, rows - t, tokens); break;
-            case FP8: tile_of(FP8, w, n, from, to, rows - t, tokens); break;
-            case INT4_FROM_MINIMA: tile_of(INT4_FROM_MINIMA, w, n, from, to, rows - t, tokens); break;
-            case INT8_SIXTEENS: tile_of(INT8_SIXTEENS, w, n, from, to, rows - t, tokens); break;
-            }
+        switch (format_of(w)) {
+        case NF4: columns(NF4, w, n, x, y, rows, tokens); break;
+        case INT4: columns(INT4, w, n, x, y, rows, tokens); break;
+        case INT8: columns(INT8, w, n, x, y, rows, tokens); break;
+        case FP8: columns(FP8, w, n, x, y, rows, tokens); break;
+        case INT4_FROM_MINIMA: columns(INT4_FROM_MINIMA, w, n, x, y, rows, tokens); break;
+        case INT8_SIXTEENS: columns(INT8_SIXTEENS, w, n, x, y, rows, tokens); break;
         }
     free(x);
     return 0;
