@@ -97,7 +97,8 @@ def test_rounded_products(emulate: Emulate, monkeypatch: pytest.MonkeyPatch, pro
     def compute() -> list[Tensor]:
         taken = [weight for weight in (*weights, skinny.prepare_skinny(largest)) if rounded.takes(weight, 32)]
         assert len(taken) == len(test_rounded.INTEGERS) - 1  # not "int4 fine" and "fp8"
-        return [rounded.rounded_product(x[:rows], weight, 32) for weight in taken for rows in (1, 2, 4, 11)]
+        rows = [x[:count] for count in (1, 2, 4, 11)]
+        return [rounded.rounded_product(x, weight, 32) for weight in taken for x in (*rows, rows[-1].bfloat16())]
 
     library = rounded.library_of(source)
     monkeypatch.setattr(rounded, "_library", lambda: library)
