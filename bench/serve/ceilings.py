@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.linear._tiles_cpu import has_tiles
 from model.cost import num_weights, weight_bytes
 from model.transformer import Transformer
 
 READ_BYTES, SIZE, REPEATS = 1 << 29, 2048, 5
-INTEGERS_A_LANE = 4
-"""Products of integers in an fp32 lane (VNNI): such instructions go to the units that multiply fp32."""
 
 
 def measure_ceilings(dtype: torch.dtype) -> dict[str, float]:
     """Bytes and products a second: a dot product far larger than the caches, and a matrix product within them.
 
-    Of rounded activations in bf16 the products are those of bf16 (AMX).
+    Of rounded activations in bf16 with AMX the products are those of bf16; else, in the same units, of as many integers
+    as a number has bytes (VNNI).
     """
     halves = [torch.ones(READ_BYTES // 8) for _ in range(2)]
     square = torch.randn(SIZE, SIZE).to(dtype)
@@ -25,7 +25,7 @@ def measure_ceilings(dtype: torch.dtype) -> dict[str, float]:
     return {
         "read_bytes_per_s": READ_BYTES / _least_seconds(lambda: torch.dot(*halves)),
         "products_per_s": products,
-        "rounded_products_per_s": products * (INTEGERS_A_LANE if dtype == torch.float32 else 1),
+        "rounded_products_per_s": products * (1 if has_tiles(square) else dtype.itemsize),
     }
 
 
