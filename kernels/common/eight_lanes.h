@@ -19,7 +19,7 @@
      e4m3_by_256(from)              eight numbers of FP8 (e4m3), 1/256 of each
      fp16_at(from)                  one number of fp16
      split_fp16(pairs, low, high)   two numbers of fp16 that a lane holds
-     looked_up(table, codes)        of 16 numbers, by the lowest four bits of a lane below 32
+     looked_up(table, codes)        of 16 numbers, by the lowest four bits of each lane
      put_in_turns(to, even, odd)    16 numbers, one of each after another
      fours_of_rows(from, stride, out)   16 bytes of each of eight rows as 4 registers with 4 bytes of every row
 */

@@ -17,14 +17,13 @@ INLINE int32x4_t add_dots(int32x4_t sums, int8x16_t one, int8x16_t other) {
 #endif
 }
 
-INLINE Products add_products(Products sums, Ints codes, const int8_t *q) {
+/* Of nibbles, or of signed bytes. */
+INLINE Products add_nibbles(Products sums, Ints codes, const int8_t *q) {
     int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(q)));
     sums.low = add_dots(sums.low, vreinterpretq_s8_u32(codes.low), four);
     sums.high = add_dots(sums.high, vreinterpretq_s8_u32(codes.high), four);
     return sums;
 }
-
-INLINE Products add_nibbles(Products sums, Ints nibbles, const int8_t *q) { return add_products(sums, nibbles, q); }
 
 INLINE Ints sums_of(Products products) {
     return (Ints){vreinterpretq_u32_s32(products.low), vreinterpretq_u32_s32(products.high)};
@@ -49,7 +48,7 @@ INLINE void multiply_bytes(const uint8_t *codes, int64_t stride, const Bytes *x,
         fours_of_rows(codes + half * BLOCK / 2, stride, fours);
         UNROLLED(int i = 0; i < 4; i++)
             UNROLLED(int t = 0; t < tokens; t++)
-                products[t] = add_products(products[t], fours[i], x->q[t] + half * BLOCK / 2 + 4 * i);
+                products[t] = add_nibbles(products[t], fours[i], x->q[t] + half * BLOCK / 2 + 4 * i);
     }
     UNROLLED(int t = 0; t < tokens; t++) sums[t] = sums_of(products[t]);
 }
