@@ -69,8 +69,8 @@ def main(home: Path) -> None:
     model = run_every_kind(home)
     from serve import LLM, SamplingParams
 
-    for activations in ("auto", "int8"):
-        (output,) = LLM(str(model), activations=activations, num_pages=64).generate(
+    for eight_bits in ("auto", "int8"):
+        (output,) = LLM(str(model), activations=eight_bits, kv_cache_dtype=eight_bits, num_pages=64).generate(
             ["copper"], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         )
         print(len(output.choices[0].token_ids), "tokens")

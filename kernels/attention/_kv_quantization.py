@@ -19,7 +19,8 @@ LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude that each 8-bit format stores."""
 
 # Keeps the scale of a row of zeros, and all that is computed from it, a normal number.
-_TINY = tl.constexpr(1e-20)
+_SMALLEST = 1e-20
+_TINY = tl.constexpr(_SMALLEST)
 
 
 def quantize_rows_reference(x: Tensor, dtype: torch.dtype, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ def quantize_rows_reference(x: Tensor, dtype: torch.dtype, fixed: Tensor | None 
     """
     limit = LIMITS[dtype]
     if fixed is None:
-        size = x.float().abs().amax(-1).clamp_min(_TINY.value)
+        size = x.float().abs().amax(-1).clamp_min(_SMALLEST)
         scales = size / torch.full_like(size, limit)  # torch turns a division by a number into a product on CUDA
     else:
         scales = fixed.expand(x.shape[:-1])
