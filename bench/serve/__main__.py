@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench.common import DTYPE, check_peer, teacher_folder, write_result, write_result_by_processor
-from bench.serve.llama_cpp import check_installed, running_llama_cpp
+from bench.serve.llama_cpp import check_installed, instructions, running_llama_cpp
 from bench.serve.vllm_cpu import running_vllm
 from model.formats.gguf.reader import import_gguf_blocks
 from model.formats.gguf.writer import export_gguf
@@ -178,7 +178,7 @@ def beside_llama_cpp(
 ) -> dict[str, Any]:
     """Both servers, of one GGUF file after another, by turns."""
     threads, dtype = torch.get_num_threads(), str(DTYPE).removeprefix("torch.")
-    parts: dict[str, Any] = {"threads": threads, "dtype": dtype}
+    parts: dict[str, Any] = {"threads": threads, "dtype": dtype, "llama_cpp": instructions()}
     for file_type in file_types:
         with tempfile.TemporaryDirectory() as scratch:
             file, unpacked = Path(scratch, "model.gguf"), Path(scratch, "model")

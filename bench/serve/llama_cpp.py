@@ -17,6 +17,13 @@ def check_installed() -> None:
         raise SystemExit("llama.cpp comes from the wheel xllamacpp: pip install xllamacpp.")
 
 
+def instructions() -> str:
+    """Those of the processor that the wheel is built for, and what else it is built with, in its own words."""
+    import xllamacpp
+
+    return str(xllamacpp.get_system_info()).strip()
+
+
 @contextmanager
 def running_llama_cpp(path: Path, *, sequences: int, threads: int) -> Iterator[tuple[str, int]]:
     """Serves a GGUF file on a free loopback port for as long as the context is open. Yields (host, port)."""
