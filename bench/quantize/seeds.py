@@ -2,8 +2,9 @@
 
     python -m bench.quantize.seeds 0 1 2
 
-A seed decides what is held out, and so what is calibrated and trained on too. Of each: plain rounding and GPTQ in INT4,
-and the best 4-bit result. Quality alone counts, so the machine may be busy; what is finished is not run again.
+A seed decides what is held out, and so what is calibrated and trained on too. Of each: plain rounding, GPTQ and AWQ in
+INT4, the best 4-bit result, and 8 bits. Quality alone counts, so the machine may be busy; what is finished is not run
+again.
 """
 
 import argparse
@@ -17,32 +18,37 @@ from pipeline.results import Result
 from pipeline.schema import Recipe
 
 RECIPE = ROOT / "configs" / "quantize-demo.yaml"
-PLAIN, BEST = "four-bits-plain", "four-bits"
-"""What the stages publish that are run."""
+PLAIN, BEST, AWQ = "four-bits-plain", "four-bits", "four-bits-awq"
+EIGHTS = {"eight-bits": "int8", "eight-by-eight": "int8, activations too"}
+"""What the stages publish that are run, and what the figures of some are called."""
 
 
 def with_seed(recipe: Recipe, seed: int, held_out_tokens: int | None) -> Recipe:
-    """Plain rounding, GPTQ and the best result of the recipe, on text drawn by another seed."""
+    """Plain rounding, GPTQ, AWQ and the better results of the recipe, on text drawn by another seed."""
     stages = {config.out: config for kind, config in recipe.stages if kind == "quantize"}
     if held_out_tokens is not None:
         stages = {out: replace(config, held_out_tokens=held_out_tokens) for out, config in stages.items()}
     plain = replace(stages[PLAIN], compare=("round",))
+    awq = replace(plain, method="awq", compare=(), out=AWQ)
+    wanted = plain, stages[BEST], awq, *(stages[out] for out in EIGHTS)
     return replace(
         recipe,
         name=f"quantize-seed-{seed}",
         data={name: replace(source, seed=seed) for name, source in recipe.data.items()},
-        stages=(("quantize", plain), ("quantize", stages[BEST])),
+        stages=tuple(("quantize", config) for config in wanted),
     )
 
 
 def row(seed: int, results: list[Result[Any]]) -> dict[str, Any]:
     """The figures of one seed."""
-    plain, best = results[-2:]
+    plain, best, *others = results[1:]
     rounded: dict[str, Any] = {one.method: one.quality for one in plain.details.compared}
     parent, before, after = best.models
     found = rounded | {"best, before recovery": before.quality, "best": after.quality}
+    found |= {name: one.models[-1].quality for name, one in zip(("awq", *EIGHTS.values()), others, strict=True)}
     return {
         "seed": seed,
+        "held_out_tokens": parent.quality.tokens,
         **{name: _against(quality, parent.quality, rounded["round"]) for name, quality in found.items()},
         "bits_per_weight": best.details.bits_per_weight,
         "weights_beside_parent": after.weight_bytes / parent.weight_bytes,

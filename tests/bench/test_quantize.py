@@ -81,6 +81,9 @@ def test_another_seed_changes_the_text_alone() -> None:
     seeded = seeds.with_seed(recipe, 3, None)
     assert parse_recipe(recipe_to_yaml(seeded)) == seeded and seeded.name == "quantize-seed-3"
     assert seeded.data == {"text": replace(recipe.data["text"], seed=3)}
-    (_, plain), (_, best) = seeded.stages
+    (_, plain), (_, best), (_, awq), *eights = seeded.stages
     assert {plain.method, *plain.compare} == {"gptq", "round"}
-    assert ("quantize", best) in recipe.stages and ("quantize", replace(plain, compare=())) not in recipe.stages
+    assert awq == replace(plain, method="awq", compare=(), out=seeds.AWQ)
+    assert [one.out for _, one in eights] == [*seeds.EIGHTS]
+    assert all(stage in recipe.stages for stage in (("quantize", best), *eights))
+    assert ("quantize", replace(plain, compare=())) not in recipe.stages
