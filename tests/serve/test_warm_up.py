@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from model.config import MixtureOfDepths
 from serve.engine import engine as engine_module
 from serve.engine.process import leave_to_stay
 from serve.engine.warm_up import warm_up
@@ -69,6 +70,26 @@ def test_on_a_cpu_no_draft_waits_for_a_pass_that_prepares(early_exit: bool) -> N
     (prompt,) = random_prompts(1, seed=2, low=5, high=6)
     assert generate(engine, [prompt], greedy(20)) == [greedy_oracle(model, prompt, 20)]
     assert engine.stats().num_draft_tokens and not any(prepared[2:])  # the first two read the prompt
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"max_model_len": 2}], ids=str
+)
+@pytest.mark.parametrize("draft", ["model", "ngram", "suffix", "early_exit"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "block", "mlp"])
+def test_it_fits_every_draft_on_a_cpu(options: dict, draft: str, kind: str) -> None:
+    """Of dense models, experts, and such as route tokens past attention or not."""
+    model: Any = tiny_model("mixtral" if kind == "mixtral" else "llama", seed=3)
+    if kind in ("block", "mlp"):
+        model = tiny_model(seed=3, mixture_of_depths=MixtureOfDepths(kind, (1,), 0.5, gate_range=0.5))
+        draft = "suffix" if draft == "early_exit" else draft  # which refuses them
+    engine = make_engine(model, tiny_model(seed=4, num_layers=1) if draft == "model" else draft, **options)
+    warm_up(engine)
+    assert engine.cache.num_used == 0
+    (prompt,) = random_prompts(1, seed=2, low=1, high=2)
+    alone = make_engine(model, **options)
+    params = greedy(min(9, engine.max_model_len - 1))
+    assert generate(engine, [prompt], params) == generate(alone, [prompt], params)
 
 
 def test_the_collector_looks_at_nothing_that_the_engine_has_loaded() -> None:
