@@ -127,6 +127,13 @@ class Step(NamedTuple):
     sampled: list[int]
     """Of which of those rows logits are, too; N of them."""
 
+    def following(self) -> "Step":
+        """Where there is one token of each sequence: the pass over those behind, as far as the tables reach."""
+        positions = self.positions + 1
+        pages = self.block_tables[np.arange(len(positions)), positions // PAGE_SIZE].astype(np.int64)
+        slots = pages * PAGE_SIZE + positions % PAGE_SIZE
+        return self._replace(positions=positions, slots=slots, kv_lengths=self.kv_lengths + 1)
+
 
 class Runner:
     """One model with its pages. The host waits for nothing here, but for other ranks."""
@@ -148,7 +155,7 @@ class Runner:
         Returns the wanted hidden states `[R, D]`, sequence after sequence, and the logits `[N, V]` of rows `sampled` of
         them, None where these are none.
         """
-        return self._run(self._flatten(inputs, sampled))
+        return self._run(self.flatten(inputs, sampled))
 
     @torch.inference_mode()
     def rehearse(self, sizes: range, timer: PassTimer) -> None:
@@ -226,12 +233,13 @@ class Runner:
         first = [self.first_to_list(item.table, item.start, item.start + len(item.tokens)) for item in inputs]
         return np.array([[item.batch_row for item in inputs], first], dtype=np.int32)
 
-    def _flatten(self, inputs: list[SequenceInput], sampled: list[int]) -> Step:
+    def flatten(self, inputs: list[SequenceInput], sampled: list[int], ahead: int = 0) -> Step:
+        """What `run` computes; its tables reach as many tokens further as are `ahead`."""
         lengths = [len(item.tokens) for item in inputs]
         cu_seqlens = np.zeros(len(inputs) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         kv_lengths = np.array([item.start for item in inputs], dtype=np.int32) + np.array(lengths, dtype=np.int32)
-        block_tables = np.zeros((len(inputs), pages_for(int(kv_lengths.max()))), dtype=np.int32)
+        block_tables = np.zeros((len(inputs), pages_for(int(kv_lengths.max()) + ahead)), dtype=np.int32)
         for row, item in enumerate(inputs):
             num_pages = min(item.table.num_pages, block_tables.shape[1])
             block_tables[row, :num_pages] = item.table.ids[:num_pages]

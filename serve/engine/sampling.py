@@ -341,6 +341,10 @@ class Sampler:
             tokens = self.draw(logits, rows)
         self.state.write_draft(rows.batch_rows, rows.num_before, tokens, probabilities)
 
+    def likeliest(self, logits: Tensor) -> np.ndarray:
+        """What `guess` draws for greedy rows whose scores nothing adjusts or masks, `[N]` int64, on a CPU."""
+        return best_tokens(self._on_own_vocabulary(logits)).clamp_min_(0).numpy()
+
     def _on_own_vocabulary(self, logits: Tensor) -> Tensor:
         """`[N, V]`, of a model whose vocabulary, or the target's, may be padded at its end."""
         missing = self.state.vocab_size - logits.shape[1]

@@ -184,6 +184,9 @@ class ModelDraft:
             if steps is not None:
                 self._follow(steps, len(inputs), max((guess.length for guess in guesses), default=0) - num_drawn)
                 break
+            while guesses and all(map(self._takes_likeliest, guesses)):
+                num_drawn = self._draw_likeliest(guesses, num_drawn)
+                guesses = [guess for guess in guesses if num_drawn < guess.length]
             inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
         return {guess.sequence.id: DraftTree(guess.length, by_rejection=guess.by_rejection) for guess in proposed}
 
@@ -246,6 +249,32 @@ class ModelDraft:
         """The latest draft token, to be fed for the one after it."""
         token = feed_reference(sequence.batch_row, num_drawn, self.runner.feed.shape[1])
         return _input(sequence, [token], sequence.num_tokens + num_drawn - 1, num_rows=1)
+
+    def _takes_likeliest(self, guess: _Guess) -> bool:
+        """Whether its tokens are where the host can read them, and each is the likeliest of the draft's own scores."""
+        sequence, params = guess.sequence, guess.sequence.params
+        adjusts = params.adjusts_all_scores or sequence.num_output < params.min_tokens
+        is_plain = params.is_greedy and sequence.mask is None and not adjusts and not guess.by_rejection
+        return is_plain and self.runner.feed.is_cpu and self._steps is None and not self.runner.pages.visible
+
+    def _draw_likeliest(self, guesses: list[_Guess], num_drawn: int) -> int:
+        """Passes behind the first, until somebody has enough: from tables that are made once, without the sampler.
+
+        Returns how many tokens are drawn then.
+        """
+        enough, rows = min(guess.length for guess in guesses), [guess.sequence.batch_row for guess in guesses]
+        feed, n = self.runner.feed.numpy(), len(guesses)
+        inputs = [self._next_input(guess.sequence, num_drawn) for guess in guesses]
+        step = self.runner.flatten(inputs, list(range(n)), ahead=enough - num_drawn)
+        for column in range(num_drawn, enough):
+            with self.timer.measure(n, self):
+                _, logits = self.runner.compute(step._replace(tokens=feed[rows, column]))
+                self.has_prepared = self.runner.has_prepared
+                if logits is not None:
+                    feed[rows, 1 + column] = self.sampler.likeliest(logits)
+            if column + 1 < enough:
+                step = step.following()
+        return enough
 
     def _follow(self, steps: UniformSteps, num_rows: int, num_passes: int) -> None:
         """Passes over what the one before has guessed; whoever wants less computes on, for nobody."""
