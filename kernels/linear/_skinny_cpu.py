@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.common.compiled import compiled
+from kernels.common.compiled_by_one_cpu import compiled_by_one
 from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import AVX2, NEEDS
 from kernels.common.processor import Needs, processor_features
@@ -182,7 +182,7 @@ def _library_of_outputs() -> Any:
 
 
 def _library_with_products(source: _Source) -> Any:
-    library = compiled(Path(__file__).with_name(source.name), needs=source.needs)
+    library = compiled_by_one(Path(__file__).with_name(source.name), needs=source.needs)
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         library.skinny_product.argtypes = (_WEIGHT, pointer, number, pointer, number, ctypes.c_int)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
 
 from bench.gpu import hour
@@ -17,6 +18,7 @@ from bench.gpu.parts import PARTS
 from bench.gpu.process import ENVIRONMENT, Ended
 from bench.gpu.task import Task
 from bench.gpu.worker import measure
+from bench.train import sides
 
 
 def run_here(command: Sequence[str], log: Path, limit_s: float, *, cwd: Path, tick: Callable[[float], None]) -> Ended:
@@ -31,6 +33,7 @@ def run_here(command: Sequence[str], log: Path, limit_s: float, *, cwd: Path, ti
 if __name__ == "__main__":
     os.environ |= ENVIRONMENT
     hour.run_limited = run_here
+    sides.get_context = lambda method: get_context("fork")  # sides of training have processes of their own
     folder, *names = sys.argv[1:]
     done = hour.Hour(Path(folder), hour.ask_machine(), tiny=True, minutes=60)
     sys.exit(done.run([PARTS[name] for name in names], again=False))

@@ -1,6 +1,7 @@
 """C sources compiled when needed: once, whole for every process, and with one sentence in the log where that fails."""
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -64,10 +65,19 @@ def test_a_header_is_part_of_the_source(source: Path, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["compiled.compiled", "compiled_by_one_cpu.compiled_by_one"])
+def test_several_processes_at_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Where it takes long, one compiles and the others wait."""
+    counted, path = tmp_path / "counted", os.environ["PATH"]
+    compiler = f'[ "$1" = --version ] || {{ echo once >> {counted}; sleep 1; }}; exec {shutil.which("cc")} "$@"'
+    fake_compiler(tmp_path, monkeypatch, compiler)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{path}")
+    module, _, name = function.rpartition(".")
     program = (
-        "import sys; from pathlib import Path; from kernels.common.compiled import compiled\n"
-        "print(compiled(Path(sys.argv[1]), needs=(frozenset(),)).answer())"
+        f"import sys; from pathlib import Path; from kernels.common.{module} import {name}\n"
+        f"print({name}(Path(sys.argv[1]), needs=(frozenset(),)).answer())"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program, str(source)], stdout=subprocess.PIPE, text=True)
@@ -75,6 +85,7 @@ def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
     ]
     assert [process.communicate()[0] for process in processes] == ["42\n"] * 4
     assert len(kept(tmp_path)) == 1
+    assert counted.read_text() == "once\n" or name == "compiled"
 
 
 def test_no_compiler(
