@@ -10,21 +10,24 @@ interpreter, which takes the wrappers of a GPU.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.common.cpu_graph import _looks_at_numbers
 from kernels.common.cuda_graph import Graphs, Outputs
 from kernels.common.triton_support import _interpreting
 
-FROM_HOST = {"tensor", "as_tensor", "from_numpy", "frombuffer", "pin_memory"}
-HOST_READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
+FROM_HOST = ("tensor", "as_tensor", "from_numpy", "frombuffer")
+HOST_READS = ("tolist", "item", "numpy", "cpu", "pin_memory")
+"""Methods of tensors; other reads of their numbers are operators."""
 
 
 class CaptureViolation(BaseException):
@@ -34,25 +37,44 @@ class CaptureViolation(BaseException):
 def _in_kernel() -> bool:
     """Whether this is the work of a kernel: in the form of the CPU all of it, else what the interpreter does."""
     inside = ("triton.", "tests.interpreter") if _interpreting.get() else ("kernels.",)
+    # Kernels call nothing above them, unless the interpreter calls what is a kernel.
+    outside = () if _interpreting.get() else ("model.", "serve.")
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(inside):
             return True
-        if name == __name__ and frame.f_code.co_name == "_watched":
+        if name.startswith(outside) or (name == __name__ and frame.f_code.co_name == "_watched"):
             return False
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
-class _NoHost(TorchFunctionMode):
-    """Nothing goes between host and device."""
+_watching = threading.local()
+"""`depth`: how many captures and replays this thread is within."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if (name in HOST_READS or name in FROM_HOST) and not _in_kernel():
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_watching, "depth", 0) and not _in_kernel():
             raise CaptureViolation(f"{name} goes through the host")
-        return func(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _no_host() -> Iterator[None]:
+    """Nothing goes between host and device in this thread."""
+    _watching.depth = getattr(_watching, "depth", 0) + 1
+    with ExitStack() as stack:
+        for owner, names in ((torch, FROM_HOST), (Tensor, HOST_READS)):
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, _guarded(name, getattr(owner, name))))
+        try:
+            yield
+        finally:
+            _watching.depth -= 1
 
 
 class _Log(TorchDispatchMode):
@@ -77,19 +99,20 @@ class _Log(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _leaves((*args, *kwargs.values()))
-        is_mutable = func._schema.is_mutable
+        places = [_address(value) if isinstance(value, Tensor) else None for value in given]
+        is_mutable = _is_mutable(func)
         if is_mutable:
             self._keep([value for value in given if isinstance(value, Tensor)])
         in_kernel = _in_kernel()
         if not in_kernel and _looks_at_numbers(func, args):
             raise CaptureViolation(f"{func} looks at numbers")
-        entry = None if in_kernel else (func, *[self._describe(value) for value in given])
+        entry = None if in_kernel else (func, *map(self._describe, given, places))
         result = func(*args, **kwargs)
         if entry is not None:
             self.entries.append(entry)
         if not is_mutable:
-            made = {_address(value) for value in _leaves((result,)) if isinstance(value, Tensor)}
-            self._made |= made - {_address(value) for value in given if isinstance(value, Tensor)}
+            results = [result] if isinstance(result, Tensor) else _leaves((result,))
+            self._made.update({_address(value) for value in results if isinstance(value, Tensor)}.difference(places))
         return result
 
     def _keep(self, tensors: list[Tensor]) -> None:
@@ -104,12 +127,16 @@ class _Log(TorchDispatchMode):
         for whole, held in self._before.values():
             whole.copy_(held)
 
-    def _describe(self, value: Any) -> Any:
+    def _describe(self, value: Any, place: int | None) -> Any:
         """Of a tensor its shape, dtype and place; any other value is itself."""
-        if not isinstance(value, Tensor):
+        if place is None:
             return value
-        address = _address(value)
-        return tuple(value.shape), value.dtype, "made" if address in self._made else address
+        return value.shape, value.dtype, "made" if place in self._made else place
+
+
+@cache
+def _is_mutable(func: Any) -> bool:
+    return func._schema.is_mutable
 
 
 def _leaves(values: Iterable[Any]) -> list[Any]:
@@ -129,7 +156,7 @@ def _address(tensor: Tensor) -> int:
 
 def _watched(run: Callable[[], Outputs]) -> tuple[Outputs, _Log]:
     log = _Log()
-    with _NoHost(), log:
+    with _no_host(), log:
         outputs = run()
     return outputs, log
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -232,12 +233,37 @@ def test_the_stand_in_notices_what_a_graph_would_freeze() -> None:
             graphs.run("key", lambda own=own: (x[: own["rows"]] * own["factor"],))
 
 
-@pytest.mark.parametrize("run", [lambda x: x.sum().item(), lambda x: torch.tensor([1.0]), lambda x: x.nonzero()])
-def test_the_stand_in_notices_the_host(run: Any) -> None:
-    graphs = Graphs(RecordedGraph, {})
-    graphs.run("key", lambda: (torch.as_tensor(run(torch.ones(3))),))
-    with pytest.raises(CaptureViolation):
-        graphs.run("key", lambda: (torch.as_tensor(run(torch.ones(3))),))
+HOST: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "bool": lambda x: bool(x.sum()),
+    "int": lambda x: int(x.sum()),
+    "float": lambda x: float(x.sum()),
+    "index": lambda x: [5, 6][x.long().sum() - 3],
+    "nonzero": lambda x: x.nonzero(),
+    "tensor": lambda x: torch.tensor([1.0]),
+    "as_tensor": lambda x: torch.as_tensor([1.0]),
+    "from_numpy": lambda x: torch.from_numpy(np.ones(3)),
+    "frombuffer": lambda x: torch.frombuffer(bytearray(4), dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_the_stand_in_notices_the_host(name: str) -> None:
+    graphs, x, is_read = Graphs(RecordedGraph, {}), torch.ones(3), [False]
+
+    def work() -> tuple[torch.Tensor]:
+        if is_read[0]:
+            HOST[name](x)
+        return (x + 1,)
+
+    for _ in range(3):
+        graphs.run("key", work)
+    is_read[0] = True
+    with pytest.raises(CaptureViolation, match=r"the host|looks at numbers"):
+        graphs.run("key", work)
 
 
 def test_the_stand_in_computes_once_what_is_captured_and_replayed() -> None:
