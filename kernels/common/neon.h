@@ -110,7 +110,8 @@ INLINE float32x4_t four_looked_up(uint8x16x4_t table, uint32x4_t codes) {
     return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(bytes)));
 }
 INLINE Floats looked_up(const float *table, Ints codes) {
-    uint8x16x4_t bytes = vld1q_u8_x4((const uint8_t *)table);
+    const uint8_t *from = (const uint8_t *)table;
+    uint8x16x4_t bytes = {{vld1q_u8(from), vld1q_u8(from + 16), vld1q_u8(from + 32), vld1q_u8(from + 48)}};
     Ints four_bits = common_bits(codes, every_int(15));
     return (Floats){four_looked_up(bytes, four_bits.low), four_looked_up(bytes, four_bits.high)};
 }
