@@ -372,3 +372,40 @@ def test_ids_beyond_the_drafts_embedding_never_reach_it(captured: bool, monkeypa
     assert generate(engine, prompts, greedy(20)) == generate(make_engine(TableModel(table)), prompts, greedy(20))
     assert draft.highest == 5 and draft.num_passes > 20 and engine.stats().num_accepted_tokens > 0
     assert not captured or (engine.stats().num_graphs > 2 and not engine.stats().num_graph_failures)
+
+
+@EAGER
+@pytest.mark.parametrize("share_cache", [False, True])
+def test_likeliest_tokens_are_those_that_the_sampler_draws(
+    model: Transformer, share_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes without the sampler propose the same, whoever is in the batch and whatever was wanted of them."""
+    params = [greedy(NUM_TOKENS - 2 * number) for number in range(len(PROMPTS))]
+    params[2], params[5] = greedy(NUM_TOKENS, min_tokens=6), greedy(NUM_TOKENS, repetition_penalty=1.3)
+    chained, found = [0], []
+    for is_chained in (True, False):
+        engine = make_engine(
+            model, noisy_twin(model), share_cache=share_cache, num_speculative_tokens=4, max_model_len=60
+        )
+        draft: Any = engine.draft
+        proposed: list[Any] = []
+        propose, likeliest = draft.propose, draft._draw_likeliest
+
+        def noted(wanted: Any, propose: Any = propose, engine: Any = engine, proposed: Any = proposed) -> Any:
+            trees = propose(wanted)
+            rows = [
+                (one.sequence.request_id, one.sequence.batch_row, trees[one.sequence.id].num_tokens) for one in wanted
+            ]
+            proposed.append([(name, engine.state.feed[row, 1 : 1 + count].tolist()) for name, row, count in rows])
+            return trees
+
+        def counted(guesses: Any, num_drawn: int, likeliest: Any = likeliest) -> int:
+            chained[0] += 1
+            return int(likeliest(guesses, num_drawn))
+
+        monkeypatch.setattr(draft, "propose", noted)
+        monkeypatch.setattr(draft, "_draw_likeliest", counted)
+        if not is_chained:
+            monkeypatch.setattr(draft, "_takes_likeliest", lambda guess: False)
+        found.append((generate(engine, PROMPTS, params), proposed))
+    assert found[0] == found[1] and chained[0] > 0
