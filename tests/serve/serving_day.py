@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.host_overhead import EmptyGraph
 from compress.quantize.round_to_nearest import quantize_model
@@ -42,12 +41,17 @@ ROUTES = MixtureOfDepths("block", (1, 2), 0.5, gate_range=0.5)
 REQUESTS = 40
 
 
-class unmultiplied(TorchDispatchMode):
+class unmultiplied(zeroed):
     """torch's own products are zeros: nothing depends on them, and in bf16 some processors take minutes for them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As in recorded_graphs.py."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.linear.default:
-            return func(*args, **(kwargs or {}))
+            return zeroed.__torch_dispatch__.__wrapped__(self, func, types, args, kwargs)
         x, weight = args[:2]
         return x.new_zeros(*x.shape[:-1], len(weight))
 
@@ -126,7 +130,7 @@ def live(engine: Engine, dice: random.Random) -> None:
 def warmed_and_late(variants: Variants, kind: str, engine: Engine) -> tuple[int, dict[str, int]]:
     """How many variants the warm-up meets, and how many more the day does, by kernel."""
     engine.is_overlapped = True
-    with zeroed(), unmultiplied():
+    with unmultiplied():
         variants.clear()
         warm_up(engine)
         warmed = {name: len(keys) for name, keys in variants.items()}
