@@ -20,6 +20,7 @@
 #include "round.h"
 
 enum { MOST_SPAN = 64, TOKENS = 8, BLOCK_ROWS = 128 };
+enum { AHEAD = 2 * OUTPUTS }; /* so many rows of W on is fetched: the processor's own prefetch ends with a page */
 
 /* What a product is compiled for. From symmetric codes an integer is subtracted, 8 or 128; the others have shifts. */
 typedef struct {
@@ -82,18 +83,28 @@ INLINE void multiply_span(const Kind kind, const int tokens, const __m512i *weig
     }
 }
 
+/* To the second cache, which waits for more lines at once than the first. */
+INLINE void fetch(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += CACHE_LINE) _mm_prefetch((const char *)from + i, _MM_HINT_T1);
+}
+
+/* Scales, or minima, of OUTPUTS rows. */
+INLINE void fetch_numbers(const Weight *w, const void *numbers, int64_t n) {
+    fetch(place_of(w, numbers, n * groups_of(w)), OUTPUTS * groups_of(w) * (w->is_half ? 2 : 4));
+}
+
 /* All rows of x times OUTPUTS of W, whose codes, scales and shifts [G, OUTPUTS] these are, added to y [T, OUTPUTS]. */
 INLINE void multiply(const Kind kind, const Weight *w, const uint8_t *codes, const float *scales, const float *shifts,
                      const Rows *x, float *y) {
     int64_t stride = bytes_of(w->format, w->k), at = 0, step = bytes_of(w->format, kind.span);
-    const uint8_t *next = codes + OUTPUTS * stride;
+    const uint8_t *next = codes + AHEAD * stride;
     for (int64_t k = 0; k < w->k; k += kind.span, at += x->rows, codes += step) {
         __m512i weights[MOST_SPAN / 4];
         int64_t group = k / w->group * OUTPUTS, t = 0;
         __m512 scale = _mm512_loadu_ps(scales + group);
         __m512 shift = kind.has_shifts ? _mm512_loadu_ps(shifts + group) : _mm512_setzero_ps();
-        /* Of the next outputs, as they lie: the processor's own prefetch ends with a page. */
-        for (const uint8_t *end = next + OUTPUTS * step; next < end; next += CACHE_LINE) _mm_prefetch(next, _MM_HINT_T0);
+        fetch(next, OUTPUTS * step);
+        next += OUTPUTS * step;
         decode(kind, codes, stride, weights);
         for (; t + TOKENS <= x->rows; t += TOKENS)
             multiply_span(kind, TOKENS, weights, scale, shift, x, at + t, y + t * OUTPUTS);
@@ -132,6 +143,8 @@ INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, in
     int64_t groups = groups_of(w);
     ALIGNED float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1], sums[x->rows * OUTPUTS];
     for (int64_t t = 0; t < x->rows; t++) __builtin_prefetch(at(dtype, y, t * stride), 1);
+    fetch_numbers(w, w->scales, n + AHEAD);
+    if (w->minima) fetch_numbers(w, w->minima, n + AHEAD);
     numbers_by_lanes(w, w->scales, n, scales);
     if (kind.has_shifts) shifts_by_lanes(w, scales, n, shifts);
     memset(sums, 0, sizeof sums);
