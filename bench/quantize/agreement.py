@@ -123,9 +123,10 @@ def compare(type: str, asked: list[list[int]], scratch: Path) -> dict[str, Any]:
 
 def in_fp32(file: Path, scratch: Path) -> Path:
     """A file of the weights that another one's blocks stand for; tests hold them to llama.cpp's own, bit by bit."""
-    import_gguf(file, scratch / "wide", dtype=torch.float32)
-    export_gguf(scratch / "wide", scratch / "wide.gguf", type="f32")
-    return scratch / "wide.gguf"
+    folder, wide = scratch / f"{file.stem}-wide", scratch / f"{file.stem}-wide.gguf"
+    import_gguf(file, folder, dtype=torch.float32)
+    export_gguf(folder, wide, type="f32")
+    return wide
 
 
 def main() -> None:
