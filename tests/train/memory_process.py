@@ -17,9 +17,10 @@ from model.mesh import Mesh, this_rank
 from model.quantized import quantized_layers
 from model.training_memory import Setup
 from model.transformer import Transformer
+from pipeline.measure.training_time import random_models
 from tests.memory import peak_resident_bytes
 from tests.tiny import tiny_config
-from tests.train.test_memory import built, documents, training
+from tests.train.test_memory import documents, training
 from train.accelerator import this_accelerator
 from train.loop import Trainer
 from train.objectives import Distillation, LanguageModelling
@@ -58,7 +59,7 @@ def held_bytes(model: Transformer | None) -> int:
 def measure(folder: Path, shards: int, name: str) -> dict[str, int]:
     """Two steps, of which nothing is saved."""
     setup = replace(SETUPS[name], on_gpu=False, processes=this_rank().count, shards=shards)
-    model, teacher = built(setup)
+    model, teacher = random_models(setup)
     if teacher is not None and shards > 1:
         shard_frozen(teacher.requires_grad_(False), device_mesh(Mesh(1, shards), torch.device("cpu")))
     length = setup.training.micro_batch_tokens
