@@ -10,9 +10,9 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from kernels.sampling.random import Stream
 from kernels.sampling.sample import (
     Filters,
-    _first_best,
     adjusted_probabilities,
     adjusted_probabilities_reference,
+    best_tokens,
     sample,
     sample_tokens,
 )
@@ -83,11 +83,11 @@ def test_the_best_is_the_first_maximum(dtype: torch.dtype, vocabulary: int) -> N
     """As torch finds it, with ties, in strided rows; −1 where it is not finite or a score is no number."""
     wide = torch.randint(-50, 50, (12, vocabulary + 3)).to(dtype)
     scores = wide[:, :vocabulary]
-    assert torch.equal(_first_best(scores), scores.float().argmax(-1))
+    assert torch.equal(best_tokens(scores), scores.float().argmax(-1))
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf, torch.nan)):
         scores[row, :: 1 if value < 0 else vocabulary] = value
     scores[3, 0], scores[3, -1] = 0, torch.nan
-    assert _first_best(scores).tolist() == [-1] * 4 + scores[4:].float().argmax(-1).tolist()
+    assert best_tokens(scores).tolist() == [-1] * 4 + scores[4:].float().argmax(-1).tolist()
 
 
 @pytest.mark.usefixtures("sampling_form")
