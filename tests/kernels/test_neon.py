@@ -44,7 +44,8 @@ def emulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulate
             def compiled(source: Path, needs: Any) -> EmulatedLibrary:
                 return stack.enter_context(EmulatedLibrary(source, tmp_path, *how))
 
-            monkeypatch.setattr(module, "compiled", compiled)
+            compiler = "compiled_by_one" if hasattr(module, "compiled_by_one") else "compiled"
+            monkeypatch.setattr(module, compiler, compiled)
             library = getattr(load, "__wrapped__", load)(*arguments)
             monkeypatch.setattr(module, name, lambda *_: library)
 

@@ -111,10 +111,11 @@ def test_our_server_teaches_what_the_teacher_teaches(tmp_path: Path) -> None:
     """
     teacher, compare = write_teacher(tmp_path / "teacher"), {"model": "student", "against": "teacher", "data": "text"}
     compare |= {"held_out_tokens": 512, "speed": {"batch_sizes": []}}
-    dense = run_stages(tmp_path, distill("text", "student"), serve="student", folder="dense")
+    longer = {"tokens": "10k"}
+    dense = run_stages(tmp_path, distill("text", "student", **longer), serve="student", folder="dense")
     options = ["--dtype", "float32", "--kv-cache-bytes", "16M", "--served-model-name", "large"]
     with running_server(teacher, tmp_path / "log", *options) as server:
-        stages = (ask(server.url), taught(), {"evaluate": compare})
+        stages = (ask(server.url), taught(**longer), {"evaluate": compare})
         _, kept, learnt, found = run_stages(tmp_path, *stages, serve="student")
         with pytest.raises(UserError, match="refuses other: 404, the requested model is not"):
             other = {"url": f"{server.url}/v1", "model": "other"}

@@ -61,12 +61,12 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
 def best_length(acceptances: list[float], seconds: list[float], num_tried: int = MAX_DRAFT_TOKENS + 1) -> int:
     """The draft length of most expected tokens per second; `seconds[k]` is the time of a step with length k.
 
-    Of lengths from `num_tried` on that is guessed, and the further away the worse: only the first of them is tried.
+    Of lengths from `num_tried` on that is guessed, and the further away the worse: at most twice a tried one is tried.
     """
     plain = len(acceptances) / seconds[0]
     best, best_rate = 0, 0.0
     tokens, powers = float(len(acceptances)), [1.0] * len(acceptances)
-    for length in range(1, min(len(seconds), num_tried + 1)):
+    for length in range(1, min(len(seconds), max(num_tried + 1, 2 * num_tried - 1))):
         powers = [power * acceptance for power, acceptance in zip(powers, acceptances, strict=True)]
         tokens += sum(powers)
         least = (MIN_GAIN if length < num_tried else UNTRIED_GAIN) * plain
