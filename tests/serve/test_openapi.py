@@ -117,7 +117,7 @@ def test_answers_are_those_that_are_described(api: Any, method: str, path: str, 
     statuses: set[int] = set()
 
     @settings(
-        max_examples=trials(15, 300),
+        max_examples=trials(8, 300),
         deadline=None,
         derandomize=True,
         phases=[Phase.explicit, Phase.generate],

@@ -21,6 +21,7 @@ from serve.config import EngineConfig
 from serve.engine import ranks
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
+from tests import trials
 from tests.model.test_tensor_parallel import SHAPE, tiny_model_in, write_adapter
 from tests.ranks import FollowerThread
 from tests.serve.http_server import children_of, running_server, save_tiny_folder
@@ -109,12 +110,14 @@ MODELS = {
 
 
 QUICK = [("dense", 2, 1), ("nf4", 2, 1), ("int4", 2, 2), ("routed attention", 2, 1), ("routed block", 1, 2)]
-SLOW = [(name, *sizes) for name in MODELS for sizes in ((2, 1), (4, 1), (1, 2), (2, 2)) if (name, *sizes) not in QUICK]
+SLOW = [("dense", 4, 1), ("nf4", 2, 2), ("int4", 1, 2), ("routed attention", 2, 2), ("routed block", 4, 1)]
+ALL = [(name, *sizes) for name in MODELS for sizes in ((2, 1), (4, 1), (1, 2), (2, 2))]
+MORE = [one for one in ALL if one not in QUICK] if trials.in_full else SLOW
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("name", "count", "stages"), QUICK + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
+    ("name", "count", "stages"), QUICK + [pytest.param(*one, marks=pytest.mark.slow) for one in MORE]
 )
 def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: str, count: int, stages: int) -> None:
     """In chunks, with shared prefixes and preemption; four ranks share two KV heads."""
