@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.common.rows import rows_per_block
+from kernels.common.triton_support import runs_triton
 from kernels.sampling.logit_adjustments import adjust_scores
 from kernels.sampling.random import Purpose
 from kernels.sampling.sample import adjusted_probabilities, best_tokens, race, sample_tokens
@@ -321,7 +322,7 @@ class Sampler:
 
     def draw(self, logits: Tensor, rows: Rows) -> Tensor:
         """The target's token for each row, `[N]` int64, of `logits [N, V]`; -1 where the scores are not numbers."""
-        if rows.is_greedy:
+        if rows.is_greedy and not runs_triton(logits):  # whose race finds them in one launch
             return best_tokens(self._scores(logits, rows))
         filters, stream = self.state.filters(rows.batch_rows), self.state.stream(rows.batch_rows, rows.positions)
         return sample_tokens(self._scores(logits, rows), filters, stream, cuts=rows.cuts_tail)
