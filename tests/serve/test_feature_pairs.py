@@ -16,9 +16,8 @@ from serve.sampling_params import SamplingParams
 from tests.serve.test_speculation import noisy_twin
 from tests.serve.toys import VOCAB_SIZE, drain, join, make_engine
 from tests.tiny import tiny_model
-from tests.trials import trials
 
-NUM_REQUESTS = trials(16, 28)
+NUM_REQUESTS = 28
 ANSWER = {
     "type": "array",
     "items": {"anyOf": [{"type": "string", "maxLength": 9}, {"enum": [True, None]}]},
