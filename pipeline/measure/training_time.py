@@ -34,13 +34,15 @@ STEPS = 4
 def training_seconds(setup: Setup, sequence_length: int) -> float:
     """All steps of a stage, in one process; measuring before and after, and what a student writes itself, come on top.
 
-    Steps with routers are timed as without: early every token passes, later fewer do. Raises MemoryShortageError.
+    Steps with routers are timed as without: early every token passes, later fewer do. Raises MemoryShortageError, and
+    KeyboardInterrupt where a signal came first, for which training stops in peace.
     """
     training: Any = setup.training
     model, teacher = random_models(setup)
     objective = _objective(training, teacher)
     data = random_documents(setup.model.vocab_size, sequence_length, paired=isinstance(objective, PreferenceTuning))
     short = replace(training, tokens=(STEPS + 1) * training.batch_tokens, evaluate_every_tokens=None)
+    short = replace(short, checkpoint_every_s=1e9)
     with tempfile.TemporaryDirectory() as folder:
         stopwatch = _Stopwatch(Path(folder))
         try:
@@ -48,6 +50,7 @@ def training_seconds(setup: Setup, sequence_length: int) -> float:
                 model, objective, data, short, folder=stopwatch.folder, sequence_length=sequence_length,
                 tracker=stopwatch,
             ).train()  # fmt: skip
+            raise KeyboardInterrupt
         except _TimedError:
             pass
         finally:

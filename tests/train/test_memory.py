@@ -1,6 +1,7 @@
 """The plan of memory against what real steps on the CPU take: every way to train, within a tenth."""
 
 import itertools
+import signal
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from model.quantized import QuantizedLayer
 from model.routed import routed_layers
 from model.training_memory import Rounding, Setup, largest_micro_batch, smallest_shards
 from model.transformer import Transformer
+from pipeline.measure import training_time
 from pipeline.measure.training_time import random_models, training_seconds
 from tests.memory import peak_bytes
 from tests.tiny import tiny_config
@@ -236,6 +238,13 @@ def test_time_is_that_of_all_steps_of_which_a_few_are_taken(name: str, monkeypat
     long = replace(setup, training=replace(setup.training, tokens=1000 * setup.training.batch_tokens))
     found = training_seconds(long, sequence_length=128)
     assert found == pytest.approx(1000) and next(ticks) < 30 and not saved
+
+
+def test_a_signal_ends_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "_save", lambda self: None)
+    monkeypatch.setattr(training_time._Stopwatch, "log", lambda *told: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        training_seconds(SETUPS["language"], sequence_length=128)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
