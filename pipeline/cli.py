@@ -6,10 +6,10 @@ the same command goes on.
 
 import argparse
 import logging
-import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from model.files.sources import KNOWN
 from model.mesh import MeshError, this_rank
 from model.startup import import_torch
 from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
+from pipeline.signals import ended_by_signals
 from serve.http.options import add_serve_arguments, options_from_arguments
 
 if TYPE_CHECKING:
@@ -207,22 +208,16 @@ def _run(options: argparse.Namespace) -> int:
     recipe = load_recipe(path, options.overrides)
     check_mesh(recipe)
     folder = RunFolder(options.folder or (options.recipe if resumes else Path("runs") / recipe.name))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: children first, one sentence
-    processes = Processes()
-    log_to(folder.log if processes.is_main else None, show=processes.is_main)
-    import_torch()
-    from pipeline.preflight import preflight
-    from pipeline.run import run_recipe
-
     cache = options.cache or default_cache()
-    try:
+    with ended_by_signals(), closing(Processes()) as processes:  # children first
+        log_to(folder.log if processes.is_main else None, show=processes.is_main)
+        import_torch()
+        from pipeline.preflight import preflight
+        from pipeline.run import run_recipe
+
         if processes.is_main:
             preflight(recipe, folder, cache)
         results = run_recipe(recipe, folder, cache=cache, processes=processes)
-    except KeyboardInterrupt:
-        raise RunInterrupted("interrupted; the same command goes on from here") from None
-    finally:
-        processes.close()
     if processes.is_main:
         _print_results(results, folder.report)
     return 0
@@ -239,19 +234,13 @@ def _tune(options: argparse.Namespace) -> int:
     budget_s = seconds_of("--budget", options.budget)
     recipe = load_recipe(options.recipe, options.overrides)
     folder = RunFolder(options.folder or Path("runs") / f"{recipe.name}-tune")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    processes = Processes()
-    log_to(folder.log if processes.is_main else None, show=processes.is_main)
-    import_torch()
-    from pipeline.tune.search import Search
+    with ended_by_signals(), closing(Processes()) as processes:
+        log_to(folder.log if processes.is_main else None, show=processes.is_main)
+        import_torch()
+        from pipeline.tune.search import Search
 
-    try:
         search = Search(recipe, folder, targets, cache=options.cache or default_cache(), processes=processes)
         search.execute(budget_s)
-    except KeyboardInterrupt:
-        raise RunInterrupted("interrupted; the same command goes on from here") from None
-    finally:
-        processes.close()
     if processes.is_main:
         sentence, winner = search.write()
         print(f"{sentence}\nrecipe: {winner}\npage: {search.page}")
