@@ -117,14 +117,13 @@ class Split:
         check_split(config, group.count, stage.count)
         self.group, self.config, self.stage = group, config, stage
         self._layers = layers_of_stage(config, stage)
-        with torch.device("meta"):
-            self._whole = Transformer(config)
 
     def arrange(self, model: Transformer) -> Transformer:
         return ShardedTransformer(self.config, self.group, self.stage)
 
     def whole(self, model: Any) -> Any:
-        return self._whole
+        with torch.device("meta"):
+            return Transformer(self.config)
 
     def cache_scales(self, scales: Sequence[FixedScales]) -> Sequence[FixedScales]:
         held = [(self._kv_heads(layer), *scales[layer]) for layer in self._layers if scales]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,11 +160,12 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     compare.set_defaults(command=_compare)
     doctor = commands.add_parser("doctor", help="say what this environment is and what is wrong with it")
     doctor.set_defaults(command=_doctor)
-    plan = commands.add_parser("plan", help="say what a recipe's training will hold in memory, before any GPU is used")
+    plan = commands.add_parser("plan", help="say what training and serving will hold in memory, before any GPU is used")
     plan.add_argument("recipe", type=Path, help="recipe file")
     plan.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE)
     plan.add_argument("--gpu-memory", metavar="80GiB", help="memory to fit (default: this GPU's, or common sizes)")
-    plan.add_argument("--gpus", type=int, metavar="8", help="say in how many shards each stage fits so many of them")
+    plan.add_argument("--gpu", metavar="h100", help="estimate latency on this one, whose memory is then the default")
+    plan.add_argument("--gpus", type=int, metavar="8", help="say how so many of them are divided to train and to serve")
     plan.add_argument(
         "--time", action="store_true", help="take a few steps of each stage here, and say how long all take"
     )
@@ -323,20 +325,26 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from model.files.safe_io import default_cache
-    from pipeline.plan import budgets_of, note, on_gpus, plan_recipe, plan_table, timed
+    from pipeline.plan import budgets_of, gpu_named, note, on_gpus, plan_recipe, plan_table, timed
+    from pipeline.plan_serving import serving_plan
     from pipeline.preflight import findings
     from pipeline.report.terminal import terminal_table
 
-    budgets = budgets_of(options.gpu_memory)
-    plans = plan_recipe(recipe, options.cache or default_cache())
+    gpu = gpu_named(options.gpu)
+    budgets, cache = budgets_of(options.gpu_memory, gpu), options.cache or default_cache()
+    plans = plan_recipe(recipe, cache)
     if options.gpus is not None:
         plans = on_gpus(plans, options.gpus, budgets)
     if options.time:
         log_to(None, show=True)
         plans = timed(plans)
+    tables = [replace(plan_table(plans, budgets), note=note(plans))] if plans else []
+    if recipe.serve is not None:
+        tables.append(serving_plan(recipe, cache, gpus=options.gpus or 1, budgets=budgets, gpu=gpu))
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(terminal_table(plan_table(plans, budgets), width=console.width))
-    console.print(note(plans), soft_wrap=True, highlight=False)
+    for table in tables:
+        console.print(terminal_table(table, width=console.width))
+        console.print(table.note, soft_wrap=True, highlight=False)
     for sentence in findings(recipe, plans):
         console.print(f"[yellow]{escape(sentence)}[/]", soft_wrap=True, highlight=False)
     return 0

@@ -1,5 +1,7 @@
 """`potstill plan`: what each training stage of a recipe will hold in memory, before a weight is loaded or a GPU used.
 
+What serving takes says pipeline/plan_serving.py.
+
 The arithmetic is that of model/training_memory.py, for one process on a GPU. Models are known by their configurations;
 what a stage publishes has the shape that its settings say. Time is not known by arithmetic: where it is asked for, some
 steps of each stage are taken here, on random weights.
@@ -14,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from model.config import ModelConfig
+from model.cost import GPUS, Gpu
 from model.mesh import gpus
 from model.training_memory import Memory, Setup, largest_micro_batch, smallest_shards
 from pipeline.errors import UserError
@@ -53,9 +56,9 @@ class StagePlan:
 
 
 def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
-    """`stage_plans`; UserError when there are none."""
+    """`stage_plans`; UserError where there are none, and nothing is served either."""
     plans = stage_plans(recipe, cache)
-    if not plans:
+    if not plans and recipe.serve is None:
         raise UserError(f"No stage of the recipe {recipe.name} trains, so there is nothing to plan.")
     return plans
 
@@ -116,13 +119,22 @@ def timed(plans: Sequence[StagePlan]) -> list[StagePlan]:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def budgets_of(gpu_memory: str | None) -> list[int]:
-    """The memories to fit, in bytes: the one asked for, else this machine's GPU's, else common ones."""
+def gpu_named(name: str | None) -> Gpu | None:
+    """What is known of the GPU that is asked for; UserError for another one."""
+    if name is not None and name.lower() not in GPUS:
+        raise UserError(f"--gpu is {name!r}; known are {', '.join(GPUS)}.")
+    return None if name is None else GPUS[name.lower()]
+
+
+def budgets_of(gpu_memory: str | None, gpu: Gpu | None = None) -> list[int]:
+    """The memories to fit, in bytes: the one asked for, else that of `gpu` or of this machine's, else common ones."""
     if gpu_memory is not None:
         match = MEMORY.fullmatch(gpu_memory.strip())
         if match is None or not float(match[1]):
             raise UserError(f"--gpu-memory is {gpu_memory!r}; write it like 80GiB or 24GB.")
         return [int(float(match[1]) * (GIB if match[2] == "GiB" else 10**9))]
+    if gpu is not None:
+        return [gpu.memory]
     if found := gpus():
         return [found[0].total_memory]
     return [size * GIB for size in COMMON_GIB]

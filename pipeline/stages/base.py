@@ -18,6 +18,7 @@ from pipeline.settings import references
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
+    from model.formats.base import WeightFormat
     from model.text.tokenizer import Tokenizer
     from model.training_memory import Setup
     from pipeline.schema import Recipe
@@ -126,17 +127,20 @@ class StageKind(Generic[C, D]):
         setup = self.setup(config, shapes)
         return setup.model if setup else None
 
+    def formats(self, config: C, shapes: "Mapping[str, ModelConfig]", cache: Path) -> "Mapping[str, WeightFormat[Any]]":
+        """Of the quantized layers of what it publishes, by `formats(config, shapes, cache)`; without that, none are."""
+        own = self._function("formats")
+        return own(config, shapes, cache) if own else {}
+
     def weight_bytes(self, config: C, shapes: "Mapping[str, ModelConfig]", cache: Path) -> int:
-        """Of what it publishes, by `weight_bytes(config, shapes)`; without that, dense weights of its `shape`."""
+        """Of what it publishes."""
         from model.cost import planned_weight_bytes
         from pipeline.measure.quality import PUBLISHED_DTYPE
 
-        if own := self._function("weight_bytes"):
-            return own(config, shapes)
         shape = self.shape(config, shapes, cache)
         if shape is None:
             raise ValueError(f"{self.name} does not say what it publishes")
-        return planned_weight_bytes(shape, {}, PUBLISHED_DTYPE)
+        return planned_weight_bytes(shape, self.formats(config, shapes, cache), PUBLISHED_DTYPE)
 
     def _function(self, name: str) -> Any:
         return getattr(importlib.import_module(self.runner or f"pipeline.stages.{self.name}.run"), name, None)

@@ -243,12 +243,21 @@ def _free_gpu_bytes(config: EngineConfig, models: Models) -> int:
     """Bytes of the granted share of the GPU that weights and a step's largest temporaries leave."""
     torch.cuda.empty_cache()  # what torch keeps of unfused weights is free, though the driver does not know it
     free, total = torch.cuda.mem_get_info(models.device)
-    # Scores, distributions and counts, and with a draft the distributions of both models for every draft token.
-    rows = config.max_num_seqs * (5 + 2 * most_draft_tokens(config, models))
+    rows = num_distributions(config, most_draft_tokens(config, models))
     tokens = config.max_num_batched_tokens
     temporaries = step_bytes(models.target.config, models.dtype, tokens=tokens, rows=rows)
+    return bytes_for_pages(config, total, total - free, temporaries)
+
+
+def num_distributions(config: EngineConfig, most_drafts: int) -> int:
+    """Rows over the vocabulary that a step may hold: scores, distributions, counts; both models' of draft tokens."""
+    return config.max_num_seqs * (5 + 2 * most_drafts)
+
+
+def bytes_for_pages(config: EngineConfig, total: int, used: int, temporaries: int) -> int:
+    """Of a GPU's `total` what its granted share leaves beside what is `used`, a step's temporaries and its graphs."""
     graphs = BYTES_PER_GRAPH * len(captured_sizes(config.max_num_seqs))
-    return int(total * config.gpu_memory_utilization) - (total - free) - temporaries - graphs
+    return int(total * config.gpu_memory_utilization) - used - temporaries - graphs
 
 
 def _pages_in(num_bytes: int, page_bytes: int, config: EngineConfig, models: Models) -> int:

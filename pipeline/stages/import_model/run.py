@@ -7,12 +7,14 @@ only, whatever lay beside it at its origin.
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from model.config import ModelConfig
 from model.cost import kv_bytes_per_token
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
-from model.files.checkpoint import load_config, load_model, save_model
+from model.files.checkpoint import formats_of_folder, load_config, load_model, save_model, tensor_shapes
 from model.files.sources import HUB_FILES, locate
+from model.formats.base import WeightFormat
 from model.formats.gguf.reader import gguf_config, import_gguf, import_gguf_blocks
 from model.text.shipped_templates import set_chat_template
 from model.text.tokenizer import Tokenizer
@@ -71,6 +73,16 @@ def shape(source: ModelSource, shapes: Mapping[str, ModelConfig], cache: Path) -
     """The configuration alone: of a model on the hub nothing else is fetched. Raises as `run` does."""
     found = _locate(source, cache, ["config.json"])
     return gguf_config(found) if found.is_file() else load_config(found)
+
+
+def formats(source: ModelSource, shapes: Mapping[str, ModelConfig], cache: Path) -> dict[str, WeightFormat[Any]]:
+    """Of the projections of its layers, by its config.json; blocks of a GGUF file count as what they become in bf16."""
+    found = _locate(source, cache, ["config.json"])
+    format_of = None if found.is_file() else formats_of_folder(found)
+    if format_of is None:
+        return {}
+    names = [name.removesuffix(".weight") for name in tensor_shapes(load_config(found))]
+    return {name: one for name in names if name.endswith("_proj") and (one := format_of(name)) is not None}
 
 
 def _locate(source: ModelSource, cache: Path, files: list[str] = HUB_FILES) -> Path:

@@ -29,7 +29,7 @@ from compress.quantize.round_to_nearest import QuantizationError, formats_of_lay
 from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.config import ModelConfig
-from model.cost import planned_weight_bytes, quantized_size
+from model.cost import quantized_size
 from model.files.cache_scales import with_cache_scheme
 from model.files.checkpoint import dense_sources, load_model, open_layerwise
 from model.formats.base import IntegerFormat, WeightFormat
@@ -155,10 +155,9 @@ def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> M
     return shapes[config.model]
 
 
-def weight_bytes(config: Quantize, shapes: Mapping[str, ModelConfig]) -> int:
+def formats(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> dict[str, WeightFormat[Any]]:
     """Without what a budget of bits gives to some layers: the least that it can take."""
-    whole = shapes[config.model]
-    return planned_weight_bytes(whole, _formats(config, whole, {}), PUBLISHED_DTYPE)
+    return _formats(config, shapes[config.model], {})
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
