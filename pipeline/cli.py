@@ -261,6 +261,10 @@ def _serve(options: argparse.Namespace) -> int:
     if not hasattr(options, "kv_cache_dtype"):
         options.kv_cache_dtype = served.kv_cache_dtype
     server_options = options_from_arguments(options)
+    if server_options.replicas is not None:
+        from serve.cluster import run_cluster
+
+        return run_cluster(server_options)
     from serve.http.server import run_server
 
     return run_server(server_options)

@@ -11,6 +11,10 @@ def main() -> int:
     add_serve_arguments(parser)
     try:
         options = options_from_arguments(parser.parse_args())
+        if options.replicas is not None:
+            from serve.cluster import run_cluster
+
+            return run_cluster(options)
         from serve.http.server import run_server
 
         return run_server(options)

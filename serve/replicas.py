@@ -35,7 +35,7 @@ class PrefixRouter:
 
     It counts on what it has sent itself, and asks no replica. A conversation's next request begins with the last one,
     so that it goes where that went. A prompt of which nobody has half goes to the replica with the fewest requests, of
-    equal ones to that with the fewest blocks: a common beginning does not gather all conversations in one place.
+    equal ones to that which was sent none for longest: a common beginning gathers not all conversations in one place.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -43,24 +43,25 @@ class PrefixRouter:
         self._max_blocks = max_blocks
         self._sent: dict[str, OrderedDict[Hashable, None]] = {}
         """What each replica was sent, the latest last, and of one prompt the first block last: what is remembered of
-        a prompt is always its beginning."""
+        a prompt is always its beginning. The replica that was sent something last comes last."""
 
     def rank(self, blocks: Sequence[int], loads: Mapping[str, float], session: str | None = None) -> list[str]:
         """All replicas, the best first. `loads`: how many requests each has. `session` goes before all blocks."""
         most = IMBALANCE * sum(loads.values()) / max(len(loads), 1) + SLACK
+        turns = {name: turn for turn, name in enumerate(self._sent)}
 
         def reluctance(name: str) -> tuple[bool, bool, int, float, int]:
             sent: Mapping[Hashable, None] = self._sent.get(name, {})
             has_session = session is not None and _session_key(session) in sent
             matched = matching(blocks, sent)
             saved = matched if 2 * matched >= len(blocks) else 0
-            return loads[name] > most, not has_session, -saved, loads[name], len(sent)
+            return loads[name] > most, not has_session, -saved, loads[name], turns.get(name, -1)
 
         return sorted(loads, key=reluctance)
 
     def sent(self, name: str, blocks: Sequence[int], session: str | None = None) -> None:
         """A replica was sent this."""
-        sent = self._sent.setdefault(name, OrderedDict())
+        sent = self._sent[name] = self._sent.pop(name, OrderedDict())
         for key in [*reversed(blocks), *([] if session is None else [_session_key(session)])]:
             sent[key] = None
             sent.move_to_end(key)

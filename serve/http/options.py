@@ -90,9 +90,13 @@ class ServerOptions(RequestLimits):
     """Collector of OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs potstill[otel]."""
     price_per_hour: float | None = None
     """What the machine costs an hour, in any currency, for the metric of what tokens cost."""
+    replicas: tuple[int, int] | None = None
+    """Fewest and most servers of the model on a Ray cluster; None: one, without Ray. Needs potstill[ray]."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
+        if self.replicas is not None:
+            self._check_replicas(*self.replicas)
         for name in ("queue_wait_s", "health_timeout_s", "engine_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
@@ -122,6 +126,14 @@ class ServerOptions(RequestLimits):
                 "or say --allow-unauthenticated"
             )
 
+    def _check_replicas(self, least: int, most: int) -> None:
+        if not 1 <= least <= most:
+            raise ValueError(f"--replicas {least}..{most}: there must be at least 1, and no fewer than that at most")
+        if self.port == 0:
+            raise ValueError("--port 0: with --replicas Ray listens, which takes the port that it is given")
+        if self.engine.label_folder is not None:
+            raise ValueError("--label-folder belongs to one server: several --replicas cannot share it")
+
     @property
     def has_keys(self) -> bool:
         """Whether requests need a key."""
@@ -147,6 +159,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=KNOWN)
     add("--host", "address to listen on")
     add("--port", "port to listen on; 0 takes a free one", type=int)
+    add("--replicas", "serve on a Ray cluster with so many copies of the model, or LEAST..MOST, as there is work",
+        type=_replicas, metavar="N")  # fmt: skip
     add("--served-model-name", "names that requests use for the model", nargs="+", metavar="NAME")
     add("--dtype", "auto, float32, bfloat16 or float16")
     add("--kv-cache-dtype", "auto, or int8 or fp8: keys and values in 8 bits, so that more tokens fit")
@@ -248,6 +262,13 @@ def options_from_arguments(namespace: argparse.Namespace) -> ServerOptions:
     return ServerOptions(engine, **values)
 
 
+def options_from_words(words: list[str]) -> ServerOptions:
+    """The options of a command line that somebody else reads. ValueError where `potstill serve` would end."""
+    parser = _FileParser(prog="potstill serve", add_help=False, allow_abbrev=False)
+    add_serve_arguments(parser)
+    return options_from_arguments(parser.parse_args(words))
+
+
 def _from_yaml(path: Path) -> dict[str, Any]:
     """The options of a YAML file, read exactly as the command line would read them."""
     from omegaconf import OmegaConf
@@ -293,6 +314,15 @@ def _words(name: str, value: Any) -> list[str]:
             return [f"{flag}={item}" for item in value]
         return [flag, *map(str, value)]
     return [f"{flag}={value}"]
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    """--replicas as the fewest and the most."""
+    least, dots, most = text.partition("..")
+    try:
+        return int(least), int(most if dots else least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas; write 2 or 2..8") from None
 
 
 def _adapter(text: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The HTTP routes of one server, each a few lines: read the body, check it, hand over."""
 
 import asyncio
+import logging
 import zlib
 from collections.abc import Callable
 from functools import cached_property
@@ -60,6 +61,7 @@ BODY_S = 30.0
 FRESH_STATS_S = 0.5
 """How long a scrape waits for the engine's newest numbers before it takes those at hand."""
 Wanted = TypeVar("Wanted", bound=msgspec.Struct)
+log = logging.getLogger("potstill.server")
 
 
 class Routes:
@@ -113,8 +115,22 @@ class Routes:
         body = await read_body(request, limits.max_body_bytes)
         large = len(body) > INLINE_BYTES
         wanted = await asyncio.to_thread(parse, body, kind, limits) if large else parse(body, kind, limits)
-        self._service.check_model(getattr(wanted, "model", None))
+        name = getattr(wanted, "model", None)
+        if self._service.options.replicas is not None and name is not None:
+            await self._load_on_demand(name)
+        self._service.check_model(name)
         return wanted
+
+    async def _load_on_demand(self, name: str) -> None:
+        """Load an adapter from below --allowed-lora-path that nobody has asked this replica for yet, if it is one."""
+        adapters, names = self._service.engine.adapters, self._service.options.model_names
+        if (root := self._service.options.allowed_lora_path) is None or name in adapters or name in names:
+            return
+        try:
+            await load_adapter(adapters, LoadLoraAdapterRequest(name, name), Path(root), names)
+        except ApiError as error:
+            if name not in adapters:  # as it is when another request has had it loaded meanwhile
+                log.info("no adapter is loaded on demand: %s", error.message)
 
     @operation(
         "Continue prompts, given as texts or as token ids.",
@@ -265,6 +281,8 @@ class Routes:
         """From below which adapters may come. ApiError 404 unless the operator has said so."""
         if (root := self._service.options.allowed_lora_path) is None:
             raise ApiError(404, "adapters come and go only with --allowed-lora-path", code="not_found")
+        if self._service.options.replicas is not None:
+            raise ApiError(404, "each replica loads an adapter when it is first asked for", code="not_found")
         return Path(root)
 
     @operation(

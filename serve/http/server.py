@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,6 +126,32 @@ def build_app(service: Service, tracer: "Tracer | None" = None) -> ASGIApp:
     )
 
 
+def make_service(
+    options: ServerOptions, tokenizer: "Tokenizer", *, engine_command: Sequence[str] = ENGINE_COMMAND
+) -> Service:
+    """What the routes of one server share; its engine is not started yet. `options` name folders."""
+    metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
+    engine = EngineClient(options, metrics, command=engine_command)
+    max_loras = options.engine.max_loras if options.engine.enable_lora else len(options.engine.adapters)
+    if max_loras:
+        metrics.watch_adapters(max_loras, engine.adapter_requests)
+    formats = formats_of(tokenizer, options.tool_call_parser, options.reasoning_parser)
+    return Service(options, engine, tokenizer, metrics, formats, accounts_of(options))
+
+
+@contextlib.asynccontextmanager
+async def running(service: Service) -> AsyncIterator[None]:
+    """The engine runs meanwhile; at the end its calls are failed, and it stops."""
+    measuring = asyncio.create_task(service.metrics.measure_lag())
+    service.engine.start()
+    try:
+        yield
+    finally:
+        await service.engine.stop()
+        await service.grammars.close()
+        measuring.cancel()
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handling: ours drains first."""
 
@@ -141,18 +167,11 @@ async def _serve(
     engine_command: Sequence[str],
     tracer: "Tracer | None",
 ) -> int:
-    accounts = accounts_of(options)
-    metrics = Metrics(options.model_names[0], *options.engine.adapters, price_per_hour=options.price_per_hour)
-    engine = EngineClient(options, metrics, command=engine_command)
-    max_loras = options.engine.max_loras if options.engine.enable_lora else len(options.engine.adapters)
-    if max_loras:
-        metrics.watch_adapters(max_loras, engine.adapter_requests)
-    formats = formats_of(tokenizer, options.tool_call_parser, options.reasoning_parser)
-    service = Service(options, engine, tokenizer, metrics, formats, accounts)
-    app = build_app(service, tracer)
+    service = make_service(options, tokenizer, engine_command=engine_command)
+    engine = service.engine
     web = _Uvicorn(
         uvicorn.Config(
-            app,
+            build_app(service, tracer),
             http=HttpConnection,
             ws="none",
             lifespan="off",
@@ -169,20 +188,16 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     serving = asyncio.create_task(web.serve([listener]))
     serving.add_done_callback(lambda _: stop.set())
-    measuring = asyncio.create_task(metrics.measure_lag())
-    engine.start()
     try:
-        announce_address(options, listener)
-        if await _first(engine.wait_ready(), stop.wait()) and engine.info is not None:
-            announce_engine(options, engine.info)
-        await _first(stop.wait(), engine.ended.wait())
-        await _drain(engine, options.drain_s, hurry)
+        async with running(service):
+            announce_address(options, listener)
+            if await _first(engine.wait_ready(), stop.wait()) and engine.info is not None:
+                announce_engine(options, engine.info)
+            await _first(stop.wait(), engine.ended.wait())
+            await _drain(engine, options.drain_s, hurry)
     finally:
-        await engine.stop()
-        await service.grammars.close()
         web.should_exit = True
         await serving
-        measuring.cancel()
     if engine.failure is not None:
         print(f"potstill: {engine.failure}", file=sys.stderr, flush=True)
         return 1

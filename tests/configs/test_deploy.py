@@ -1,6 +1,7 @@
 """What is shipped for running a server fits the server. Linters that are installed have their say, too."""
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
@@ -17,13 +18,18 @@ import httpx
 import pytest
 import yaml
 
-from serve.http.options import ServerOptions, add_serve_arguments, options_from_arguments
+from serve.http.options import ServerOptions, add_serve_arguments, options_from_arguments, options_from_words
 from tests.serve.http_server import ROOT, SCRIPTED, running_server, save_tiny_folder
 
 DEPLOY = ROOT / "configs" / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 DEPLOYMENT, SERVICE = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+RAY_SERVICE = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())["spec"]
+CLUSTER = RAY_SERVICE["rayClusterConfig"]
+[WORKERS] = CLUSTER["workerGroupSpecs"]
+RAY_PODS = {"head": CLUSTER["headGroupSpec"]["template"]["spec"], "worker": WORKERS["template"]["spec"]}
+[APPLICATION] = yaml.safe_load(RAY_SERVICE["serveConfigV2"])["applications"]
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
 UNIT = (DEPLOY / "potstill.service").read_text()
@@ -49,8 +55,9 @@ def unit_setting(name: str) -> str:
         [*ENTRYPOINT, *COMPOSE["services"]["potstill"]["command"]],
         [*ENTRYPOINT, *CONTAINER["args"]],
         [Path(EXEC_START[0]).name, *EXEC_START[1:]],
+        ["potstill", "serve", *APPLICATION["args"]["command"].split()],
     ],
-    ids=["compose", "kubernetes", "systemd"],
+    ids=["compose", "kubernetes", "systemd", "kuberay"],
 )
 def test_commands_are_what_the_program_takes(
     command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -161,6 +168,55 @@ def test_probes_wait_longer_than_the_server_may_take_to_answer() -> None:
     startup = CONTAINER["startupProbe"]
     assert startup["failureThreshold"] * startup["periodSeconds"] >= 600
     assert SERVICE["spec"]["selector"].items() <= DEPLOYMENT["spec"]["template"]["metadata"]["labels"].items()
+
+
+# Ray
+
+
+def test_ray_runs_what_is_there_in_pods_of_which_each_holds_one_replica() -> None:
+    module, _, name = APPLICATION["import_path"].partition(":")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    [deployment] = APPLICATION["deployments"]
+    assert {name, deployment["name"]} <= defined
+    options = options_from_words([*APPLICATION["args"]["command"].split(), "--api-key", "key"])
+    assert options.replicas == (WORKERS["minReplicas"], WORKERS["maxReplicas"]) and CLUSTER["enableInTreeAutoscaling"]
+    assert WORKERS["minReplicas"] <= WORKERS["replicas"] <= WORKERS["maxReplicas"]
+    [container] = RAY_PODS["worker"]["containers"]
+    assert deployment["ray_actor_options"]["num_cpus"] == int(container["resources"]["limits"]["cpu"])
+    assert CLUSTER["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    locked = re.findall(r"^ray==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert locked == [CLUSTER["rayVersion"]]
+    assert options.engine.model in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("kind", RAY_PODS)
+def test_ray_pods_have_all_probes_and_the_rights_of_the_others(kind: str) -> None:
+    pod = RAY_PODS[kind]
+    [container] = pod["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    asked = {}
+    for name in ("startup", "readiness", "liveness"):
+        probe = container[f"{name}Probe"]
+        port = probe["httpGet"]["port"]
+        asked[name] = ports.get(port, port), probe["httpGet"]["path"]
+        assert probe["failureThreshold"] * probe["periodSeconds"] >= 10
+    node = 52365, "/api/local_raylet_healthz"
+    ready = {"head": (8265, "/api/gcs_healthz"), "worker": (8000, "/-/healthz")}
+    assert asked == {"startup": node, "readiness": ready[kind], "liveness": node}
+    drain_s = options_from_words([*APPLICATION["args"]["command"].split(), "--api-key", "key"]).drain_s
+    assert pod["terminationGracePeriodSeconds"] >= drain_s + 10
+    assert pod["securityContext"] == POD["securityContext"]
+    assert container["securityContext"] == CONTAINER["securityContext"] and container["env"] == CONTAINER["env"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    expected = POD["volumes"] if kind == "worker" else [one for one in POD["volumes"] if one["name"] != "model"]
+    assert pod["volumes"] == expected
+
+
+def test_ray_takes_what_is_to_be_served() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="Ray is not installed")
+    parsed = schema.ServeDeploySchema.model_validate(yaml.safe_load(RAY_SERVICE["serveConfigV2"]))
+    assert parsed.applications[0].import_path == APPLICATION["import_path"]
 
 
 # Linters

@@ -2,12 +2,16 @@
 
 import argparse
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from serve.config import EngineConfig
 from serve.http.options import ServerOptions, add_serve_arguments, options_from_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parsed(*words: str) -> ServerOptions:
@@ -48,7 +52,7 @@ def test_no_option_is_dropped_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_pa
         --max-n 1 | --max-prompts 1 | --max-stop-strings 1 | --max-logprobs 1 | --max-body-bytes 1
         --response-cache-bytes 9 | --queue-wait-s 1 | --drain-s 1 | --health-timeout-s 1 | --log-level debug
         --price-per-hour 2 | --otlp-traces-endpoint u
-        --watch-draft f | --watch-draft-tokens 9
+        --watch-draft f | --watch-draft-tokens 9 | --replicas 2..8
         --label-folder f --label-consent all | --label-consent key1 --label-folder f | --label-bytes 9
         --engine-timeout 9 | --no-spare-engine | --tool-call-parser hermes | --reasoning-parser none"""
     given = [option.split() for line in words.splitlines() for option in line.split("|")]
@@ -117,6 +121,32 @@ def test_speculative_config_is_checked(text: str) -> None:
     with pytest.raises(SystemExit):
         parsed("m", "--speculative-config", text)
     assert parsed("m", "--speculative-config", '{"method": "ngram"}').engine.draft == "ngram"
+
+
+def test_replicas_are_a_number_or_a_range(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert parsed("m").replicas is None
+    assert parsed("m", "--replicas", "2").replicas == (2, 2) and parsed("m", "--replicas", "2..8").replicas == (2, 8)
+    (tmp_path / "serve.yaml").write_text("replicas: 1..3")
+    assert parsed("m", "--config", str(tmp_path / "serve.yaml")).replicas == (1, 3)
+    for text in ("0", "8..2", "0..4"):
+        with pytest.raises(ValueError, match=r"--replicas .* at least 1"):
+            parsed("m", "--replicas", text)
+    for text in ("many", "2..", "..8", "2...8", "2..8..9"):
+        with pytest.raises(SystemExit):
+            parsed("m", "--replicas", text)
+        assert f"{text!r} is no number of replicas; write 2 or 2..8" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--port 0"):
+        parsed("m", "--replicas", "2", "--port", "0")
+    with pytest.raises(ValueError, match="--label-folder belongs to one server"):
+        parsed("m", "--replicas", "2", "--label-folder", "labels", "--label-consent", "all")
+
+
+def test_without_ray_replicas_are_refused_with_a_sentence() -> None:
+    code = "import sys; sys.modules['ray'] = None; from serve.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "m", "--replicas", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "potstill: --replicas needs Ray: pip install 'potstill[ray]'\n"
 
 
 def test_adapters_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

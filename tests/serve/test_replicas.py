@@ -74,6 +74,15 @@ def test_a_session_stays_whatever_is_said_in_it() -> None:
     assert router.rank(text_blocks(text(1, 9)), IDLE)[0] == "c"
 
 
+def test_prompts_too_short_for_blocks_take_turns() -> None:
+    router, went = PrefixRouter(), []
+    router.sent("b", text_blocks(text(0, 50)))
+    for _ in range(6):
+        went.append(router.rank([], IDLE)[0])
+        router.sent(went[-1], [])
+    assert went == ["a", "c", "b", "a", "c", "b"]
+
+
 def test_a_replica_that_is_gone_is_forgotten() -> None:
     router, blocks = PrefixRouter(), text_blocks(text(0, 4))
     router.sent("b", blocks)
