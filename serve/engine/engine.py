@@ -275,7 +275,7 @@ class Engine:
             self.draft_length.begin_step(decoding)
         if self.draft_length.is_drafting:
             self._read(outputs)
-        schedule = self.scheduler.schedule(self.draft_length)
+        schedule = self.scheduler.schedule(self.draft_length if self.draft_length.is_drafting else None)
         if decoding:
             mean = sum(chunk.num_drafts for chunk in schedule.chunks) / len(decoding)
             self._counters.speculative_tokens += 0.1 * (mean - self._counters.speculative_tokens)

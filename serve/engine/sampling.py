@@ -343,7 +343,7 @@ class Sampler:
         self.state.write_draft(rows.batch_rows, rows.num_before, tokens, probabilities)
 
     def likeliest(self, logits: Tensor) -> np.ndarray:
-        """What `guess` draws for greedy rows whose scores nothing adjusts or masks, `[N]` int64, on a CPU."""
+        """What `guess` draws for rows of those that take the likeliest token, `[N]` int64, on a CPU."""
         return best_tokens(self._on_own_vocabulary(logits)).clamp_min_(0).numpy()
 
     def _on_own_vocabulary(self, logits: Tensor) -> Tensor:
@@ -385,6 +385,11 @@ class Sampler:
             if sequence.mask is not None:
                 sequence.mask.fill(row, sequence.tokens[sequence.num_prompt_tokens :], tokens[:ahead])
         return forbid(scores, numbers, words)
+
+
+def takes_likeliest(sequence: Sequence, position: int) -> bool:
+    """Whether output token number `position`, and each behind it, is the likeliest by the model's own scores."""
+    return sequence.params.is_greedy and sequence.mask is None and not _adjusts(sequence, position)
 
 
 def _adjusts(sequence: Sequence, position: int) -> bool:

@@ -8,10 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from model.transformer import Transformer
 from serve.engine.drafts.length import (
+    KEPT_STEPS,
     MAX_DRAFT_TOKENS,
     MIN_GAIN,
+    PROBE_INTERVAL,
+    SAMPLES,
     UNTRIED_GAIN,
     AdaptiveLength,
     PassCosts,
@@ -22,9 +24,10 @@ from serve.engine.drafts.length import (
 from serve.engine.drafts.tree import AtHand
 from serve.engine.engine import Engine
 from serve.engine.requests import Sequence
+from serve.engine.runner import LanguageModel
 from serve.sampling_params import SamplingParams
 from tests.serve.test_sampling import sequence as make_sequence
-from tests.serve.toys import drain, greedy, make_engine, random_prompts
+from tests.serve.toys import CountingModel, drain, greedy, make_engine, random_prompts
 from tests.tiny import tiny_model
 
 
@@ -202,6 +205,95 @@ def test_what_probes_take_of_the_time_is_bounded(draft_s: float, share: float) -
     assert 0 < drafted * draft_s <= share * num_steps
 
 
+class CountedCosts(PassCosts):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def estimate(self, num_rows: int) -> float | None:
+        self.num_asked += 1
+        return super().estimate(num_rows)
+
+
+@pytest.mark.parametrize("num_decoding", [1, 8])
+def test_the_host_weighs_a_draft_that_does_not_pay_in_few_steps(num_decoding: int) -> None:
+    """And at once, where other sequences decode."""
+    costs = CountedCosts()
+    adaptive = AdaptiveLength(costs, PassCosts(), Reader())
+    for rows in range(1, 10 * num_decoding):
+        costs.record(rows, 1 + 0.2 * rows)
+    adaptive.draft_costs.record(num_decoding, 1.5)
+    for _ in range(200):
+        adaptive.observe(a_sequence(), 2, 0)
+    sequences = [a_sequence() for _ in range(num_decoding)]
+    asked = []
+    for _ in range(PROBE_INTERVAL - 1):
+        before = costs.num_asked
+        adaptive.begin_step(sequences)
+        assert not adaptive.is_drafting
+        asked.append(costs.num_asked > before)
+    assert sum(asked) == PROBE_INTERVAL // KEPT_STEPS
+    before = costs.num_asked
+    adaptive.begin_step([*sequences[1:], a_sequence()])
+    assert costs.num_asked > before
+
+
+def test_a_probe_is_bought_with_what_its_first_passes_take() -> None:
+    """Rows that no pass had yet take far longer at first: then it waits until that is a small share of the time."""
+    steps = []
+    for most_rows in (9, 12):  # two sequences of eight probe two tokens each: 12 rows
+        adaptive = adaptive_length()
+        for rows in range(1, most_rows + 1):
+            adaptive.target_costs.record(rows, 1.0)
+        for rows in (1, 2):
+            adaptive.draft_costs.record(rows, 0.5)
+        for _ in range(200):
+            adaptive.observe(a_sequence(), 2, 0)
+        sequences = [a_sequence() for _ in range(8)]
+        for step in range(1000):
+            adaptive.begin_step(sequences)
+            if adaptive.is_drafting:
+                steps.append(step)
+                break
+    late, early = steps
+    assert early < 200 <= late - early
+
+
+def test_a_burst_on_the_machine_does_not_end_drafting() -> None:
+    """While it lasts drafting may look dear; the next probe asks what was known before."""
+    adaptive, sequence = trained(0.9, draft_s=0.05), a_sequence()
+    assert adaptive(sequence)
+    for _ in range(SAMPLES):
+        adaptive.draft_costs.record(1, 0.05)
+    for _ in range(SAMPLES - 1):
+        adaptive.draft_costs.record(1, 3.0)
+    adaptive.begin_step([sequence])
+    assert not adaptive(sequence)
+    for _ in range(PROBE_INTERVAL + KEPT_STEPS):
+        adaptive.begin_step([sequence])
+        if length := adaptive(sequence):
+            for _ in range(length):
+                adaptive.draft_costs.record(1, 0.05)
+            adaptive.observe(sequence, length, length)
+    assert adaptive(sequence) > 2
+
+
+def test_a_draft_reads_no_prompt_while_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it would lose though it were always right, a hundred steps are not enough to probe again."""
+    draft = CountingModel(tiny_model(seed=9))
+    engine = engine_with_costs(monkeypatch, draft, 1.5)
+    engine.add_request("first", [5, 6, 7], greedy(40))
+    drain(engine)
+    before = draft.num_tokens
+    assert before
+    for number, prompt in enumerate(random_prompts(6, seed=5, low=40, high=50)):
+        engine.add_request(str(number), prompt, greedy(20))
+        drain(engine)
+    assert draft.num_tokens == before
+
+
 def test_a_slow_beginning_is_forgotten() -> None:
     """Drafts pay as long as the target's passes are slow, and no longer."""
     load = Load(0.9, draft_s=0.95, row_s=0.02, num_decoding=8, slow_steps=12)
@@ -278,7 +370,7 @@ def test_costs_are_interpolated_and_hiccups_ignored() -> None:
     assert costs.estimate(2) == pytest.approx(2.0)
 
 
-def engine_with_costs(monkeypatch: pytest.MonkeyPatch, draft: Transformer, draft_s: float) -> Engine:
+def engine_with_costs(monkeypatch: pytest.MonkeyPatch, draft: LanguageModel, draft_s: float) -> Engine:
     """An engine whose passes take fixed times: 1 s for the target."""
     engine = make_engine(tiny_model(seed=3), draft)
     for costs, seconds in ((engine.draft_length.target_costs, 1.0), (engine.draft_length.draft_costs, draft_s)):

@@ -50,7 +50,12 @@ PROBE_INTERVAL, LONGEST_PROBE_INTERVAL = 64, 512
 """Steps between probes while drafting does not pay: the interval doubles with each probe that failed."""
 PLAIN_INTERVAL, LONGEST_PLAIN_INTERVAL = 32, 512
 """Steps with drafts until one without, which shows what it costs by now: the interval doubles each time."""
-SAMPLES = 9
+KEPT_STEPS = 8
+"""One step of so many weighs again whether sequences get drafts that got none: to weigh it takes the host's time."""
+NEW_ROWS = 2.0
+"""The first passes over a number of rows take so many times longer, together: the second one is captured."""
+SAMPLES = 27
+"""Passes over so many rows that are remembered: in one step a draft has up to eight."""
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
@@ -61,18 +66,23 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
 def best_length(acceptances: list[float], seconds: list[float], num_tried: int = MAX_DRAFT_TOKENS + 1) -> int:
     """The draft length of most expected tokens per second; `seconds[k]` is the time of a step with length k.
 
-    Of lengths from `num_tried` on that is guessed, and the further away the worse: at most twice a tried one is tried.
+    Of lengths from `num_tried` on that is guessed, and the further away the worse.
     """
     plain = len(acceptances) / seconds[0]
     best, best_rate = 0, 0.0
     tokens, powers = float(len(acceptances)), [1.0] * len(acceptances)
-    for length in range(1, min(len(seconds), max(num_tried + 1, 2 * num_tried - 1))):
+    for length in range(1, min(len(seconds), 1 + _longest_guessed(num_tried))):
         powers = [power * acceptance for power, acceptance in zip(powers, acceptances, strict=True)]
         tokens += sum(powers)
         least = (MIN_GAIN if length < num_tried else UNTRIED_GAIN) * plain
         if (rate := tokens / seconds[length]) > max(best_rate, least):
             best, best_rate = length, rate
     return best
+
+
+def _longest_guessed(num_tried: int) -> int:
+    """Twice the longest length that has been tried, or 1: so far a guess of what a length costs is trusted."""
+    return max(1, 2 * (num_tried - 1))
 
 
 class PassCosts:
@@ -84,6 +94,8 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
+        self._has_news = False
+        """Whether anything was recorded since the curve below was drawn."""
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._slope = 0.0
@@ -94,9 +106,23 @@ class PassCosts:
         self._samples.clear()
         self._rows, self._seconds, self._slope = [], [], 0.0
 
+    def doubt(self) -> None:
+        """What was recorded is old: keep the least of each, beside which one that is recorded now counts as much."""
+        for samples in self._samples.values():
+            least = min(samples)
+            samples.clear()
+            samples.append(least)
+        self._has_news = True
+
     def record(self, num_rows: int, seconds: float) -> None:
-        rows = _bucket(num_rows)
-        self._samples.setdefault(rows, deque(maxlen=SAMPLES)).append(seconds)
+        self._samples.setdefault(_bucket(num_rows), deque(maxlen=SAMPLES)).append(seconds)
+        self._has_news = True
+
+    def _draw_curve(self) -> None:
+        """Once for all that was recorded: most steps ask for nothing."""
+        if not self._has_news:
+            return
+        self._has_news = False
         self._rows = sorted(self._samples)
         self._seconds = [sorted(samples)[(len(samples) - 1) // 3] for _, samples in sorted(self._samples.items())]
         for at in range(len(self._seconds) - 2, -1, -1):
@@ -111,7 +137,7 @@ class PassCosts:
     @property
     def most_rows(self) -> int:
         """Of a pass that was recorded."""
-        return self._rows[-1] if self._rows else 0
+        return max(self._samples, default=0)
 
     def estimate(self, num_rows: int) -> float | None:
         """Seconds of a pass of `num_rows` rows; None before anything was measured.
@@ -119,6 +145,7 @@ class PassCosts:
         More rows than were measured go on as those did from the fewest to the most; of one number only, more rows cost
         no more, so that they are tried and measured. Fewer cost in proportion less.
         """
+        self._draw_curve()
         if not self._rows:
             return None
         at = bisect.bisect_left(self._rows, num_rows)
@@ -217,6 +244,8 @@ class AdaptiveLength:
         """Steps in a row that the draft's passes were worth, and after how many one does without."""
         self._at_hand: dict[Sequence, int] = {}
         """How many tokens are taken of what the draft has at hand, by sequence, in this step."""
+        self._num_kept = 0
+        """Steps since it was weighed whether these sequences get drafts, and found that they do not."""
 
     def forget_acceptance(self) -> None:
         """Begin again: the draft is another one."""
@@ -227,17 +256,28 @@ class AdaptiveLength:
 
     def begin_step(self, decoding: list[Sequence]) -> None:
         """Choose the length for a step in which these sequences decode."""
+        is_same = decoding == self._decoding
         self._at_hand, self._probing, self._decoding = {}, set(), decoding
         if not self.target_costs.has_measured(len(decoding)):  # what drafts are to be compared with
             self._length = 0
             return
         if self.draft.runs_passes and self._num_observed < FIRST_PROBES:
             self._probing = set(decoding[:PROBE_SEQUENCES])
-        elif self.draft.runs_passes:
+        elif self.draft.runs_passes and not self._keeps_plain(is_same):
             self._plan_passes(decoding)
         for sequence in decoding:
             if sequence not in self._probing and (taken := self._choose_at_hand(sequence, len(decoding))):
                 self._at_hand[sequence] = taken
+
+    def _keeps_plain(self, is_same: bool) -> bool:
+        """Whether it stands from the last steps that these sequences get no drafts."""
+        is_due = self._num_steps + 1 == self._interval or self._num_kept >= KEPT_STEPS - 1
+        if self._length or is_due or not is_same:
+            self._num_kept = 0
+            return False
+        self._num_kept += 1
+        self._num_steps += 1
+        return True
 
     def _plan_passes(self, decoding: list[Sequence]) -> None:
         """Choose the length of what the draft's passes give, and who probes."""
@@ -252,6 +292,7 @@ class AdaptiveLength:
         self._num_steps += 1
         if self._num_steps < self._interval:
             return
+        self.draft_costs.doubt()
         self._can_pay = self._choose(decoding, [1.0] * num_decoding)[0] > 0
         if probing := self._choose_probes(decoding):
             self._probing, self._num_steps = probing, 0
@@ -265,16 +306,29 @@ class AdaptiveLength:
         self._num_drafting += 1
         if self._num_drafting > self._plain_interval:
             self._length, self._num_drafting = 0, 0
+            self._num_kept = KEPT_STEPS
             self._plain_interval = min(2 * self._plain_interval, LONGEST_PLAIN_INTERVAL)
 
     def _choose_probes(self, decoding: list[Sequence]) -> set[Sequence]:
         """Sequences that get no draft tokens by what is known, if to learn more is affordable now."""
         idle = [s for s in decoding if s not in self._late and not self._worthwhile(s)]
         probing = heapq.nsmallest(PROBE_SEQUENCES, idle, key=self._catch_up_seconds)
-        seconds = self._step_seconds(len(decoding), len(probing))
-        extra = seconds[PROBE_TOKENS] - seconds[0] + sum(self._catch_up_seconds(sequence) for sequence in probing)
-        share = PROBE_SHARE if self._can_pay else HOPELESS_SHARE
-        return set(probing) if extra <= share * self._num_steps * seconds[0] else set()
+        if not probing:
+            return set()
+        extra = self._probe_seconds(len(decoding), len(probing)) + sum(map(self._catch_up_seconds, probing))
+        affordable = (PROBE_SHARE if self._can_pay else HOPELESS_SHARE) * self._num_steps
+        return set(probing) if extra <= affordable * self._target_seconds(len(decoding)) else set()
+
+    def _probe_seconds(self, num_decoding: int, num_probing: int) -> float:
+        """What a probe of so many adds to a step, but for what the draft has missed."""
+        num_rows = num_decoding + num_probing * PROBE_TOKENS
+        target, draft = self._target_seconds(num_rows), self._passes_seconds(num_probing, PROBE_TOKENS)
+        extra = target - self._target_seconds(num_decoding) + draft
+        if not self.target_costs.has_measured(num_rows):
+            extra += NEW_ROWS * target
+        if not self.draft_costs.has_measured(num_probing):
+            extra += NEW_ROWS * self._draft_seconds(num_probing)
+        return extra
 
     def _choose_at_hand(self, sequence: Sequence, num_decoding: int) -> int:
         """Tokens to take of what is at hand for a sequence; 0 if passes of the draft, or no draft, promise more.
@@ -406,6 +460,8 @@ class AdaptiveLength:
         if self.takes_at_hand(sequence):
             return
         self._num_observed += 1
+        if num_accepted:
+            self._num_kept = KEPT_STEPS
         rejected = int(num_accepted < num_drafted)
         sequence.recent_accepted = SEQUENCE_MEMORY * sequence.recent_accepted + num_accepted
         sequence.recent_rejected = SEQUENCE_MEMORY * sequence.recent_rejected + rejected

@@ -29,7 +29,7 @@ from serve.engine.graphs import Batch, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
 from serve.engine.requests import Sequence
 from serve.engine.runner import Runner, SequenceInput
-from serve.engine.sampling import select
+from serve.engine.sampling import select, takes_likeliest
 
 
 @dataclass(slots=True)
@@ -252,10 +252,8 @@ class ModelDraft:
 
     def _takes_likeliest(self, guess: _Guess) -> bool:
         """Whether its tokens are where the host can read them, and each is the likeliest of the draft's own scores."""
-        sequence, params = guess.sequence, guess.sequence.params
-        adjusts = params.adjusts_all_scores or sequence.num_output < params.min_tokens
-        is_plain = params.is_greedy and sequence.mask is None and not adjusts and not guess.by_rejection
-        return is_plain and self.runner.feed.is_cpu and self._steps is None and not self.runner.pages.visible
+        is_likeliest = takes_likeliest(guess.sequence, guess.sequence.num_output) and not guess.by_rejection
+        return is_likeliest and self.runner.feed.is_cpu and self._steps is None and not self.runner.pages.visible
 
     def _draw_likeliest(self, guesses: list[_Guess], num_drawn: int) -> int:
         """Passes behind the first, until somebody has enough: from tables that are made once, without the sampler.
