@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist work
 # Those whose numbers are larger with --all-trials.
 PROMISES := $(shell grep -l "tests.trials\|tests import trials" tests/serve/test_*.py tests/model/test_*.py tests/train/test_*.py)
 
-.PHONY: install demo test soak check machine-code lint types fast bench bench-gpu clean
+.PHONY: install demo test test-cluster soak check machine-code lint types fast bench bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -27,6 +27,10 @@ demo: $(INSTALLED)   ## distil a student from a real teacher, measure it, talk t
 
 test: $(INSTALLED)   ## the whole suite, the engine's once more through the path of CUDA graphs
 	$(PYTEST) --recorded-graphs tests
+
+test-cluster: $(INSTALLED)   ## replicas on a Ray cluster of this machine; installs Ray, 80 MB, which all other tests do without
+	$(BIN)/pip install --quiet --requirement requirements.lock --requirement requirements-ray.lock
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serve/test_cluster.py
 
 soak: $(INSTALLED)   ## half an hour of mixed traffic with engines killed and stopped, then every promise in full numbers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) --write

@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCK_FILES = ("requirements.lock", "requirements-ray.lock")
 MAY_IMPORT = {
     "kernels": set(),
     "model": {"kernels"},
@@ -206,9 +207,9 @@ def test_the_command_line_imports_no_torch() -> None:
     assert "torch" not in modules_after("import pipeline.cli")
 
 
-def test_the_lock_file_satisfies_what_pyproject_asks_for() -> None:
+def test_the_lock_files_satisfy_what_pyproject_asks_for() -> None:
     locked = {}
-    for line in (ROOT / "requirements.lock").read_text().splitlines():
+    for line in "".join((ROOT / name).read_text() for name in LOCK_FILES).splitlines():
         if line and not line.startswith("#"):
             requirement = Requirement(line)
             locked[requirement.name.lower().replace("_", "-")] = next(iter(requirement.specifier)).version

@@ -77,7 +77,7 @@ def test_the_image_holds_every_package_and_nothing_else() -> None:
     include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     packages = {name.rstrip("*") for name in include}
     copied = {word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()}
-    files = {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"}
+    files = {"pyproject.toml", "requirements.lock", "requirements-ray.lock", "README.md", "LICENSE"}
     assert copied == packages | files
     ignore = (ROOT / ".dockerignore").read_text().split()
     assert ignore[0] == "*" and {name.lstrip("!") for name in ignore if name.startswith("!")} == copied

@@ -22,8 +22,8 @@ from tests.serve.http_server import CORPUS, ROOT, running_server, save_tiny_fold
 from tests.serve.test_adapter_slots import CONFIGS
 from tests.tiny import tiny_model
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
-ray_serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed")
+ray = pytest.importorskip("ray", reason="needs Ray: make test-cluster")
+ray_serve = pytest.importorskip("ray.serve", reason="needs Ray Serve: make test-cluster")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 from serve import cluster  # noqa: E402
 
