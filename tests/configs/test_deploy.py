@@ -185,7 +185,7 @@ def test_ray_runs_what_is_there_in_pods_of_which_each_holds_one_replica() -> Non
     [container] = RAY_PODS["worker"]["containers"]
     assert deployment["ray_actor_options"]["num_cpus"] == int(container["resources"]["limits"]["cpu"])
     assert CLUSTER["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    locked = re.findall(r"^ray==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    locked = re.findall(r"^ray==(.*)$", (ROOT / "requirements-ray.lock").read_text(), re.MULTILINE)
     assert locked == [CLUSTER["rayVersion"]]
     assert options.engine.model in {mount["mountPath"] for mount in container["volumeMounts"]}
 
