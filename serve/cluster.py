@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import socket
-import threading
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -20,15 +20,18 @@ from math import ceil
 from typing import Any
 
 import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kernels import __version__
 from serve.config import with_folders
 from serve.http.errors import ApiError, overloaded, unavailable
 from serve.http.load import load_of
+from serve.http.metrics import joined
 from serve.http.options import ServerOptions, options_from_words
+from serve.http.routes import FRESH_STATS_S
 from serve.http.server import build_app, listen, load_tokenizer, make_service, make_tracer, running
 from serve.logs import configure_logging
 from serve.replicas import PrefixRouter, ReplicaLoad, text_blocks, wanted_replicas
@@ -132,12 +135,12 @@ class Replica:
 
     async def __init__(self, options: ServerOptions, version: str) -> None:  # type: ignore[misc]
         """`version`: of the potstill that deploys it. RuntimeError or ValueError with one sentence."""
+        self._open = AsyncExitStack()
         if version != __version__:
             raise ValueError(f"this node has potstill {__version__}, the one that deploys {version}: install the same")
         configure_logging(options.log_level)
         options = replace(options, engine=with_folders(options.engine))
         self._service = make_service(options, load_tokenizer(options))
-        self._open = AsyncExitStack()
         tracer = self._open.enter_context(make_tracer(options.otlp_traces_endpoint))
         self._app = build_app(self._service, tracer)
         await self._open.enter_async_context(running(self._service))
@@ -172,6 +175,11 @@ class Replica:
         finally:
             working.cancel()
 
+    async def metrics(self) -> tuple[str, str]:
+        """What Prometheus is told, with the replica's name before."""
+        await self._service.engine.ping(FRESH_STATS_S)
+        return ray_serve.get_replica_context().replica_tag, self._service.metrics.expose().decode()
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         load = load_of(0, self._service.metrics)
         return {
@@ -194,10 +202,13 @@ class Front:
     """Passes requests to replicas and their answers back."""
 
     def __init__(self, replicas: DeploymentHandle, options: ServerOptions) -> None:
-        self._replicas = replicas.options(method_name="answer", stream=True)
+        self._all, self._replicas = replicas, replicas.options(method_name="answer", stream=True)
         self._options = options
 
     async def __call__(self, request: Request) -> Response:
+        if request.url.path == "/metrics":
+            told = await self._all.broadcast("metrics").results_async()
+            return PlainTextResponse(joined(dict(told), "replica"), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         body = bytearray()
         async for portion in request.stream():
             body += portion[: self._options.max_body_bytes + 1 - len(body)]
@@ -310,42 +321,50 @@ def application(arguments: dict[str, str]) -> Any:
 
 
 def _connect() -> None:
-    """Join the cluster of RAY_ADDRESS, or start one. OSError with one sentence when none answers there."""
+    """Join the cluster of RAY_ADDRESS, or start one. OSError with one sentence when none, or another Ray, is there."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host and port.isdigit():
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(include_dashboard=False, logging_level=logging.WARNING)
-    except OSError as error:
-        raise OSError(f"no Ray cluster answers at {address or 'this machine'}: {str(error).splitlines()[0]}") from None
+    except (OSError, RuntimeError) as error:
+        raise OSError(
+            f"no Ray cluster to join at {address or 'this machine'}: {' '.join(str(error).split())}"
+        ) from None
 
 
 def run_cluster(options: ServerOptions) -> int:
-    """Serve on the Ray cluster of RAY_ADDRESS, or on one of this machine's own, until told to stop. Returns 0.
+    """Serve on the Ray cluster of RAY_ADDRESS, or on one of this machine's own, until told to stop.
 
-    ValueError or OSError with one sentence when the options do not fit the files, no cluster is at that address, or no
-    replica starts.
+    Returns the exit code: 0 after a drain, 1 when no replica starts. ValueError or OSError with one sentence when the
+    options do not fit the files, the port is taken, or there is no cluster to join.
     """
     configure_logging(options.log_level)
     load_tokenizer(replace(options, engine=with_folders(options.engine)))  # what is wrong with the files, once
     listen(options.host, options.port).close()
-    stop = threading.Event()
     _connect()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
         ray_serve.start(http_options={"host": options.host, "port": options.port})
-        try:
-            ray_serve.run(application_of(options), name=APPLICATION)
-        except RuntimeError as error:
-            raise ValueError(f"no replica starts: {str(error).strip().splitlines()[-1]}") from None
-        print(
-            f"potstill {__version__} serves {options.model_names[0]} on http://{options.host}:{options.port}",
-            flush=True,
-        )
-        stop.wait()
-        ray_serve.delete(APPLICATION)
+        ray_serve.run(application_of(options), name=APPLICATION)
+        address = f"http://{options.host}:{options.port}"
+        print(f"potstill {__version__} serves {options.model_names[0]} on {address}", flush=True)
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
         return 0
+    except RuntimeError as error:
+        print(f"potstill: no replica starts: {_reason(error)}", file=sys.stderr, flush=True)
+        return 1
     finally:
+        ray_serve.delete(APPLICATION)
         ray.shutdown()
+
+
+def _reason(error: RuntimeError) -> str:
+    """Why a deployment failed: Ray's own error names it alone, its status has what was raised, last."""
+    deployments = ray_serve.status().applications[APPLICATION].deployments.values()
+    told = [one.message for one in deployments if one.status == "DEPLOY_FAILED"] or [str(error)]
+    return told[0].strip().splitlines()[-1].removeprefix("RuntimeError: ").removeprefix("ValueError: ")

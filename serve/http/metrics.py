@@ -6,6 +6,7 @@ label. Names and meanings follow vLLM 0.33; counters gain `_total`. Durations in
 
 import asyncio
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 TOKENS = tuple(float(2**power) for power in range(18))
 LOOK_S = 0.05
 """How often the event loop's lag is measured."""
+SAMPLE = re.compile(r"([^\s{]+)(?:\{(.*)\})? (\S+)")
+"""A line of what Prometheus scrapes: name, labels, value."""
 RECENT_S = 300.0
 """How far back "recently" goes, in percentiles, throughput and cost."""
 MAX_RECENT = 10_000
@@ -271,6 +274,21 @@ class Metrics:
     def expose(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self._public)
+
+
+def joined(texts: Mapping[str, str], label: str) -> str:
+    """What Prometheus scrapes of several servers, given by name: each sample with its server's name as this label."""
+    families: dict[str, dict[str, None]] = {}
+    family: dict[str, None] = {}
+    for server, text in texts.items():
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = families.setdefault(line.split(" ", 3)[2], {})
+                family[line] = None
+            elif found := SAMPLE.fullmatch(line):
+                name, labels, value = found.groups(default="")
+                family[f'{name}{{{label}="{server}"{labels and f",{labels}"}}} {value}'] = None
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
 class Throughput:

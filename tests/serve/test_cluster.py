@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,8 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from serve.http.options import options_from_words
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.http_server import CORPUS, ROOT, running_server, save_tiny_folder
 from tests.serve.test_adapter_slots import CONFIGS
@@ -80,7 +81,7 @@ def deploy(home: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
     def run(*words: str) -> None:
         command = [str(home / "model"), "--served-model-name", "tiny", *ENGINE, *words]
-        ray_serve.run(cluster.application_of(options_from_words(command)), name=cluster.APPLICATION)
+        ray_serve.run(cluster.application({"command": " ".join(command)}), name=cluster.APPLICATION)
 
     yield run
     ray_serve.delete(cluster.APPLICATION)
@@ -151,8 +152,35 @@ def test_answers_are_those_of_one_server_and_adapters_come_when_they_are_asked_f
     large = httpx.post(f"{url}/v1/completions", json={"prompt": "a" * (4 * 2**20)})
     assert large.status_code == 413
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    whole = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0})
+    whole = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPTS[0], "max_tokens": 16, "ignore_eos": True})
     assert len(whole.headers.get_list("x-request-id")) == 1 and whole.json()["usage"]["completion_tokens"] > 0
+    metrics = httpx.get(f"{url}/metrics").text
+    samples = [
+        (sample.labels["replica"], sample.value)
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == "vllm:request_success_total" and sample.labels["finished_reason"] == "length"
+    ]
+    answered = sum(len(found) for found in answers.values())
+    assert len({replica for replica, _ in samples}) == 2 and sum(value for _, value in samples) == answered + 1
+
+
+def test_who_leaves_stops_what_was_computed_for_him(url: str, deploy: Callable[..., None]) -> None:
+    deploy("--replicas", "1")
+
+    def num_running() -> int:
+        return int(httpx.get(f"{url}/load").json()["num_requests_running"])
+
+    request = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=request) as response:
+        next(response.iter_lines())
+        wait_until(lambda: num_running() == 1, 2)
+    left = time.monotonic()
+    wait_until(lambda: num_running() == 0, 20)
+    stopped_s = time.monotonic() - left
+    began = time.monotonic()
+    complete(url, "a", 1900)
+    assert stopped_s < 0.5 * (time.monotonic() - began)
 
 
 def test_requests_go_where_their_prefix_or_their_session_is(url: str, deploy: Callable[..., None]) -> None:
@@ -270,9 +298,24 @@ def test_trouble_is_one_sentence(home: Path) -> None:
     absent = run(str(home / "absent"), "--replicas", "2")
     assert absent.returncode == 2 and absent.stderr.count("\n") == 1 and "absent" in absent.stderr
     alone = run(str(home / "model"), "--replicas", "2", RAY_ADDRESS=f"127.0.0.1:{free_port()}")
-    assert alone.returncode == 2 and "no Ray cluster answers" in alone.stderr.splitlines()[-1], alone.stderr
+    assert alone.returncode == 2 and "no Ray cluster to join" in alone.stderr.splitlines()[-1], alone.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         busy = run(str(home / "model"), "--replicas", "2", "--port", str(taken.getsockname()[1]))
     assert busy.returncode == 2 and "cannot listen" in busy.stderr
+    words = ["--replicas", "1", "--port", str(free_port()), "--device", "cpu", "--kv-cache-bytes", "1K"]
+    narrow = run(str(home / "model"), *words, RAY_ADDRESS="local")
+    assert narrow.returncode == 1
+    assert "potstill: no replica starts: there is no memory for KV pages" in narrow.stderr, narrow.stderr[-2000:]
+
+
+def test_nodes_of_another_version_are_refused(
+    home: Path, url: str, deploy: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "__version__", "9.9")
+    with pytest.raises(RuntimeError) as caught:
+        deploy("--replicas", "1")
+    assert re.fullmatch(
+        r"this node has potstill \S+, the one that deploys 9.9: install the same", cluster._reason(caught.value)
+    )

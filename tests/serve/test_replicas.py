@@ -3,8 +3,12 @@
 import random
 from collections import Counter
 
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+from serve.http.metrics import joined
 from serve.replicas import (
     BLOCK_BYTES,
     IMBALANCE,
@@ -121,3 +125,34 @@ def test_replicas_are_wanted_for_what_there_is_to_do(loads: list[tuple[int, int,
     assert found == wanted
     use = sum(ReplicaLoad(*load).use(10) for load in loads)
     assert use <= found * TARGET_USE + 1e-6 and (found == 1 or use > (found - 1) * TARGET_USE)
+
+
+def test_metrics_of_several_servers_are_one_text_in_which_each_has_its_label() -> None:
+    texts, expected = {}, set()
+    for number, server in enumerate(("a", "b")):
+        registry = CollectorRegistry()
+        Gauge("waiting", 'of "all"', registry=registry).set(number)
+        prometheus_client.Counter("done", "by reason", ["reason"], registry=registry).labels(
+            reason='a "quoted}" one\n'
+        ).inc(2 + number)
+        Histogram("seconds", "how long", registry=registry, buckets=(1.0, 2.0)).observe(1.5)
+        texts[server] = generate_latest(registry).decode()
+        for family in text_string_to_metric_families(texts[server]):
+            expected |= {
+                (
+                    family.name,
+                    family.type,
+                    sample.name,
+                    *sorted({**sample.labels, "replica": server}.items()),
+                    sample.value,
+                )
+                for sample in family.samples
+            }
+    found = [
+        (family.name, family.type, sample.name, *sorted(sample.labels.items()), sample.value)
+        for family in text_string_to_metric_families(joined(texts, "replica"))
+        for sample in family.samples
+    ]
+    assert set(found) == expected and len(found) == len(expected)
+    kinds = [line.split()[2] for line in joined(texts, "replica").splitlines() if line.startswith("# TYPE")]
+    assert len(kinds) == len(set(kinds))
