@@ -173,7 +173,8 @@ def test_who_leaves_stops_what_was_computed_for_him(url: str, deploy: Callable[.
 
     request = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=request) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # closed with its last reference, and with it the connection
+        next(lines)
         wait_until(lambda: num_running() == 1, 2)
     left = time.monotonic()
     wait_until(lambda: num_running() == 0, 20)
