@@ -153,7 +153,8 @@ def note(found: Sequence[Placement], name: str, gpu: Gpu | None) -> str:
     """What the figures mean, and which options serve the model on the fewest GPUs that hold it."""
     text = (
         "Estimates by arithmetic, in GiB of the GPU that holds most, for an engine with default options in bf16: pages "
-        f"are what {OPTIONS.gpu_memory_utilization:g} of the memory leaves beside weights, a step and its graphs"
+        f"are what {OPTIONS.gpu_memory_utilization:g} of the memory leaves beside weights, a step and its graphs; "
+        f"what has no room for a sequence of {found[0].sequence:,} tokens does not fit"
     )
     if gpu is not None:
         prompt, sequence = min(PROMPT, found[0].sequence), found[0].sequence

@@ -34,7 +34,15 @@ from serve.http.options import ServerOptions, options_from_words
 from serve.http.routes import FRESH_STATS_S
 from serve.http.server import build_app, listen, load_tokenizer, make_service, make_tracer, running
 from serve.logs import configure_logging
-from serve.replicas import PrefixRouter, ReplicaLoad, text_blocks, wanted_replicas
+from serve.replicas import (
+    DOWNSCALE_S,
+    LOOK_BACK_S,
+    UPSCALE_S,
+    PrefixRouter,
+    ReplicaLoad,
+    text_blocks,
+    wanted_replicas,
+)
 
 try:
     import ray
@@ -59,10 +67,6 @@ MOST_OPEN = 10_000
 """Requests that the front holds open at once."""
 ATTEMPTS = 3
 """How many replicas may die under a request that nothing has been sent back of."""
-UPSCALE_S, DOWNSCALE_S = 10.0, 300.0
-"""How long more or fewer replicas must have been wanted: many start late, and what one has cached goes with it."""
-LOOK_BACK_S = 20.0
-"""Of how long a time the mean load counts."""
 CONNECT_S = 5.0
 """How long the cluster at RAY_ADDRESS may take to answer at all: Ray itself waits for minutes."""
 log = logging.getLogger("potstill.server")

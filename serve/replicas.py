@@ -19,6 +19,10 @@ SLACK = 4
 """A replica with more requests than IMBALANCE × the mean + SLACK gets no further ones, whatever it has cached."""
 TARGET_USE = 0.7
 """How full the replicas should be together."""
+UPSCALE_S, DOWNSCALE_S = 10.0, 300.0
+"""How long more or fewer replicas must have been wanted: many start late, and what one has cached goes with it."""
+LOOK_BACK_S = 20.0
+"""Of how long a time the mean load counts."""
 
 
 def text_blocks(text: bytes, start: Hashable = None) -> list[int]:

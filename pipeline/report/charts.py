@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pipeline.report.style import CSS
 
@@ -52,22 +52,50 @@ class Lines:
     x_label: str
     y_label: str
     from_zero: bool = False
+    doubling: bool = False
+    """Both axes by powers, x of two and y of ten: of points above zero."""
 
     def html(self, *, alone: bool = False) -> str:
         """A figure of the page, or `alone` an SVG document of its own; empty without a point."""
-        lines = [Series(line.name, _thin(_finite(line.points)), line.marked) for line in self.series]
-        lines = [line for line in lines if line.points]
+        lines = self._shown()
         if not lines:
             return ""
+        return (document if alone else figure)(self.title, self._parts(lines), self._legend(lines))
+
+    def panel(self) -> str:
+        """What stands alone in a document that shows several; its title stands above zero."""
+        lines = self._shown()
+        return _titled(self.title, self._parts(lines), self._legend(lines)) if lines else ""
+
+    def _shown(self) -> list[Series]:
+        lines = [Series(line.name, _thin(_finite(line.points)), line.marked) for line in self.series]
+        return [line for line in lines if line.points]
+
+    def _legend(self, lines: Sequence[Series]) -> list[str]:
+        return [line.name for line in lines] * (len(lines) > 1)
+
+    def _parts(self, lines: Sequence[Series]) -> list[str]:
         xs = [x for line in lines for x, _ in line.points]
         ys = [y for line in lines for _, y in line.points]
-        x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(0.0 if self.from_zero else min(ys), max(ys))
-        reach = (min(xs), max(xs)) if max(xs) > min(xs) else (x_ticks[0], x_ticks[-1])
-        frame = _Frame(reach, (y_ticks[0], y_ticks[-1]))
-        named = {value: short(value) for value in y_ticks}
+        frame, x_ticks, heights = self._frame(min(xs), max(xs), min(ys), max(ys))
+        named = {frame.scaled(value): short(value) for value in heights}
         parts = [_axes(frame, x_ticks, named, self.x_label, self.y_label)]
-        parts += [_line(frame, line, color, self.x_label) for color, line in enumerate(lines, start=1)]
-        return (document if alone else figure)(self.title, parts, [line.name for line in lines] * (len(lines) > 1))
+        return parts + [_line(frame, line, color, self.x_label) for color, line in enumerate(lines, start=1)]
+
+    def _frame(self, left: float, right: float, low: float, high: float) -> tuple["_Frame", list[float], list[float]]:
+        """With the ticks of both axes."""
+        if self.doubling:
+            x_ticks = [2.0**power for power in range(math.floor(math.log2(left)), math.ceil(math.log2(right)) + 1)]
+            heights = _powers(low, high)
+            reach = (left, right) if right > left else (left, 2 * left)
+            return (
+                _Frame(reach, (math.log10(heights[0]), math.log10(heights[-1])), math.log10, math.log2),
+                x_ticks,
+                heights,
+            )
+        x_ticks, heights = ticks(left, right), ticks(0.0 if self.from_zero else low, high)
+        reach = (left, right) if right > left else (x_ticks[0], x_ticks[-1])
+        return _Frame(reach, (heights[0], heights[-1])), x_ticks, heights
 
 
 @dataclass(frozen=True)
@@ -244,9 +272,12 @@ class _Frame:
     ys: tuple[float, float]
     scaled: Callable[[float], float] = float
     """Of heights, before they are mapped."""
+    across: Callable[[float], float] = float
+    """The same of what lies on the axis below; `xs` are as they come."""
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (WIDTH - LEFT - RIGHT)
+        left, right = map(self.across, self.xs)
+        return LEFT + (self.across(value) - left) / (right - left) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.ys[0]) / (self.ys[1] - self.ys[0]) * (HEIGHT - TOP - BOTTOM)
@@ -294,11 +325,11 @@ def _axes(frame: _Frame, x_ticks: list[float], y_ticks: Mapping[float, str], x_l
 
 
 def _line(frame: _Frame, line: Series, color: int, x_label: str) -> str:
-    path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in line.points)
+    path = " ".join(f"{frame.x(x):.1f},{frame.y(frame.scaled(y)):.1f}" for x, y in line.points)
     radius = 3.5 if line.marked or len(line.points) == 1 else 0
     dots = []
     for x, y in line.points:
-        place = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
+        place = f'cx="{frame.x(x):.1f}" cy="{frame.y(frame.scaled(y)):.1f}"'
         title = f"<title>{escape(line.name)}: {y:.5g} at {x:,.6g} {escape(x_label)}</title>"
         shown = f'<circle class="dot c{color}" {place} r="{radius}"/>' if radius else ""
         dots.append(f'<g class="point">{title}<circle class="hit" {place} r="8"/>{shown}'
@@ -349,16 +380,41 @@ def figure(title: str, parts: Sequence[str], legend: Sequence[str] = (), box: tu
 
 def document(title: str, parts: Sequence[str], legend: Sequence[str] = ()) -> str:
     """The same as an SVG document, which brings the page's style along."""
-    head = 30 + 18 * len(legend)
+    return _document(_titled(title, parts, legend), (0, -_head(legend), WIDTH, HEIGHT + _head(legend)))
+
+
+def sheet(charts: Sequence[Lines], columns: int = 2) -> str:
+    """Several of them as one SVG document, side by side and below one another."""
+    width, height = WIDTH + RIGHT, max(HEIGHT + _head(chart.series) for chart in charts) + RIGHT
+    places = [((number % columns) * width, (number // columns) * height) for number in range(len(charts))]
+    parts = [
+        f'<g transform="translate({x} {y + height - HEIGHT - RIGHT})">{chart.panel()}</g>'
+        for chart, (x, y) in zip(charts, places, strict=True)
+    ]
+    return _document("".join(parts), (0, 0, columns * width, -(-len(charts) // columns) * height))
+
+
+def _head(legend: Sequence[Any]) -> int:
+    """Height of a title and its legend, above zero."""
+    return 30 + 18 * len(legend)
+
+
+def _titled(title: str, parts: Sequence[str], legend: Sequence[str]) -> str:
+    """SVG elements below a title and a legend that stand above zero."""
+    head = _head(legend)
     keys = "".join(
         f'<line class="line c{n}" x1="{LEFT}" x2="{LEFT + 16}" y1="{18 * n - head + 10}" y2="{18 * n - head + 10}"/>'
         f'<text x="{LEFT + 24}" y="{18 * n - head + 14}">{escape(name)}</text>'
         for n, name in enumerate(legend, 1)
     )
+    return f'<text class="value" x="{LEFT}" y="{16 - head}">{escape(title)}</text>{keys}{"".join(parts)}'
+
+
+def _document(inner: str, box: tuple[int, int, int, int]) -> str:
+    x, y, width, height = box
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-head} {WIDTH} {HEIGHT + head}"><style>{CSS}</style>'
-        f'<rect x="0" y="{-head}" width="{WIDTH}" height="{HEIGHT + head}" style="fill: var(--card)"/>'
-        f'<text class="value" x="{LEFT}" y="{16 - head}">{escape(title)}</text>{keys}{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{x} {y} {width} {height}"><style>{CSS}</style>'
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" style="fill: var(--card)"/>{inner}</svg>\n'
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.recipe import parse_recipe
-from pipeline.report.charts import MAX_POINTS, Bar, Bars, Lines, Point, Points, Series, short, ticks
+from pipeline.report.charts import MAX_POINTS, Bar, Bars, Lines, Point, Points, Series, sheet, short, ticks
 from pipeline.report.page import read_metrics, render, section_html
 from pipeline.report.section import Cell, Section, Table
 from pipeline.report.table import collect_rows, columns, count, duration, models_section, size
@@ -151,6 +151,30 @@ def test_lines_keep_their_ends_and_lose_what_is_not_finite() -> None:
     assert Lines("t", [Series("a", [(1.0, math.nan)])], "x", "y").html() == ""
     assert "<svg" in Lines("t", [Series("a", [(160_000.0, 1.0)])], "x", "y").html()
     assert Bars("t", []).html() == "" and "nan" not in Bars("t", [Bar("a", 0.0, "0"), Bar("b", math.nan, "?")]).html()
+
+
+def test_lines_by_powers_lie_as_far_apart_as_their_ratios() -> None:
+    points = [(1.0, 80.0), (2.0, 8.0), (64.0, 0.8)]
+    chart = Lines("t", [Series("a", points, marked=True)], "replicas", "seconds", doubling=True).html()
+    dots = [(float(x), float(y)) for x, y in re.findall(r'class="dot c1" cx="([\d.]+)" cy="([\d.]+)"', chart)]
+    (left, top), (middle, between), (right, bottom) = dots
+    assert right - left == pytest.approx(6 * (middle - left), abs=0.3)
+    assert bottom - between == pytest.approx(between - top, abs=0.2)
+    labels = re.findall(r'text-anchor="middle">(\d+)<', chart)
+    assert labels == ["1", "2", "4", "8", "16", "32", "64"]
+    assert "a: 80 at 1 replicas" in chart
+
+
+def test_a_sheet_shows_its_charts_side_by_side_and_below_one_another() -> None:
+    charts = [Lines(f"t{n}", [Series("a", [(0.0, 1.0), (1.0, n)])], "x", "y") for n in range(3)]
+    root = ElementTree.fromstring(sheet(charts))
+    places = [one.get("transform") for one in root if one.tag.endswith("}g")]
+    x = {place.split("(")[1].split()[0] for place in places if place}
+    assert len(places) == len(set(places)) == 3 and len(x) == 2
+    titles = [text.text for text in root.iter() if text.get("class") == "value"]
+    assert titles == ["t0", "t1", "t2"]
+    _, _, width, height = map(float, root.get("viewBox", "").split())
+    assert width > 2 * 560 and height > 2 * 280
 
 
 def test_named_points_stand_by_powers_of_ten_and_no_name_covers_another() -> None:

@@ -1,0 +1,1 @@
+"""Clusters that nobody has here, simulated."""
