@@ -67,6 +67,8 @@ MOST_OPEN = 10_000
 """Requests that the front holds open at once."""
 ATTEMPTS = 3
 """How many replicas may die under a request that nothing has been sent back of."""
+ROUTING_S = 2.0
+"""How often a replica is asked whether its engine answers."""
 CONNECT_S = 5.0
 """How long the cluster at RAY_ADDRESS may take to answer at all: Ray itself waits for minutes."""
 log = logging.getLogger("potstill.server")
@@ -104,7 +106,8 @@ class PrefixAwareRouter(RequestRouter):
         for _, name in self._chosen.values():
             if name in loads:
                 loads[name] += 1
-        ranked = self._prefixes.rank(request.blocks, loads, request.session)
+        answering = {name: load for name, load in loads.items() if named[name].routing_stats.get("is_answering", True)}
+        ranked = self._prefixes.rank(request.blocks, answering or loads, request.session)
         if ranked:
             self._chosen[pending_request.metadata.internal_request_id] = pending_request, ranked[0]
         return [[named[name]] for name in ranked]
@@ -183,6 +186,10 @@ class Replica:
         """What Prometheus is told, with the replica's name before."""
         await self._service.engine.ping(FRESH_STATS_S)
         return ray_serve.get_replica_context().replica_tag, self._service.metrics.expose().decode()
+
+    async def record_routing_stats(self) -> dict[str, bool]:
+        """Ray tells routers: while an engine loads in place of one that died, or hangs, requests go elsewhere."""
+        return {"is_answering": await self._service.engine.ping(self._service.options.health_timeout_s)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         load = load_of(0, self._service.metrics)
@@ -298,7 +305,11 @@ def application_of(options: ServerOptions) -> Any:
         max_queued_requests=max(options.max_queue, 1),
         max_constructor_retry_count=ATTEMPTS,
         graceful_shutdown_timeout_s=options.drain_s,
-        request_router_config=RequestRouterConfig(request_router_class=PrefixAwareRouter),
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixAwareRouter,
+            request_routing_stats_period_s=ROUTING_S,
+            request_routing_stats_timeout_s=options.health_timeout_s + ROUTING_S,
+        ),
         ray_actor_options=_needs(options, most),
     )
     front = ray_serve.deployment(

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.model.test_fused_adapters import save_adapters
-from tests.serve.http_server import CORPUS, ROOT, running_server, save_tiny_folder
+from tests.serve.http_server import CORPUS, ROOT, children_of, running_server, save_tiny_folder
 from tests.serve.test_adapter_slots import CONFIGS
 from tests.tiny import tiny_model
 
@@ -163,6 +163,20 @@ def test_answers_are_those_of_one_server_and_adapters_come_when_they_are_asked_f
     ]
     answered = sum(len(found) for found in answers.values())
     assert len({replica for replica, _ in samples}) == 2 and sum(value for _, value in samples) == answered + 1
+
+
+def test_a_replica_whose_engine_hangs_is_passed_over(url: str, deploy: Callable[..., None]) -> None:
+    deploy("--replicas", "2", "--health-timeout-s", "1")
+    first = {number: complete(url, "a", 2, session=str(number))[1] for number in range(4)}
+    stuck, other = set(first.values())
+    [engine] = children_of(stuck)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        time.sleep(3 * cluster.ROUTING_S)
+        assert {complete(url, "a", 2, session=str(number))[1] for number in range(4)} == {other}
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_until(lambda: stuck in {complete(url, f"{number}", 2)[1] for number in range(4)}, 20)
 
 
 def test_who_leaves_stops_what_was_computed_for_him(url: str, deploy: Callable[..., None]) -> None:
