@@ -12,7 +12,9 @@ from serve.engine.drafts.length import (
     KEPT_STEPS,
     MAX_DRAFT_TOKENS,
     MIN_GAIN,
+    PLAIN_INTERVAL,
     PROBE_INTERVAL,
+    READING_GAIN,
     SAMPLES,
     UNTRIED_GAIN,
     AdaptiveLength,
@@ -278,6 +280,22 @@ def test_a_burst_on_the_machine_does_not_end_drafting() -> None:
                 adaptive.draft_costs.record(1, 0.05)
             adaptive.observe(sequence, length, length)
     assert adaptive(sequence) > 2
+
+
+def test_reading_a_prompt_must_be_earned_with_something_over() -> None:
+    """As much as the whole of it, reading and drafting, promises over plain steps."""
+    adaptive = trained(0.8, draft_s=0.1)
+    adaptive.draft_costs.record(100, 5.1)
+    gains = {False: 0.0, True: 100.0}
+    for num_left in range(1, PLAIN_INTERVAL):
+        sequence = a_sequence(1, num_prompt=99, max_tokens=num_left + 1)
+        adaptive.begin_step([sequence])
+        seconds, reading = adaptive._step_seconds(1, 1), adaptive._catch_up_seconds(sequence)
+        rate = max(expected_tokens(adaptive.acceptance(sequence), k) / s for k, s in enumerate(seconds))
+        gain = num_left * seconds[0] / (reading + num_left / rate)
+        drafts = adaptive(sequence) > 0
+        gains[drafts] = min(gains[True], gain) if drafts else max(gains[False], gain)
+    assert 1.0 < gains[False] <= READING_GAIN < gains[True] < 1.2
 
 
 def test_a_draft_reads_no_prompt_while_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:

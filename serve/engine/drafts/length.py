@@ -24,8 +24,10 @@ MAX_DRAFT_TOKENS = 8
 """The longest draft that is tried; beyond it the gain is small at any acceptance rate worth drafting for."""
 MIN_GAIN = 1.06
 """Drafting must promise this much over not drafting: the estimates are noisy, and a wrong yes costs more."""
+READING_GAIN = 1.04
+"""So much with what the draft must read first, which is lost where less is accepted than was hoped for."""
 UNTRIED_GAIN = 1.15
-"""The same of lengths that take more rows than any pass so far: what they cost is guessed, and to find out takes passes
+"""So much of lengths that take more rows than any pass so far: what they cost is guessed, and to find out takes passes
 that prepare for others."""
 INITIAL_ACCEPTANCE = 0.7
 INITIAL_WEIGHT = 5.0
@@ -360,8 +362,9 @@ class AdaptiveLength:
         length = best_length(acceptances, seconds, self._num_tried(num_decoding, num_decoding))
         if not length:
             return 0, set()
-        num_tokens = sum(expected_tokens(acceptance, length) for acceptance in acceptances)
-        saved_per_token = seconds[0] / num_decoding - seconds[length] / num_tokens
+        later = best_length(acceptances, seconds)  # when it has been tried
+        num_tokens = sum(expected_tokens(acceptance, later) for acceptance in acceptances)
+        saved_per_token = seconds[0] / num_decoding / READING_GAIN - seconds[later] / num_tokens
         late = {s for s in decoding if self._catch_up_seconds(s) > saved_per_token * s.num_tokens_left}
         if not late:
             return length, late
