@@ -51,8 +51,8 @@ class Scenarios:
 SCENARIOS = Scenarios(
     counts=(1, 2, 4, 8, 16, 32, 64),
     scaling=Traffic(1_500, 5.0, bursts=((2.0, 3.0, 4.0),), pause_s=2.0, **AGENTS),
-    autoscaling=Traffic(5_000, 600.0, bursts=((60.0, 140.0, 15.0),), **AGENTS),
-    autoscaler=Autoscaler(minimum=2, maximum=16),
+    autoscaling=Traffic(6_000, 600.0, bursts=((60.0, 260.0, 12.0),), **AGENTS),
+    autoscaler=Autoscaler(minimum=1, maximum=16),
     failing=Traffic(1_500, 30.0, bursts=((10.0, 20.0, 4.0),), **AGENTS),
     failing_replicas=8,
     failure=Failure(15.0),
