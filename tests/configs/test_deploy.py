@@ -145,7 +145,7 @@ def probe(kind: str) -> str:
 
 def test_probes_tell_loading_serving_and_hanging_apart(tmp_path: Path) -> None:
     folder = save_tiny_folder(tmp_path / "slow")  # takes 3 s to load
-    options = ["--api-key", "secret", "--health-timeout-s", "0.4"]
+    options = ["--api-key", "secret", "--health-timeout-s", "1"]
 
     def answers() -> dict[str, Any]:
         kinds = ("startup", "readiness", "liveness")
