@@ -256,7 +256,7 @@ def test_what_a_family_cannot_go_through_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="mixtral has experts; only whole layers can leave such a model"):
         tiny_config("mixtral").narrow(mlp=64)
     with pytest.raises(UserError, match="of the family mixtral have routers that read the norms too"):
-        quantize.weight_bytes(Quantize(model="it", data="text", method="awq"), {"it": tiny_config("mixtral")})
+        quantize.formats(Quantize(model="it", data="text", method="awq"), {"it": tiny_config("mixtral")}, Path())
     for family, why in (("olmo2", "norms what its blocks add"), ("phi3", "joins projections")):
         config = tiny_config(family)
         with pytest.raises(ConfigError, match=f"{family} {why}; only whole layers can leave such a model"):
@@ -264,8 +264,8 @@ def test_what_a_family_cannot_go_through_is_one_sentence() -> None:
         with pytest.raises(GroupingError, match=f"{family} .*; its KV heads cannot be grouped"):
             check_convertible(config, [1, 1], "mean")
         with pytest.raises(UserError, match=f"quantize: awq divides norms .* of the family {family} do not"):
-            quantize.weight_bytes(Quantize(model="it", data="text", method="awq"), {"it": config})
-        assert quantize.weight_bytes(Quantize(model="it", data="text", method="gptq"), {"it": config}) > 0
+            quantize.formats(Quantize(model="it", data="text", method="awq"), {"it": config}, Path())
+        assert quantize.formats(Quantize(model="it", data="text", method="gptq"), {"it": config}, Path())
 
 
 @pytest.mark.parametrize(
