@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline")
-FOR_HOPPER = "kernels.attention._flash_hopper"
-"""Modules that a GPU of this generation loads, and nothing else."""
+NOT_EVERYWHERE = "kernels.attention._flash_hopper", "serve.cluster"
+"""Modules that only GPUs of one generation load, and only who has Ray."""
 
 
 class NoTriton:
@@ -24,7 +24,7 @@ class NoTriton:
 
 def import_everything() -> int:
     found = (module.name for room in ROOMS for module in pkgutil.walk_packages([room], f"{room}."))
-    names = [name for name in found if not name.startswith(FOR_HOPPER) and not name.endswith("__main__")]
+    names = [name for name in found if not name.startswith(NOT_EVERYWHERE) and not name.endswith("__main__")]
     for name in names:
         importlib.import_module(name)
     return len(names)
