@@ -21,6 +21,7 @@ from model.config import ModelConfig
 from model.formats.base import WeightFormat
 from model.kv_format import KV_FORMATS
 from model.lora import Lora
+from model.mesh import MeshError
 from model.quantized import quantized_layers
 from model.tensor_parallel import WHOLE, Layout, Split, layers_of_stage, rank_config
 from model.transformer import Transformer
@@ -85,16 +86,26 @@ def planned_weight_bytes(config: ModelConfig, formats: Mapping[str, WeightFormat
 def _bytes_of_weights(
     config: ModelConfig, formats: Mapping[str, WeightFormat[Any]], dtype: torch.dtype, layout: Layout
 ) -> dict[str, int]:
-    """Of each weight that the layout holds something of, by its name in the whole model."""
+    """Of each weight that the layout holds something of, by its name in the whole model.
+
+    MeshError, one sentence, where it would cut a quantized one within a block.
+    """
     with torch.device("meta"):
         whole = Transformer(config)
         held = dict(layout.arrange(whole).named_parameters())
     sizes = {}
-    for name, _ in whole.named_parameters():
-        if (place := layout.place(name)) is not None:
-            format = formats.get(name.removesuffix(".weight"))
-            shape = held[place].shape
-            sizes[name] = math.prod(shape) * dtype.itemsize if format is None else format.num_bytes(shape)
+    for name, weight in whole.named_parameters():
+        if (place := layout.place(name)) is None:
+            continue
+        shape = held[place].shape
+        if (format := formats.get(name.removesuffix(".weight"))) is None:
+            sizes[name] = math.prod(shape) * dtype.itemsize
+            continue
+        try:
+            layout.part(name, weight.shape).check(weight.shape, format)
+        except ValueError as reason:
+            raise MeshError(f"{name} cannot be split over ranks: {reason}") from None
+        sizes[name] = format.num_bytes(shape)
     return sizes
 
 

@@ -52,10 +52,16 @@ class Part(NamedTuple):
             tensor = tensor[:, self.columns]
         return tensor[self.rows[0]] if len(self.rows) == 1 else torch.cat([tensor[rows] for rows in self.rows])
 
+    def check(self, shape: Sequence[int], format: WeightFormat[Any]) -> None:
+        """Raise ValueError where a block of a matrix [N, K] in the format would be cut."""
+        if self != Part():
+            format.check_narrow(self.columns, shape[1])
+
     def of_quantized(self, weight: Any, format: WeightFormat[Any]) -> Any:
-        """Of one in the format. ValueError where a block of it would be cut."""
+        """Of one in the format. ValueError as `check`."""
         if self == Part():
             return weight
+        self.check(weight.shape, format)
         pieces = [format.narrow(weight, rows, self.columns) for rows in self.rows]
         joined = pieces[0] if len(pieces) == 1 else format.of(pieces[0]).stack(pieces)
         if joined is None:

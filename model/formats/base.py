@@ -132,9 +132,13 @@ class WeightFormat(ServingForm[W]):
         """The weight on another device."""
         return dataclasses.replace(weight, **{name: part.to(device) for name, part in self.tensors(weight).items()})
 
-    def narrow(self, weight: W, rows: slice, columns: slice) -> W:
-        """A part of the matrix, of the same numbers. ValueError where the format cannot hold it alone."""
+    def check_narrow(self, columns: slice, num_columns: int) -> None:
+        """Raise ValueError where the format cannot hold these of so many columns of a matrix alone."""
         raise ValueError(f"{self.title} weights are served whole")
+
+    def narrow(self, weight: W, rows: slice, columns: slice) -> W:
+        """A part of the matrix that `check_narrow` allows, of the same numbers."""
+        raise NotImplementedError
 
     # Products
 
@@ -226,12 +230,6 @@ class WeightFormat(ServingForm[W]):
         """Reads a weight [N, K] by its tensors; CheckpointError naming the one that is wrong."""
 
 
-def check_narrow_rows(title: str, rounding: Rounding | None, columns: slice, num_columns: int) -> None:
-    """Raise ValueError where fewer activations than a row would be rounded with a scale of their own."""
-    if rounding is not None and rounding.group is None and columns.indices(num_columns)[:2] != (0, num_columns):
-        raise ValueError(f"{title} here rounds whole rows of activations, of which a rank has a part")
-
-
 class KernelFormat(WeightFormat[W]):
     """A format that `kernels.linear.quantized` multiplies with. On a GPU only the repacked codes are kept."""
 
@@ -241,6 +239,12 @@ class KernelFormat(WeightFormat[W]):
     @property
     def rounds_activations(self) -> bool:
         return self.rounding is not None
+
+    def check_rounded_whole(self, columns: slice, num_columns: int) -> None:
+        """Raise ValueError where fewer activations than a row would be rounded with a scale of their own."""
+        is_whole = columns.indices(num_columns)[:2] == (0, num_columns)
+        if self.rounding is not None and self.rounding.group is None and not is_whole:
+            raise ValueError(f"{self.title} here rounds whole rows of activations, of which a rank has a part")
 
     def prepare(self, weight: W) -> Any:
         return prepare_quantized_weight(weight)
@@ -384,13 +388,17 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
             zeros = torch.full_like(scales, 1 << self.bits - 1, dtype=torch.uint8)
         return self.pack(levels, scales, zeros)
 
-    def narrow(self, weight: IntegerWeight, rows: slice, columns: slice) -> IntegerWeight:
-        num_columns = weight.shape[1]
-        check_narrow_rows(self.title, self.rounding, columns, num_columns)
+    def check_narrow(self, columns: slice, num_columns: int) -> None:
+        self.check_rounded_whole(columns, num_columns)
         first, stop, _ = columns.indices(num_columns)
-        group = self.group or num_columns
-        if self.group and (first % group or (stop % group and stop < num_columns)):
-            raise ValueError(f"groups of {group} weights do not divide the {stop - first} that a rank takes of a row")
+        if self.group and (first % self.group or (stop % self.group and stop < num_columns)):
+            raise ValueError(
+                f"groups of {self.group} weights do not divide the {stop - first} that a rank takes of a row"
+            )
+
+    def narrow(self, weight: IntegerWeight, rows: slice, columns: slice) -> IntegerWeight:
+        first, stop, _ = columns.indices(weight.shape[1])
+        group = self.group or weight.shape[1]
         groups = slice(first // group, -(-stop // group)) if self.group else slice(None)
         levels, scales, zeros = self.unpack(weight)
         held = None if zeros is None else zeros[rows, groups].clone()

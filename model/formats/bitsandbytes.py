@@ -69,14 +69,17 @@ class NF4(KernelFormat[NF4Weight]):
     def stack(self, weights: Sequence[NF4Weight]) -> NF4Weight | None:
         return stack_nf4(weights)
 
-    def narrow(self, weight: NF4Weight, rows: slice, columns: slice) -> NF4Weight:
-        """Not doubly quantized: blocks of scales do not follow the part's."""
-        num_columns = weight.shape[1]
+    def check_narrow(self, columns: slice, num_columns: int) -> None:
         first, stop, _ = columns.indices(num_columns)
         if num_columns % NF4_BLOCK or first % NF4_BLOCK or stop % NF4_BLOCK:
             raise ValueError(
                 f"blocks of {NF4_BLOCK} weights do not divide the {stop - first} that a rank takes of a row"
             )
+
+    def narrow(self, weight: NF4Weight, rows: slice, columns: slice) -> NF4Weight:
+        """Not doubly quantized: blocks of scales do not follow the part's."""
+        num_columns = weight.shape[1]
+        first, stop, _ = columns.indices(num_columns)
         codes = weight.codes.view(weight.shape[0], num_columns // 2)[rows, first // 2 : stop // 2]
         scales = weight.block_scales().view(weight.shape[0], -1)[rows, first // NF4_BLOCK : stop // NF4_BLOCK]
         return NF4Weight(codes.flatten().clone(), scales.flatten().clone(), (len(codes), stop - first))

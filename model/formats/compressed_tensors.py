@@ -36,7 +36,6 @@ from model.formats.base import (
     IntegerFormat,
     KernelFormat,
     WeightFormat,
-    check_narrow_rows,
 )
 from model.formats.words import check_scales, check_stored, num_words, pack_words, stored_scales, unpack_words
 
@@ -280,8 +279,10 @@ class Fp8(_CompressedTensors[Fp8Weight]):
     def num_bytes(self, shape: Sequence[int]) -> int:
         return shape[0] * (shape[1] + 4)
 
+    def check_narrow(self, columns: slice, num_columns: int) -> None:
+        self.check_rounded_whole(columns, num_columns)
+
     def narrow(self, weight: Fp8Weight, rows: slice, columns: slice) -> Fp8Weight:
-        check_narrow_rows(self.title, self.rounding, columns, weight.shape[1])
         return Fp8Weight(weight.codes[rows, columns].contiguous(), weight.scales[rows].clone())
 
     def stack(self, weights: Sequence[Fp8Weight]) -> Fp8Weight:

@@ -156,6 +156,13 @@ def test_gpus_that_a_model_cannot_be_divided_among_are_left_out(llama: Path, tmp
     assert [(row[0], row[1]) for row in table.rows] == [("80 GiB, 1 × 1", "3"), ("80 GiB, 1 × 3", "1")]
 
 
+def test_so_are_those_that_would_cut_groups_of_weights(llama: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(llama, ["stages.1.quantize.weights={format: int4, group: 512}", "serve.model=rounded"])
+    table = serving_plan(recipe, tmp_path, gpus=8, budgets=[80 * GIB], gpu=None)
+    tensors = {int(str(row[0]).split(" × ")[0].split()[-1]) for row in table.rows}
+    assert tensors == {1, 2, 4}  # 14,336 neurons are 28 groups
+
+
 def test_what_fits_nowhere_is_said(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(llama), "stages=[]", "serve.model=teacher", "--gpus", "2", "--gpu-memory", "24GiB"]
     assert main(arguments) == 0
