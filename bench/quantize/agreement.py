@@ -1,6 +1,7 @@
 """How far llama.cpp's distributions are from ours on its quantized files, and from its own with other settings.
 
     python -m bench.quantize.agreement          # writes bench/results/gguf-agreement-cpu.json; 30 minutes
+    python -m bench.quantize.agreement --peer ENVIRONMENT/bin/python        # gguf-agreement-blas-cpu.json
 
 SmolLM2-135M-Instruct in each type, as llama.cpp's own quantizer writes it, and in fp32. llama.cpp, on one thread, with
 keys and values in fp32 and without flash attention, reads a prompt in one piece. Compared are the distributions after
@@ -18,21 +19,28 @@ and `in_fp32` beside the last. `ours_nudged` compares `ours_rounded` with itself
 1e-7. Where so little, as much as sums in another order differ by, tips one number of the hundred thousand that are
 rounded for a token, a whole step of rounding goes on to the next product and tips many there, and a few layers later
 nothing is left in common but the size of the error. So whoever sums in another order, be it llama.cpp, comes no nearer.
+
+Built with a BLAS library, llama.cpp rounds no activations where 32 tokens or more are multiplied at once: it reads the
+weights of the same file as fp32. `--peer` names an interpreter with such a llama.cpp, and compares its distributions at
+each position of the prompts with ours; it is built by
+
+    CMAKE_ARGS="-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" pip install --no-binary llama-cpp-python llama-cpp-python
 """
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bench.common import teacher_folder, write_result
+from bench.common import check_peer, run_side, teacher_folder, write_result
 from bench.serve.llama_cpp import check_installed
 from compress.residual_stream import layers_of
 from model.files.checkpoint import load_model
@@ -48,6 +56,7 @@ TYPES = ("f32", "q8_0", "q6_k", "q4_k_m", "q4_1", "q4_0")
 PROMPT_TOKENS, EVERY = 64, 7
 """Of text, a prompt's end every so many tokens."""
 MOST_KL, LEAST_EQUAL, NUDGE = 2e-3, 0.99, 1e-7
+INSTALL = "build llama-cpp-python with GGML_BLAS in an environment of its own"
 
 
 def prompts(folder: Path, count: int) -> Iterator[list[int]]:
@@ -87,6 +96,22 @@ def nudged(model: "Transformer") -> Iterator[None]:
         yield
     finally:
         weight.copy_(before)
+
+
+def by_blas(interpreter: str, type: str, asked: list[list[int]], scratch: Path) -> dict[str, Any]:
+    """How far llama.cpp's distributions at each position, by BLAS, are from ours, and what multiplies there."""
+    file, folder, out = scratch / f"{type}.gguf", scratch / type, scratch / f"{type}.npy"
+    export_gguf(teacher_folder(), file, type=type)
+    import_gguf_blocks(file, folder)
+    model = load_model(folder, dtype=torch.float32)
+    case = {"file": str(file), "prompts": asked, "threads": torch.get_num_threads(), "out": str(out)}
+    about = run_side(interpreter, "bench.quantize.llama_cpp_blas", case)
+    theirs = torch.from_numpy(np.load(out, mmap_mode="c", allow_pickle=False))
+    each = [
+        distance(logits.double().log_softmax(-1), full_logits(model, prompt).double().log_softmax(-1))
+        for logits, prompt in zip(theirs, asked, strict=True)
+    ]
+    return {name: sum(one[name] for one in each) / len(each) for name in ("kl", "equal_first_choices")} | about
 
 
 def distance(one: Tensor, other: Tensor) -> dict[str, float]:
@@ -133,9 +158,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=40, help="positions that are compared")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
+    parser.add_argument("--peer", metavar="PYTHON", help="compare with its llama.cpp, built for BLAS, alone")
     options = parser.parse_args()
-    check_installed()
     asked, found = list(prompts(teacher_folder(), options.prompts)), {}
+    if options.peer:
+        return write_by_blas(options.peer, options.types, asked)
+    check_installed()
     with tempfile.TemporaryDirectory() as scratch:
         for type in options.types:
             found[type] = compare(type, asked, Path(scratch))
@@ -143,6 +171,21 @@ def main() -> None:
                 equal = far["equal_first_choices"]
                 print(f"  {type}, {name}: KL {far['kl']:.2e}, {equal:.1%} equal first choices", flush=True)
             write(found, len(asked))
+
+
+def write_by_blas(interpreter: str, types: Sequence[str], asked: list[list[int]]) -> None:
+    check_peer(interpreter, "llama_cpp", INSTALL)
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for type in types:
+            found[type] = far = by_blas(interpreter, type, asked, Path(scratch))
+            found[type]["kept"] = keeps(far)
+            print(f"  {type}: KL {far['kl']:.2e}, {far['equal_first_choices']:.2%} equal first choices", flush=True)
+    command = f"python -m bench.quantize.agreement --peer PYTHON --prompts {len(asked)} --types {' '.join(types)}"
+    bounds = {"kl": MOST_KL, "equal_first_choices": LEAST_EQUAL}
+    write_result(
+        "gguf-agreement-blas-cpu", command, {"positions": sum(map(len, asked)), "bounds": bounds, "types": found}
+    )
 
 
 def write(found: dict[str, Any], positions: int) -> None:
