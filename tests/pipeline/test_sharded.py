@@ -5,10 +5,7 @@ weights.
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,15 +61,8 @@ def environment(file: str, *words: str) -> dict[str, str]:
     return asked | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def torchrun(words: list[str], processes: int, variables: dict[str, str]) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command, given = [*launcher, "-m", "pipeline", *words], os.environ | variables
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-
-
 def forked(words: list[str], processes: int, variables: dict[str, str]) -> None:
-    """The same, of processes that need not import torch."""
+    """So many processes, as torchrun starts them; test_launch.py has it start some itself."""
     with TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         with ranks(processes, main, words, log=log, environment=variables) as started:
@@ -90,15 +80,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FILES = {
-    "fsdp": (2, ("--num_processes", "2"), torchrun),
-    "multi_node_fsdp": (4, ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2"), forked),
+    "fsdp": (2, ("--num_processes", "2")),
+    "multi_node_fsdp": (4, ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2")),
 }
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_launch_file_makes_what_one_process_makes(file: str, home: Path) -> None:
-    processes, words, launch = FILES[file]
-    launch(arguments(home, file, STAGES), processes, environment(file, *words))
+    processes, words = FILES[file]
+    forked(arguments(home, file, STAGES), processes, environment(file, *words))
     for number, name in enumerate(STAGES, 1):
         one, many = (home / folder / f"{number:02d}-{name}" for folder in ("one", file))
         logs = read_metrics(one / "metrics.jsonl"), read_metrics(many / "metrics.jsonl")
