@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model.collectives import Group
 from model.config import ModelConfig
@@ -68,12 +68,17 @@ def training_flops_per_token(config: ModelConfig, context: int) -> float:
 
 def num_weights(model: nn.Module) -> int:
     """Parameters, quantized ones among them."""
-    return sum(map(Tensor.numel, model.parameters())) + quantized_size(model)[0]
+    return _num_dense(model) + quantized_size(model)[0]
+
+
+def _num_dense(model: nn.Module) -> int:
+    """Parameters but for the bytes of quantized ones (`QuantizedLayer.pack`)."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Of all weights as files hold them: dense ones in `dtype`, those of adapters in fp32."""
-    dense = sum(map(Tensor.numel, model.parameters()))
+    dense = _num_dense(model)
     adapters = sum(p.numel() for m in model.modules() if isinstance(m, Lora) for p in m.parameters())
     return dtype.itemsize * (dense - adapters) + FULL * adapters + quantized_size(model)[1]
 

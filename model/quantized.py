@@ -8,16 +8,20 @@ from torch import Tensor, nn
 
 from model.formats.base import QuantizedMatrix, WeightFormat
 from model.lora import EmbeddingLora, Lora
+from model.packed import Packing
 
 _BLOCK_ELEMENTS = 1 << 22
 
 
 class QuantizedLayer(nn.Module):
-    """A weight [N, K] in `format`, which has no gradient and no place among the parameters.
+    """A weight [N, K] in `format`, which has no gradient and, until it is packed, no place among the parameters.
 
     `model.to(dtype)` leaves the weight as it is. Its first use prepares it for its device; what is then held twice is
     released.
     """
+
+    packed: nn.Parameter | None
+    """All bytes of the weight, u8 [R, 64], behind `pack`; the layer can be used where they are whole."""
 
     def __init__(self, weight: Any, format: WeightFormat[Any]) -> None:
         super().__init__()
@@ -25,19 +29,37 @@ class QuantizedLayer(nn.Module):
         self.format = format.of(weight)
         self._weight = weight
         self._prepared: Any = None
+        self._packing: Packing | None = None
+        self.register_parameter("packed", None)
 
     @property
     def weight(self) -> QuantizedMatrix:
         """The weight as files hold it."""
+        if self.packed is not None:
+            return self.unpacked(self.packed)
         return self._weight if self._prepared is None else self.format.restore(self._weight, self._prepared)
 
     @weight.setter
     def weight(self, weight: QuantizedMatrix) -> None:
         self._weight, self._prepared = weight, None
 
+    def pack(self) -> None:
+        """Makes one frozen parameter, `packed`, of all that the layer holds, prepared for its device."""
+        held = self.prepared_weight, self._weight
+        self._packing = Packing(held)
+        self.packed = nn.Parameter(self._packing.pack(held), requires_grad=False)
+        self._weight = self._prepared = None
+
+    def unpacked(self, packed: Tensor) -> QuantizedMatrix:
+        """The weight as files hold it, in the memory of the bytes of `packed`, on whatever device they are."""
+        prepared, weight = self._packing.unpack(packed)  # type: ignore[union-attr]
+        return self.format.restore(weight, prepared)
+
     @property
     def prepared_weight(self) -> Any:
         """The weight as `format.product` reads it."""
+        if self.packed is not None:
+            return self._packing.unpack(self.packed)[0]  # type: ignore[union-attr]
         if self._prepared is None:
             self._prepared = self.format.prepare(self._weight)
             self._weight = self.format.release(self._weight)
@@ -45,6 +67,8 @@ class QuantizedLayer(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        if self.packed is not None:
+            return self.packed.device
         return next(iter(self.format.tensors(self._weight).values())).device
 
     @property

@@ -1,7 +1,7 @@
 """What training in shards (train/sharding.py) holds in each of the processes that have a copy of the models together.
 
-    what lasts      a share of every matrix with its gradient and moments; vectors, quantized weights, and a teacher's
-                    embeddings and head whole
+    what lasts      a share of every matrix with its gradient and moments, of quantized ones their bytes; vectors, and a
+                    teacher's embeddings and head whole
     gathered        the head from forward to the end of backward, and layers one after another: in backward one and the
                     next, in the dtype of products, or as they are where the model has an adapter
     on their way    a layer's gradients, whole, and once more in fp32 as they are reduced; at the end the head's
@@ -38,7 +38,7 @@ class InShards(Arithmetic):
         for name, parameter in self.shape.named_parameters():
             format = formats.get(name.removesuffix(".weight"))
             held = self._held(parameter.shape) * self.stream
-            total += held if format is None else format.num_bytes(parameter.shape)
+            total += held if format is None else -(-format.num_bytes(parameter.shape) // self.setup.shards)
         return total
 
     def _of_teacher(self, *, whole: bool) -> int:
@@ -63,9 +63,11 @@ class InShards(Arithmetic):
         return self.stream if exact else min(self.stream, self.item)
 
     def _layer_weights(self) -> int:
-        """Of one layer that is whole; quantized ones always are."""
-        if self._formats() and self.frozen:
-            return FULL * self._layer_trained()
+        """Of one layer that is whole."""
+        if self.frozen and (formats := self._formats()):
+            layers = zip(formats.values(), self._layers(), strict=True)
+            stored = sum(format.num_bytes(layer.weight.shape) for format, layer in layers)
+            return stored // self.config.num_layers + FULL * self._layer_trained()
         matrices = sum(layer.weight.numel() for layer in self._layers()) // self.config.num_layers
         return self._gathered_item * matrices + FULL * self._layer_trained() * (self.setup.adapter is not None)
 

@@ -1,8 +1,8 @@
 """A model of which each process holds a part: FSDP2, by torch's `fully_shard` on every decoder layer.
 
 Matrices are cut by rows. Vectors (norms, biases, magnitudes), and matrices with fewer rows than processes, are whole in
-every process: they are small, and stay in fp32 whatever dtype matrices are gathered in. So are quantized weights: their
-products read packed forms at addresses of their own, which a gathered copy would not keep.
+every process: they are small, and stay in fp32 whatever dtype matrices are gathered in. A quantized weight is cut as
+the bytes of codes and scales that its product reads, prepared for the device (`QuantizedLayer.pack`).
 
     embeddings      a group of their own, unless they are the head too
     each layer      a group: gathered before its forward and its backward, freed behind them
@@ -80,8 +80,9 @@ class Sharded:
     ) -> None:
         self.accelerator, self.mesh, self.given = accelerator, device_mesh(mesh, accelerator.device), model
         self.model = twin = _twin(model)
-        # Adapters' magnitudes and the routers of experts are computed with in fp32, whatever is around them.
-        exact = bool(adapted_layers(model)) or model.config.experts is not None
+        # Adapters' magnitudes and the routers of experts are computed with in fp32, whatever is around them; and bytes
+        # are no numbers.
+        exact = bool(adapted_layers(model) or quantized_layers(model)) or model.config.experts is not None
         matrices = MixedPrecisionPolicy(
             param_dtype=None if exact else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -135,11 +136,16 @@ class Sharded:
 
     def whole(self) -> Transformer | None:
         """On the CPU of the main process. One tensor at a time is gathered, so no device holds more than that."""
-        lenders = dict(self.given.named_parameters())
+        lenders, lent = dict(self.given.named_parameters()), quantized_layers(self.model)
         for name, parameter in self.model.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if self.accelerator.is_main_process:
-                lenders[name].data = full.detach().to("cpu", copy=True)
+            if not self.accelerator.is_main_process:
+                continue
+            full, layer = full.detach().to("cpu", copy=True), name.removesuffix(".packed")
+            if layer in lent:
+                cast("Any", self.given.get_submodule(layer)).weight = lent[layer].unpacked(full)
+            else:
+                lenders[name].data = full
         self.given.train(self.model.training)
         return self.given if self.accelerator.is_main_process else None
 
@@ -153,6 +159,9 @@ class Sharded:
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshards: bool) -> None:
     """Makes a module a group of its own, in place: what of its parameters no group has yet."""
+    for layer in quantized_layers(module).values():
+        if layer.packed is None:
+            layer.pack()
     fully_shard(
         module,
         mesh=mesh,
@@ -214,9 +223,11 @@ def _twin(model: Transformer) -> Transformer:
 
 
 def _empty(module: nn.Module) -> None:
-    """Frees the memory of its parameters, which stay."""
+    """Frees the memory of its parameters, which stay, and of quantized weights."""
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)
+    for layer in quantized_layers(module).values():
+        layer.weight = cast("Any", None)
 
 
 def _squares(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:

@@ -107,7 +107,12 @@ def _packed_product(x: Tensor, weight: CpuWeight) -> Tensor:
 
 
 def grad_input_on_cpu(grad: Tensor, weight: CpuWeight) -> Tensor:
-    """dy W, [T, K]: a block of outputs after another, summed in fp32 at least."""
+    """dy W, [T, K]: a block of outputs after another, summed in fp32 at least.
+
+    Since forward the weight's memory may have been freed and filled anew elsewhere.
+    """
+    if weight.skinny is not None:
+        weight = replace(weight, skinny=weight.skinny.found_again())
     wide = torch.promote_types(grad.dtype, torch.float32)
     n, k = weight.shape
     out = torch.zeros(len(grad), k, dtype=wide)

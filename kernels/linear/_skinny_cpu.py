@@ -71,6 +71,10 @@ class SkinnyWeight(Generic[Held]):
         held = deepcopy(self.held, memo)
         return SkinnyWeight(held, _address(held))
 
+    def found_again(self) -> "SkinnyWeight[Held]":
+        """The same where its tensors lie now."""
+        return SkinnyWeight(self.held, _address(self.held))
+
 
 @dataclass(frozen=True)
 class _Source:

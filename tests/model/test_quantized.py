@@ -1,13 +1,19 @@
 """Quantized layers: exact against the dequantized weight, and faithful when they move."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from kernels.linear._quantized_tiles import tile_weight
 from kernels.linear.quantization import quantize_nf4
 from kernels.linear.quantized import stored_codes
+from model.formats.bitnet import Ternary
 from model.formats.bitsandbytes import NF4
-from model.quantized import QuantizedLinear
+from model.formats.compressed_tensors import Fp8, Int4, Int8
+from model.formats.ggml import Ggml
+from model.packed import Packing
+from model.quantized import QuantizedEmbedding, QuantizedLinear
 
 
 @pytest.mark.parametrize(("out", "features"), [(48, 64), (30, 70), (7, 33)])
@@ -44,6 +50,59 @@ def test_the_bytes_of_a_weight() -> None:
 def test_repacked_codes_can_be_read_back(shape: tuple[int, int]) -> None:
     weight = quantize_nf4(torch.randn(shape))
     assert torch.equal(stored_codes(tile_weight(weight)), weight.codes)
+
+
+FORMATS = [
+    NF4(),
+    NF4(double=False),
+    Int4(symmetric=False),
+    Int4(16),
+    Int8().rounded(128),
+    Fp8(),
+    Ternary(),
+    Ggml("Q4_K"),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: f"{format.title} {format.rounds_activations}")
+def test_a_packed_layer_is_the_same_wherever_its_bytes_are(format: Any) -> None:
+    """Between forward and backward they are freed and come back elsewhere, as `fully_shard` does it."""
+    columns = 256 if isinstance(format, Ggml) else 128
+    weight, x = format.quantize(torch.randn(48, columns)), torch.randn(5, columns, requires_grad=True)
+    layer, alone = (QuantizedLinear(weight, format) for _ in range(2))
+    layer.pack()
+    assert layer.packed is not None and [*layer.parameters()] == [layer.packed] and not layer.packed.requires_grad
+    expected, y = alone(x), layer(x)
+    assert torch.equal(y, expected)
+    memory, kept = layer.packed.untyped_storage(), layer.packed.clone()
+    memory.resize_(0)
+    elsewhere = torch.full_like(kept, 255)  # takes the place that was freed
+    memory.resize_(kept.nbytes)
+    layer.packed.data.copy_(kept)
+    gradients = [torch.autograd.grad(one.square().sum(), x)[0] for one in (y, expected)]
+    assert torch.equal(*gradients) and int(elsewhere.min()) == 255
+    for name, tensor in format.tensors(layer.weight).items():
+        stored = format.tensors(weight)[name]
+        assert torch.equal(*(part.reshape(-1).view(torch.uint8) for part in (tensor, stored))), name
+
+
+def test_a_packed_embedding_gives_its_rows() -> None:
+    weight, tokens = Int8().quantize(torch.randn(20, 64)), torch.tensor([3, 19])
+    layer = QuantizedEmbedding(weight, Int8(), torch.float32)
+    expected = layer(tokens)
+    layer.pack()
+    assert torch.equal(layer(tokens), expected) and torch.equal(layer.weight.codes, weight.codes)
+
+
+@pytest.mark.parametrize("shape", [(48, 128), (7, 33)])
+def test_weights_in_tiles_are_packed_too(shape: tuple[int, int]) -> None:
+    """As a GPU reads them; other dtypes than bytes begin where those may."""
+    weight = quantize_nf4(torch.randn(shape))
+    held = tile_weight(weight), weight
+    packing = Packing(held)
+    tiled, again = packing.unpack(packing.pack(held))
+    assert torch.equal(stored_codes(tiled), weight.codes) and torch.equal(again.dequantize(), weight.dequantize())
+    assert tiled.tile == held[0].tile and tiled.arrived.data_ptr() % 64 == packing.pack(held).data_ptr() % 64
 
 
 @pytest.mark.gpu

@@ -9,17 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from model.config import ModelConfig
 from model.lora import LoraConfig
 from model.mesh import Mesh, this_rank
-from model.quantized import quantized_layers
 from model.training_memory import Setup
-from model.transformer import Transformer
 from pipeline.measure.training_time import random_models
 from tests.memory import peak_resident_bytes
 from tests.tiny import tiny_config
+from tests.train.sharded_process import held_bytes
 from tests.train.test_memory import documents, training
 from train.accelerator import this_accelerator
 from train.loop import Trainer
@@ -48,14 +46,6 @@ SETUPS = {
 }
 
 
-def held_bytes(model: Transformer | None) -> int:
-    """Of the part that this process has."""
-    if model is None:
-        return 0
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum(part.nbytes for part in local) + sum(layer.weight_bytes for layer in quantized_layers(model).values())
-
-
 def measure(folder: Path, shards: int, name: str) -> dict[str, int]:
     """Two steps, of which nothing is saved."""
     setup = replace(SETUPS[name], on_gpu=False, processes=this_rank().count, shards=shards)
@@ -73,7 +63,7 @@ def measure(folder: Path, shards: int, name: str) -> dict[str, int]:
         tracker=Tracker(folder),
     )
     trainer._save = trainer.parallel.whole = lambda: None  # type: ignore[method-assign]
-    loaded = held_bytes(trainer.model) + held_bytes(teacher)
+    loaded = held_bytes(trainer.model) + (held_bytes(teacher) if teacher is not None else 0)
     plan, peak = setup.memory(), loaded + peak_resident_bytes(trainer.train)
     return {"loaded": loaded, "peak": peak, "planned": plan.peak, "weights": plan.weights + plan.adapters}
 

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 4 -m tests.train.sharded_process FOLDER SHARD/PLACE/CASE[/STOP] …
 """
 
+import json
 import os
 import signal
 import sys
@@ -13,19 +14,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from compress.lora import inject
 from compress.mod import add_routers
 from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths
 from model.formats.bitsandbytes import NF4
+from model.formats.compressed_tensors import Int4
 from model.lora import LoraConfig
 from model.mesh import Mesh, this_rank
+from model.quantized import quantized_layers
 from model.transformer import Transformer
 from tests.tiny import tiny_model
 from tests.train.toy import toy_trainer
 from train.accelerator import this_accelerator
 from train.objectives import Distillation, LanguageModelling, Objective, ObjectiveOutput, RoutedTraining, RoutingConfig
+from train.optimizer import named_moments
 from train.packing import Batch
 from train.sharding import device_mesh, shard_frozen
 
@@ -44,6 +49,10 @@ class Case:
 
 def _teacher() -> Distillation:
     return Distillation(tiny_model(seed=2, num_layers=3))
+
+
+def _quantized_teacher() -> Distillation:
+    return Distillation(quantize_model(tiny_model(seed=2, num_layers=3), Int4(32)))
 
 
 def _narrow() -> Transformer:
@@ -75,7 +84,7 @@ def _routed_objective() -> Objective:
 
 CASES = {
     "distill": Case(lambda: tiny_model(seed=1), _teacher),
-    "gqa": Case(_narrow, _teacher, {"activation_checkpointing": True}),
+    "gqa": Case(_narrow, _quantized_teacher, {"activation_checkpointing": True}),
     "qlora": Case(_adapted),
     "dora": Case(lambda: _adapted(dora=True), settings={"activation_checkpointing": True}),
     "mod": Case(_routed, _routed_objective),
@@ -83,6 +92,13 @@ CASES = {
     "routers alone": Case(_routers_alone, _routed_objective),
     "8 bits": Case(lambda: tiny_model(seed=1, **WIDE), settings={"optimizer": "adamw_8bit"}),
 }
+
+
+def held_bytes(model: Transformer) -> int:
+    """Of the part of the weights that this process has."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    whole = [layer.weight_bytes for layer in quantized_layers(model).values() if layer.packed is None]
+    return sum(part.nbytes for part in local) + sum(whole)
 
 
 class Stopping:
@@ -117,6 +133,9 @@ def run(folder: Path, name: str, shard: int | None = None, stop: int | None = No
         **case.settings,
     )
     result = trainer.train()
+    rank, moments = this_rank(), named_moments(trainer.parallel.trained, trainer.optimizer)
+    held = {"weights": held_bytes(trainer.model), "moments": sum(moment.nbytes for moment in moments.values())}
+    (folder / name / f"held-{rank.index}.json").write_text(json.dumps(held))
     assert result.interrupted == (stop is not None)
     if trainer.is_main and not result.interrupted:
         weights = {key: tensor.detach().clone() for key, tensor in trainer.given.named_parameters()}

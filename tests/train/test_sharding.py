@@ -1,6 +1,7 @@
 """Training by shards: processes over gloo that hold a part each train as one that has all, and resume one another."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from model.lora import LoraConfig
+from model.training_memory import Setup
 from tests import trials
 from tests.forked import end_of, ranks
 from tests.train import memory_process, sharded_process
 from tests.train.sharded_process import CASES, run
+from train.config import TrainingConfig
 from train.tracking import read_metrics
 
 HANDED_ON = ("8 bits", "gqa", "qlora")
@@ -67,6 +71,18 @@ def test_four_processes_train_as_one(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["distill", "qlora"])
 def test_so_do_two_groups_of_two(name: str, folder: Path) -> None:
     check(folder, "groups", name)
+
+
+def test_a_process_of_four_holds_a_quarter_of_a_frozen_base_and_of_its_adapter_and_moments(folder: Path) -> None:
+    (one,) = (json.loads(path.read_text()) for path in (folder / "one" / "qlora").glob("held-*.json"))
+    four = [json.loads(path.read_text()) for path in (folder / "four" / "qlora").glob("held-*.json")]
+    assert len(four) == 4 and max(sum(held.values()) for held in four) <= 0.35 * sum(one.values())
+    config = TrainingConfig(tokens=256, batch_tokens=256, micro_batch_tokens=32, precision="fp32")
+    setup = Setup(CASES["qlora"].model().config, config, adapter=LoraConfig(rank=6), quantization="nf4", on_gpu=False)
+    for held, shards in ((one, 1), (max(four, key=lambda held: held["weights"]), 4)):
+        planned = replace(setup, processes=shards, shards=shards).memory()
+        assert planned.weights + planned.adapters == pytest.approx(held["weights"], rel=0.05)
+        assert planned.optimizer == pytest.approx(held["moments"], rel=0.05)
 
 
 @pytest.mark.parametrize("place", ["down", "up"])
