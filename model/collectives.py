@@ -32,6 +32,13 @@ class Group:
         self.index, self.count = index, count
         self._backend: Any = None
 
+    @classmethod
+    def of_processes(cls, group: dist.ProcessGroup) -> "Group":
+        """Those that a launcher has started, which have met."""
+        ranks = cls(group.rank(), group.size())
+        ranks._backend = group
+        return ranks
+
     def join_by(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks, who have the same store; tensors will be on the device. Waits for all of them."""
         if device.type == "cuda":
@@ -58,6 +65,14 @@ class Group:
         gathered = part.new_empty(self.count * part.shape[0], *part.shape[1:])
         self._backend._allgather_base(gathered, part.contiguous()).wait()
         return gathered.view(self.count, *part.shape)
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        """Of what all ranks give, `[ranks * T, n]` contiguous, the sum of this one's T rows."""
+        if self.count == 1:
+            return parts
+        summed = parts.new_empty(parts.shape[0] // self.count, *parts.shape[1:])
+        self._backend._reduce_scatter_base(summed, parts).wait()
+        return summed
 
     def _sum(self, parts: Tensor) -> None:
         self._backend.allreduce([parts]).wait()

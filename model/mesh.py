@@ -48,6 +48,8 @@ class Mesh:
 
     replicate: int
     shard: int
+    context: int = 1
+    """So many neighbours of a group compute a micro-batch together, each a part of its tokens; the others their own."""
     reshards: bool = True
     """Whether a layer's weights are freed between forward and backward, and gathered anew."""
     recomputes: bool = False
@@ -61,9 +63,13 @@ def training_mesh(shard: int | None, environment: Mapping[str, str] = os.environ
     own. Raises MeshError for what the processes do not divide into, or potstill does not do.
     """
     world = int(environment.get("WORLD_SIZE", "1"))
+    is_sharded, context = _is_on(environment, "ACCELERATE_USE_FSDP"), _asked_context(environment)
+    if context > 1 and (shard is not None or not is_sharded):
+        advice = "leave dp_shard_size out of the recipe" if is_sharded else "set distributed_type to FSDP"
+        raise MeshError(f"the launcher asks for cp_size {context}, which goes with its own shards: {advice}")
     if shard is not None:
         return Mesh(_groups(world, shard, "dp_shard_size"), shard)
-    if not _is_on(environment, "ACCELERATE_USE_FSDP"):
+    if not is_sharded:
         return Mesh(world, 1)
     if _is_on(environment, "FSDP_OFFLOAD_PARAMS"):
         advice = "set it to false; the optimizer paged_adamw keeps moments in host memory"
@@ -72,6 +78,7 @@ def training_mesh(shard: int | None, environment: Mapping[str, str] = os.environ
     return Mesh(
         _groups(world, asked, "the launcher's FSDP configuration"),
         asked,
+        context,
         reshards=environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in _KEEPS,
         recomputes=_is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING"),
     )
@@ -86,17 +93,25 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
+def _asked_context(environment: Mapping[str, str]) -> int:
+    """Among how many processes accelerate's configuration divides the tokens of a batch."""
+    asks = _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG")
+    return int(environment.get("PARALLELISM_CONFIG_CP_SIZE", "1")) if asks else 1
+
+
 def _asked_sizes(environment: Mapping[str, str], world: int) -> int:
-    """Over how many processes accelerate's configuration shards."""
+    """Over how many processes accelerate's configuration shards: those that divide tokens are among them."""
     if _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
-        replicate, shard, *others = (int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names)
+        names = ("DP_REPLICATE", "CP", "DP_SHARD", "TP", "SP")
+        replicate, context, shard, *others = (
+            int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names
+        )
         if max(others) > 1:
-            raise MeshError("training is sharded over data alone: set tp_size, cp_size and sp_size to 1")
-        if replicate * shard != world:
-            product = f"dp_replicate_size {replicate} times dp_shard_size {shard}"
-            raise MeshError(f"{product} is {replicate * shard}, but {world} processes were started")
-        return shard
+            raise MeshError("training is sharded over data and context alone: set tp_size and sp_size to 1")
+        if (product := replicate * context * shard) != world:
+            sizes = f"dp_replicate_size {replicate} times cp_size {context} times dp_shard_size {shard}"
+            raise MeshError(f"{sizes} is {product}, but {world} processes were started")
+        return context * shard
     strategy = environment.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()
     strategy = _STRATEGIES[int(strategy) - 1] if strategy in ("1", "2", "3", "4", "5") else strategy
     if environment.get("FSDP_VERSION", "1") == "2" or strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):

@@ -17,11 +17,12 @@ def check_mesh(recipe: Recipe) -> None:
     for stage in recipe.plan():
         if not isinstance(stage.config, TrainingConfig):
             continue
-        training_mesh(stage.config.dp_shard_size)
-        count, batches = this_rank().count, stage.config.micro_batches_per_step
+        mesh = training_mesh(stage.config.dp_shard_size)
+        count, batches = this_rank().count // mesh.context, stage.config.micro_batches_per_step
         if batches % count:
             of = "micro-batches (batch_tokens / micro_batch_tokens)"
-            raise MeshError(f"{stage.name}: a step of {batches} {of} cannot be shared evenly by {count} processes")
+            who = "processes" if mesh.context == 1 else f"groups of {mesh.context} processes"
+            raise MeshError(f"{stage.name}: a step of {batches} {of} cannot be shared evenly by {count} {who}")
 
 
 class Processes:

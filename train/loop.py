@@ -37,7 +37,8 @@ from train.optimizer import (
     prepare_moments,
     restore,
 )
-from train.parallel import Parallel
+from train.packing import Batch
+from train.parallel import Parallel, check_processes
 from train.progress import Progress
 from train.sampler import Sampler
 from train.signals import StopRequested, StopSignals
@@ -123,6 +124,9 @@ class _Replicated:
         """DistributedDataParallel has averaged what must be a sum."""
         return self.accelerator.num_processes
 
+    def part_of(self, batch: Batch) -> Batch:
+        return batch
+
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Gradients travel between processes once a step, with the last micro-batch."""
         return nullcontext() if last else self.accelerator.no_sync(self.module)
@@ -183,12 +187,12 @@ class Trainer:
         self.checkpoints = Path(folder) / "checkpoints"
         self.is_main = self.accelerator.is_main_process
         self.world, self.rank = self.accelerator.num_processes, self.accelerator.process_index
-        _check(model, config, self.world)
+        self.mesh = training_mesh(config.dp_shard_size)
+        check_processes(model, data, config, self.mesh, self.world)
         self.sampler = Sampler(
             data, sequence_length=sequence_length, micro_batch_tokens=config.micro_batch_tokens, seed=config.seed
         )
         self.frozen = frozen_digest(model)
-        self.mesh = training_mesh(config.dp_shard_size)
         model.activation_checkpointing = config.activation_checkpointing or self.mesh.recomputes
         self.dtype = training_dtype(config.precision, on_gpu=self.accelerator.device.type == "cuda")
         self.parallel = _parallel(model, objective, self.accelerator, self.mesh, self.dtype)
@@ -278,11 +282,12 @@ class Trainer:
 
     def _gradients_of(self, taken: list[np.ndarray]) -> dict[str, Tensor] | None:
         """The sums of its metrics; None where memory is short and smaller parts may fit."""
-        own = range(self.rank, len(taken), self.world)
+        group, member = divmod(self.rank, self.mesh.context)
+        own = range(group, len(taken), self.world // self.mesh.context)
         sums: dict[str, Tensor] = {}
         for index in own:
-            # Whatever draws random numbers draws the same ones on any process, and after a resume.
-            torch.manual_seed(_mix(self.config.seed, self.counters.step, index))
+            # Whatever draws random numbers draws the same ones on any process, for the same tokens, and after a resume.
+            torch.manual_seed(_mix(self.config.seed, self.counters.step, index, *([member] if member else [])))
             parts = self.sampler.split(taken[index], self.micro_batch_parts)
             for number, part in enumerate(parts):
                 try:
@@ -294,7 +299,7 @@ class Trainer:
 
     def _add_gradients(self, numbers: np.ndarray, sums: dict[str, Tensor], *, last: bool) -> None:
         """Those of a batch of pieces, and its metrics to `sums`."""
-        batch = self.sampler.batch(numbers).to(self.accelerator.device)
+        batch = self.parallel.part_of(self.sampler.batch(numbers)).to(self.accelerator.device)
         with self.parallel.accumulating(last=last):
             with self._autocast():
                 output = self.module(batch, self.counters.step / self.steps)
@@ -471,20 +476,6 @@ class Trainer:
             metrics=dict(counters.metrics),
             interrupted=interrupted,
             skipped=counters.skipped,
-        )
-
-
-def _check(model: Transformer, config: TrainingConfig, world: int) -> None:
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not trained:
-        raise ValueError("there is nothing to train: every parameter is frozen")
-    for name, parameter in trained:
-        if parameter.dtype != torch.float32:
-            raise ValueError(f"{name} is {parameter.dtype}; load the model as float32 to train it (the master weights)")
-    if config.micro_batches_per_step % world:
-        raise ValueError(
-            f"a step of {config.micro_batches_per_step} micro-batches (batch_tokens / micro_batch_tokens) cannot be "
-            f"shared evenly by {world} processes; change one of the two"
         )
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
 from model.attention import AttentionOf, PackedAttention
+from model.context import ContextAttention
 from model.files.distributions import Targets
 from model.layers import Routing
 from model.routed import ExpertChoice
@@ -64,8 +65,13 @@ def hidden_states(
     attention: AttentionOf = PackedAttention,
     states: list[Tensor] | None = None,
 ) -> Tensor:
-    """Final hidden states `[T, D]` of a packed batch; `states` takes those behind each layer."""
-    return model(batch.tokens, batch.positions, attention(model.config, batch.cu_seqlens), routing, states=states)
+    """Final hidden states `[T, D]` of a packed batch; `states` takes those behind each layer.
+
+    Of a part of one `attention` is that over what all processes have of it.
+    """
+    config, part = model.config, batch.part
+    over = attention(config, batch.cu_seqlens) if part is None else ContextAttention(config, part)
+    return model(batch.tokens, batch.positions, over, routing, states=states)
 
 
 class LanguageModelling:

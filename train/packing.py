@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.collectives import Group
+from model.context import ContextPart
 from model.files.distributions import Targets
 from train.data import TokenizedDocuments
 
@@ -36,6 +38,7 @@ class Batch:
     num_labels: how many labels are not -100
     num_bytes: bytes of the text that the labels spell; 0 where it was not counted (training batches)
     targets: what a teacher says at each position, where that was stored with the documents
+    part: where other processes have the rest of the batch's tokens, what is here; cu_seqlens are of the whole
     """
 
     tokens: Tensor
@@ -45,10 +48,27 @@ class Batch:
     num_labels: int
     num_bytes: int = 0
     targets: Targets | None = None
+    part: ContextPart | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "cu_seqlens", "labels")}
-        return replace(self, **moved, targets=self.targets and self.targets.to(device))
+        targets, part = self.targets and self.targets.to(device), self.part and self.part.to(device)
+        return replace(self, **moved, targets=targets, part=part)
+
+    def part_of(self, group: Group) -> "Batch":
+        """What this process has of it when all of a group compute it together. Raises ValueError for targets."""
+        if self.targets is not None:
+            raise ValueError("stored distributions are not cut: context parallel needs the teacher itself, or none")
+        part = ContextPart.of(group, self.cu_seqlens.tolist())
+        labels = part.take(self.labels, IGNORE_LABEL)
+        return replace(
+            self,
+            tokens=part.take(self.tokens, 0),
+            positions=part.take(self.positions, 0),
+            labels=labels,
+            num_labels=int((labels != IGNORE_LABEL).sum()),
+            part=part,
+        )
 
 
 @dataclass(frozen=True)

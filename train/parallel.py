@@ -10,9 +10,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from model.mesh import Mesh, MeshError
+from model.routed import routed_layers
 from model.transformer import Transformer
+from train.config import TrainingConfig
+from train.data import TokenizedDocuments
+from train.packing import Batch
 
 
 class Trained(Protocol):
@@ -41,6 +47,10 @@ class Parallel(Protocol):
 
     def written(self) -> set[str]:
         """The trained parameters of which this process writes its rows."""
+        ...
+
+    def part_of(self, batch: Batch) -> Batch:
+        """What this process computes of a micro-batch that it has a share in."""
         ...
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
@@ -74,3 +84,25 @@ class Parallel(Protocol):
     def put_away(self) -> None:
         """Frees what `whole` made."""
         ...
+
+
+def check_processes(
+    model: Transformer, data: TokenizedDocuments, config: TrainingConfig, mesh: Mesh, world: int
+) -> None:
+    """Raises ValueError where so many processes cannot train the model, or there is nothing to train."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("there is nothing to train: every parameter is frozen")
+    for name, parameter in trained:
+        if parameter.dtype != torch.float32:
+            raise ValueError(f"{name} is {parameter.dtype}; load the model as float32 to train it (the master weights)")
+    if config.micro_batches_per_step % (groups := world // mesh.context):
+        who = f"{world} processes" if mesh.context == 1 else f"{groups} groups of {mesh.context} processes"
+        raise ValueError(
+            f"a step of {config.micro_batches_per_step} micro-batches (batch_tokens / micro_batch_tokens) cannot be "
+            f"shared evenly by {who}; change one of the two"
+        )
+    whole = {"pairs of answers": data.paired, "stored distributions": data.distributions is not None}
+    for what, is_there in (whole | {"routers": bool(routed_layers(model))}).items():
+        if is_there and mesh.context > 1:
+            raise MeshError(f"context parallel (cp_size {mesh.context}) cuts documents, but {what} need whole ones")

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from model.collectives import Group
 from model.files.adapter import base_folder
 from model.files.checkpoint import is_quantized, load_model, open_layerwise
 from model.lora import adapted_layers
@@ -34,6 +35,7 @@ from model.quantized import quantized_layers
 from model.transformer import Transformer
 from train.accelerator import this_accelerator
 from train.objectives import Objective, ObjectiveOfModel
+from train.packing import Batch
 from train.saved_tensors import Rows
 
 if TYPE_CHECKING:
@@ -100,7 +102,11 @@ class Sharded:
         self.trained = LocalShards(twin, part, mesh.shard)
         self.part = part if self.mesh.get_local_rank("replicate") == 0 else None
         self.parts = mesh.shard
+        self.context = context_group(mesh, accelerator.device)
         self._whole_here = [p for p in self.trained.of.values() if not isinstance(p, DTensor)]
+
+    def part_of(self, batch: Batch) -> Batch:
+        return batch if self.context is None else batch.part_of(self.context)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -212,6 +218,15 @@ def load_frozen(folder: Path, mesh: Mesh) -> Transformer:
 @cache
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
+
+
+@cache
+def context_group(mesh: Mesh, device: torch.device) -> Group | None:
+    """The processes that compute a micro-batch together with this one; None where each has its own."""
+    if mesh.context == 1:
+        return None
+    sizes = (mesh.replicate * mesh.shard // mesh.context, mesh.context)
+    return Group.of_processes(init_device_mesh(device.type, sizes, mesh_dim_names=("data", "context")).get_group(1))
 
 
 def _twin(model: Transformer) -> Transformer:

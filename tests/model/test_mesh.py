@@ -117,7 +117,14 @@ LAUNCH_FILES = {
     "multi_gpu": Mesh(8, 1),
     "fsdp": Mesh(1, 8),
     "multi_node_fsdp": Mesh(2, 8),
+    "fsdp_context": Mesh(1, 8, 4, recomputes=True),
 }
+
+
+def test_processes_that_divide_tokens_hold_the_weights_together_too() -> None:
+    environment = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": "8"}
+    sizes = {f"PARALLELISM_CONFIG_{name}_SIZE": "2" for name in ("DP_REPLICATE", "DP_SHARD", "CP")}
+    assert training_mesh(None, environment | sizes) == Mesh(2, 4, 2)
 
 
 @pytest.mark.parametrize("name", LAUNCH_FILES)
@@ -155,7 +162,14 @@ def test_what_the_launcher_asks_for_beside_the_sizes_is_done() -> None:
         (3, {}, "dp_shard_size asks for shards over 3 processes, which does not divide the 4 that run"),
         (None, {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params, which potstill does not do: set it to false"),
         (None, {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "dp_shard_size 3 is 3, but 4 processes were started"),
-        (None, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "set tp_size, cp_size and sp_size to 1"),
+        (None, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "set tp_size and sp_size to 1"),
+        (
+            None,
+            {"PARALLELISM_CONFIG_CP_SIZE": "3"},
+            "cp_size 3 times dp_shard_size 1 is 3, but 4 processes were started",
+        ),
+        (4, {"PARALLELISM_CONFIG_CP_SIZE": "2"}, "leave dp_shard_size out of the recipe"),
+        (None, {"PARALLELISM_CONFIG_CP_SIZE": "4", "ACCELERATE_USE_FSDP": "false"}, "set distributed_type to FSDP"),
     ],
 )
 def test_processes_that_do_not_fit_the_mesh_are_one_sentence(

@@ -1,6 +1,6 @@
 """Toy runs of every way to train, by as many processes as there are: alone, or started several times by torchrun.
 
-torchrun --nproc_per_node 4 -m tests.train.sharded_process FOLDER SHARD/PLACE/CASE[/STOP] …
+torchrun --nproc_per_node 4 -m tests.train.sharded_process FOLDER SHARD[xCONTEXT]/PLACE/CASE[/STOP] …
 """
 
 import json
@@ -113,8 +113,20 @@ class Stopping:
         return self.objective(model, batch, progress)
 
 
-def run(folder: Path, name: str, shard: int | None = None, stop: int | None = None) -> None:
-    """Trains to the end and writes the weights, or until a stop; from the checkpoint that is there."""
+def ask_for_context(shard: int, context: int) -> None:
+    """As accelerate's launcher says it."""
+    sizes = {"DP_SHARD": shard, "CP": context}
+    os.environ |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+def run(
+    folder: Path, name: str, shard: int | None = None, stop: int | None = None, *, asked: int | None = None
+) -> None:
+    """Trains to the end and writes the weights, or until a stop; from the checkpoint that is there.
+
+    `asked`: over how many processes the recipe shards; by default `shard`.
+    """
     this_accelerator()  # joins the group
     case = CASES[name]
     objective = case.objective()
@@ -128,7 +140,7 @@ def run(folder: Path, name: str, shard: int | None = None, stop: int | None = No
         evaluate_every_tokens=3 * BATCH_TOKENS,
         tokens=STEPS * BATCH_TOKENS,
         batch_tokens=BATCH_TOKENS,
-        dp_shard_size=shard,
+        dp_shard_size=shard if asked is None else asked or None,
         checkpoint_every_s=1e6,
         **case.settings,
     )
@@ -148,11 +160,19 @@ def held_out(model: Transformer) -> dict[str, float]:
 
 
 def main(folder: Path, *jobs: str) -> None:
-    """Each job: over how many processes to shard, a folder, the case, and where to stop, if it is to."""
+    """Each job: over how many processes to shard, a folder, the case, and where to stop, if it is to.
+
+    Last those whose tokens are divided too.
+    """
     torch.set_num_threads(1)
     for job in jobs:
-        shard, place, name, stop = f"{job}/".split("/")[:4]
-        run(folder / place, name, int(shard), int(stop) if stop else None)
+        sizes, place, name, stop = f"{job}/".split("/")[:4]
+        shard, _, context = sizes.partition("x")
+        if context:
+            ask_for_context(int(shard), int(context))
+            run(folder / place, name, int(shard) * int(context), asked=0)
+        else:
+            run(folder / place, name, int(shard), int(stop) if stop else None)
 
 
 if __name__ == "__main__":

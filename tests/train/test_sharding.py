@@ -19,6 +19,7 @@ from train.config import TrainingConfig
 from train.tracking import read_metrics
 
 HANDED_ON = ("8 bits", "gqa", "qlora")
+DIVIDED = ("distill", "gqa")
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run(folder / "up", name, stop=3)
     jobs = [f"4/four/{name}" for name in CASES] + [f"2/groups/{name}" for name in ("distill", "qlora")]
     jobs += [f"4/down/{name}/2" for name in HANDED_ON] + [f"4/up/{name}" for name in HANDED_ON]
-    together(4, sharded_process, folder, *jobs)
-    together(2, sharded_process, folder, *(f"2/down/{name}/4" for name in HANDED_ON))
+    together(4, sharded_process, folder, *jobs, *(f"2x2/parts/{name}" for name in DIVIDED))
+    handed_on = (f"2/down/{name}/4" for name in HANDED_ON)
+    together(2, sharded_process, folder, *handed_on, *(f"1x2/halves/{name}" for name in DIVIDED))
     for name in HANDED_ON:
         run(folder / "down", name)
     return folder
@@ -71,6 +73,12 @@ def test_four_processes_train_as_one(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["distill", "qlora"])
 def test_so_do_two_groups_of_two(name: str, folder: Path) -> None:
     check(folder, "groups", name)
+
+
+@pytest.mark.parametrize("place", ["halves", "parts"])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_processes_that_have_a_part_of_the_tokens_each_train_as_one(place: str, name: str, folder: Path) -> None:
+    check(folder, place, name)
 
 
 def test_a_process_of_four_holds_a_quarter_of_a_frozen_base_and_of_its_adapter_and_moments(folder: Path) -> None:
