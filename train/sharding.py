@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from model.collectives import Group
 from model.files.adapter import base_folder
-from model.files.checkpoint import is_quantized, load_model, open_layerwise
+from model.files.checkpoint import load_model, open_layerwise
 from model.lora import adapted_layers
 from model.mesh import Mesh, choose_dtype
 from model.quantized import quantized_layers
@@ -202,11 +202,11 @@ def shard_frozen(model: Transformer, mesh: DeviceMesh, load_layer: Callable[[int
 def load_frozen(folder: Path, mesh: Mesh) -> Transformer:
     """A published model in shards, on this process's device in the dtype that this multiplies fast.
 
-    Dense weights are read layer by layer, so that no process ever holds them all.
+    It is read layer by layer, so that no process ever holds it all, unless it carries an adapter.
     """
     device = this_accelerator().device
     how: Any = {"dtype": choose_dtype("auto", device), "device": device}
-    if is_quantized(folder) or base_folder(folder) != folder:
+    if base_folder(folder) != folder:
         model = load_model(folder, **how).requires_grad_(False)
         shard_frozen(model, device_mesh(mesh, device))
     else:

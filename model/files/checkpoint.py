@@ -6,7 +6,7 @@ that it belongs to (model/files/adapter.py): it opens as the base with the adapt
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -138,26 +138,31 @@ def load_model(
 def open_layerwise(
     folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[Transformer, Callable[[int], None]]:
-    """A folder of dense weights as a model whose decoder layers hold no memory yet, and what loads one by its number.
+    """A folder as a model whose decoder layers hold no memory yet, and what loads one by its number.
 
     Raises as `load_model` does: for names at once, for a tensor when it is read.
     """
-    sources = dense_sources(folder)
-    with torch.device("meta"):
-        model = Transformer(load_config(folder)).eval()
-
-    def load(names: Iterable[str]) -> None:
-        for name in names:
-            tensor = sources[name]()
-            _set_parameter(model, name, torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor))
-
-    load(name for name in sources if not name.startswith(_LAYERS))
-    return model, lambda number: load(name for name in sources if name.startswith(f"{_LAYERS}{number}."))
+    model, load = _open(Path(folder), dtype, device)
+    load(lambda name: not name.startswith(_LAYERS))
+    return model.eval(), lambda number: load(lambda name: name.startswith(f"{_LAYERS}{number}."))
 
 
 def _load_base(
     folder: Path, dtype: torch.dtype | Literal["auto"], device: str | torch.device, heard: Heard, layout: Layout
 ) -> Transformer:
+    model, load = _open(folder, dtype, device, heard, layout)
+    load(lambda name: True)
+    return model
+
+
+def _open(
+    folder: Path,
+    dtype: torch.dtype | Literal["auto"],
+    device: str | torch.device,
+    heard: Heard = lambda num_bytes: None,
+    layout: Layout = WHOLE,
+) -> tuple[Transformer, Callable[[Callable[[str], bool]], None]]:
+    """A model without any memory, and what loads those weights whose names in the whole model it is asked for."""
     config = load_config(folder)
     files = TensorFiles(folder, heard)
     with torch.device("meta"):
@@ -172,23 +177,26 @@ def _load_base(
     with torch.device("meta"):
         model = layout.arrange(model)
     places = {name: place for name in shapes if (place := layout.place(name)) is not None}
-    for name in [name for name in places if name not in formats]:
-        tensor = files.read(name)
-        _check_tensor(f"{files.places[name]} holds {name}", tensor, shapes[name])
-        part = layout.part(name, shapes[name]).of(tensor)
-        _set_parameter(model, places[name], torch.empty(part.shape, dtype=wanted, device=device).copy_(part))
-    for name, format in [(name, format) for name, format in formats.items() if name in places]:
-        weight = format.from_files(name, shapes[name], files.read)
-        try:
-            weight = layout.part(name, shapes[name]).of_quantized(weight, format)
-        except ValueError as reason:
-            raise CheckpointError(f"{name} cannot be split over ranks: {reason}.") from None
-        set_quantized(model, places[name].removesuffix(".weight"), format.moved(weight, device), format)
+
+    def load(is_asked: Callable[[str], bool]) -> None:
+        for name in [name for name in places if name not in formats and is_asked(name)]:
+            tensor = files.read(name)
+            _check_tensor(f"{files.places[name]} holds {name}", tensor, shapes[name])
+            part = layout.part(name, shapes[name]).of(tensor)
+            _set_parameter(model, places[name], torch.empty(part.shape, dtype=wanted, device=device).copy_(part))
+        for name, format in [(name, formats[name]) for name in formats if name in places and is_asked(name)]:
+            weight = format.from_files(name, shapes[name], files.read)
+            try:
+                weight = layout.part(name, shapes[name]).of_quantized(weight, format)
+            except ValueError as reason:
+                raise CheckpointError(f"{name} cannot be split over ranks: {reason}.") from None
+            set_quantized(model, places[name].removesuffix(".weight"), format.moved(weight, device), format)
+
     if config.tie_word_embeddings and HEAD in files.places:
         _check_tied_head(files)
     quantization = read_json_object(folder / "config.json", CheckpointError).get("quantization_config") or {}
     model.cache_scales = layout.cache_scales(read_cache_scales(config, quantization, files.places, files.read))
-    return model
+    return model, load
 
 
 def save_model(

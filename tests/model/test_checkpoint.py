@@ -13,9 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from compress.quantize.round_to_nearest import quantize_model
 from model.config import ConfigError, ModelConfig
 from model.families import registry
-from model.files.checkpoint import CheckpointError, load_config, load_model, save_model
+from model.files.checkpoint import CheckpointError, load_config, load_model, open_layerwise, save_model
+from model.formats.compressed_tensors import Int8
+from model.quantized import quantized_layers
 from tests.tiny import full_logits, tiny_config, tiny_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,6 +39,17 @@ def edit_tensors(path: Path, **changes: torch.Tensor | None) -> None:
 def folder(tmp_path: Path) -> Path:
     save_model(tiny_model("llama"), tmp_path / "model")
     return tmp_path / "model"
+
+
+def test_a_quantized_folder_is_opened_layer_by_layer(tmp_path: Path) -> None:
+    model = quantize_model(tiny_model("qwen2"), Int8(), overrides={"embed_tokens": Int8()})
+    save_model(model, tmp_path)
+    opened, load_layer = open_layerwise(tmp_path)
+    assert quantized_layers(opened) and not quantized_layers(opened.model.layers)
+    load_layer(1)
+    assert all(parameter.is_meta for parameter in opened.model.layers[0].parameters())
+    load_layer(0)
+    assert torch.equal(full_logits(opened, [1, 2, 3]), full_logits(model, [1, 2, 3]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
