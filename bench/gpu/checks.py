@@ -26,7 +26,7 @@ class TestsFailed(NotDone):
 
 def gpu_tests(task: Task) -> Iterator[Figure]:
     """`pytest -m gpu`, each file of tests in a process of its own: an error of CUDA fails all that come behind it."""
-    marker, files = ("not slow", [ROOT / "tests/model/test_mesh.py"]) if task.tiny else ("gpu", marked_files())
+    marker, files = ("not slow", [ROOT / "tests/test_compiled_before.py"]) if task.tiny else ("gpu", marked_files())
     ends, passed, total, failed = time.monotonic() + task.seconds - 10, 0, 0, []
     for number, path in enumerate(files):
         if (left_s := ends - time.monotonic()) <= 0:
