@@ -1,23 +1,23 @@
-"""Processes that train, forked from one that has imported what they need: alone, or several as torchrun starts them.
+"""Processes that train or serve, forked from one that has imported what they need: alone, or several as torchrun does.
 
-An import of torch, and of what it and accelerate import at first use, takes longer than most tests train.
+An import of torch, and of what it and accelerate import at first use, takes longer than most tests do.
 """
 
 import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["tests.train.toy_process", "pipeline.run", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"]
-)
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 def launched(count: int) -> list[dict[str, str]]:
@@ -58,6 +58,18 @@ def end_of(processes: list[ForkServerProcess], timeout_s: float = 240.0) -> list
         process.terminate()
         process.join(timeout_s)
     return [process.exitcode for process in processes]
+
+
+def take_over(environment: Mapping[str, str], folder: Path | str, files: Sequence[Connection]) -> None:
+    """Let this process stand where a command would: its variables, its folder, and its standard streams."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, file in enumerate(files):
+        os.dup2(file.fileno(), number)
+        file.close()
+    sys.stdin = os.fdopen(0, closefd=False)
+    torch.set_num_threads(1)
 
 
 def _run(variables: dict[str, str], log: Path, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

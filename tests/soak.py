@@ -28,7 +28,7 @@ import httpx
 from bench.common import write_result
 from model.text.tokenizer import Tokenizer
 from tests.model.test_fused_adapters import save_adapters
-from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
+from tests.serve.http_server import REAL, RunningServer, running_server, save_tiny_folder
 from tests.serve.test_adapter_slots import CONFIGS, merged
 from tests.serve.test_draft_watch import publish_draft
 from tests.serve.test_speculation import noisy_twin
@@ -268,7 +268,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         files = Files(Path(scratch))
-        with running_server(files.draft, Path(scratch) / "log", *files.options(), spare=True) as server:
+        with running_server(files.draft, Path(scratch) / "log", *files.options(), program=REAL, spare=True) as server:
             soak = Soak(server, files, 60 * arguments.minutes)
             asyncio.run(soak.run())
             found = check(server, soak, arguments.minutes)

@@ -22,6 +22,7 @@ import yaml
 from pipeline.recipe import load_recipe
 from pipeline.report.front import latency_chart
 from pipeline.results import ModelReport
+from tests.forked_command import potstill_in
 from tests.pipeline.tiny_run import ROOT, WORDS, write_teacher, write_text
 
 DOCS = ROOT / "docs"
@@ -103,19 +104,22 @@ def test_every_command_of_the_guides_does_what_they_say(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(cache),
     }
-    for guide in GUIDES:
-        for name, text in files(guide):
-            (tmp_path / name).write_text(yaml.safe_dump(smaller(yaml.safe_load(text)), sort_keys=False))
-        done = subprocess.run(
-            ["bash", "-euxo", "pipefail", "-c", commands(guide, port)],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == 0, f"docs/{guide}.md: {done.stdout[-4000:]}"
-        assert "Traceback" not in done.stdout and "Warning" not in done.stdout, f"docs/{guide}.md: {done.stdout}"
+    (tmp_path / "forks").mkdir()
+    with potstill_in(tmp_path / "forks") as potstill:
+        environment["PATH"] = f"{potstill}:{environment['PATH']}"
+        for guide in GUIDES:
+            for name, text in files(guide):
+                (tmp_path / name).write_text(yaml.safe_dump(smaller(yaml.safe_load(text)), sort_keys=False))
+            done = subprocess.run(
+                ["bash", "-euxo", "pipefail", "-c", commands(guide, port)],
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            assert done.returncode == 0, f"docs/{guide}.md: {done.stdout[-4000:]}"
+            assert "Traceback" not in done.stdout and "Warning" not in done.stdout, f"docs/{guide}.md: {done.stdout}"
 
 
 @pytest.mark.parametrize("guide", GUIDES)

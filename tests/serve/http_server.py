@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.files.checkpoint import save_model
 from model.transformer import Transformer
+from tests.serve.forked_server import ForkedServer
 from tests.tiny import tiny_model
 
 # httpx reads the machine's certificates for every client, so for every `httpx.get` too: 60 ms, and all is on loopback.
@@ -67,7 +68,7 @@ def save_tiny_folder(folder: Path, model: Transformer | None = None) -> Path:
 class RunningServer:
     """A server process, and what it has printed so far."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedServer
     url: str
     log: Path
     lines: list[str] = field(default_factory=list)
@@ -127,23 +128,24 @@ def children_of(pid: int) -> list[int]:
     return [child for _, child in sorted(found)]
 
 
+FORKED = ()
+"""A real one, whose processes need not import anything."""
 REAL = ("-m", "serve")
+"""In processes of their own from the start."""
 SCRIPTED = (str(Path(__file__).with_name("scripted_server.py")),)
 FAILING_DEVICE = (str(Path(__file__).with_name("failing_device.py")),)
 
 
 @contextmanager
 def running_server(
-    folder: Path, log: Path, *arguments: str, program: tuple[str, ...] = REAL, ready: bool = True, spare: bool = False
+    folder: Path, log: Path, *arguments: str, program: tuple[str, ...] = FORKED, ready: bool = True, spare: bool = False
 ) -> Iterator[RunningServer]:
     """A server of `folder` on a free port, warm (with `ready`), ended at the end; its engine is its one child, but with
-    `spare`.
+    `spare`. `program`: arguments of Python.
     """
-    command = [sys.executable, *program, str(folder), "--port", "0", *arguments]
-    command += [] if spare else ["--no-spare-engine"]
+    words = [str(folder), "--port", "0", *arguments, *([] if spare else ["--no-spare-engine"])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, cwd=ROOT)
+    process = start(program, words, environment, log)
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
@@ -158,7 +160,17 @@ def running_server(
         end(process)
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def start(
+    program: tuple[str, ...], words: list[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[str] | ForkedServer:
+    with log.open("w") as stderr:
+        if program == FORKED:
+            return ForkedServer(words, environment, stderr)
+        command = [sys.executable, *program, *words]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, cwd=ROOT)
+
+
+def end(process: subprocess.Popen[str] | ForkedServer) -> None:
     """Two signals: do not wait for requests, but clean up."""
     try:
         for _ in range(2):

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.model.test_fused_adapters import save_adapters
-from tests.serve.http_server import CORPUS, ROOT, children_of, running_server, save_tiny_folder
+from tests.serve.http_server import CORPUS, REAL, ROOT, children_of, running_server, save_tiny_folder
 from tests.serve.test_adapter_slots import CONFIGS
 from tests.tiny import tiny_model
 
@@ -123,7 +123,8 @@ def test_answers_are_those_of_one_server_and_adapters_come_when_they_are_asked_f
 ) -> None:
     adapters = [f"--adapter={name}={home / 'adapters' / name}" for name in ("poet", "support")]
     models = ("tiny", "poet", "support")
-    with running_server(home / "model", tmp_path / "log", *ENGINE, "--served-model-name", "tiny", *adapters) as server:
+    options = (*ENGINE, "--served-model-name", "tiny", *adapters)
+    with running_server(home / "model", tmp_path / "log", *options, program=REAL) as server:
         expected = {
             (model, prompt): complete(server.url, prompt, model=model)[0] for model in models for prompt in PROMPTS
         }

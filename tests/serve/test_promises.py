@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.http_server import SCRIPTED, RunningServer, running_server, save_tiny_folder
+from tests.serve.http_server import REAL, SCRIPTED, RunningServer, running_server, save_tiny_folder
 from tests.trials import trials
 
 STEP_S, STEPS_OF = 0.02, [20]
@@ -85,7 +85,7 @@ def test_three_hundred_who_leave_free_everything_and_disturb_nobody(folder: Path
             return [alone, *[answer for answer, _ in await asyncio.gather(*staying)]]
 
     options = ["--max-num-seqs", "4", "--max-queue", "64", "--dtype", "float32", "--max-num-batched-tokens", "64"]
-    with running_server(folder, tmp_path / "log", *options) as server:
+    with running_server(folder, tmp_path / "log", *options, program=REAL) as server:
         alone, *others = asyncio.run(storm(server))
         ended = time.monotonic()
         while not is_idle(server):

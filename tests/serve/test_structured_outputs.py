@@ -298,6 +298,8 @@ def test_a_checker_that_dies_is_replaced(server: RunningServer) -> None:
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.engine_pids()}
     (checker,) = [pid for pid, name in names.items() if b"grammar_process" in name]
     os.kill(checker, signal.SIGKILL)
+    while Path(f"/proc/{checker}").exists():  # until the server knows
+        time.sleep(0.01)
     time.sleep(0.3)
     assert text_of(answer(server, guided_choice=["b"])) == "b"
 
