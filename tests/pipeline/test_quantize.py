@@ -1,5 +1,6 @@
 """Stage `quantize` on a tiny teacher: what it publishes, compares, recovers, and how it goes on after a kill."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_recovery_brings_it_closer_to_its_parent(train: str, changes: dict[str, 
     assert before and after and before.kl and after.kl
     assert after.kl.value < 0.9 * before.kl.value
     assert result.parity is not None and result.parity.passed
+
+
+def test_a_recovery_that_changes_no_rounded_weight_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps so small that no weight leaves its level and no scale its number in bf16."""
+    caplog.set_level(logging.INFO, logger="pipeline")
+    how: dict[str, Any] = {"compare": [], "method": "round", "train": "all", "tokens": "512"}
+    run(tmp_path / "slow", **how, learning_rate=1e-5)
+    assert "recovery has changed levels or scales of 0 of 21 projections" in caplog.text
+    assert "no level and no scale of small: it takes a higher learning_rate than 1e-05" in caplog.text
+    caplog.clear()
+    run(tmp_path / "fast", **how, learning_rate=0.3)
+    assert "of 21 of 21 projections" in caplog.text and "no level and no scale" not in caplog.text
 
 
 def test_figures_and_gate_are_those_with_the_cache_in_8_bits(

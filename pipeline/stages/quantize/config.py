@@ -70,7 +70,8 @@ class Quantize(Recovery):
     """What recovery trains beside the norms: scales alone, levels staying as they are; scales and a low-rank update of
     the weights behind the levels; or these weights themselves."""
     learning_rate: float = redeclared(Recovery, "learning_rate", 1e-4)
-    """Of weights in units of their rounding, and of scales as factors of themselves: the same for every model."""
+    """Of weights in units of their rounding, and of scales as factors of themselves: the same for every model. Times
+    the steps it must reach 0.01 for the first weight to change its level, 0.002 for the first scale in bf16."""
     out: str = redeclared(Recovery, "out", "quantized")
 
     @property

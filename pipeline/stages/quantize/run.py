@@ -34,6 +34,7 @@ from model.files.cache_scales import with_cache_scheme
 from model.files.checkpoint import dense_sources, load_model, open_layerwise
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import format_named
+from model.layers import DecoderLayer
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, set_quantized
 from model.training_memory import Rounding, Setup
@@ -134,6 +135,8 @@ def run(context: StageContext) -> Result[QuantizeDetails] | None:
         stage.cache_scales = calibrated_cache_scales(stage.published_form(student), text)
     if not context.processes.is_main:
         return None
+    if training.steps:
+        _tell_changes(stage, student)
     details = _details(stage, student, start, reports)
     measured = start.parent, start.rounded[0].quality
     return stage.finish_student(student, config.model, measured=measured, training=training, details=details)
@@ -334,6 +337,26 @@ def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
     training = stage.train(student)
     to_quantized(student)
     return training
+
+
+def _tell_changes(stage: QuantizeStage, student: Transformer) -> None:
+    """Of a recovery, which may have been too short to change any number that files hold."""
+    paths = _layer_files(stage.rounded_folder(stage.config.method))
+    changed = sum(_changed_projections(layer, path) for layer, path in zip(layers_of(student), paths, strict=True))
+    total = sum(len(quantized_layers(layer)) for layer in layers_of(student))
+    log.info("recovery has changed levels or scales of %d of %d projections", changed, total)
+    if not changed:
+        rate = f"a higher learning_rate than {stage.config.learning_rate:g} or more tokens"
+        log.warning("recovery has changed no level and no scale of %s: it takes %s", stage.config.out, rate)
+
+
+def _changed_projections(layer: DecoderLayer, path: Path) -> int:
+    """How many are not as they were rounded, in the file `path`."""
+    rounded, changed = load_file(path), 0
+    for name, quantized in quantized_layers(layer).items():
+        tensors = quantized.format.to_files(name, quantized.weight, PUBLISHED_DTYPE)
+        changed += not all(torch.equal(tensor.cpu(), rounded[part]) for part, tensor in tensors.items())
+    return changed
 
 
 def _before_rounding(stage: QuantizeStage) -> Callable[[str], Tensor] | None:
