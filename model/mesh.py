@@ -95,8 +95,12 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
 
 def _asked_context(environment: Mapping[str, str]) -> int:
     """Among how many processes accelerate's configuration divides the tokens of a batch."""
-    asks = _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG")
-    return int(environment.get("PARALLELISM_CONFIG_CP_SIZE", "1")) if asks else 1
+    if not _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    size, how = (environment.get(f"PARALLELISM_CONFIG_CP_{name}") for name in ("SIZE", "COMM_STRATEGY"))
+    if int(size or 1) > 1 and how not in (None, "allgather"):
+        raise MeshError(f"the launcher asks for cp_comm_strategy {how}; keys and values are gathered: set allgather")
+    return int(size or 1)
 
 
 def _asked_sizes(environment: Mapping[str, str], world: int) -> int:

@@ -168,6 +168,11 @@ def test_what_the_launcher_asks_for_beside_the_sizes_is_done() -> None:
             {"PARALLELISM_CONFIG_CP_SIZE": "3"},
             "cp_size 3 times dp_shard_size 1 is 3, but 4 processes were started",
         ),
+        (
+            None,
+            {"PARALLELISM_CONFIG_CP_SIZE": "4", "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall"},
+            "cp_comm_strategy alltoall; keys and values are gathered: set allgather",
+        ),
         (4, {"PARALLELISM_CONFIG_CP_SIZE": "2"}, "leave dp_shard_size out of the recipe"),
         (None, {"PARALLELISM_CONFIG_CP_SIZE": "4", "ACCELERATE_USE_FSDP": "false"}, "set distributed_type to FSDP"),
     ],
