@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -69,6 +70,7 @@ def take_over(environment: Mapping[str, str], folder: Path | str, files: Sequenc
         os.dup2(file.fileno(), number)
         file.close()
     sys.stdin = os.fdopen(0, closefd=False)
+    tempfile.tempdir = None  # a variable says where
     torch.set_num_threads(1)
 
 

@@ -17,6 +17,7 @@ MODULES = (
     "serve.engine.warm_up",
     "tests.train.toy_process",
     "tests.forked_command",
+    "tests.serve.scripted_server",
 )
 
 gc.disable()

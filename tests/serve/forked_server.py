@@ -1,4 +1,4 @@
-"""`python -m serve` of a real model, server and engine forked from a process that has imported what they need.
+"""`python -m serve`, server and engine forked from a process that has imported what they need.
 
 Fresh interpreters, as test_promises.py has them, import for longer than most tests take.
 """
@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
-from serve.__main__ import main
 from serve.engine import process
 from serve.http.engine_process import ENGINE_COMMAND
 from tests.forked import CONTEXT, take_over
@@ -26,11 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 class ForkedServer:
     """What is used of a `subprocess.Popen`."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], errors: TextIO) -> None:
+    def __init__(
+        self, main: Callable[[], int], arguments: Sequence[str], environment: Mapping[str, str], errors: TextIO
+    ) -> None:
         output, written = os.pipe()
         streams = [Connection(os.dup(file)) for file in (0, written, errors.fileno())]
         os.close(written)
-        self._process = CONTEXT.Process(target=run, args=(list(arguments), dict(environment), streams))
+        self._process = CONTEXT.Process(target=run, args=(main, list(arguments), dict(environment), streams))
         self._process.start()
         for stream in streams:
             stream.close()
@@ -58,7 +59,9 @@ class ForkedServer:
         self._process.kill()
 
 
-def run(arguments: list[str], environment: dict[str, str], streams: Sequence[Connection]) -> None:
+def run(
+    main: Callable[[], int], arguments: list[str], environment: dict[str, str], streams: Sequence[Connection]
+) -> None:
     """Becomes the server."""
     take_over(environment, ROOT, streams)
     fork_engines()

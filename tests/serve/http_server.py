@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.files.checkpoint import save_model
 from model.transformer import Transformer
+from serve.__main__ import main
+from tests.serve import scripted_server
 from tests.serve.forked_server import ForkedServer
 from tests.tiny import tiny_model
 
@@ -128,20 +130,20 @@ def children_of(pid: int) -> list[int]:
     return [child for _, child in sorted(found)]
 
 
-FORKED = ()
-"""A real one, whose processes need not import anything."""
+Program = Callable[[], int] | tuple[str, ...]
+"""What a process that need not import anything runs, or arguments of a fresh Python."""
+FORKED: Program = main
+SCRIPTED: Program = scripted_server.main
 REAL = ("-m", "serve")
-"""In processes of their own from the start."""
-SCRIPTED = (str(Path(__file__).with_name("scripted_server.py")),)
 FAILING_DEVICE = (str(Path(__file__).with_name("failing_device.py")),)
 
 
 @contextmanager
 def running_server(
-    folder: Path, log: Path, *arguments: str, program: tuple[str, ...] = FORKED, ready: bool = True, spare: bool = False
+    folder: Path, log: Path, *arguments: str, program: Program = FORKED, ready: bool = True, spare: bool = False
 ) -> Iterator[RunningServer]:
     """A server of `folder` on a free port, warm (with `ready`), ended at the end; its engine is its one child, but with
-    `spare`. `program`: arguments of Python.
+    `spare`.
     """
     words = [str(folder), "--port", "0", *arguments, *([] if spare else ["--no-spare-engine"])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -161,11 +163,11 @@ def running_server(
 
 
 def start(
-    program: tuple[str, ...], words: list[str], environment: dict[str, str], log: Path
+    program: Program, words: list[str], environment: dict[str, str], log: Path
 ) -> subprocess.Popen[str] | ForkedServer:
     with log.open("w") as stderr:
-        if program == FORKED:
-            return ForkedServer(words, environment, stderr)
+        if callable(program):
+            return ForkedServer(program, words, environment, stderr)
         command = [sys.executable, *program, *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, cwd=ROOT)
 

@@ -4,15 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from serve.http.options import add_serve_arguments, options_from_arguments
 from serve.http.server import run_server
 
-if __name__ == "__main__":
+
+def main() -> int:
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
     options = options_from_arguments(parser.parse_args())
     quotes = (Path(options.engine.model) / "answers.json").exists()
     engine = (sys.executable, str(Path(__file__).with_name("quoting_engine.py" if quotes else "scripted_engine.py")))
-    raise SystemExit(run_server(options, engine_command=engine))
+    return run_server(options, engine_command=engine)

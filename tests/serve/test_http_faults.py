@@ -286,7 +286,7 @@ def test_a_failed_device_ends_the_engine_and_a_fresh_one_goes_on(folder: Path, t
 
 def test_a_request_that_is_still_being_tokenized_when_the_engine_dies_is_told() -> None:
     async def reserve_kill_submit() -> None:
-        command = [sys.executable, str(Path(SCRIPTED[0]).with_name("scripted_engine.py"))]
+        command = [sys.executable, str(Path(__file__).with_name("scripted_engine.py"))]
         options = ServerOptions(EngineConfig("none", max_num_seqs=1), ("m",), max_queue=1)
         client = EngineClient(options, Metrics("m"), command=command)
         before = set(children_of(os.getpid()))

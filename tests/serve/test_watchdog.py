@@ -116,7 +116,7 @@ def test_time_in_which_everything_is_stopped_does_not_count(start: Any) -> None:
 
 
 def scripted_client(**settings: Any) -> EngineClient:
-    command = [sys.executable, str(Path(SCRIPTED[0]).with_name("scripted_engine.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("scripted_engine.py"))]
     return EngineClient(ServerOptions(EngineConfig("none"), ("m",), **settings), Metrics("m"), command=command)
 
 
