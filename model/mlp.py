@@ -9,15 +9,19 @@
 T tokens, D hidden size, E experts, k experts of a token.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.geglu import geglu
+from kernels.linear.experts import ExpertWeights, arrange_rows, expert_products, stack_experts
 from kernels.swiglu import swiglu
 from model.config import ModelConfig
 from model.experts_config import MixtureOfExperts
-from model.fused import FusedGate, FusedLinear
+from model.fused import Fused, FusedGate, FusedLinear
 from model.fused_adapters import AdapterChoices
 from model.linear import Linear
 
@@ -97,6 +101,7 @@ class Experts(nn.Module):
         shared = experts.shared_intermediate_size
         self.shared_expert = None if shared is None else MLP(config, shared)
         self.shared_expert_gate = None if shared is None else Scores(config.hidden_size, 1)
+        self.grouped: GroupedExperts | None = None
 
     @property
     def is_fused(self) -> bool:
@@ -111,6 +116,10 @@ class Experts(nn.Module):
             return y
         return y + torch.sigmoid(self.shared_expert_gate(x)).to(y.dtype) * self.shared_expert(x, slots)
 
+    def group(self) -> None:
+        """Of fused experts: have all computed at once, where their weights allow that."""
+        self.grouped = GroupedExperts.of([expert for expert in self.experts if isinstance(expert, MLP)])
+
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights w `[T, k]` fp32 and numbers `[T, k]` int64 of each token's experts."""
         weights, chosen = F.softmax(self.gate(x), dim=-1).topk(self.per_token, dim=-1)
@@ -118,6 +127,8 @@ class Experts(nn.Module):
 
     def _mixed(self, x: Tensor, weights: Tensor, chosen: Tensor, slots: Tensor | None) -> Tensor:
         """The rows of each expert lie together while it computes them."""
+        if self.grouped is not None:
+            return _weighted(self.grouped(x, chosen), weights)
         order = chosen.flatten().argsort(stable=True)
         sizes = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         tokens = order // self.per_token
@@ -130,5 +141,61 @@ class Experts(nn.Module):
             if len(mine) or torch.is_grad_enabled()
         ]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-        mixed = torch.cat(made).index_select(0, back).view(*chosen.shape, -1)
-        return torch.bmm(weights.to(mixed.dtype)[:, None], mixed)[:, 0]
+        return _weighted(torch.cat(made).index_select(0, back).view(*chosen.shape, -1), weights)
+
+
+def _weighted(y: Tensor, weights: Tensor) -> Tensor:
+    """Σ_e w_e y_e of `y [T, k, D]` and w `[T, k]`: `[T, D]`."""
+    return torch.bmm(weights.to(y.dtype)[:, None], y)[:, 0]
+
+
+class GroupedExperts:
+    """The serving form of all experts of a layer: one launch for each product, and no wait for what was chosen."""
+
+    def __init__(
+        self, gate_up: Sequence[ExpertWeights], down: ExpertWeights, num_experts: int, *, uses_gelu: bool
+    ) -> None:
+        """`gate_up`: one that makes both, or one each."""
+        self._gate_up, self._down = gate_up, down
+        self._num_experts, self._uses_gelu = num_experts, uses_gelu
+        self.total: Callable[[Tensor], Tensor] = lambda y: y
+        """The sum over all ranks, where each has a part of every expert's neurons."""
+
+    @classmethod
+    def of(cls, experts: Sequence[MLP]) -> "GroupedExperts | None":
+        """Of fused MLPs, whose weights then lie in the memory of these; None where one launch cannot hold them."""
+        gate_up = _stacked([expert.gate_up for expert in experts])
+        down = _stacked([expert.down for expert in experts])
+        if not gate_up or not down:
+            return None
+        for number, expert in enumerate(experts):
+            _share_memory(expert.gate_up, gate_up, number)
+            _share_memory(expert.down, down, number)
+        return cls(gate_up, down[0], len(experts), uses_gelu=experts[0].uses_gelu)
+
+    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """`x [T, D]` and the experts chosen for each token, int64 `[T, k]` -> `[T, k, D]`."""
+        rows = arrange_rows(chosen, self._num_experts, x.dtype)
+        made = [expert_products(x, weights, rows) for weights in self._gate_up]
+        gate, up = made if len(made) > 1 else made[0].chunk(2, dim=-1)
+        gated = geglu(gate, up) if self._uses_gelu else swiglu(gate, up)
+        return self.total(expert_products(gated, self._down, rows))[rows.back]
+
+
+def _stacked(layers: Sequence[Fused | None]) -> list[ExpertWeights] | None:
+    """The weights of each product of a layer, of all experts; None where more than that makes it, or they differ."""
+    found = []
+    for products in zip(*[() if layer is None else layer.products for layer in layers], strict=True):
+        is_plain = all(product.bias is None and product.adapters is None for product in products)
+        weights = stack_experts([product.weight for product in products]) if is_plain else None
+        if weights is None:
+            return None
+        found.append(weights)
+    return found
+
+
+def _share_memory(layer: Fused | None, weights: Sequence[ExpertWeights], number: int) -> None:
+    """Have an expert's own products read what is stacked, so that nothing is held twice."""
+    if layer is not None:
+        mine = zip(layer.products, weights, strict=True)
+        layer.products = [replace(product, weight=of_all[number]) for product, of_all in mine]

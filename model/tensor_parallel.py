@@ -30,7 +30,7 @@ from model.fused_adapters import AdapterChoices
 from model.kv_format import FixedScales
 from model.layers import SelfAttention
 from model.mesh import MeshError
-from model.mlp import MLP
+from model.mlp import MLP, Experts
 from model.transformer import Transformer
 
 _MOST_RANKS = 64
@@ -269,8 +269,6 @@ class ShardedTransformer(Transformer):
         super().__init__(rank_config(config.keep_layers(tuple(layers_of_stage(config, stage))), group))
         self.config = replace(self.config, vocab_size=config.vocab_size)
         self._group, self._stage = group, stage
-        if stage.count > 1:
-            self.can_be_captured = False  # a capture that is given up would have received once, and receives again
         if stage.index:
             self.model.embed_tokens, self.lm_head = nn.Identity(), None  # type: ignore[assignment]
         self._vocabularies = [_vocabulary_of(config, group, index) for index in range(group.count)]
@@ -306,7 +304,11 @@ class ShardedTransformer(Transformer):
     def fuse(self, choices: AdapterChoices = ()) -> Transformer:
         """As `Transformer.fuse`; from here on it can be computed."""
         super().fuse(choices)
+        if self._stage.count > 1:
+            self.can_be_captured = False  # a capture that is given up would have received once, and receives again
         for part in self.modules():
+            if isinstance(part, Experts) and part.grouped is not None:
+                part.grouped.total = self._group.sum
             fused = {SelfAttention: "output", MLP: "down"}.get(type(part))
             if fused is not None:
                 linear = getattr(part, fused)

@@ -23,7 +23,7 @@ from model.kv_format import FixedScales
 from model.layers import DecoderLayer, RMSNorm, Rotary, Routing, SelfAttention
 from model.linear import AnyEmbedding, AnyLinear, Embedding, Linear
 from model.lora import LoraError, adapted_layers
-from model.mlp import MLP
+from model.mlp import MLP, Experts
 from model.quantized import QuantizedLayer, QuantizedLinear
 from model.routed import RoutedLayer
 
@@ -52,8 +52,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.can_be_captured = config.experts is None
-        """Whether its code decides nothing by what tensors hold; where experts are chosen, the host reads how many rows
-        each has."""
+        """Whether its code decides nothing by what tensors hold; where experts are chosen that are not grouped, the
+        host reads how many rows each has."""
         self.model = Body(config)
         self.lm_head: AnyLinear | None = None
         if not config.tie_word_embeddings:
@@ -213,6 +213,10 @@ class Transformer(nn.Module):
         for part in self.modules():
             if isinstance(part, SelfAttention | MLP):
                 part.fuse(choices, self.dtype)
+        experts = [part for part in self.modules() if isinstance(part, Experts)]
+        for part in experts:
+            part.group()
+        self.can_be_captured = all(part.grouped is not None for part in experts)
         if room is not None:
             self.adapter_slots = self._slots(room)
         self._prepare_head()

@@ -30,6 +30,8 @@ from kernels.attention.rotary import apply_rotary, rope_frequencies, rotary_tabl
 from kernels.attention.rotary_write import HeadNorms, rotate_and_write
 from kernels.attention.visible_slots import VisibleSlots, list_visible_slots, plan_visible_slots
 from kernels.attention.write_pages import write_pages
+from kernels.linear.dense import PreparedWeight
+from kernels.linear.experts import arrange_rows, expert_products, stack_experts
 from kernels.linear.leading_rows import linear_of_leading_rows
 from kernels.linear.lora import LoraWeights, lora_add
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
@@ -259,7 +261,8 @@ def quantized(dtype: torch.dtype) -> None:
 
 
 def products(dtype: torch.dtype) -> None:
-    """One row, many rows that the weight is written out for, and many that are rounded as it is; every format."""
+    """One row, many rows that the weight is written out for, and many that are rounded as it is; every format. Of
+    experts few rows and many, dense and quantized."""
     for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
         weight = prepare_quantized_weight(quantize(torch.zeros(256, 1024)))
         for tokens in (1, 256):
@@ -267,6 +270,12 @@ def products(dtype: torch.dtype) -> None:
     for quantize, rounded in ((quantize_int8, torch.int8), (quantize_fp8, torch.float8_e4m3fn)):
         weight = prepare_quantized_weight(quantize(torch.zeros(256, 1024)))
         rounded_linear(rows(256, 1024, dtype=dtype, differentiable=False), weight, None, Rounding(rounded))
+    weight = prepare_quantized_weight(quantize_int4(torch.zeros(256, 1024)))
+    for experts in (weight, PreparedWeight(torch.zeros(256, 1024, dtype=dtype))):
+        for tokens in (1, 256):
+            arranged = arrange_rows(torch.zeros(tokens, 1, dtype=torch.int64), 4, dtype)
+            stacked = stack_experts([experts] * 4)
+            expert_products(rows(tokens, 1024, dtype=dtype, differentiable=False), stacked, arranged)
 
 
 def optimizer(dtype: torch.dtype) -> None:
@@ -311,7 +320,10 @@ KERNELS = {
     },
     "optimizer": {"adamw_8bit._update_kernel"},
     "paged": {"paged._attend_kernel"},
-    "products": {"quantized._product_kernel", "quantized._expand_kernel", "_rounded_tiles._codes_kernel"},
+    "products": {
+        "quantized._product_kernel", "quantized._expand_kernel", "_rounded_tiles._codes_kernel",
+        "experts._expert_kernel",
+    },
     "quantized": {"quantized._product_kernel", "quantized._grad_input_kernel", "quantized._expand_kernel"},
     "sampling": {
         "random._fill_kernel", "_thresholds._extremes_kernel", "_thresholds._narrow_kernel", "sample._kept_mass_kernel",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.case import Adapt, Call, Candidate, Case, Inputs, Outputs, Shape, by_name
-from bench.kernels.families import attention, elementwise, linear, losses, sampling
+from bench.kernels.families import attention, elementwise, experts, linear, losses, sampling
 from bench.kernels.families.attention import documents, paged
 from bench.kernels.families.elementwise import EPS, gate, norm, rotary, routed
 from bench.kernels.families.losses import KINDS, loss
@@ -173,6 +173,11 @@ LEADING = [
     _ours(by_name(linear.of_leading_rows)),
     Candidate("torch, after a wait", by_name(linear.wait_and_multiply)),
     Candidate("torch, all rows", by_name(linear.all_rows)),
+]
+EXPERTS = [
+    _ours(experts.in_one_launch),
+    Candidate("torch, one after the other", experts.one_after_the_other),
+    Candidate("torch grouped", experts.torch_grouped),
 ]
 
 
@@ -352,6 +357,11 @@ PARTS = {
           for verb in ROUTED),
         Group(LEADING, [linear.leading(48, 96, 64, 8)],
               [linear.leading(4096, 28_672, 2048, used) for used in (256, 1024, 2048)])),
+    "experts": Part(
+        "Multiply tokens with the weights of the experts that they chose: gate and up of Mixtral and of Qwen3-30B-A3B.",
+        Group(EXPERTS, [experts.experts(48, 96, 4, 2, 8)],
+              [experts.experts(*shape, rows) for shape in ((4096, 28_672, 8, 2), (2048, 1536, 128, 8))
+               for rows in (1, 16, 256, 4096)])),
 }
 # fmt: on
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kernels.attention.flash import flash_attention
 from kernels.attention.paged import paged_attention
+from kernels.linear.dense import PreparedWeight
+from kernels.linear.experts import arrange_rows, expert_products, stack_experts
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from kernels.linear.rounded import Rounding, rounded_linear
@@ -60,7 +62,7 @@ def backward(*outputs: Tensor) -> None:
 
 
 QUANTIZE = {"nf4": quantize_nf4, "int4": quantize_int4, "int8": quantize_int8, "fp8": quantize_fp8}
-WEIGHT_BYTES = {"nf4": 0.5 + 1 / 64, "int4": 0.5 + 4 / 128, "int8": 1.0, "fp8": 1.0}
+WEIGHT_BYTES = {"dense": 2.0, "nf4": 0.5 + 1 / 64, "int4": 0.5 + 4 / 128, "int8": 1.0, "fp8": 1.0}
 """Read for each weight, with its share of a scale."""
 MOST_RATIO = {"nf4": 1.15, "int4": 1.0, "int8": 1.0, "fp8": 1.0}
 
@@ -75,6 +77,14 @@ def _linear(format: str, rows: int, *, dtype: torch.dtype = BF16, learns: bool =
 def _rounded(format: str, rounded: torch.dtype) -> None:
     weight = prepare_quantized_weight(QUANTIZE[format](zeros(256, 1024, dtype=FP32)))
     rounded_linear(zeros(256, 1024), weight, None, Rounding(rounded))
+
+
+def _experts(format: str, rows: int) -> None:
+    dense = zeros(256, 1024)
+    weight = PreparedWeight(dense) if format == "dense" else prepare_quantized_weight(QUANTIZE[format](dense.float()))
+    arranged = arrange_rows(torch.zeros(rows, 1, dtype=torch.int64), 8, BF16)
+    stacked = stack_experts([weight] * 8)
+    expert_products(zeros(rows, 1024), stacked, arranged)  # type: ignore[arg-type]
 
 
 def _weights(format: str) -> BytesRead:
@@ -106,6 +116,11 @@ def _linear_cases() -> list[Case]:
         *forward,
         *learned,
         Case("nf4, gradients of 128 rows", "quantized._grad_input_kernel", partial(_linear, "nf4", 128, learns=True)),
+        *(
+            Case(f"experts, {format}, {rows} rows", "experts._expert_kernel", partial(_experts, format, rows),
+                 bytes_read=_weights(format), keeps_registers=True)
+            for format in ("dense", "int4") for rows in (16, 1024)
+        ),
         Case("int8 times int8, 256 rows", "_rounded_tiles._codes_kernel", partial(_rounded, "int8", INT8)),
         Case("fp8 times fp8, 256 rows", "_rounded_tiles._codes_kernel", partial(_rounded, "fp8", FP8), (89, 90)),
         *(

@@ -95,7 +95,7 @@ def quantized_linear_reference(
 
 
 @triton.jit
-def _tile_product(
+def tile_product(
     b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
     tile, o_n, m_n, m_t, end, num_outputs, num_groups,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
@@ -166,7 +166,7 @@ def _product_kernel(
     end = tl.minimum((split + 1) * tiles_each * TILE, num_inputs)
     for first in tl.range(split * tiles_each, tl.cdiv(end, TILE), DEPTH, num_stages=STAGES):
         for tile in tl.static_range(DEPTH):
-            b_sum = _tile_product(
+            b_sum = tile_product(
                 b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, first + tile,
                 o_read, m_read, m_t, end, num_outputs, num_groups, FORMAT, WORDS, GROUP, ZERO, TILE, WHOLE, IN_PAIRS,
                 INTERPRETED,
@@ -354,12 +354,11 @@ def _launch_product(
     parts = None
     if splits > 1:
         parts = torch.empty(*grid, splits, tiles.outputs, tiles.rows, dtype=torch.float32, device=x.device)
-    # The interpreter knows no PTX, and where every element has its scale it is fp32 that is scaled.
-    in_pairs = x.dtype == torch.bfloat16 and weight.group != 1 and not is_interpreted(x)
+    in_pairs = decodes_in_pairs(weight, x)
     operands, counts, adapter_constants = adapters
-    constants = _constants(weight, tiles, x) | adapter_constants
+    constants = constants_of(weight, tiles, x) | adapter_constants
     _product_kernel[(*grid, splits)](
-        x, *_tensors(weight, x.dtype, in_pairs=in_pairs), bias, *operands, parts, weight.arrived, out,
+        x, *tensors_of(weight, x.dtype, in_pairs=in_pairs), bias, *operands, parts, weight.arrived, out,
         rows, k, n, columns, len(weight.scales), steps * depth, *counts, x.stride(0), **constants,
         TOKENS=tiles.rows, DEPTH=depth, STAGES=constants["num_stages"], WHOLE=k % (depth * weight.tile) == 0,
         IN_PAIRS=in_pairs, GATED=gated,
@@ -375,8 +374,8 @@ def grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
     if rows:
         tiles = _smallest(_FP32_BACKWARD_TILES if grad.dtype == torch.float32 else _BACKWARD_TILES, rows)
         _grad_input_kernel[(len(weight.words), triton.cdiv(rows, tiles.rows))](
-            grad, *_tensors(weight, torch.float32), out, rows, k, n, len(weight.scales), grad.stride(0),
-            **_constants(weight, tiles, grad), TOKENS=tiles.rows,
+            grad, *tensors_of(weight, torch.float32), out, rows, k, n, len(weight.scales), grad.stride(0),
+            **constants_of(weight, tiles, grad), TOKENS=tiles.rows,
         )  # fmt: skip
     return out
 
@@ -386,21 +385,27 @@ def expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.words.device)
     _expand_kernel[(len(weight.words), triton.cdiv(n, _EXPAND_TILES.outputs))](
-        *_tensors(weight, torch.float32), out, k, n, len(weight.scales), **_constants(weight, _EXPAND_TILES, out)
+        *tensors_of(weight, torch.float32), out, k, n, len(weight.scales), **constants_of(weight, _EXPAND_TILES, out)
     )
     return out
 
 
-def _tensors(weight: TiledWeight, dtype: torch.dtype, *, in_pairs: bool = False) -> tuple[Tensor | None, ...]:
+def decodes_in_pairs(weight: TiledWeight, x: Tensor) -> bool:
+    """Whether a kernel makes bf16 of two codes at once, by bit operations in PTX, of which the interpreter has none."""
+    # Where every element has its scale it is fp32 that is scaled.
+    return x.dtype == torch.bfloat16 and weight.group != 1 and not is_interpreted(x)
+
+
+def tensors_of(weight: TiledWeight, dtype: torch.dtype, *, in_pairs: bool = False) -> tuple[Tensor | None, ...]:
     table, dynamic = tables(weight, None if in_pairs else dtype)
     nested = dynamic, weight.nested_absmax, weight.offset
     return weight.words, table, weight.zeros, weight.scales, weight.minima, *nested
 
 
-def _constants(weight: TiledWeight, tiles: Tiles, x: Tensor) -> dict[str, Any]:
+def constants_of(weight: TiledWeight, tiles: Tiles, x: Tensor) -> dict[str, Any]:
     return {
         "FORMAT": weight.format,
-        "WORDS": weight.words.shape[2],
+        "WORDS": weight.words.shape[-1],
         "GROUP": weight.group,
         "ZERO": weight.zero,
         "TILE": weight.tile,
