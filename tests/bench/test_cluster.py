@@ -176,7 +176,8 @@ def test_one_replica_with_a_batch_of_one_waits_as_an_m_d_1_queue(use: float) -> 
 def test_more_replicas_are_never_worse_on_the_same_trace(seed: int, count: int) -> None:
     """Twice as many by turns: each has every other request of what one had before.
 
-    One request alone may come when a step has just begun that would have ended with more to compute: it waits for that.
+    One request alone, and so the last, may come when a step has just begun that would have ended with more to compute:
+    it waits for that.
     """
     draw = random.Random(seed)
     trace = [single(n, draw.uniform(0, 0.1), draw.randint(8, 200), draw.randint(1, 40)) for n in range(80)]
@@ -186,7 +187,7 @@ def test_more_replicas_are_never_worse_on_the_same_trace(seed: int, count: int) 
     assert all(second <= first + LONGEST_STEP_S for first, second in zip(before, after, strict=True))
     assert statistics.fmean(after) <= statistics.fmean(before)
     assert statistics.fmean(map(whole_answer, many.requests)) <= statistics.fmean(map(whole_answer, few.requests))
-    assert last_end(many) <= last_end(few)
+    assert last_end(many) <= last_end(few) + LONGEST_STEP_S
 
 
 def first_token(request: Request) -> float:
