@@ -98,12 +98,17 @@ def nudged(model: "Transformer") -> Iterator[None]:
         weight.copy_(before)
 
 
-def by_blas(interpreter: str, type: str, asked: list[list[int]], scratch: Path) -> dict[str, Any]:
-    """How far llama.cpp's distributions at each position, by BLAS, are from ours, and what multiplies there."""
-    file, folder, out = scratch / f"{type}.gguf", scratch / type, scratch / f"{type}.npy"
+def written(type: str, scratch: Path) -> tuple[Path, "Transformer"]:
+    """The teacher's file of a type, and what it is here, in fp32."""
+    file, folder = scratch / f"{type}.gguf", scratch / type
     export_gguf(teacher_folder(), file, type=type)
     import_gguf_blocks(file, folder)
-    model = load_model(folder, dtype=torch.float32)
+    return file, load_model(folder, dtype=torch.float32)
+
+
+def by_blas(interpreter: str, type: str, asked: list[list[int]], scratch: Path) -> dict[str, Any]:
+    """How far llama.cpp's distributions at each position, by BLAS, are from ours, and what multiplies there."""
+    (file, model), out = written(type, scratch), scratch / f"{type}.npy"
     case = {"file": str(file), "prompts": asked, "threads": torch.get_num_threads(), "out": str(out)}
     about = run_side(interpreter, "bench.quantize.llama_cpp_blas", case)
     theirs = torch.from_numpy(np.load(out, mmap_mode="c", allow_pickle=False))
@@ -125,10 +130,7 @@ def distance(one: Tensor, other: Tensor) -> dict[str, float]:
 
 
 def compare(type: str, asked: list[list[int]], scratch: Path) -> dict[str, Any]:
-    file, folder = scratch / f"{type}.gguf", scratch / type
-    export_gguf(teacher_folder(), file, type=type)
-    import_gguf_blocks(file, folder)
-    model = load_model(folder, dtype=torch.float32)
+    file, model = written(type, scratch)
     plain, rounded = ours(model, asked), ours_rounded(model, asked)
     with nudged(model):
         near = ours_rounded(model, asked)

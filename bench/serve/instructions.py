@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, teacher_folder, write_result
+from bench.common import run_side, teacher_folder, write_result
 from kernels.linear.cpu_form import cpu_form
 from model.files.checkpoint import load_model
 from model.formats.gguf.reader import import_gguf, import_gguf_blocks
@@ -64,11 +63,13 @@ def measured(form: str, folder: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", nargs=2, metavar=("FORM", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("case", nargs="?", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side:
-        print(json.dumps(measured(*options.side)))
+    if options.case:
+        case = json.loads(options.case.read_text())
+        print(json.dumps(measured(case["form"], case["folder"])))
         return
+    os.environ["ATEN_CPU_CAPABILITY"] = "avx2"  # torch reads it when it is imported: in the sides
     with tempfile.TemporaryDirectory() as scratch:
         write_result("instructions-cpu", "python -m bench.serve.instructions", compare(Path(scratch)))
 
@@ -81,7 +82,9 @@ def compare(scratch: Path) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
     for _ in range(TURNS):
         for form in FORMS:
-            found[form].append(side(form, dense if form == "dense" else folder))
+            model = dense if form == "dense" else folder
+            case = {"form": form, "folder": str(model), "threads": 1, "out": str(scratch / form)}
+            found[form].append(run_side(sys.executable, "bench.serve.instructions", case))
     speeds = {form: statistics.median(one["tokens_per_s"] for one in turns) for form, turns in found.items()}
     for form, speed in speeds.items():
         print(f"  {form}: {speed:.1f} tokens/s, {speed / speeds['torch']:.2f} times torch's operators", flush=True)
@@ -92,16 +95,6 @@ def compare(scratch: Path) -> dict[str, Any]:
         "ratio_to_dense": {form: speed / speeds["dense"] for form, speed in speeds.items()},
         "turns": found,
     }
-
-
-def side(form: str, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.serve.instructions", "--side", form, str(folder)]
-    # torch reads its own variable when it is imported
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{form} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
