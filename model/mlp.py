@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.geglu import geglu
-from kernels.linear.experts import ExpertWeights, arrange_rows, expert_products, stack_experts
+from kernels.linear.experts import ExpertWeights, arrange_rows, expert_products, sort_by_expert, stack_experts
 from kernels.swiglu import swiglu
 from model.config import ModelConfig
 from model.experts_config import MixtureOfExperts
@@ -129,9 +129,8 @@ class Experts(nn.Module):
         """The rows of each expert lie together while it computes them."""
         if self.grouped is not None:
             return _weighted(self.grouped(x, chosen), weights)
-        order = chosen.flatten().argsort(stable=True)
-        sizes = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
-        tokens = order // self.per_token
+        tokens, back, counts = sort_by_expert(chosen, len(self.experts))
+        sizes = counts.tolist()
         rows = x.index_select(0, tokens).split(sizes)
         their_slots = [None] * len(sizes) if slots is None else slots.index_select(0, tokens).split(sizes)
         # While it trains, an expert without tokens has gradients of zero: all processes wait for the same ones.
@@ -140,8 +139,7 @@ class Experts(nn.Module):
             for expert, mine, mine_slots in zip(self.experts, rows, their_slots, strict=True)
             if len(mine) or torch.is_grad_enabled()
         ]
-        back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-        return _weighted(torch.cat(made).index_select(0, back).view(*chosen.shape, -1), weights)
+        return _weighted(torch.cat(made).index_select(0, back.flatten()).view(*chosen.shape, -1), weights)
 
 
 def _weighted(y: Tensor, weights: Tensor) -> Tensor:

@@ -35,6 +35,17 @@ _FP32_TILES = {True: Tiles(16, 64, 4, 2), False: Tiles(32, 64, 8, 2)}
 _DENSE_TILE = 64
 
 
+class RowsByExpert(NamedTuple):
+    """Rows of tokens in the order of the experts that they chose."""
+
+    sources: Tensor
+    """int64 [S]: the token of each row."""
+    back: Tensor
+    """int64 [T, k]: the row of each choice of a token."""
+    sizes: Tensor
+    """int64 [E]: how many rows each expert has."""
+
+
 class ExpertRows(NamedTuple):
     """Which rows each expert computes."""
 
@@ -87,18 +98,24 @@ def _kind(weight: TiledWeight) -> tuple[object, ...]:
     return (weight.format, weight.tile, weight.group, weight.zero, *forms)
 
 
-def arrange_rows(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> ExpertRows:
-    """The rows of `expert_products` for the experts chosen by each token, int64 [T, k]; `dtype` of the tokens."""
+def sort_by_expert(chosen: Tensor, num_experts: int) -> RowsByExpert:
+    """Of the experts chosen by each token, int64 [T, k]; nothing waits for the device."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
     sizes = torch.zeros(num_experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    return RowsByExpert(order // chosen.shape[1], back.view_as(chosen), sizes)
+
+
+def arrange_rows(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> ExpertRows:
+    """The rows of `expert_products` for the experts chosen by each token, int64 [T, k]; `dtype` of the tokens."""
+    sources, back, sizes = sort_by_expert(chosen, num_experts)
     starts = F.pad(sizes.cumsum(0), (1, 0)).int()
-    numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=flat.device)
-    is_decode = len(flat) <= _DECODE_ROWS * num_experts
+    numbers = torch.arange(num_experts + 1, dtype=torch.int32, device=sizes.device)
+    is_decode = len(sources) <= _DECODE_ROWS * num_experts
     rows = _tiles(dtype, is_decode=is_decode).rows
-    tiles, num_tiles = plan_tiles(starts, numbers, num_rows=len(flat), rows_per_tile=rows, last_first=False)
-    return ExpertRows((order // chosen.shape[1]).int(), back.view_as(chosen), tiles, num_tiles, is_decode)
+    tiles, num_tiles = plan_tiles(starts, numbers, num_rows=len(sources), rows_per_tile=rows, last_first=False)
+    return ExpertRows(sources.int(), back, tiles, num_tiles, is_decode)
 
 
 def _tiles(dtype: torch.dtype, *, is_decode: bool) -> Tiles:

@@ -166,12 +166,8 @@ class Engine:
                 graphs=self.graphs,
             )
         )
-        fixed = self.config.num_speculative_tokens
-        self.draft_length = (
-            AdaptiveLength(target_costs, draft_costs, self.draft)
-            if fixed is None
-            else FixedLength(fixed, target_costs, draft_costs, self.draft)
-        )
+        fixed, known = self.config.num_speculative_tokens, (target_costs, draft_costs, self.draft)
+        self.draft_length = AdaptiveLength(*known) if fixed is None else FixedLength(fixed, *known)
 
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
@@ -305,6 +301,8 @@ class Engine:
                 continue
             try:
                 self._launch([Work(chunk, sequence)])
+            except RankError:
+                raise
             except Exception as error:
                 outputs += self.requests.fail([sequence, *sequence.siblings], error)
             synchronize(self.device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.collectives import RankError
 from model.families.registry import FAMILIES
 from model.files.checkpoint import save_model
 from model.transformer import Transformer
@@ -359,6 +360,21 @@ def test_a_failed_device_ends_the_process_and_not_one_request_after_the_other(
     with pytest.raises(RuntimeError, match="device-side assert"):
         engine.step()
     assert failing.has_failed and failing.num_launched_after == 0
+
+
+def test_a_rank_that_is_lost_while_requests_are_computed_one_by_one_ends_the_engine(model: Transformer) -> None:
+    """No request is to blame, and none is told that it failed."""
+    calls = iter([RuntimeError("together they do not fit"), RankError("rank 1 has ended")])
+
+    class Lost(CountingModel):
+        def __call__(self, *_: Any, **__: Any) -> Tensor:
+            raise next(calls)
+
+    engine = make_engine(Lost(model))
+    engine.add_request("one", [5, 6], greedy(4))
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        engine.step()
+    assert engine.stats().num_running == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

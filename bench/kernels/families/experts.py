@@ -11,7 +11,13 @@ from torch import Tensor
 
 from bench.kernels.case import Call, Inputs, NotItsTask, Shape, in_fp64, normal
 from kernels.linear.dense import PreparedWeight
-from kernels.linear.experts import arrange_rows, expert_products, expert_products_reference, stack_experts
+from kernels.linear.experts import (
+    arrange_rows,
+    expert_products,
+    expert_products_reference,
+    sort_by_expert,
+    stack_experts,
+)
 
 
 def experts(k: int, n: int, num_experts: int, per_token: int, rows: int) -> Shape:
@@ -48,10 +54,9 @@ def one_after_the_other(inputs: Inputs) -> Call:
     weights, chosen = inputs.weights, inputs.chosen
 
     def multiply(x: Tensor) -> Tensor:
-        order, sizes = _sorted(chosen, len(weights))
-        rows = x[order // chosen.shape[1]].split(sizes.tolist())
-        made = torch.cat([F.linear(mine, weight) for mine, weight in zip(rows, weights, strict=True)])
-        return _unsorted(made, order, chosen)
+        sources, back, sizes = sort_by_expert(chosen, len(weights))
+        rows = x[sources].split(sizes.tolist())
+        return torch.cat([F.linear(mine, weight) for mine, weight in zip(rows, weights, strict=True)])[back]
 
     return multiply
 
@@ -63,20 +68,7 @@ def torch_grouped(inputs: Inputs) -> Call:
     weights, chosen = inputs.weights.transpose(1, 2), inputs.chosen
 
     def multiply(x: Tensor) -> Tensor:
-        order, sizes = _sorted(chosen, len(weights))
-        made = torch._grouped_mm(x[order // chosen.shape[1]], weights, offs=sizes.cumsum(0).int())
-        return _unsorted(made, order, chosen)
+        sources, back, sizes = sort_by_expert(chosen, len(weights))
+        return torch._grouped_mm(x[sources], weights, offs=sizes.cumsum(0).int())[back]
 
     return multiply
-
-
-def _sorted(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Choices by expert, and how many each has."""
-    flat = chosen.flatten()
-    sizes = torch.zeros(num_experts, dtype=flat.dtype, device=flat.device)
-    return flat.argsort(stable=True), sizes.scatter_add_(0, flat, torch.ones_like(flat))
-
-
-def _unsorted(rows: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
-    """Rows by expert as [T, k, N]."""
-    return torch.empty_like(rows).index_copy_(0, order, rows).view(*chosen.shape, -1)
