@@ -1,6 +1,7 @@
 """Stage `quantize` on a tiny teacher: what it publishes, compares, recovers, and how it goes on after a kill."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from model.files.checkpoint import load_model
 from model.quantized import quantized_layers
 from pipeline.errors import UserError
 from pipeline.results import Result
+from pipeline.stages.shared import training
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from tests.compare import check_close
@@ -113,10 +115,21 @@ def test_a_recovery_that_changes_no_rounded_weight_says_so(tmp_path: Path, caplo
     how: dict[str, Any] = {"compare": [], "method": "round", "train": "all", "tokens": "512"}
     run(tmp_path / "slow", **how, learning_rate=1e-5)
     assert "recovery has changed levels or scales of 0 of 21 projections" in caplog.text
-    assert "no level and no scale of small: it takes a higher learning_rate than 1e-05" in caplog.text
+    assert "no level and no scale of small: a higher learning_rate than 1e-05 or more tokens may help" in caplog.text
     caplog.clear()
     run(tmp_path / "fast", **how, learning_rate=0.3)
     assert "of 21 of 21 projections" in caplog.text and "no level and no scale" not in caplog.text
+
+
+@pytest.mark.parametrize(("rate", "remedy"), [(1e-6, "higher"), (0.3, "lower")])
+def test_a_recovery_that_makes_it_worse_names_one_remedy(
+    rate: float, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where no level and no scale has changed, smaller steps would be no remedy."""
+    monkeypatch.setattr(training, "describe_loss", lambda before, after: "by a little")
+    run(tmp_path, compare=[], method="round", train="all", tokens="256", learning_rate=rate)
+    assert f"training made small worse: by a little; a {remedy} learning_rate than {rate:g} or more" in caplog.text
+    assert set(re.findall(r"a (higher|lower) learning_rate", caplog.text)) == {remedy}
 
 
 def test_figures_and_gate_are_those_with_the_cache_in_8_bits(

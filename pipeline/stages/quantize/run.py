@@ -61,6 +61,9 @@ COST_TOKENS = 2_048
 class QuantizeStage(RecoveryStage[Quantize]):
     """Rounded weights and the dense model that teaches them."""
 
+    changed: int | None = None
+    """Of how many projections recovery has changed levels or scales, once it has run."""
+
     @property
     def kv_cache_dtype(self) -> str:  # type: ignore[override]
         """The recipe's."""
@@ -70,6 +73,12 @@ class QuantizeStage(RecoveryStage[Quantize]):
         """A copy with levels and scales as files will hold them, the rest rounded to bf16."""
         form = quantized_copy(model).to(PUBLISHED_DTYPE)
         return form.to(choose_dtype("auto", model.device)).requires_grad_(False)
+
+    def remedy(self) -> str:
+        """The opposite where steps were too short for any level or scale: then it is not their length that harms."""
+        if self.changed != 0:
+            return super().remedy()
+        return f"a higher learning_rate than {self.config.learning_rate:g} or more tokens may help"
 
     def dense(self) -> Transformer:
         """The parent in fp32."""
@@ -342,12 +351,13 @@ def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
 def _tell_changes(stage: QuantizeStage, student: Transformer) -> None:
     """Of a recovery, which may have been too short to change any number that files hold."""
     paths = _layer_files(stage.rounded_folder(stage.config.method))
-    changed = sum(_changed_projections(layer, path) for layer, path in zip(layers_of(student), paths, strict=True))
+    stage.changed = sum(
+        _changed_projections(layer, path) for layer, path in zip(layers_of(student), paths, strict=True)
+    )
     total = sum(len(quantized_layers(layer)) for layer in layers_of(student))
-    log.info("recovery has changed levels or scales of %d of %d projections", changed, total)
-    if not changed:
-        rate = f"a higher learning_rate than {stage.config.learning_rate:g} or more tokens"
-        log.warning("recovery has changed no level and no scale of %s: it takes %s", stage.config.out, rate)
+    log.info("recovery has changed levels or scales of %d of %d projections", stage.changed, total)
+    if not stage.changed:
+        log.warning("recovery has changed no level and no scale of %s: %s", stage.config.out, stage.remedy())
 
 
 def _changed_projections(layer: DecoderLayer, path: Path) -> int:

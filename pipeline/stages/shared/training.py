@@ -255,8 +255,7 @@ class TrainingStage(Generic[C]):
         known = before[-1].quality if before else None
         worse = describe_loss(known, quality) if known and training.steps else None
         if worse:
-            rate = f"a lower learning_rate than {config.learning_rate:g} or more tokens may help"
-            log.warning("training made %s worse: %s; %s", config.out, worse, rate)
+            log.warning("training made %s worse: %s; %s", config.out, worse, self.remedy())
         parity = check_parity(candidate, self.held_out.batches, published.device)
         details, own_checks = self.examine(published, details)
         checks = (*check_gate(config.gate, quality, known), *more_checks, *own_checks)
@@ -282,6 +281,10 @@ class TrainingStage(Generic[C]):
     def examine(self, published: Transformer, details: D) -> tuple[D, Sequence[Check]]:
         """What a kind measures of what is published beside its quality, and what it asks of that."""
         return details, ()
+
+    def remedy(self) -> str:
+        """What may help where training has made a model worse."""
+        return f"a lower learning_rate than {self.config.learning_rate:g} or more tokens may help"
 
     def _quality(self, published: Transformer, known: Quality | None) -> Quality:
         """Of what is published; `known` before, unless its cache changes it."""
