@@ -1,17 +1,19 @@
 """Which trial comes next, running it, and what is written in the end.
 
-First each choice alone and brief: fewer layers with all their bits, fewer bits with all layers. Of these the search
-predicts every combination: its distance to the teacher is the sum of theirs, its time a token the product of their
-ratios, its memory is known by arithmetic. Combinations then run in full, the most promising first, until time is over.
+First each choice alone and brief: fewer layers with all their bits, fewer bits with all layers, in turn, those that
+keep most of the teacher before others. Of these the search predicts combinations: their distance to the teacher is the
+sum of theirs, their time a token the product of their ratios, their memory is known by arithmetic. When all are tried,
+or half of the time is over, combinations run in full, the most promising first.
 """
 
 import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +56,20 @@ class Record(msgspec.Struct):
 # --- what comes next --------------------------------------------------------------------------------------------------
 
 
-def singles(space: Space, fitting: Sequence[Trial]) -> list[Trial]:
-    """Each choice alone that some combination which fits has, brief where that is less work."""
-    wanted = [{None, *(one.choices[place] for one in fitting)} for place in range(len(space.choices))]
-    alone = [
-        one
-        for one in space.combinations()
-        if sum(map(bool, one.choices)) == 1
-        and all(choice in known for choice, known in zip(one.choices, wanted, strict=True))
-    ]
-    brief = [replace(one, brief=True) for one in alone]
-    return [less if space.stages(less) != space.stages(one) else one for one, less in zip(alone, brief, strict=True)]
+def singles(space: Space, memory: Mapping[Trial, int], fitting: Sequence[Trial]) -> list[Trial]:
+    """Each choice alone that some combination which fits has, brief where that is less work.
+
+    Stages take turns, the last one first, each beginning with what leaves the largest model: wherever the search is
+    stopped, it knows of every stage what changes least. `memory`: bytes of what can be made.
+    """
+    found = []
+    for place in reversed(range(len(space.choices))):
+        wanted = {one.choices[place] for one in fitting}
+        alone = [one for one in memory if one.choices[place] and sum(map(bool, one.choices)) == 1]
+        found.append(sorted([one for one in alone if one.choices[place] in wanted], key=lambda one: -memory[one]))
+    in_turn = [one for step in zip_longest(*found) for one in step if one is not None]
+    brief = [replace(one, brief=True) for one in in_turn]
+    return [less if space.stages(less) != space.stages(one) else one for one, less in zip(in_turn, brief, strict=True)]
 
 
 def predict(trial: Trial, memory: float, alone: dict[Trial, Measured], teacher: Measured) -> Measured | None:
@@ -107,7 +112,7 @@ class Search:
                 f"--memory is {size(int(targets.memory or 0))}, but the smallest model that can be tried, "
                 f"{min(self.memory, key=self.memory.__getitem__).name}, takes {size(min(self.memory.values()))}."
             )
-        self.all = [*singles(self.space, list(self.memory)), *self.memory]
+        self.all = [*singles(self.space, self.memory, list(self.memory)), *self.memory]
         """Every trial that there can be: processes agree on places in it."""
         self.growing = Growing(self.space)
         self.run = Run(self.growing.recipe, folder, cache=cache, processes=processes)
@@ -132,17 +137,17 @@ class Search:
         """
         for record in [one for one in self.records if one.state == "done"]:
             self._agreed(lambda trial=record.trial: trial)  # type: ignore[misc]
-        begun = time.monotonic()
         spent = sum(result.cost.seconds for result in self.run.results if result is not None)
         left = self.processes.agree(int(budget_s - spent))
         if left <= 0:
             return
+        end = time.monotonic() + left
         try:
             with alarm_after(left if self.processes.is_main else None):
-                while self._agreed(lambda: self._next(begun, left)):
+                while self._agreed(lambda: self._next(end, budget_s)):
                     pass
         except (KeyboardInterrupt, RunInterrupted):
-            if time.monotonic() - begun < left:
+            if time.monotonic() < end:
                 raise
             log.info("the time is over; what the last trial has done is kept")
 
@@ -154,22 +159,26 @@ class Search:
             self.attempt(self.all[place])
         return place != END
 
-    def _next(self, begun: float, left: float) -> Trial | None:
-        """What was begun and not finished, each choice alone, then combinations."""
+    def _next(self, end: float, budget_s: float) -> Trial | None:
+        """What was begun and not finished, else what is new: choices alone for half of the time, then combinations."""
         known = {record.trial: record.state for record in self.records}
-        trial = next((one for one, state in known.items() if state == "begun" and one in self.all), None)
-        if trial is None:
-            alone = singles(self.space, self.fitting)
-            trial = next((one for one in alone if one not in known), None)
-        if trial is None:
-            by_single = {one: found[0] for one, found in self.measured.items()}
-            open_ones = [one for one in self.fitting if one not in known]
-            guesses = [(one, predict(one, self.memory[one], by_single, self.teacher)) for one in open_ones]
-            trial = next(iter(order([(one, guess) for one, guess in guesses if guess], self.targets)), None)
+        left = end - time.monotonic()
+        begun = [one for one, state in known.items() if state == "begun" and one in self.all]
+        alone = [one for one in singles(self.space, self.memory, self.fitting) if one not in known]
+        together = self._promising(known)
+        new = [*together, *alone] if left < budget_s / 2 else [*alone, *together]
+        trial = next(iter([*begun, *new]), None)
         if trial is not None:
-            minutes = (left - (time.monotonic() - begun)) / 60
-            log.info("trial %d: %s (%.0f min left)", len(self.measured) + 1, trial.name, minutes)
+            log.info("trial %d: %s (%.0f min left)", len(self.measured) + 1, trial.name, left / 60)
         return trial
+
+    def _promising(self, known: Collection[Trial]) -> list[Trial]:
+        """What fits and is not known, as far as its choices are known alone; the most promising first."""
+        alone = {one: found[0] for one, found in self.measured.items()}
+        guesses = [
+            (one, predict(one, self.memory[one], alone, self.teacher)) for one in self.fitting if one not in known
+        ]
+        return order([(one, guess) for one, guess in guesses if guess], self.targets)
 
     def attempt(self, trial: Trial) -> None:
         """Runs the stages that the trial adds; one that fails is noted, and its stages leave the recipe again."""

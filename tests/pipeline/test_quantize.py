@@ -14,7 +14,9 @@ from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.quantized import quantized_layers
 from pipeline.errors import UserError
+from pipeline.recipe import load_recipe
 from pipeline.results import Result
+from pipeline.stages.base import kind_of
 from pipeline.stages.shared import training
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
@@ -156,6 +158,10 @@ def test_a_budget_of_bits_goes_to_the_layers_that_rounding_costs_most(tmp_path: 
     assert set(found.values()) == {"INT4", "INT8"}
     assert all(found[n] == found[n.replace("q_proj", "k_proj")] for n in found if n.endswith("q_proj"))
     assert 7 < result.details.bits_per_weight <= 7.5
+    ((kind, config),) = load_recipe(tmp_path / "run" / "recipe.yaml").stages
+    shapes = {"teacher": load_model(tmp_path / "run" / "01-quantize" / "model").config}
+    planned = kind_of(kind).weight_bytes(config, shapes, tmp_path)
+    assert planned == pytest.approx(result.models[-1].weight_bytes, rel=0.02), "which layers is not known, how much is"
     costs = {one.name: one.nats for one in result.details.costs}
     assert costs.keys() == found.keys() and min(costs.values()) > 0
     assert {one.name for one in result.details.costs if one.enlarged} == {n for n, f in found.items() if f == "INT8"}

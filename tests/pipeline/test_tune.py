@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from pipeline.run import run_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.schema import Recipe
 from pipeline.stages.base import read_result
-from pipeline.tune.search import RECORD, Search, alarm_after, order, predict, singles
+from pipeline.tune.search import RECORD, Record, Search, alarm_after, order, predict, singles
 from pipeline.tune.targets import Measured, Targets
 from pipeline.tune.trials import Growing, Space, Trial
 from tests.pipeline.tiny_run import RECIPE, ROOT, write_teacher, write_text
@@ -138,7 +139,7 @@ def test_where_choices_add_up_the_first_guess_is_what_trying_everything_finds(tm
         return Measured(trial.name, memory, tpot, sum(kl[name] for name in filter(None, trial.choices)))
 
     every = space.combinations()
-    alone = {one: truth(one) for one in singles(space, every)}
+    alone = {one: truth(one) for one in singles(space, {one: round(1e6 * truth(one).memory) for one in every}, every)}
     guesses = [(one, predict(one, truth(one).memory, alone, teacher)) for one in every]
     for bound in (0.05, 0.1, 0.2, 0.4):
         wanted = Targets(max_kl=bound)
@@ -146,6 +147,35 @@ def test_where_choices_add_up_the_first_guess_is_what_trying_everything_finds(tm
         allowed = [truth(one) for one in every if truth(one).kl <= bound]
         least = min(one.memory * one.tpot for one in allowed)
         assert truth(first).kl <= bound and truth(first).memory * truth(first).tpot == pytest.approx(least)
+
+
+def test_stages_take_turns_and_what_leaves_the_largest_model_comes_first(tmp_path: Path) -> None:
+    space = space_of(tmp_path)
+    memory = {one: space.weight_bytes(one, tmp_path / "cache") for one in space.combinations()}
+    found = singles(space, memory, list(memory))
+    places = [next(at for at, choice in enumerate(one.choices) if choice) for one in found]
+    shapes, bits = (len(names) for names in space.choices)
+    shorter = min(shapes, bits)
+    assert len(found) == shapes + bits and places[: 2 * shorter] == [1, 0] * shorter
+    for place in (0, 1):
+        sizes = [memory[replace(one, brief=False)] for one, at in zip(found, places, strict=True) if at == place]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_behind_half_of_the_time_combinations_come_first(tmp_path: Path) -> None:
+    """Else a search with many choices ends without one model that has them together."""
+    recipe, budget = load_recipe(RECIPE, overrides(tmp_path)), 1000.0
+    search = Search(recipe, RunFolder(tmp_path / "tuned"), Targets(), cache=tmp_path / "cache", processes=Processes())
+    search.teacher = Measured("teacher", 1.0, 1.0, 0.0)
+    first = search._next(time.monotonic() + 0.4 * budget, budget)
+    assert first is not None and sum(map(bool, first.choices)) == 1, "nothing can be predicted yet"
+    for one in singles(search.space, search.memory, search.fitting)[:2]:
+        search.measured[one] = [Measured(one.name, 1.0, 1.0, 0.1)]
+        search.records.append(Record([*one.choices], one.brief, "done"))
+    early, late = (search._next(time.monotonic() + share * budget, budget) for share in (0.6, 0.4))
+    assert early is not None and sum(map(bool, early.choices)) == 1
+    assert late is not None and not late.brief and late in search.fitting
+    assert all(any(choice in one.choices for one in search.measured) for choice in filter(None, late.choices))
 
 
 # --- a whole search ---------------------------------------------------------------------------------------------------
@@ -176,7 +206,7 @@ def _searched(recipe: Recipe, folder: RunFolder, *, trials: int) -> Search:
     """A search that is stopped, as time would stop it, after so many trials."""
     search = Search(recipe, folder, Targets(max_kl=0.5), cache=folder.path.parent / "cache", processes=Processes())
     choose = search._next
-    search._next = lambda begun, left: choose(begun, left) if len(search.measured) < trials else None  # type: ignore
+    search._next = lambda *when: choose(*when) if len(search.measured) < trials else None  # type: ignore[method-assign]
     search.execute(3600)
     return search
 

@@ -99,7 +99,7 @@ def choices(config: Quantize, shape: "ModelConfig") -> dict[str, Quantize]:
             bits = config.average_bits if weights is config.weights else None
             one = replace(config, weights=replace(weights, activations=activations), average_bits=bits)
             found.setdefault(one.short_name(), one)
-    for average in (5.0, 6.0):
+    for average in (5.5, 6.5):
         one = replace(config, weights=Weights(DEFAULT_WEIGHTS), average_bits=average)
         found.setdefault(one.short_name(), one)
     return found

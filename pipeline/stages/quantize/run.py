@@ -31,7 +31,7 @@ from compress.residual_stream import layers_of
 from model.config import ModelConfig
 from model.cost import quantized_size
 from model.files.cache_scales import with_cache_scheme
-from model.files.checkpoint import dense_sources, load_model, open_layerwise
+from model.files.checkpoint import dense_sources, load_model, open_layerwise, tensor_shapes
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import format_named
 from model.layers import DecoderLayer
@@ -168,8 +168,9 @@ def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> M
 
 
 def formats(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> dict[str, WeightFormat[Any]]:
-    """Without what a budget of bits gives to some layers: the least that it can take."""
-    return _formats(config, shapes[config.model], {})
+    """Where a budget of bits gives some layers more, of as many bytes as on any text, though not of the same layers."""
+    shape = shapes[config.model]
+    return _formats(config, shape, _enlarged_somewhere(config, shape))
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
@@ -211,14 +212,36 @@ def _larger(config: Quantize) -> WeightFormat[Any]:
     return replace(format, rounding=weights.rounding) if isinstance(format, IntegerFormat) else format
 
 
+def _enlarged_somewhere(config: Quantize, shape: ModelConfig) -> dict[str, WeightFormat[Any] | None]:
+    """Layers that would get the larger format if rounding any weight cost the same."""
+    if config.average_bits is None:
+        return {}
+    small, large = _candidates(config)
+    sizes = tensor_shapes(shape)
+    shapes = {
+        name: (sizes[f"{name}.weight"][0], sizes[f"{name}.weight"][1]) for name in formats_of_layers(shape, small)
+    }
+    costs = {name: {small: float(rows * columns), large: 0.0} for name, (rows, columns) in shapes.items()}
+    try:
+        chosen = choose_formats(costs, shapes, config.average_bits)
+    except ValueError as error:
+        raise UserError(f"quantize: {error}") from None
+    return {name: large for name, format in chosen.items() if format == large}
+
+
+def _candidates(config: Quantize) -> tuple[WeightFormat[Any], WeightFormat[Any]]:
+    """What a budget of bits chooses from for each layer."""
+    small: Any = format_named(config.weights.format, **config.weights.options())
+    try:
+        return small, _larger(config)
+    except ValueError as error:
+        raise UserError(f"quantize: larger: {error}") from None
+
+
 def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
     """Of each layer; as many as the budget lets have more bits get them, those whose rounding would cost most."""
     config = stage.config
-    small: Any = format_named(config.weights.format, **config.weights.options())
-    try:
-        large: Any = _larger(config)
-    except ValueError as error:
-        raise UserError(f"quantize: larger: {error}") from None
+    small, large = _candidates(config)
     text, dense = stage.calibration_text(min(config.calibration_tokens, COST_TOKENS)), stage.dense()
     log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
     costs = rounding_costs(dense, text, [small, large])
