@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.prune.depth import PackedBatch
-from kernels.attention._flash_cpu import visible_keys
+from kernels.attention._flash_cpu import attend_masked, visible_keys
 from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention
 from model.config import ModelConfig, Route
@@ -91,9 +91,8 @@ class _Parts(PackedAttention):
             mask = seen[start:stop].to(v.dtype).expand(stop - start, -1).masked_fill(hidden, -torch.inf)
             rows = (x[start:stop].to(v.dtype).transpose(0, 1) for x in (q, k, v))
             heads, keys, values = (x.repeat_interleave(1 if n == 0 else group, dim=0) for n, x in enumerate(rows))
-            mixed.append(
-                F.scaled_dot_product_attention(heads, keys, values, attn_mask=mask, scale=self.scale).transpose(0, 1)
-            )
+            found = attend_masked(heads, keys, values, mask, scale=self.scale, soft_cap=self.soft_cap)
+            mixed.append(found.transpose(0, 1))
         return torch.cat(mixed) * given.to(v.dtype)[:, None, None]
 
     def _variable(self, layer: int, like: Tensor) -> Tensor:

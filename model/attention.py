@@ -45,12 +45,13 @@ class PackedAttention:
 
     def __init__(self, config: ModelConfig, cu_seqlens: Tensor) -> None:
         """`cu_seqlens [B+1]` int32: where each document starts, and the number of tokens at the end."""
-        self.windows, self.scale = config.windows, config.attention_scale
-        self.cu_seqlens = cu_seqlens
+        self.windows, self.cu_seqlens = config.windows, cu_seqlens
+        self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
         q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
-        return flash_attention(q, k, v, self.cu_seqlens, window=self.windows[layer], scale=self.scale)
+        window = self.windows[layer]
+        return flash_attention(q, k, v, self.cu_seqlens, window=window, scale=self.scale, soft_cap=self.soft_cap)
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PackedAttention":
         attention = copy.copy(self)
@@ -120,8 +121,8 @@ class PagedAttention:
     """Writes the new keys and values into pages and attends over each sequence's whole past."""
 
     def __init__(self, config: ModelConfig, batch: PagedBatch, pages: KVPages) -> None:
-        self.windows, self.scale = config.windows, config.attention_scale
-        self.batch = batch
+        self.windows, self.batch = config.windows, batch
+        self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
         self.pages = pages
 
     @classmethod
@@ -150,8 +151,8 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
         pages, batch, window = self.pages.layers[layer], self.batch, self.windows[layer]
         q = pages.write(q, k, v, batch.slots, norm_rope)
-        tables = batch.block_tables, batch.cu_seqlens, batch.kv_lengths
-        return pages.attend(q, *tables, window=window, plan=batch.plans[window], scale=self.scale)
+        tables, plan = (batch.block_tables, batch.cu_seqlens, batch.kv_lengths), batch.plans[window]
+        return pages.attend(q, *tables, window=window, scale=self.scale, soft_cap=self.soft_cap, plan=plan)
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "PagedAttention":
         """Notes who has a key at this layer. What is returned sees the pages as pages of one slot."""

@@ -110,7 +110,11 @@ class ModelConfig:
     """Of what each block adds to the residual stream."""
     attention_scale: float | None = None
     """Of the scores; None: 1/√head_dim."""
+    attention_soft_cap: float | None = None
+    """That scores, scaled, tend to and never pass; None: there is none."""
     logit_divisor: float = 1.0
+    logit_soft_cap: float | None = None
+    """The same for logits."""
     layer_kv_heads: tuple[int, ...] = ()
     """For each layer its KV heads, where layers differ. Then config.json holds a list, which only potstill reads."""
     experts: MixtureOfExperts | None = None

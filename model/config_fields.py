@@ -21,7 +21,8 @@ SIZES = {
 }
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _ROTARY = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
-POSITIVE = ("rms_norm_eps", "initializer_range", "query_pre_attn_scalar", *_ROTARY, *MULTIPLIERS)
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+POSITIVE = ("rms_norm_eps", "initializer_range", "query_pre_attn_scalar", *_ROTARY, *MULTIPLIERS, *SOFT_CAPS)
 OBJECTS = ("rope_parameters", "rope_scaling", "mixture_of_depths", "quantization_config")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention")
 NAMES = ("model_type", "hidden_act", "hidden_activation")

@@ -83,15 +83,16 @@ class ContextAttention:
     """Causal attention inside each document of a batch, of which this process has a part; see `AttentionOverBatch`."""
 
     def __init__(self, config: ModelConfig, part: ContextPart) -> None:
-        self.windows, self.scale, self.part = config.windows, config.attention_scale, part
+        self.windows, self.part = config.windows, part
+        self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
         q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
         part, both = self.part, torch.cat((k, v), dim=1)
         seen: Tensor = _Gathered.apply(both, part.group)[part.keys]
         keys, values = seen.chunk(2, dim=1)
-        borders = part.cu_seqlens_q, part.cu_seqlens_k
-        return flash_attention(q, keys, values, *borders, window=self.windows[layer], scale=self.scale)
+        borders, window = (part.cu_seqlens_q, part.cu_seqlens_k), self.windows[layer]
+        return flash_attention(q, keys, values, *borders, window=window, scale=self.scale, soft_cap=self.soft_cap)
 
     def routed(self, layer: int, selected: Tensor, index: Tensor) -> "ContextAttention":
         raise ValueError("layers that only some tokens enter need whole documents: context parallel takes no routers")

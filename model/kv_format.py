@@ -68,10 +68,13 @@ class LayerPages(NamedTuple):
         window: int | None,
         plan: PagedPlan,
         scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """Attention of q `[T, Hq, d]` over the pages, as `paged_attention` has it."""
         pages, scales = (self.k, self.v, block_tables, cu_seqlens, kv_lengths), (self.k_scales, self.v_scales)
-        return paged_attention(q, *pages, window=window, plan=plan, scale=scale, k_scales=scales[0], v_scales=scales[1])
+        return paged_attention(
+            q, *pages, window=window, scale=scale, soft_cap=soft_cap, plan=plan, k_scales=scales[0], v_scales=scales[1]
+        )
 
     def as_single_slots(self) -> "LayerPages":
         """The same memory as pages of one slot."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.rotary import partial_frequencies, rope_frequencies, rope_magnitude, rotary_tables
+from kernels.common.soft_cap import soft_cap_, soft_capped
 from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
 from model.adapter_slots import AdapterSlots
 from model.attention import AttentionOverBatch
@@ -129,6 +130,7 @@ class Transformer(nn.Module):
             logits = head.format.product(hidden, head.prepared_weight)
         else:
             logits = linear(hidden, self.head_weight if self._prepared_head is None else self._prepared_head)
+        logits = (soft_capped if logits.requires_grad else soft_cap_)(logits, self.config.logit_soft_cap)
         if self._head_tokens is None:
             return logits
         return logits.new_full((len(logits), self.config.vocab_size), _UNSAID).index_copy_(1, self._head_tokens, logits)

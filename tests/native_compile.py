@@ -153,7 +153,11 @@ def flash(dtype: torch.dtype) -> None:
     """Packed attention in training: every width of tiles, every option at one of them."""
     cu_seqlens = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
     usual: list[dict[str, Any]] = [{}]
-    others = {64: [{"causal": False}], 128: [*usual, {"window": 16, "deterministic": True}]}
+    others = {
+        64: [{"causal": False}],
+        128: [*usual, {"window": 16, "deterministic": True}],
+        256: [*usual, {"soft_cap": 50.0}],
+    }
     for q_heads, kv_heads, d in (*HEADS, (4, 1, 256)):
         q, k, v = (rows(TOKENS, heads, d, dtype=dtype) for heads in (q_heads, kv_heads, kv_heads))
         for options in others.get(d, usual):
@@ -185,6 +189,8 @@ def paged(dtype: torch.dtype) -> None:
                 scales = {name: torch.zeros(PAGES, PAGE, kv_heads) for name in ("k_scales", "v_scales")}
             for tokens, window in every:
                 paged_attention(q[:tokens], k_pages, v_pages, tables, cu_seqlens, lengths, window=window, **scales)
+    for tokens in (2, TOKENS):
+        paged_attention(q[:tokens], k_pages, v_pages, tables, cu_seqlens, lengths, soft_cap=50.0)
 
 
 def losses(dtype: torch.dtype) -> None:
@@ -196,10 +202,12 @@ def losses(dtype: torch.dtype) -> None:
         for kept in (2**27, 0):
             _streamed_projection._KEPT_LOGITS = kept
             backward(linear_cross_entropy(*student, labels))
+            backward(linear_cross_entropy(*student, labels, soft_cap=30.0))
             usual = kept == 0 or student_size == 576
             temperature = 1.0 if usual else 2.0
             for kind in ("forward_kl",) if usual else get_args(DivergenceKind):
                 backward(linear_distillation(*student, *teacher, labels, kind=kind, temperature=temperature).loss)
+            backward(linear_distillation(*student, *teacher, labels, soft_caps=(30.0, 30.0)).loss)
     with torch.no_grad():
         linear_distillation(*student, *teacher, labels, kind="jsd", temperature=2.0)
 

@@ -47,14 +47,24 @@ class PagedCase:
             *self.operands[3:], self.k_pages.shape[1], window, batch_invariant=batch_invariant, tiles=tiles
         )
 
-    def attend(self, *, window: int | None = None, scale: float | None = None, **planning: Any) -> Tensor:
-        plan = self.plan(window=window, **planning)
-        return paged_attention(*self.operands, window=window, scale=scale, plan=plan, **self.options)
+    def attend(
+        self,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        **planning: Any,
+    ) -> Tensor:
+        plan, scores = self.plan(window=window, **planning), {"scale": scale, "soft_cap": soft_cap}
+        return paged_attention(*self.operands, window=window, plan=plan, **scores, **self.options)
 
-    def expected(self, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    def expected(
+        self, *, window: int | None = None, scale: float | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """The reference in fp64."""
         q, *others = self.operands
-        return paged_attention_reference(q.double(), *others, window=window, scale=scale, **self.options)
+        scores = {"scale": scale, "soft_cap": soft_cap}
+        return paged_attention_reference(q.double(), *others, window=window, **scores, **self.options)
 
     def sequence(self, number: int, first: int = 0, stop: int | None = None) -> "PagedCase":
         """One sequence alone, with its queries first ≤ i < stop and the keys up to the last of them."""

@@ -37,6 +37,7 @@ class _Batch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "d", "q_stride", "k_stride", "v_stride")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
         ("scale", ctypes.c_float),
+        ("limit", ctypes.c_float),
     )
 
 
@@ -86,14 +87,16 @@ def takes(q: Tensor, k_slots: Tensor, v_slots: Tensor) -> bool:
     )
 
 
-def attend_decode(q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: DecodePlan, out: Tensor, scale: float) -> None:
+def attend_decode(
+    q: Tensor, k_slots: Tensor, v_slots: Tensor, plan: DecodePlan, out: Tensor, scale: float, soft_cap: float | None
+) -> None:
     """Write the attention of the planned queries into out [T, Hq, d]; `takes` must accept the tensors."""
     _, heads, d = q.shape
     plan.make_room(heads * (d + 2))
     tensors = q, k_slots, v_slots
     batch = _Batch(
         ctypes.pointer(plan.read_by_c), heads, k_slots.shape[1], d, *(x.stride(0) for x in tensors),
-        *(x.data_ptr() for x in (*tensors, out)), scale / math.log(2),
+        *(x.data_ptr() for x in (*tensors, out)), scale / math.log(2), 0 if soft_cap is None else soft_cap / scale,
     )  # fmt: skip
     call(_library(q.dtype).attend_decode, batch, torch.get_num_threads())
 

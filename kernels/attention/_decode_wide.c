@@ -7,7 +7,7 @@ typedef float Number;
 #include "decode.h"
 
 /* Four registers hold a head's COLUMNS for two heads at once, and their keys' sums. */
-enum { PAIR = 2, WIDTH = COLUMNS / LANES };
+enum { PAIR = 2, REGISTERS = COLUMNS / LANES };
 
 INLINE void score_heads(const Batch *batch, const int heads, const float *q, const float *k, const int64_t *slots,
                         int64_t count, float scores[][CHUNK]) {
@@ -57,15 +57,15 @@ INLINE float exponentiate(float *scores, int64_t count, float scale, float *high
 INLINE void mix(const Batch *batch, int heads, const float *v, const int64_t *slots, int64_t count,
                 float p[HEADS][CHUNK], float *out, int64_t out_stride) {
     for (int h = 0; h < heads; h++) {
-        Floats sums[WIDTH];
-        UNROLLED(int c = 0; c < WIDTH; c++) sums[c] = every(0);
+        Floats sums[REGISTERS];
+        UNROLLED(int c = 0; c < REGISTERS; c++) sums[c] = every(0);
         for (int64_t j = 0; j < count; j++) {
             const float *value = v + slots[j] * batch->v_stride;
             Floats weight = every(p[h][j]);
-            UNROLLED(int c = 0; c < WIDTH; c++)
+            UNROLLED(int c = 0; c < REGISTERS; c++)
                 sums[c] = times_plus(weight, floats_at(value + LANES * c), sums[c]);
         }
-        UNROLLED(int c = 0; c < WIDTH; c++) put_floats(out + h * out_stride + LANES * c, sums[c]);
+        UNROLLED(int c = 0; c < REGISTERS; c++) put_floats(out + h * out_stride + LANES * c, sums[c]);
     }
 }
 

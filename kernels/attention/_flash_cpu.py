@@ -5,6 +5,7 @@ Without gradients `_prefill_cpu` attends, where it takes the call.
 On the CPU, bf16 runs in bands of queries: the scores of one band are a few oneDNN products and one softmax, small
 enough for the cache. torch's own CPU attention takes 2.2 to 3 times as long for forward and backward, and gives less
 exact key and value gradients; the scores are rounded to bf16 here, so the output has about twice its rounding error.
+Whatever has a soft cap runs so too.
 
 Legend: as in kernels/attention/flash.py; n queries of a band and m keys that they see.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from kernels.attention._cached_rows import CachedRows
 from kernels.attention._prefill_cpu import PrefillPlan, attend_prefill
 from kernels.attention._prefill_cpu import takes as prefills
+from kernels.common.soft_cap import soft_cap_, soft_cap_slopes, soft_capped
 
 _QUERIES_PER_BAND = 128
 
@@ -45,19 +47,27 @@ def documents(
         yield slice(bounds_q[-1], num_queries), slice(num_keys, num_keys)
 
 
-def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[slice, slice]], *, causal: bool, window: int | None, scale: float
-) -> Tensor:
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys; as `flash_attention` has it."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    soft_cap: float | None
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[slice, slice]], settings: Scores) -> Tensor:
     """Attend within each document, whose queries and keys lie at `rows`; differentiable. Returns [T, Hq, d]."""
     keys, values = CachedRows(k, None), CachedRows(v, None)
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if causal and not learns and prefills(q, keys, values):
+    if settings.causal and not learns and prefills(q, keys, values):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        attend_prefill(q, keys, values, _packed_plan(rows, len(k), window), out, scale)
+        plan = _packed_plan(rows, len(k), settings.window)
+        attend_prefill(q, keys, values, plan, out, settings.scale, settings.soft_cap)
         return out
-    if _bands_pay(q):
-        return _BandedAttention.apply(q, k, v, rows, (causal, window, scale))
-    outputs = [_attend_document(q[queries], k[keys], v[keys], causal, window, scale) for queries, keys in rows]
+    if _runs_in_bands(q, settings.soft_cap):
+        return _BandedAttention.apply(q, k, v, rows, settings)
+    outputs = [_attend_document(q[queries], k[keys], v[keys], *settings[:3]) for queries, keys in rows]
     return outputs[0] if len(outputs) == 1 else torch.cat([q[:0], *outputs])
 
 
@@ -68,16 +78,33 @@ def _packed_plan(rows: list[tuple[slice, slice]], num_keys: int, window: int | N
     return PrefillPlan(np.array(sequences).reshape(-1, 4), tables, 1, window)
 
 
-def _bands_pay(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+def _runs_in_bands(q: Tensor, soft_cap: float | None) -> bool:
+    """torch's own attention knows no cap."""
+    return q.device.type == "cpu" and (q.dtype == torch.bfloat16 or soft_cap is not None)
 
 
-def attend_causally(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float) -> Tensor:
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None = None, soft_cap: float | None = None
+) -> Tensor:
+    """Attend, differentiably, from q [..., n, d] over k and v [..., m, d]; mask [..., n, m]: as torch's own has it."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = soft_capped(scale * q.to(wide) @ k.to(wide).transpose(-1, -2), soft_cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (torch.softmax(scores, dim=-1) @ v.to(wide)).to(q.dtype)
+
+
+def attend_causally(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, soft_cap: float | None
+) -> Tensor:
     """Attend, without gradients, within one document: q [s_q, Hq, d], k and v [s_k, Hkv, d] → [s_q, Hq, d]."""
-    if not _bands_pay(q):
+    if not _runs_in_bands(q, soft_cap):
         return _attend_document(q, k, v, True, window, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _attend_in_bands(q, k, v, causal=True, window=window, scale=scale, out=out)
+    _attend_in_bands(q, k, v, Scores(True, window, scale, soft_cap), out)
     return out
 
 
@@ -119,17 +146,15 @@ def _bands(s_q: int, s_k: int, causal: bool, window: int | None, dtype: torch.dt
         yield _Band(slice(start, stop), slice(low, high), mask[:, None])
 
 
-def _attend_in_bands(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float, out: Tensor
-) -> None:
+def _attend_in_bands(q: Tensor, k: Tensor, v: Tensor, settings: Scores, out: Tensor) -> None:
     """Write the attention of one document, q [s_q, Hq, d] over k and v [s_k, Hkv, d], into out [s_q, Hq, d]."""
     s_q, (s_k, num_kv_heads, _) = q.shape[0], k.shape
     k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
     workspace = _workspace(2, q, k)
     out.zero_()
-    for queries, keys, mask in _bands(s_q, s_k, causal, window, q.dtype):
+    for queries, keys, mask in _bands(s_q, s_k, settings.causal, settings.window, q.dtype):
         rows = _rows(q[queries], num_kv_heads)
-        probabilities = _probabilities(rows, k[:, keys], mask, scale, workspace)
+        _, probabilities = _probabilities(rows, k[:, keys], mask, settings, workspace)
         attended = torch.bmm(probabilities, v[:, keys])
         out[queries].unflatten(1, (num_kv_heads, -1)).copy_(_heads(attended, mask.shape[0]))
 
@@ -150,13 +175,21 @@ def _heads(rows: Tensor, n: int) -> Tensor:
     return rows.unflatten(1, (n, -1)).transpose(0, 1)
 
 
-def _probabilities(rows: Tensor, k_heads: Tensor, mask: Tensor, scale: float, workspace: Tensor) -> Tensor:
-    """Return softmax(scale · rows k_headsᵀ + mask), [Hkv, n·G, m], in the second buffer of the workspace."""
+def _probabilities(
+    rows: Tensor, k_heads: Tensor, mask: Tensor, settings: Scores, workspace: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the scores, cap(scale · rows k_headsᵀ) + mask, and their softmax, [Hkv, n·G, m], which is in the second
+    buffer of the workspace."""
     shape = (rows.shape[0], rows.shape[1], k_heads.shape[1])
     scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in workspace[:2])
-    torch.baddbmm(scores, rows, k_heads.transpose(1, 2), beta=0, alpha=scale, out=scores)
+    torch.baddbmm(scores, rows, k_heads.transpose(1, 2), beta=0, alpha=settings.scale, out=scores)
+    if settings.soft_cap is not None:  # in fp32, or each of its steps would round
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        scores = soft_cap_(scores.to(wide), settings.soft_cap)
     scores.unflatten(1, (mask.shape[0], -1))[..., shape[2] - mask.shape[2] :].add_(mask)
-    return torch.softmax(scores, dim=-1, out=probabilities)
+    if scores.dtype != probabilities.dtype:
+        return scores, probabilities.copy_(torch.softmax(scores, dim=-1))
+    return scores, torch.softmax(scores, dim=-1, out=probabilities)
 
 
 class _BandedAttention(torch.autograd.Function):
@@ -169,12 +202,11 @@ class _BandedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         documents: list[tuple[slice, slice]],
-        settings: tuple[bool, int | None, float],
+        settings: Scores,
     ) -> Tensor:
-        causal, window, scale = settings
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for queries, keys in documents:
-            _attend_in_bands(q[queries], k[keys], v[keys], causal=causal, window=window, scale=scale, out=out[queries])
+            _attend_in_bands(q[queries], k[keys], v[keys], settings, out[queries])
         ctx.save_for_backward(q, k, v)
         ctx.documents, ctx.settings = documents, settings
         return out
@@ -194,30 +226,36 @@ def _backward_in_bands(
     k: Tensor,
     v: Tensor,
     grad_out: Tensor,
-    settings: tuple[bool, int | None, float],
+    settings: Scores,
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
 ) -> None:
-    """Write one document's gradients: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − rowsum(P ∘ dO Vᵀ)), dQ = dS K, dK = dSᵀ Q."""
-    causal, window, scale = settings
+    """Write one document's gradients: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − rowsum(P ∘ dO Vᵀ)), dQ = dS K, dK = dSᵀ Q.
+
+    Under a cap dS is multiplied with its slopes.
+    """
+    sums_dtype = torch.promote_types(q.dtype, torch.float32)
     s_q, (s_k, num_kv_heads, _) = q.shape[0], k.shape
     k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-    sum_k, sum_v = torch.zeros(k.shape), torch.zeros(v.shape)
+    sum_k, sum_v = torch.zeros(k.shape, dtype=sums_dtype), torch.zeros(v.shape, dtype=sums_dtype)
     workspace = _workspace(3, q, k)
-    for queries, keys, mask in _bands(s_q, s_k, causal, window, q.dtype):
+    for queries, keys, mask in _bands(s_q, s_k, settings.causal, settings.window, q.dtype):
         rows, grad_rows = _rows(q[queries], num_kv_heads), _rows(grad_out[queries], num_kv_heads)
-        probabilities = _probabilities(rows, k[:, keys], mask, scale, workspace)
-        scores, _, grad_probabilities = (
+        scores, probabilities = _probabilities(rows, k[:, keys], mask, settings, workspace)
+        slopes = None if settings.soft_cap is None else soft_cap_slopes(scores, settings.soft_cap)
+        grad_scores, _, grad_probabilities = (
             buffer[: probabilities.numel()].view(probabilities.shape) for buffer in workspace
         )
         sum_v[:, keys] += torch.bmm(probabilities.transpose(1, 2), grad_rows)
         torch.bmm(grad_rows, v[:, keys].transpose(1, 2), out=grad_probabilities)
-        grad_scores = torch.ops.aten._softmax_backward_data.out(
-            grad_probabilities, probabilities, -1, q.dtype, grad_input=scores
+        torch.ops.aten._softmax_backward_data.out(
+            grad_probabilities, probabilities, -1, q.dtype, grad_input=grad_scores
         )
+        if slopes is not None:
+            grad_scores.mul_(slopes)
         sum_k[:, keys] += torch.bmm(grad_scores.transpose(1, 2), rows)
-        grad_queries = torch.bmm(grad_scores, k[:, keys]).mul_(scale)
+        grad_queries = torch.bmm(grad_scores, k[:, keys]).mul_(settings.scale)
         grad_q[queries].unflatten(1, (num_kv_heads, -1)).copy_(_heads(grad_queries, mask.shape[0]))
-    grad_k.copy_(sum_k.mul_(scale).transpose(0, 1))
+    grad_k.copy_(sum_k.mul_(settings.scale).transpose(0, 1))
     grad_v.copy_(sum_v.transpose(0, 1))

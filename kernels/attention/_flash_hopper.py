@@ -268,12 +268,13 @@ def _forward_kernel(
 
 
 def supports(inputs: Inputs, settings: Settings) -> bool:
-    """Return whether this kernel can take a call: 16-bit floats, d of 64 or 128, no window, rows that TMA can copy."""
+    """Return whether this kernel can take a call: 16-bit floats, d of 64 or 128, no window, no cap, rows for TMA."""
     q = inputs.q
     return (
         q.dtype != torch.float32
         and q.shape[2] in (64, 128)
         and settings.window is None
+        and settings.soft_cap is None
         and all(map(is_copyable, inputs[:3]))
     )
 

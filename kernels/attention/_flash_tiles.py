@@ -93,6 +93,12 @@ class Settings(NamedTuple):
     window: int | None
     scale: float
     deterministic: bool
+    soft_cap: float | None = None
+
+    @property
+    def limit(self) -> float | None:
+        """The cap of products of queries and keys before they are scaled."""
+        return None if self.soft_cap is None else self.soft_cap / self.scale
 
 
 class Inputs(NamedTuple):
@@ -118,6 +124,7 @@ def common_arguments(inputs: Inputs, settings: Settings, tile: Tile) -> dict[str
         "group": q.shape[1] // k.shape[1],
         "CAUSAL": settings.causal,
         "WINDOWED": settings.window is not None,
+        "LIMIT": settings.limit,
         "D": q.shape[2],
         "WIDTH": padded_width(q.shape[2]),
         "QUERIES": tile.queries,

@@ -18,13 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention._cached_rows import CachedRows, take
 from kernels.attention._decode_cpu import DecodePlan, attend_decode
 from kernels.attention._decode_cpu import takes as decodes
-from kernels.attention._flash_cpu import attend_causally
+from kernels.attention._flash_cpu import attend_causally, attend_masked
 from kernels.attention._prefill_cpu import PrefillPlan, attend_prefill
 from kernels.attention._prefill_cpu import takes as prefills
 from kernels.common.cpu_graph import refuse_capture
@@ -200,29 +199,33 @@ def _mask(members: list[_Sequence], window: int | None) -> Tensor | None:
     return torch.from_numpy(visible if window is None else visible & (key > last - window))
 
 
-def attend_groups(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, plan: GroupedPlan, scale: float) -> Tensor:
+def attend_groups(
+    q: Tensor, k_slots: CachedRows, v_slots: CachedRows, plan: GroupedPlan, scale: float, soft_cap: float | None = None
+) -> Tensor:
     """Return the attention of all queries, [T, Hq, d] in and out."""
-    out = q.new_empty(q.shape)
+    out, scores = q.new_empty(q.shape), (scale, soft_cap)
     in_c = plan.decode is not None and decodes(q, k_slots.rows, v_slots.rows)
     if plan.prefill is not None or not in_c:
         refuse_capture("attention that torch computes on the CPU, or of prompts, follows lengths")
     if plan.decode is not None and in_c:
-        attend_decode(q, k_slots.rows, v_slots.rows, plan.decode, out, scale)
+        attend_decode(q, k_slots.rows, v_slots.rows, plan.decode, out, *scores)
     elif len(plan.groups) == 1 and plan.prefill is None:
-        return _attend_group(q, k_slots, v_slots, plan.groups[0], scale)
+        return _attend_group(q, k_slots, v_slots, plan.groups[0], *scores)
     else:
         for group in plan.groups:
-            _put(out, group.queries, _attend_group(take(q, group.queries), k_slots, v_slots, group, scale))
+            _put(out, group.queries, _attend_group(take(q, group.queries), k_slots, v_slots, group, *scores))
     if plan.prefill is not None and prefills(q, k_slots, v_slots):
-        attend_prefill(q, k_slots, v_slots, plan.prefill, out, scale)
+        attend_prefill(q, k_slots, v_slots, plan.prefill, out, *scores)
         return out
     for prompt in plan.prompts:
         k, v = (slots.take(prompt.keys, q.dtype) for slots in (k_slots, v_slots))
-        _put(out, prompt.queries, attend_causally(take(q, prompt.queries), k, v, window=plan.window, scale=scale))
+        _put(out, prompt.queries, attend_causally(take(q, prompt.queries), k, v, plan.window, *scores))
     return out
 
 
-def _attend_group(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, group: _Group, scale: float) -> Tensor:
+def _attend_group(
+    q: Tensor, k_slots: CachedRows, v_slots: CachedRows, group: _Group, scale: float, soft_cap: float | None
+) -> Tensor:
     """Return the attention of a group's queries, [g·n, Hq, d] in and out."""
     g, (num_kv_heads, d) = group.size, k_slots.rows.shape[1:]
     k, v = (
@@ -232,11 +235,11 @@ def _attend_group(q: Tensor, k_slots: CachedRows, v_slots: CachedRows, group: _G
     if q.shape[0] == g:  # decode: a view where the rows below are copies
         rows = q.reshape(g, num_kv_heads, -1, d)
         mask = None if mask is None else mask[:, None]
-        return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+        return attend_masked(rows, k, v, mask, scale=scale, soft_cap=soft_cap).reshape(q.shape)
     rows = q.reshape(g, -1, num_kv_heads, q.shape[1] // num_kv_heads, d).transpose(1, 2)
     if mask is not None:
         mask = mask.repeat_interleave(rows.shape[3], dim=1)[:, None]
-    out = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, attn_mask=mask, scale=scale)
+    out = attend_masked(rows.flatten(2, 3), k, v, mask, scale=scale, soft_cap=soft_cap)
     return out.view(rows.shape).transpose(1, 2).reshape(q.shape)
 
 

@@ -2,6 +2,8 @@
 
    out[t, h] = sum over keys j that t sees of softmax(scale · q[t, h] · k[j]) v[j],   t sees j: t - window < j <= t
 
+   Under a soft cap a score s becomes cap · tanh(s / cap).
+
    A task is QUERIES queries and up to HEADS query heads that share a key/value head. It takes KEYS keys at a time, from
    positions that are multiples of KEYS: they are copied out of their pages as fp32 and folded into a running softmax
    (https://arxiv.org/abs/2205.14135) of each tile of rows. Rows are lanes, so a row's result has the same bits whatever
@@ -48,6 +50,7 @@ typedef struct {
     Cached k, v;
     const float *values; /* [256]: what each of CODES stands for */
     float scale;         /* by log2(e), so that probabilities are powers of two */
+    float limit;         /* the soft cap, by log2(e); 0: none */
 } Batch;
 
 /* What a thread works with. */
@@ -133,6 +136,11 @@ INLINE void score(Task *task, const float *queries, int64_t d, int64_t low, int6
     }
 }
 
+INLINE void cap(Task *task, float limit, int64_t low, int64_t high) {
+    for (int64_t j = low; j < high; j++)
+        UNROLLED(int w = 0; w < PARTS; w++) task->scores[j][w] = soft_capped(task->scores[j][w], limit);
+}
+
 /* Scores of keys that a row does not see become -inf; `first` is the position of the first key copied. */
 INLINE void hide(Task *task, const Lanes *last, int64_t window, int64_t first, int64_t low, int64_t high) {
     for (int64_t j = low; j < high; j++)
@@ -183,6 +191,7 @@ INLINE void attend(const Batch *batch, Task *task, int64_t tile, int64_t first) 
     if (low >= high) return;
     Wide shrink[PARTS];
     score(task, task->queries + tile * d * ROWS, d, low, high);
+    if (batch->limit > 0) cap(task, batch->limit, low, high);
     if (first + high - 1 > earliest || first + low <= latest - window)
         hide(task, task->last[tile], window, first, low, high);
     exponentiate(task, tile, low, high, shrink);

@@ -55,6 +55,7 @@ class _Batch(ctypes.Structure):
         ("v", _Cached),
         ("values", ctypes.c_void_p),
         ("scale", ctypes.c_float),
+        ("limit", ctypes.c_float),
     )
 
 
@@ -95,14 +96,16 @@ def _reads(cached: CachedRows, dtype: torch.dtype) -> bool:
     return rows.dtype in _CODE_DTYPES and rows.stride(-1) == 1 and scales.is_contiguous()
 
 
-def attend_prefill(q: Tensor, k: CachedRows, v: CachedRows, plan: PrefillPlan, out: Tensor, scale: float) -> None:
+def attend_prefill(
+    q: Tensor, k: CachedRows, v: CachedRows, plan: PrefillPlan, out: Tensor, scale: float, soft_cap: float | None
+) -> None:
     """Write the attention of the planned queries into out [T, Hq, d], contiguous; `takes` must accept the tensors."""
     _, heads, d = q.shape
     values = None if k.scales is None else values_of_codes(k.rows.dtype)
     batch = _Batch(
         ctypes.pointer(plan.read_by_c), DTYPES[q.dtype], heads, k.rows.shape[1], d, *q.stride()[:2],
         q.data_ptr(), out.data_ptr(), _read_by_c(k), _read_by_c(v), None if values is None else values.data_ptr(),
-        scale / math.log(2),
+        scale / math.log(2), 0 if soft_cap is None else soft_cap / math.log(2),
     )  # fmt: skip
     call(_library().attend_prefill, batch, torch.get_num_threads())
 

@@ -2,6 +2,8 @@
 
    out[t, h] = sum over keys j that t sees of softmax(scale · q[t, h] · k[j]) v[j]
 
+   Under a soft cap a score s becomes cap · tanh(s / cap).
+
    Keys are worked on by CHUNK, cut at multiples of CHUNK of their positions, and the chunks of a query are merged in
    their order: its result has the same bits whatever is beside it and however many threads there are. Scores,
    probabilities and sums are fp32. Keys and values are read from where they lie, once for all query heads that share
@@ -17,8 +19,10 @@
 #define DECODE_H
 
 #include <stdint.h>
+#include <string.h>
 
 #include "../common/inline.h"
+#include "../common/wide.h"
 
 enum { CHUNK = 256, HEADS = 4, KEYS = 4, COLUMNS = 64, AHEAD = 16 };
 
@@ -48,6 +52,7 @@ typedef struct {
     const Number *q, *k, *v;                /* [T, Hq, d]; [slots, Hkv, d], twice */
     Number *out;                            /* [T, Hq, d] */
     float scale;                            /* by log2(e), so that probabilities are powers of two */
+    float limit;                            /* the soft cap, over the scale alone; 0: none */
 } Batch;
 
 INLINE float *part_of(const Batch *batch, int64_t part, int64_t head) {
@@ -57,6 +62,16 @@ INLINE float *part_of(const Batch *batch, int64_t part, int64_t head) {
 /* Scores of `heads` neighbouring query heads at keys [0, count) of these slots; each row is filled up to whole KEYS. */
 INLINE void score(const Batch *batch, int heads, const Number *q, const Number *k, const int64_t *slots, int64_t count,
                   float scores[HEADS][CHUNK]);
+
+/* Puts scores, still without their scale, under the cap; those up to whole registers must be readable. */
+INLINE void cap(float *scores, int64_t count, float limit) {
+    for (int64_t j = 0; j < count; j += WIDTH) {
+        Wide some;
+        memcpy(&some, scores + j, sizeof(some));
+        some = soft_capped(some, limit);
+        memcpy(scores + j, &some, sizeof(some));
+    }
+}
 
 /* Scores become probabilities times 2^-highest. Returns their sum; scores from `count` on must be readable. */
 INLINE float exponentiate(float *scores, int64_t count, float scale, float *highest);
@@ -75,6 +90,8 @@ INLINE void attend(const Batch *batch, int heads, int64_t token, int64_t head, i
     int64_t width = batch->d + 2;
     const Number *q = batch->q + token * batch->q_stride + head * batch->d;
     score(batch, heads, q, batch->k + kv_head * batch->d, slots, count, p);
+    if (batch->limit > 0)
+        for (int h = 0; h < heads; h++) cap(p[h], count, batch->limit);
     UNROLLED(int h = 0; h < heads; h++)
         out[h * width + batch->d + 1] = exponentiate(p[h], count, batch->scale, out + h * width + batch->d);
     for (int64_t c = 0; c < batch->d; c += COLUMNS)

@@ -4,7 +4,9 @@
 
 Masks are aligned at the bottom right: of a document with s_q queries and s_k keys, query i sees the keys
 j ≤ i + s_k − s_q (causal), and with a window w only the last w of them: j > i + s_k − s_q − w. A query that sees no
-key gives 0 and receives no gradient. Each key/value head serves G = Hq/Hkv consecutive query heads.
+key gives 0 and receives no gradient. Each key/value head serves G = Hq/Hkv consecutive query heads. Under a soft cap a
+score s, scaled, is cap · tanh(s / cap) before the mask, and dS is multiplied with the slope of that
+(kernels/common/soft_cap.py).
 
 With S = scale · log2(e) · Q Kᵀ, forward walks the keys once, keeps the maximum and the sum of 2^S of each query, and
 saves L = log2 Σ_j 2^S (base 2; +inf for a query without keys). Backward computes P = 2^(S − L) anew:
@@ -25,8 +27,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import _flash_tiles as cut
+from kernels.attention._flash_cpu import Scores, attend_documents, documents, visible_keys
 from kernels.attention._flash_cpu import attend_causally as attend_causally
-from kernels.attention._flash_cpu import attend_documents, documents, visible_keys
 from kernels.attention._flash_tiles import Inputs, Settings
 from kernels.common.ragged_tiles import (
     as_operand,
@@ -41,6 +43,7 @@ from kernels.common.ragged_tiles import (
     tile_source,
     work_item,
 )
+from kernels.common.soft_cap import check_soft_cap, soft_cap_slopes_tile, soft_capped, soft_capped_tile
 from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 
@@ -59,6 +62,7 @@ def flash_attention_reference(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """`flash_attention` in its plainest form: one document and one matrix of scores at a time."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -69,8 +73,10 @@ def flash_attention_reference(
         k_heads = k[keys].repeat_interleave(group, dim=1).transpose(0, 1)
         v_heads = v[keys].repeat_interleave(group, dim=1).transpose(0, 1)
         visible = visible_keys(q_heads.shape[1], k_heads.shape[1], causal, window, q.device)
-        scores = (scale * q_heads @ k_heads.transpose(1, 2)).masked_fill(~visible, -math.inf)
-        weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(-1, keepdim=True), 0)
+        scores = soft_capped(scale * q_heads @ k_heads.transpose(1, 2), soft_cap)
+        weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).masked_fill(
+            ~visible.any(-1, keepdim=True), 0
+        )
         outputs.append((weights @ v_heads).transpose(0, 1))
     return torch.cat(outputs)
 
@@ -140,7 +146,7 @@ def _forward_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_tiles, p_count,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     num_queries, num_heads, group, section, window, scale,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LIMIT: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -165,6 +171,8 @@ def _forward_kernel(
             for key in tl.range(bounds[PART], bounds[PART + 1], KEYS):
                 b_k = load_tile(k_source, key, s_k, stride_kt, PART != 1, D, KEYS, WIDTH, DESCRIPTORS)
                 b_scores = dot(b_q, tl.trans(b_k), tl.zeros([QUERIES, KEYS], tl.float32), INTERPRETED)
+                if LIMIT is not None:
+                    b_scores = soft_capped_tile(b_scores, LIMIT)
                 if PART != 1:
                     o_key = key + tl.arange(0, KEYS)
                     m_visible = _visible(o_last[:, None], o_key[None, :], s_k, window, CAUSAL, WINDOWED)
@@ -192,7 +200,7 @@ def _grad_queries_kernel(
     p_q, p_k, p_v, p_out, p_grad_out, p_lse, p_delta, p_grad_q, p_tiles, p_count,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     num_queries, num_heads, group, section, window, scale,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LIMIT: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     ONLY_DELTA: tl.constexpr, DESCRIPTORS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -226,13 +234,17 @@ def _grad_queries_kernel(
                     b_v = load_tile(v_source, key, s_k, stride_vt, PART != 1, D, KEYS, WIDTH, DESCRIPTORS)
                     b_scores = dot(b_q, tl.trans(b_k), tl.zeros([QUERIES, KEYS], tl.float32), INTERPRETED)
                     b_grad_p = dot(b_grad_out, tl.trans(b_v), tl.zeros([QUERIES, KEYS], tl.float32), INTERPRETED)
+                    if LIMIT is not None:
+                        b_scores = soft_capped_tile(b_scores, LIMIT)
                     b_p = tl.exp2(b_scores * scale_log2 - b_lse[:, None])
                     if PART != 1:
                         o_key = key + tl.arange(0, KEYS)
                         m_visible = _visible(o_last[:, None], o_key[None, :], s_k, window, CAUSAL, WINDOWED)
                         b_p = tl.where(m_visible, b_p, 0.0)
-                    b_grad_scores = as_operand(b_p * (b_grad_p - b_delta[:, None]), b_k.dtype, INTERPRETED)
-                    b_grad_q = dot(b_grad_scores, b_k, b_grad_q, INTERPRETED)
+                    b_grad_scores = b_p * (b_grad_p - b_delta[:, None])
+                    if LIMIT is not None:
+                        b_grad_scores *= soft_cap_slopes_tile(b_scores, LIMIT)
+                    b_grad_q = dot(as_operand(b_grad_scores, b_k.dtype, INTERPRETED), b_k, b_grad_q, INTERPRETED)
             grad_q_rows = head_rows(p_grad_q, start_q, head, num_heads * D, D)
             store_tile(grad_q_rows, b_grad_q * scale, query, s_q, num_heads * D, D, QUERIES, WIDTH)
 
@@ -242,7 +254,7 @@ def _grad_keys_kernel(
     p_q, p_k, p_v, p_grad_out, p_lse, p_delta, p_grad_q, p_grad_k, p_grad_v, p_tiles, p_count,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     num_queries, num_kv_heads, group, section, window, scale,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LIMIT: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     ADD_GRAD_Q: tl.constexpr, DESCRIPTORS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -283,13 +295,18 @@ def _grad_keys_kernel(
                     b_delta = load_numbers(delta_rows, o_query, s_q, 0.0, PART != 1)
                     b_scores = dot(b_k, tl.trans(b_q), tl.zeros([KEYS, QUERIES], tl.float32), INTERPRETED)
                     b_grad_p = dot(b_v, tl.trans(b_grad_out), tl.zeros([KEYS, QUERIES], tl.float32), INTERPRETED)
+                    if LIMIT is not None:
+                        b_scores = soft_capped_tile(b_scores, LIMIT)
                     b_p = tl.exp2(b_scores * scale_log2 - b_lse[None, :])
                     if PART != 1:
                         o_last = o_query + s_k - s_q
                         m_visible = _visible(o_last[None, :], o_key[:, None], s_k, window, CAUSAL, WINDOWED)
                         b_p = tl.where(m_visible, b_p, 0.0)
                     b_grad_v = dot(as_operand(b_p, b_q.dtype, INTERPRETED), b_grad_out, b_grad_v, INTERPRETED)
-                    b_grad_scores = as_operand(b_p * (b_grad_p - b_delta[None, :]), b_q.dtype, INTERPRETED)
+                    b_grad_scores = b_p * (b_grad_p - b_delta[None, :])
+                    if LIMIT is not None:
+                        b_grad_scores *= soft_cap_slopes_tile(b_scores, LIMIT)
+                    b_grad_scores = as_operand(b_grad_scores, b_q.dtype, INTERPRETED)
                     b_grad_k = dot(b_grad_scores, b_q, b_grad_k, INTERPRETED)
                     if ADD_GRAD_Q:
                         b_zero = tl.zeros([WIDTH, QUERIES], tl.float32)
@@ -316,14 +333,15 @@ def flash_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     deterministic: bool | None = None,
 ) -> Tensor:
     """Attend within each document; differentiable in q, k and v.
 
     q [T, Hq, d]; k and v [S, Hkv, d]; cu_seqlens_q [B+1] int32: where each document's queries start and end;
     cu_seqlens_k: the same for keys, by default equal to cu_seqlens_q; `window`: number of keys a query sees,
-    itself included; `scale` defaults to 1/sqrt(d). Returns [T, Hq, d] in the dtype of q, under autocast in its dtype;
-    rows past the last document are 0.
+    itself included; `scale` defaults to 1/sqrt(d); `soft_cap`: what scores tend to, if anything. Returns [T, Hq, d] in
+    the dtype of q, under autocast in its dtype; rows past the last document are 0.
 
     On a GPU: fp32, bf16 or fp16 with d ≤ 256, nothing waits for the device. The same input gives the same bits forward.
     Backward, it does so if `deterministic`, by default as `torch.use_deterministic_algorithms` says: dQ is then a sum
@@ -337,19 +355,21 @@ def flash_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
+    check_soft_cap(soft_cap)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if not runs_triton(q):
         rows = list(documents(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0]))
-        return attend_documents(q, k, v, rows, causal=causal, window=window, scale=scale)
+        return attend_documents(q, k, v, rows, Scores(causal, window, scale, soft_cap))
     _check(q, k, v, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     # A window of all keys hides none.
     window = None if window is not None and window >= k.shape[0] else window
     # torch.compile takes no tensor twice, so equal documents stay None.
     documents_q, documents_k = (x if x is None else x.int().contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
-    return _FlashAttention.apply(q, k, v, documents_q, documents_k, Settings(causal, window, scale, deterministic))
+    settings = Settings(causal, window, scale, deterministic, soft_cap)
+    return _FlashAttention.apply(q, k, v, documents_q, documents_k, settings)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

@@ -2,6 +2,8 @@
 
     O = softmax(scale · Q Kᵀ + mask) V      within each sequence
 
+Under a soft cap a score s, scaled, is cap · tanh(s / cap) before the mask (kernels/common/soft_cap.py).
+
 A sequence's keys lie in pages of fixed size anywhere in the pool; its block table lists them in order. The slot of
 position t is block_table[t // page] · page + t % page. Queries are ragged: prefill, chunk of a prompt, decode and
 verification of drafted tokens are one call with other lengths. The last query of sequence b stands at key
@@ -35,6 +37,7 @@ from kernels.attention._paged_cpu import GroupedPlan, attend_groups
 from kernels.attention._paged_plan import ListedPlan, Tiles, padded_head_dim
 from kernels.attention.write_pages import check_page_dtypes
 from kernels.attention.write_pages import write_pages as write_pages
+from kernels.common.soft_cap import check_soft_cap, soft_capped, soft_capped_tile
 from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
 
@@ -55,6 +58,7 @@ def paged_attention_reference(
     *,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     visible_slots: Tensor | None = None,
@@ -81,8 +85,10 @@ def paged_attention_reference(
             visible &= present
             values = values.masked_fill(~present[:, None, None], 0)
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        scores = torch.einsum("nhd,mhd->hnm", scale * q[rows], keys).masked_fill(~visible, -math.inf)
-        weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(-1, keepdim=True), 0)
+        scores = soft_capped(torch.einsum("nhd,mhd->hnm", scale * q[rows], keys), soft_cap)
+        weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).masked_fill(
+            ~visible.any(-1, keepdim=True), 0
+        )
         out[rows] = torch.einsum("hnm,mhd->nhd", weights, values)
     return out
 
@@ -92,7 +98,7 @@ def _attend_keys(
     b_acc, b_weight, b_top, rows, pages, strides, low, high, first_new, window, score_scale,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
     QUANTIZED: tl.constexpr, HIDES: tl.constexpr, TREE: tl.constexpr, MASKED: tl.constexpr,
-    VALUE_TYPE: tl.constexpr, EVICT: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, EVICT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys low ≤ position < high into (acc, weight, top).
 
@@ -119,6 +125,8 @@ def _attend_keys(
         o_scale = b_page * scale_page + b_place * scale_place
         if QUANTIZED:
             b_scores = b_scores * tl.load(p_k_scales + o_scale, mask=m_keys, other=0.0)[None, :]
+        if LIMIT is not None:
+            b_scores = soft_capped_tile(b_scores, LIMIT)
         if MASKED:
             m_scores = m_keys[None, :] & (b_position[None, :] <= b_last[:, None])
             if WINDOWED:
@@ -149,7 +157,7 @@ def _attend_range(
     rows, pages, strides, low, high, first_new, first_query, last_query, window, score_scale,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WINDOWED: tl.constexpr, QUANTIZED: tl.constexpr, HIDES: tl.constexpr, TREE: tl.constexpr,
-    SPLIT_LOOP: tl.constexpr, VALUE_TYPE: tl.constexpr, EVICT: tl.constexpr,
+    SPLIT_LOOP: tl.constexpr, VALUE_TYPE: tl.constexpr, EVICT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Return (result [R, D], L [R]) of the rows over the keys low ≤ position < high; (0, −inf) for none.
 
@@ -175,7 +183,7 @@ def _attend_range(
             loop_low, loop_high = full_high, high
         b_acc, b_weight, b_top = _attend_keys(
             b_acc, b_weight, b_top, rows, pages, strides, loop_low, loop_high, first_new, window, score_scale,
-            PAGE, HEAD_DIM, D, KEYS, WINDOWED, QUANTIZED, HIDES, TREE, LOOP != 1, VALUE_TYPE, EVICT,
+            PAGE, HEAD_DIM, D, KEYS, WINDOWED, QUANTIZED, HIDES, TREE, LOOP != 1, VALUE_TYPE, EVICT, LIMIT,
         )  # fmt: skip
     b_some_weight = tl.where(b_weight > 0, b_weight, 1.0)
     return b_acc / b_some_weight[:, None], b_top * score_scale + tl.log2(b_some_weight)
@@ -204,7 +212,7 @@ def _attend_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOWED: tl.constexpr, QUANTIZED: tl.constexpr,
     HIDES: tl.constexpr, TREE: tl.constexpr, SPLIT_LOOP: tl.constexpr, QUERY_TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr, EVICT: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, EVICT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Work through the items: the result of each goes to p_out [T, Hq, d] or, of a split, to p_partial and p_l.
 
@@ -248,6 +256,7 @@ def _attend_kernel(
                     rows, pages, strides, tl.maximum(low, first), tl.minimum(high, first + CHUNK),
                     first_new, first_query, last_query, window, score_scale,
                     PAGE, HEAD_DIM, D, ROWS, KEYS, WINDOWED, QUANTIZED, HIDES, TREE, SPLIT_LOOP, VALUE_TYPE, EVICT,
+                    LIMIT,
                 )  # fmt: skip
                 b_out, b_weight, b_top = _merge(b_out, b_weight, b_top, b_chunk, b_chunk_l)
             b_some_weight = tl.where(b_weight > 0, b_weight, 1.0)
@@ -255,7 +264,7 @@ def _attend_kernel(
         else:
             b_out, b_l = _attend_range(
                 rows, pages, strides, low, high, first_new, first_query, last_query, window, score_scale,
-                PAGE, HEAD_DIM, D, ROWS, KEYS, WINDOWED, QUANTIZED, HIDES, TREE, SPLIT_LOOP, VALUE_TYPE, EVICT,
+                PAGE, HEAD_DIM, D, ROWS, KEYS, WINDOWED, QUANTIZED, HIDES, TREE, SPLIT_LOOP, VALUE_TYPE, EVICT, LIMIT,
             )  # fmt: skip
 
         if partial < 0:
@@ -352,6 +361,7 @@ def paged_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     plan: PagedPlan | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
@@ -362,7 +372,8 @@ def paged_attention(
 
     q [T, Hq, d]; k_pages and v_pages [P, page, Hkv, d]; block_tables [B, max_pages] int32; cu_seqlens_q [B+1] int32;
     kv_lengths [B] int32; `window`: number of keys a query sees, itself included; `scale` defaults to 1/sqrt(d);
-    `plan`: the result of `plan_paged_attention` for the same block tables, lengths and window.
+    `soft_cap`: what scores tend to, if anything; `plan`: the result of `plan_paged_attention` for the same block
+    tables, lengths and window.
     Pages have the dtype of q, or int8 or float8_e4m3fn with `k_scales` and `v_scales` [P, page, Hkv] fp32 that
     multiply them. `visible_slots` [P, page] bool: a slot with False has no key here (mixture-of-depths: its token was
     routed past this layer). `tree_mask` [T, M] bool, M ≥ the queries of any sequence: entry [t, j] says whether query t
@@ -372,18 +383,19 @@ def paged_attention(
     its window or hidden is not used. Raises ValueError where dtypes or layouts do not fit.
     """
     check_page_dtypes(q.dtype, k_pages, v_pages, k_scales, v_scales)
+    check_soft_cap(soft_cap)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if plan is None:
         plan = plan_paged_attention(block_tables, cu_seqlens_q, kv_lengths, k_pages.shape[1], window)
     if isinstance(plan, ListedPlan):
         pages = _Pages(k_pages, v_pages, k_scales, v_scales, visible_slots)
-        return _launch(q, pages, block_tables, plan, scale=scale, tree_mask=tree_mask)
+        return _launch(q, pages, block_tables, plan, scale=scale, soft_cap=soft_cap, tree_mask=tree_mask)
     if visible_slots is None and tree_mask is None:
         k_slots, v_slots = CachedRows.of_pages(k_pages, k_scales), CachedRows.of_pages(v_pages, v_scales)
-        return attend_groups(q, k_slots, v_slots, plan, scale)
+        return attend_groups(q, k_slots, v_slots, plan, scale, soft_cap)
     return paged_attention_reference(
         q.float(), k_pages, v_pages, block_tables, cu_seqlens_q, kv_lengths, window=window, scale=scale,
-        k_scales=k_scales, v_scales=v_scales, visible_slots=visible_slots, tree_mask=tree_mask,
+        soft_cap=soft_cap, k_scales=k_scales, v_scales=v_scales, visible_slots=visible_slots, tree_mask=tree_mask,
     ).to(q.dtype)  # fmt: skip
 
 
@@ -398,7 +410,14 @@ class _Pages(NamedTuple):
 
 
 def _launch(
-    q: Tensor, pages: _Pages, block_tables: Tensor, plan: ListedPlan, *, scale: float, tree_mask: Tensor | None
+    q: Tensor,
+    pages: _Pages,
+    block_tables: Tensor,
+    plan: ListedPlan,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    tree_mask: Tensor | None,
 ) -> Tensor:
     """Attend in two launches, neither of which depends on lengths."""
     _check_layout(q, pages, block_tables, scale=scale, tree_mask=tree_mask)
@@ -432,7 +451,8 @@ def _launch(
         TREE=tree_mask is not None, SPLIT_LOOP=_split_loop_pays(tiles.rows, plan, pages, tree_mask),
         QUERY_TYPE=tl.float32 if is_interpreted(q) else _TRITON_TYPES[q.dtype],
         VALUE_TYPE=tl.float32 if is_interpreted(q) else value_type,
-        EVICT="evict_first" if tiles.rows <= 32 else "", num_warps=tiles.warps,
+        EVICT="evict_first" if tiles.rows <= 32 else "", LIMIT=None if soft_cap is None else soft_cap / scale,
+        num_warps=tiles.warps,
         num_stages=1 + tiles.ahead * loads_in_a_row, **shape,
     )  # fmt: skip
     # Also where nothing can be split: no context is the first to need a merge, which would have to be compiled then.

@@ -1,6 +1,6 @@
 """Which divergence a distillation minimizes, and what it returns; formulas in kernels/losses/linear_distillation.py."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from torch import Tensor
 
@@ -10,6 +10,10 @@ DivergenceKind = Literal[
 
 SHARE_DECAY = 3.0
 """In `acceptance`, how fast KL gives way to total variation as more of the draft is accepted."""
+
+SoftCaps: TypeAlias = tuple[float | None, float | None]
+"""Of the student's and the teacher's logits; None: no cap."""
+NO_CAPS: SoftCaps = (None, None)
 
 
 class DistillationSums(NamedTuple):

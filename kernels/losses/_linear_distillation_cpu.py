@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.losses._divergence import SHARE_DECAY, DistillationSums, DivergenceKind, Objective
+from kernels.common.soft_cap import soft_cap_, soft_cap_slopes
+from kernels.losses._divergence import NO_CAPS, SHARE_DECAY, DistillationSums, DivergenceKind, Objective, SoftCaps
 from kernels.losses._projection import (
     IGNORE_LABEL,
     ProjectionGradients,
@@ -32,8 +33,8 @@ def linear_distillation_cpu(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     labels: Tensor,
-    *,
     objective: Objective,
+    soft_caps: SoftCaps = NO_CAPS,
 ) -> DistillationSums:
     """`linear_distillation` of any device and dtype."""
     dtype = product_dtype(student_hidden)
@@ -49,7 +50,7 @@ def linear_distillation_cpu(
             *student, full_vocabulary=student_weight.shape[0], of_projection=student_weight.requires_grad
         )
     with torch.no_grad():
-        sums = DistillationSums(*_summed(student, teacher, labels[valid], objective, gradients))
+        sums = DistillationSums(*_summed(student, teacher, labels[valid], objective, gradients, soft_caps))
     if gradients is None:
         return sums
     return sums._replace(loss=attach_gradients(sums.loss, student_hidden, student_weight, valid, gradients))
@@ -61,6 +62,7 @@ def _summed(
     labels: Tensor,
     objective: Objective,
     gradients: ProjectionGradients | None,
+    soft_caps: SoftCaps,
 ) -> Tensor:
     """Return the fields of DistillationSums, [5]; student, teacher: rows [n, D] and projection [V, D]."""
     num_rows, vocabulary = student[0].shape[0], student[1].shape[0]
@@ -74,8 +76,15 @@ def _summed(
             for (rows, projection), buffer in zip((student, teacher), buffers, strict=True)
         )
         for block in slices(z_student.shape[0], block_rows):
-            logits = _Logits(z_student[block], z_teacher[block])
-            sums += _block_sums(logits, labels[chunk][block], objective, workspace, gradients is not None)
+            products = z_student[block], z_teacher[block]
+            logits = _Logits(*(_finite_logits(*pair) for pair in zip(products, soft_caps, strict=True)))
+            block_sums, gradient = _block_sums(
+                logits, labels[chunk][block], objective, workspace, gradients is not None
+            )
+            sums += block_sums
+            if gradient is not None:
+                cap = soft_caps[0]
+                products[0].copy_(gradient if cap is None else gradient.mul_(soft_cap_slopes(logits.student, cap)))
         if gradients is not None:
             gradients.add(chunk, z_student)
     return sums
@@ -95,15 +104,19 @@ class _Distributions(NamedTuple):
     """log p − log q, finite."""
 
 
+def _finite_logits(products: Tensor, soft_cap: float | None) -> Tensor:
+    """Under their cap, and −inf, which is probability 0, as a number whose differences are no NaN."""
+    if soft_cap is None:
+        return products.clamp_(min=max(-1e30, torch.finfo(products.dtype).min))
+    return soft_cap_(products.to(statistics_dtype(products.dtype)), soft_cap)
+
+
 def _block_sums(
     logits: _Logits, labels: Tensor, objective: Objective, workspace: Tensor, into_gradient: bool
-) -> Tensor:
-    """Return the fields of DistillationSums, [5], for a block; on demand turn its student logits into the gradient."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the fields of DistillationSums, [5], for a block; on demand also the gradient of its student's logits."""
     kind, temperature, alpha, hard_weight = objective
     p, q, log_ratio, scratch, hard_gradient = workspace[:, : labels.shape[0]]
-    for z in logits:
-        # A logit of −inf is probability 0; finite, its differences are no NaN.
-        z.clamp_(min=max(-1e30, torch.finfo(z.dtype).min))
     labels = labels[:, None]
     student_normalizer = _fill_distributions(logits, 1.0, _Distributions(p, q, log_ratio))
     kl = torch.linalg.vecdot(p, log_ratio).sum()
@@ -118,9 +131,11 @@ def _block_sums(
     soft, soft_gradient = _divergence(_Distributions(p, q, log_ratio), kind, alpha, scratch)
     if into_gradient:
         soft_gradient.mul_((1 - hard_weight) * temperature)
-        logits.student.copy_(soft_gradient.add_(hard_gradient) if hard_weight else soft_gradient)
+        if hard_weight:
+            soft_gradient.add_(hard_gradient)
     loss = (1 - hard_weight) * temperature**2 * soft + hard_weight * cross_entropy
-    return torch.stack((loss, kl, cross_entropy, total_variation, agreement.sum().to(p.dtype)))
+    sums = torch.stack((loss, kl, cross_entropy, total_variation, agreement.sum().to(p.dtype)))
+    return sums, soft_gradient if into_gradient else None
 
 
 def _fill_distributions(logits: _Logits, temperature: float, out: _Distributions) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.ragged_tiles import dot
+from kernels.common.soft_cap import soft_capped_tile
 from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors
 from kernels.losses._projection import IGNORE_LABEL, slices
@@ -52,9 +53,10 @@ def program_tiles(num_rows, num_ranges, ROWS: tl.constexpr, GROUP: tl.constexpr)
 @triton.jit
 def logits_tile(
     p_hidden, p_weight, rows, columns, num_rows, vocabulary, hidden_row, weight_row, least,
-    D: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    D: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Logits [rows, columns] in fp32: at least `least`, which is finite, and -1e30 past the vocabulary.
+    """Logits [rows, columns] in fp32, under their cap: at least `least`, which is finite, and -1e30 past the
+    vocabulary.
 
     They are products of p_hidden [T, D] and p_weight [V, D], or lie at p_hidden [T, V] if p_weight is None. Hidden
     states and weights that do not exist are the last ones that do, so that their loads need no mask.
@@ -78,6 +80,8 @@ def logits_tile(
                 b_hidden = tl.load(p_hidden + start, mask=(start + depth < D)[None, :], other=0.0)
                 b_weight = tl.load(p_weight + start, mask=(start + depth < D)[:, None], other=0.0)
             b_logits = dot(b_hidden, b_weight, b_logits, INTERPRETED)
+    if CAP is not None:
+        b_logits = soft_capped_tile(b_logits, CAP)
     # Not a maximum, which would hide NaN.
     b_logits = tl.where(b_logits < least, least, b_logits)
     return tl.where((columns < vocabulary)[None, :], b_logits, -1e30)
@@ -115,6 +119,8 @@ class Head(NamedTuple):
     """[T, D], zero in rows without a label."""
     weight: Tensor
     """[V, D]"""
+    soft_cap: float | None
+    """Of the logits."""
 
 
 class Source(NamedTuple):
@@ -124,6 +130,7 @@ class Source(NamedTuple):
     """Hidden states [R, D]; the logits [R, V] themselves if `weight` is None."""
     weight: Tensor | None
     vocabulary: int
+    soft_cap: float | None
 
     @property
     def tile(self) -> Tile:
@@ -152,14 +159,16 @@ class Source(NamedTuple):
         }  # fmt: skip
 
 
-def make_head(hidden: Tensor, weight: Tensor, labels: Tensor, *, vocabulary: int, dtype: torch.dtype) -> Head:
+def make_head(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocabulary: int, dtype: torch.dtype, soft_cap: float | None
+) -> Head:
     """Raises ValueError for what the kernels cannot take."""
     check_rows(hidden=hidden, weight=weight)
     if hidden.shape[1] != weight.shape[1] or hidden.shape[:1] != labels.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, labels))
         raise ValueError(f"hidden [T, D], weight [V, D] and labels [T] do not fit each other: {shapes}")
     rows = hidden.detach().to(dtype).masked_fill(labels[:, None] == IGNORE_LABEL, 0)
-    return Head(rows, weight.detach()[:vocabulary].to(dtype))
+    return Head(rows, weight.detach()[:vocabulary].to(dtype), soft_cap)
 
 
 def sources(heads: Sequence[Head], *, trains: bool) -> Iterator[tuple[slice, list[Source]]]:
@@ -167,7 +176,7 @@ def sources(heads: Sequence[Head], *, trains: bool) -> Iterator[tuple[slice, lis
     num_rows, vocabulary = len(heads[0].hidden), len(heads[0].weight)
     if not (trains and _KEPT_LOGITS):
         if num_rows:
-            yield slice(0, num_rows), [Source(*head, vocabulary) for head in heads]
+            yield slice(0, num_rows), [Source(head.hidden, head.weight, vocabulary, head.soft_cap) for head in heads]
         return
     chunk_rows = max(1, min(num_rows, _KEPT_LOGITS // vocabulary))
     buffers = [_aligned_rows(head.hidden, chunk_rows, vocabulary) for head in heads]
@@ -176,7 +185,7 @@ def sources(heads: Sequence[Head], *, trains: bool) -> Iterator[tuple[slice, lis
             torch.mm(head.hidden[chunk], head.weight.t(), out=buffer[: chunk.stop - chunk.start])
             for head, buffer in zip(heads, buffers, strict=True)
         )
-        yield chunk, [Source(z, None, vocabulary) for z in logits]
+        yield chunk, [Source(z, None, vocabulary, head.soft_cap) for z, head in zip(logits, heads, strict=True)]
 
 
 def _aligned_rows(like: Tensor, num_rows: int, columns: int) -> Tensor:

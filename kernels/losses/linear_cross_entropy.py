@@ -4,6 +4,7 @@
     dz = softmax(z) − onehot(label),   dh = dz W,   dW = dzᵀ h
 
 The gradients are known as soon as the normalizers are, so forward computes them and backward only scales them.
+Under a soft cap z is c · tanh(h Wᵀ / c), and dz is multiplied with the slope of that (kernels/common/soft_cap.py).
 Products run in the dtype of the hidden states or of autocast, softmax and sums in fp32. On a GPU there are two walks
 over the vocabulary (kernels/losses/_streamed_projection.py): one for the normalizers, one for dz.
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.common.soft_cap import check_soft_cap, soft_cap_slopes_tile, soft_capped
 from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
 from kernels.losses._linear_cross_entropy_cpu import linear_cross_entropy_cpu
@@ -32,9 +34,11 @@ from kernels.losses._streamed_projection import (
 )
 
 
-def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, soft_cap: float | None = None
+) -> Tensor:
     """`linear_cross_entropy` in its plainest form, with all logits at once."""
-    logits = hidden @ weight.t()
+    logits = soft_capped(hidden @ weight.t(), soft_cap)
     return F.cross_entropy(
         logits.to(statistics_dtype(logits.dtype)), labels, ignore_index=IGNORE_LABEL, reduction="sum"
     )
@@ -45,7 +49,7 @@ def _statistics_kernel(
     p_hidden, p_weight, p_labels, p_statistics, num_rows, vocabulary, num_tiles, tiles_per_range,
     hidden_row, weight_row, least,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Of a range of the vocabulary, per row: maximum, sum of exponentials, the label's logit; [ranges, 3, T]."""
     row_tile, part = program_tiles(num_rows, tl.cdiv(num_tiles, tiles_per_range), ROWS, GROUP)
@@ -60,7 +64,7 @@ def _statistics_kernel(
         columns = tile * COLUMNS + tl.arange(0, COLUMNS)
         b_logits = logits_tile(
             p_hidden, p_weight, rows, columns, num_rows, vocabulary, hidden_row, weight_row, least,
-            D, DEPTH, INTERPRETED,
+            D, DEPTH, INTERPRETED, CAP,
         )  # fmt: skip
         b_new_max = tl.maximum(b_max, tl.max(b_logits, axis=1))
         b_sum = rescaled_sum(b_logits, b_max, b_new_max, b_sum, 1.0)
@@ -77,7 +81,7 @@ def _gradient_kernel(
     p_hidden, p_weight, p_labels, p_normalizer, p_gradient,
     num_rows, vocabulary, first_tile, num_tiles, tiles_per_range, hidden_row, weight_row, gradient_row, least,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """dz of a range of a window of the vocabulary that starts at `first_tile`; it may replace the logits."""
     row_tile, part = program_tiles(num_rows, tl.cdiv(num_tiles, tiles_per_range), ROWS, GROUP)
@@ -92,24 +96,29 @@ def _gradient_kernel(
         columns = first_tile * COLUMNS + offsets
         b_logits = logits_tile(
             p_hidden, p_weight, rows, columns, num_rows, vocabulary, hidden_row, weight_row, least,
-            D, DEPTH, INTERPRETED,
+            D, DEPTH, INTERPRETED, CAP,
         )  # fmt: skip
         b_gradient = tl.exp(b_logits - b_normalizer) - tl.where(columns[None, :] == b_labels, 1.0, 0.0)
+        if CAP is not None:
+            b_gradient *= soft_cap_slopes_tile(b_logits, CAP)
         b_gradient = tl.where(b_labels != -100, b_gradient, 0.0).to(p_gradient.dtype.element_ty)
         tl.store(p_gradient + offsets[None, :], b_gradient, mask=m_rows[:, None] & (columns < vocabulary)[None, :])
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, soft_cap: float | None = None) -> Tensor:
     """Return the summed cross-entropy, in nats, of the rows whose label is not -100: an fp32 scalar.
 
-    hidden [T, D]; weight [V, D]; labels [T] int64. Differentiable in hidden and weight; backward works once.
+    hidden [T, D]; weight [V, D]; labels [T] int64; `soft_cap`: what logits tend to, if anything. Differentiable in
+    hidden and weight; backward works once.
     On CUDA hidden and weight are fp32, bf16 or fp16 and contiguous in the last dimension, or this raises ValueError;
     a label outside of the vocabulary makes the result NaN.
     """
+    check_soft_cap(soft_cap)
     if not runs_triton(hidden):
-        return linear_cross_entropy_cpu(hidden, weight, labels)
+        return linear_cross_entropy_cpu(hidden, weight, labels, soft_cap)
     labels = labels.contiguous()
-    head = make_head(hidden, weight, labels, vocabulary=len(weight), dtype=product_dtype(hidden))
+    vocabulary, dtype = len(weight), product_dtype(hidden)
+    head = make_head(hidden, weight, labels, vocabulary=vocabulary, dtype=dtype, soft_cap=soft_cap)
     gradients = GradientSums(head, hidden, weight) if wants_gradients(hidden, weight) else None
     loss = torch.zeros((), dtype=torch.float32, device=labels.device)
     for chunk, (source,) in sources((head,), trains=gradients is not None):
@@ -129,7 +138,7 @@ def _normalizer_and_loss(source: Source, labels: Tensor) -> tuple[Tensor, Tensor
     _statistics_kernel[(plan.num_programs,)](
         source.rows, source.weight, labels, statistics,
         len(labels), source.vocabulary, plan.num_tiles, plan.tiles_per_range, *source.strides, source.least_logit,
-        D=source.hidden_size, **source.options,
+        D=source.hidden_size, CAP=source.soft_cap, **source.options,
     )  # fmt: skip
     maxima, sums, chosen = statistics.unbind(1)
     maximum = maxima.amax(0)
@@ -145,5 +154,5 @@ def _store_gradient(source: Source, labels: Tensor, normalizer: Tensor, window: 
         source.rows, source.weight, labels, normalizer, grad_logits,
         len(labels), source.vocabulary, plan.first_tile, plan.num_tiles, plan.tiles_per_range,
         *source.strides, grad_logits.stride(0), source.least_logit,
-        D=source.hidden_size, **source.options,
+        D=source.hidden_size, CAP=source.soft_cap, **source.options,
     )  # fmt: skip

@@ -19,6 +19,7 @@ jsd with α = 0 is forward_kl and with α = 1 reverse_kl: both are its limits af
 accepted; where it is low, its gradient is small, and KL leads. Everything follows from p, q and the log-ratio
 log p − log q:
 log m − log q = logaddexp(log-ratio + ln(weight of p), ln(weight of q)).
+Under a soft cap z is c · tanh(h Wᵀ / c), and dz is multiplied with the slope of that (kernels/common/soft_cap.py).
 On a GPU one walk over the vocabulary finds the normalizers, one the divergence and dz
 (kernels/losses/_streamed_projection.py); Σ q g of a mixture and of TV needs one more before that.
 Sources: https://arxiv.org/abs/1503.02531 (τ²), https://arxiv.org/abs/2306.13649 (jsd),
@@ -36,9 +37,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.common.soft_cap import check_soft_cap, soft_cap_slopes_tile, soft_capped
 from kernels.common.triton import tl, triton
 from kernels.common.triton_support import runs_triton
-from kernels.losses._divergence import SHARE_DECAY, DistillationSums, DivergenceKind, Objective, make_objective
+from kernels.losses._divergence import (
+    NO_CAPS,
+    SHARE_DECAY,
+    DistillationSums,
+    DivergenceKind,
+    Objective,
+    SoftCaps,
+    make_objective,
+)
 from kernels.losses._linear_distillation_cpu import linear_distillation_cpu
 from kernels.losses._projection import IGNORE_LABEL, attach_gradients, product_dtype, statistics_dtype
 from kernels.losses._streamed_projection import (
@@ -92,6 +102,7 @@ def linear_distillation_reference(
     temperature: float = 1.0,
     alpha: float = 0.1,
     hard_weight: float = 0.0,
+    soft_caps: SoftCaps = NO_CAPS,
 ) -> DistillationSums:
     """`linear_distillation` in its plainest form, with all logits at once."""
     kind, temperature, alpha, hard_weight = make_objective(kind, temperature, alpha, hard_weight)
@@ -99,7 +110,10 @@ def linear_distillation_reference(
     vocabulary = min(student_weight.shape[0], teacher_weight.shape[0])
     student = student_hidden[valid] @ student_weight[:vocabulary].t()
     teacher = (teacher_hidden[valid] @ teacher_weight[:vocabulary].t()).detach()
-    student, teacher = (logits.to(statistics_dtype(logits.dtype)) for logits in (student, teacher))
+    student, teacher = (
+        soft_capped(logits.to(statistics_dtype(logits.dtype)), cap)
+        for logits, cap in zip((student, teacher), soft_caps, strict=True)
+    )
     soft = _divergence_reference(
         torch.softmax(teacher / temperature, -1), torch.softmax(student / temperature, -1), kind, alpha
     )
@@ -120,6 +134,7 @@ def _statistics_kernel(
     num_rows, vocabulary, num_tiles, tiles_per_range, student_row, student_weight_row, teacher_row, teacher_weight_row,
     inverse_temperature, least,
     KIND: tl.constexpr, DS: tl.constexpr, DT: tl.constexpr, TEMPERED: tl.constexpr,
+    STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """What a range of the vocabulary contributes to each row, [ranges, 9, T]: maxima of the logits of student and
@@ -140,11 +155,11 @@ def _statistics_kernel(
         columns = tile * COLUMNS + tl.arange(0, COLUMNS)
         b_s = logits_tile(
             p_student, p_student_weight, rows, columns, num_rows, vocabulary, student_row, student_weight_row, least,
-            DS, DEPTH, INTERPRETED,
+            DS, DEPTH, INTERPRETED, STUDENT_CAP,
         )  # fmt: skip
         b_t = logits_tile(
             p_teacher, p_teacher_weight, rows, columns, num_rows, vocabulary, teacher_row, teacher_weight_row, least,
-            DT, DEPTH, INTERPRETED,
+            DT, DEPTH, INTERPRETED, TEACHER_CAP,
         )  # fmt: skip
         b_tile_max = tl.max(b_s, axis=1)
         b_at = tl.max(tl.where(b_s == b_tile_max[:, None], b_t, float("-inf")), axis=1)
@@ -213,6 +228,7 @@ def _divergence_kernel(
     student_row, student_weight_row, teacher_row, teacher_weight_row, gradient_row,
     inverse_temperature, least, alpha, log_weight_p, log_weight_q, weight_q, soft_scale, hard_scale,
     KIND: tl.constexpr, DS: tl.constexpr, DT: tl.constexpr, TEMPERED: tl.constexpr,
+    STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store in p_sums [ranges, 4, T] what a range of a window of the vocabulary contributes to KL and total variation
@@ -240,11 +256,11 @@ def _divergence_kernel(
         columns = first_tile * COLUMNS + offsets
         b_s = logits_tile(
             p_student, p_student_weight, rows, columns, num_rows, vocabulary, student_row, student_weight_row, least,
-            DS, DEPTH, INTERPRETED,
+            DS, DEPTH, INTERPRETED, STUDENT_CAP,
         )  # fmt: skip
         b_t = logits_tile(
             p_teacher, p_teacher_weight, rows, columns, num_rows, vocabulary, teacher_row, teacher_weight_row, least,
-            DT, DEPTH, INTERPRETED,
+            DT, DEPTH, INTERPRETED, TEACHER_CAP,
         )  # fmt: skip
         b_q, b_p = tl.exp(b_s - b_norm_s), tl.exp(b_t - b_norm_t)
         b_log_ratio = (b_t - b_s) - (b_norm_t - b_norm_s)
@@ -264,7 +280,10 @@ def _divergence_kernel(
             b_soft = b_q - b_p if KIND == "forward_kl" else (b_slope - b_mean) * b_q
             if KIND == "acceptance":
                 b_soft += b_share * (b_q - b_p)
-            b_gradient = tl.where(b_labels != -100, soft_scale * b_soft + b_hard, 0.0)
+            b_gradient = soft_scale * b_soft + b_hard
+            if STUDENT_CAP is not None:
+                b_gradient *= soft_cap_slopes_tile(b_s, STUDENT_CAP)
+            b_gradient = tl.where(b_labels != -100, b_gradient, 0.0)
             o_gradient = rows.to(tl.int64)[:, None] * gradient_row + offsets[None, :]
             mask = m_rows[:, None] & (columns < vocabulary)[None, :]
             tl.store(p_gradient + o_gradient, b_gradient.to(p_gradient.dtype.element_ty), mask=mask)
@@ -285,10 +304,12 @@ def linear_distillation(
     temperature: float = 1.0,
     alpha: float = 0.1,
     hard_weight: float = 0.0,
+    soft_caps: SoftCaps = NO_CAPS,
 ) -> DistillationSums:
     """Return the distillation loss and metrics, summed over the rows whose label is not -100.
 
     student_hidden [T, Ds]; student_weight [V, Ds]; teacher_hidden [T, Dt]; teacher_weight [V', Dt]; labels [T] int64.
+    `soft_caps`: what logits of student and teacher tend to, if anything.
     Where V ≠ V', tokens from min(V, V') on (padding of the vocabulary) have no probability in either model.
     The loss is differentiable in the student's tensors, once; the teacher never receives a gradient.
     Raises ValueError for an unknown kind, a temperature ≤ 0, or alpha or hard_weight outside of [0, 1]. On CUDA the
@@ -296,15 +317,19 @@ def linear_distillation(
     label outside of the vocabulary makes the loss NaN.
     """
     objective = make_objective(kind, temperature, alpha, hard_weight)
+    for cap in soft_caps:
+        check_soft_cap(cap)
     if not runs_triton(student_hidden):
         return linear_distillation_cpu(
-            student_hidden, student_weight, teacher_hidden, teacher_weight, labels, objective=objective
+            student_hidden, student_weight, teacher_hidden, teacher_weight, labels, objective, soft_caps
         )
     labels, dtype = labels.contiguous(), product_dtype(student_hidden)
     vocabulary = min(len(student_weight), len(teacher_weight))
     heads = [
-        make_head(hidden, weight, labels, vocabulary=vocabulary, dtype=dtype)
-        for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
+        make_head(hidden, weight, labels, vocabulary=vocabulary, dtype=dtype, soft_cap=cap)
+        for hidden, weight, cap in zip(
+            (student_hidden, teacher_hidden), (student_weight, teacher_weight), soft_caps, strict=True
+        )
     ]
     gradients = None
     if wants_gradients(student_hidden, student_weight):
@@ -413,9 +438,11 @@ class _Walks(NamedTuple):
 
     def _options(self) -> dict[str, Any]:
         sizes = {"DS": self.student.hidden_size, "DT": self.teacher.hidden_size}
+        caps = {"STUDENT_CAP": self.student.soft_cap, "TEACHER_CAP": self.teacher.soft_cap}
         return {
             "KIND": self.objective.kind,
             "TEMPERED": self.objective.temperature != 1,
             **sizes,
+            **caps,
             **self.student.options,
         }
