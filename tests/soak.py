@@ -6,7 +6,9 @@ Of ten requests six are normal, two leave, one is invalid, one is a burst of eig
 adapter. Adapters come, change and go all the time; a newer draft is published every 20 s: better, as good,
 or useless, which has to be taken back. Each minute an engine is killed or stopped, but in the last third, where the
 memory of one engine is watched. At the end: every answer was what the model alone says or an honest refusal, all is
-idle, and the memory of both processes is flat.
+idle, and memory, open files and threads of both processes are flat.
+
+    python -m tests.soak --minutes 3 --leak files      # of a server that leaks: has to end with an error that says so
 """
 
 import argparse
@@ -20,6 +22,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from bench.common import write_result
 from model.text.tokenizer import Tokenizer
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.http_server import REAL, RunningServer, running_server, save_tiny_folder
+from tests.serve.leaking_server import LEAKING, LEAKS
 from tests.serve.test_adapter_slots import CONFIGS, merged
 from tests.serve.test_draft_watch import publish_draft
 from tests.serve.test_speculation import noisy_twin
@@ -42,11 +47,48 @@ BASE, REPLACED = "tiny", "replaced"
 """Names of the model itself, and of an adapter that is replaced in place by one of the others."""
 SAMPLE_S, ADAPTER_S, DRAFT_S, BREAK_S = 2.0, 0.5, 20.0, 60.0
 """Between two samples of memory, changes of adapters, drafts, broken engines."""
+IDLE_S = 8.0
+"""Until connections that clients have closed are closed here as well."""
 SWAP_LIMIT_S = 60.0
 """A published draft is looked for once a second and verified on 60 tokens; an engine may have to start meanwhile."""
 MAX_MIB_PER_MINUTE = 1.0
+MORE_FILES, MORE_THREADS = 2, 8
+"""At rest in the end than before all traffic: pools of threads fill as they are used."""
 ALLOWED = {429, 503, 504}
 """What overload and the loss of an engine may be answered with."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds; nothing once it is gone."""
+
+    mib: float = 0.0
+    """Resident memory."""
+    files: int = 0
+    threads: int = 0
+
+    @classmethod
+    def by(cls, pid: int | None) -> "Held":
+        process = Path(f"/proc/{pid}")
+        try:
+            pages = int((process / "statm").read_text().split()[1])
+            files, threads = (len(os.listdir(process / name)) for name in ("fd", "task"))
+        except OSError:
+            return cls()
+        return cls(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threads)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Both processes at a moment of a run."""
+
+    minutes: float
+    http: Held
+    engine: Held
+
+    @classmethod
+    def of(cls, server: RunningServer, minutes: float) -> "Sample":
+        return cls(minutes, Held.by(server.process.pid), Held.by(next(iter(server.engine_pids()), None)))
 
 
 class Files:
@@ -90,8 +132,9 @@ class Soak:
         self._draw = random.Random(1)
         self._expected = files.expected()
         self.seen: Counter[str] = Counter()
-        self.samples: list[tuple[float, float, float, int]] = []
-        """Minutes, MiB of the HTTP process and of the engine, open files of the HTTP process."""
+        self.before = Sample.of(server, 0.0)
+        """At rest."""
+        self.samples: list[Sample] = []
 
     @property
     def _is_over(self) -> bool:
@@ -206,21 +249,9 @@ class Soak:
             self.seen["broken"] += 1
 
     async def _sample(self) -> None:
-        pid = self._server.process.pid
         while not self._is_over:
-            engine = next(iter(self._server.engine_pids()), None)
-            minutes = (time.monotonic() - self._begin) / 60
-            self.samples.append((minutes, mebibytes(pid), mebibytes(engine), len(os.listdir(f"/proc/{pid}/fd"))))
+            self.samples.append(Sample.of(self._server, (time.monotonic() - self._begin) / 60))
             await asyncio.sleep(SAMPLE_S)
-
-
-def mebibytes(pid: int | None) -> float:
-    """Resident memory of a process; 0 without one."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def mib_a_minute(points: list[tuple[float, float]]) -> float:
@@ -240,35 +271,65 @@ def check(server: RunningServer, soak: Soak, minutes: float) -> dict[str, Any]:
     restarts = server.metric("potstill:engine_restarts_total")
     if restarts != soak.seen["broken"]:
         raise RuntimeError(f"{soak.seen['broken']} engines were broken and {restarts} replaced")
-    late = [sample for sample in soak.samples if sample[0] > minutes / 3]  # the first third fills caches
-    whole = [sample for sample in soak.samples if sample[0] > 0.78 * minutes]  # of the last engine, once it is warm
-    growth = {
-        "http_mib_a_minute": mib_a_minute([(at, http) for at, http, _, _ in late]),
-        "engine_mib_a_minute": mib_a_minute([(at, engine) for at, _, engine, _ in whole]),
-    }
+    time.sleep(IDLE_S)
+    after = Sample.of(server, minutes)
     found = {
         "seen": dict(sorted(soak.seen.items())),
         "draft_swaps": server.metric("potstill:draft_swaps_total"),
         "draft_rollbacks": server.metric("potstill:draft_rollbacks_total"),
-        "http_process_mib": round(late[-1][1], 1),
-        "engine_process_mib": round(late[-1][2], 1),
-        **growth,
-        "most_open_files": max(files for *_, files in late),
+        **growth(soak.before, soak.samples, after),
+        "http_process_at_rest": asdict(after.http),
+        "engine_process_at_rest": asdict(after.engine),
         "event_loop_lag_s_p99_below": lag_below(server.histogram("potstill:event_loop_lag_seconds"), 0.99),
     }
-    if max(growth.values()) > MAX_MIB_PER_MINUTE:
-        raise RuntimeError(f"memory grows: {found}")
+    if grown := leaks(found):
+        raise RuntimeError(f"{' and '.join(grown)} grow: {found}")
     return found
+
+
+def growth(before: Sample, samples: Sequence[Sample], after: Sample) -> dict[str, float]:
+    """Memory by the minute under traffic; files and threads from rest to rest.
+
+    The first third fills caches of the HTTP process. The engine is the last one, which no fault has ended, once it is
+    warm; its files and threads do not come and go with requests.
+    """
+    late = [sample for sample in samples if sample.minutes > after.minutes / 3]
+    warm = [sample for sample in samples if sample.minutes > 0.78 * after.minutes]
+    return {
+        "http_mib_a_minute": mib_a_minute([(sample.minutes, sample.http.mib) for sample in late]),
+        "engine_mib_a_minute": mib_a_minute([(sample.minutes, sample.engine.mib) for sample in warm]),
+        "more_http_files": after.http.files - before.http.files,
+        "more_http_threads": after.http.threads - before.http.threads,
+        "more_engine_files": after.engine.files - warm[0].engine.files,
+        "more_engine_threads": after.engine.threads - warm[0].engine.threads,
+    }
+
+
+def leaks(grown: Mapping[str, Any]) -> list[str]:
+    """Which kinds of what `growth` found are too much."""
+    limits = {"mib_a_minute": MAX_MIB_PER_MINUTE, "files": MORE_FILES, "threads": MORE_THREADS}
+    words = {"mib_a_minute": "memory"}
+    return [
+        f"{words.get(kind, kind)} of the {process} process"
+        for process in ("http", "engine")
+        for kind, limit in limits.items()
+        for name, more in grown.items()
+        if process in name and name.endswith(kind) and more > limit
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--leak", choices=LEAKS, help="let each request leak this in the server")
     arguments = parser.parse_args()
+    program = (*LEAKING, arguments.leak) if arguments.leak else REAL
     with tempfile.TemporaryDirectory() as scratch:
         files = Files(Path(scratch))
-        with running_server(files.draft, Path(scratch) / "log", *files.options(), program=REAL, spare=True) as server:
+        with running_server(
+            files.draft, Path(scratch) / "log", *files.options(), program=program, spare=True
+        ) as server:
             soak = Soak(server, files, 60 * arguments.minutes)
             asyncio.run(soak.run())
             found = check(server, soak, arguments.minutes)

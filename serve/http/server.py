@@ -42,6 +42,9 @@ __all__ = ["ServerOptions", "build_app", "run_server"]
 
 CLOSE_S = 2.0
 """How long connections may take to close at the end."""
+KEEP_ALIVE_S = 75.0
+"""How long an idle connection stays: longer than clients use one again, OpenAI's after up to 5 s, load balancers after
+a minute. A request that is sent while the server closes would be lost."""
 BACKLOG = 1024
 UNREAD_MS = 30_000
 log = logging.getLogger("potstill.server")
@@ -180,6 +183,7 @@ async def _serve(
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_keep_alive=int(KEEP_ALIVE_S),
             timeout_graceful_shutdown=int(CLOSE_S),
         )
     )

@@ -225,6 +225,17 @@ def test_a_head_that_never_ends_is_dropped(monkeypatch: pytest.MonkeyPatch, head
     asyncio.run(connect())
 
 
+def test_a_connection_outlives_what_clients_keep(server: RunningServer) -> None:
+    """httpx, so OpenAI's client, uses one again within 5 s: the server must not be about to close it then."""
+    with httpx.Client(base_url=server.url, limits=httpx.Limits(keepalive_expiry=60)) as http:
+        ports = []
+        for wait_s in (0.0, 5.5):
+            time.sleep(wait_s)
+            answer = http.get("/health")
+            ports.append(answer.extensions["network_stream"].get_extra_info("client_addr"))
+    assert answer.status_code == 200 and ports[0] == ports[1]
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_whoever_leaves_takes_the_request_along(server: RunningServer, streamed: bool) -> None:
     with pytest.raises(httpx.ReadTimeout):
