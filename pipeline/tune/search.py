@@ -1,9 +1,9 @@
 """Which trial comes next, running it, and what is written in the end.
 
-First each choice alone and brief: fewer layers with all their bits, fewer bits with all layers, in turn, those that
-keep most of the teacher before others. Of these the search predicts combinations: their distance to the teacher is the
-sum of theirs, their time a token the product of their ratios, their memory is known by arithmetic. When all are tried,
-or half of the time is over, combinations run in full, the most promising first.
+First each choice alone and brief: fewer layers with all their bits, fewer bits with all layers; those first that the
+largest combinations within the memory have. Of these the search predicts combinations: their distance to the teacher is
+the sum of theirs, their time a token the product of their ratios, their memory is known by arithmetic. When all are
+tried, or half of the time is over, combinations run in full, the most promising first.
 """
 
 import logging
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +58,17 @@ class Record(msgspec.Struct):
 def singles(space: Space, memory: Mapping[Trial, int], fitting: Sequence[Trial]) -> list[Trial]:
     """Each choice alone that some combination which fits has, brief where that is less work.
 
-    Stages take turns, the last one first, each beginning with what leaves the largest model: wherever the search is
-    stopped, it knows of every stage what changes least. `memory`: bytes of what can be made.
+    Those of the largest combinations come first, as these are likely to be near the teacher: wherever the search stops
+    asking, it can predict some. `memory`: bytes of what can be made.
     """
-    found = []
-    for place in reversed(range(len(space.choices))):
-        wanted = {one.choices[place] for one in fitting}
-        alone = [one for one in memory if one.choices[place] and sum(map(bool, one.choices)) == 1]
-        found.append(sorted([one for one in alone if one.choices[place] in wanted], key=lambda one: -memory[one]))
-    in_turn = [one for step in zip_longest(*found) for one in step if one is not None]
-    brief = [replace(one, brief=True) for one in in_turn]
-    return [less if space.stages(less) != space.stages(one) else one for one, less in zip(in_turn, brief, strict=True)]
+    found: dict[Trial, None] = {}
+    for combination in sorted(fitting, key=lambda one: -memory[one]):
+        for place in range(len(combination.choices)):
+            alone = combination.only(place)
+            if alone in memory:
+                found[alone] = None
+    brief = [replace(one, brief=True) for one in found]
+    return [less if space.stages(less) != space.stages(one) else one for one, less in zip(found, brief, strict=True)]
 
 
 def predict(trial: Trial, memory: float, alone: dict[Trial, Measured], teacher: Measured) -> Measured | None:
@@ -78,7 +77,7 @@ def predict(trial: Trial, memory: float, alone: dict[Trial, Measured], teacher: 
     for place, choice in enumerate(trial.choices):
         if choice is None:
             continue
-        lone = Trial(tuple(choice if at == place else None for at in range(len(trial.choices))))
+        lone = trial.only(place)
         one = alone.get(lone) or alone.get(replace(lone, brief=True))
         if one is None:
             return None

@@ -42,6 +42,10 @@ class Trial:
         """As people read it."""
         return " + ".join(choice for choice in self.choices if choice) + (", brief" if self.brief else "")
 
+    def only(self, place: int) -> "Trial":
+        """In full, with nothing but what one stage does."""
+        return Trial(tuple(choice if at == place else None for at, choice in enumerate(self.choices)))
+
 
 @dataclass(frozen=True)
 class Space:
