@@ -16,6 +16,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention_scale": 0.1,
         "logit_divisor": 2.0,
     },
+    "gemma2": {
+        "embedding_multiplier": 8.0,
+        "attention_scale": 0.2,
+        "attention_soft_cap": 1.5,
+        "logit_soft_cap": 4.0,
+    },
     "gemma3_text": {
         "embedding_multiplier": 8.0,
         "attention_scale": 0.2,
@@ -29,7 +35,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def windows_of(family: str, num_layers: int) -> tuple[int | None, ...]:
     """In Mistral all layers have one, in Gemma every other."""
-    windowed = {"mistral": (12,), "gemma3_text": (12, None)}.get(family, (None,))
+    windowed = {"mistral": (12,), "gemma2": (12, None), "gemma3_text": (12, None)}.get(family, (None,))
     return tuple(windowed[layer % len(windowed)] for layer in range(num_layers))
 
 

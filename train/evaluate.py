@@ -45,6 +45,8 @@ class TeacherStates:
 
     weight: Tensor
     """Output projection `[V, D]`."""
+    soft_cap: float | None
+    """Of its logits."""
     hidden: tuple[Tensor, ...]
     """`[T, D]` of each batch."""
 
@@ -61,25 +63,26 @@ def mean_nll(
     `routing`: who passes layers that have a router, instead of the rule by which the model is served; `attention`: over
     what it attends, instead of keys and values as it computes them.
     """
-    tokens, total, head = _count_labels(batches), 0.0, model.head_weight.detach()
+    tokens, total, head, cap = _count_labels(batches), 0.0, model.head_weight.detach(), model.config.logit_soft_cap
     for batch in batches:
         batch = batch.to(model.device)
         with torch.no_grad():
             hidden = hidden_states(model, batch, routing, attention)
-            total += linear_cross_entropy(hidden, head, batch.labels).item()
+            total += linear_cross_entropy(hidden, head, batch.labels, soft_cap=cap).item()
     return total / tokens
 
 
 def compute_teacher_states(teacher: Transformer, batches: Sequence[Batch]) -> TeacherStates:
     """Runs the teacher over `batches` once; keeps `tokens x D` values on its device."""
     hidden = tuple(teacher_states(teacher, batch.to(teacher.device)) for batch in batches)
-    return TeacherStates(teacher.head_weight.detach(), hidden)
+    return TeacherStates(teacher.head_weight.detach(), teacher.config.logit_soft_cap, hidden)
 
 
 def mean_nll_of_states(teacher: TeacherStates, batches: Sequence[Batch]) -> list[float]:
     """What the teacher whose states these are scores on each batch; nats a token."""
-    pairs = zip(batches, teacher.hidden, strict=True)
-    sums = [linear_cross_entropy(hidden, teacher.weight, batch.labels.to(hidden.device)) for batch, hidden in pairs]
+    pairs = ((hidden, batch.labels.to(hidden.device)) for batch, hidden in zip(batches, teacher.hidden, strict=True))
+    cap = teacher.soft_cap
+    sums = [linear_cross_entropy(hidden, teacher.weight, labels, soft_cap=cap) for hidden, labels in pairs]
     return [total.item() / _count_labels([batch]) for total, batch in zip(sums, batches, strict=True)]
 
 
@@ -99,11 +102,12 @@ def compare(
     if len(teacher.hidden) != len(batches):
         raise ValueError(f"teacher states of {len(teacher.hidden)} batches cannot be compared on {len(batches)}")
     sums, head = torch.zeros(4, dtype=torch.float64), student.head_weight.detach()
+    caps = student.config.logit_soft_cap, teacher.soft_cap
     for batch, reference in zip(batches, teacher.hidden, strict=True):
         batch = batch.to(student.device)
         with torch.no_grad():
             hidden = hidden_states(student, batch, routing, attention)
-            result = linear_distillation(hidden, head, reference, teacher.weight, batch.labels)
+            result = linear_distillation(hidden, head, reference, teacher.weight, batch.labels, soft_caps=caps)
         measured = [result.cross_entropy, result.kl, result.agreement, result.total_variation]
         sums += torch.stack(measured).double().cpu()
     nll, kl, agreement, total_variation = (sums / tokens).tolist()

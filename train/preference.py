@@ -74,10 +74,10 @@ def preference_losses(margins: Tensor, loss: PreferenceLoss) -> Tensor:
 
 def sequence_logps(model: Transformer, batch: Batch) -> Tensor:
     """Log-probability of each sequence's labels, in nats, fp32 [S]; differentiable."""
-    hidden, head = hidden_states(model, batch), model.head_weight
+    hidden, head, cap = hidden_states(model, batch), model.head_weight, model.config.logit_soft_cap
     lengths = batch.cu_seqlens.diff().tolist()
     sequences = zip(hidden.split(lengths), batch.labels.split(lengths), strict=True)
-    return torch.stack([-linear_cross_entropy(rows, head, labels) for rows, labels in sequences])
+    return torch.stack([-linear_cross_entropy(rows, head, labels, soft_cap=cap) for rows, labels in sequences])
 
 
 def labels_of_sequences(batch: Batch) -> Tensor:

@@ -56,7 +56,8 @@ def perplexity_increase(model: Transformer, batches: Sequence[PackedBatch]) -> l
         # Without layer n, its input goes straight to layer n + 1; the layers before it need not run again.
         for left_out in range(num_layers + 1):
             hidden = trace.finish(model, trace.inputs[left_out], left_out + 1)
-            totals[left_out] += linear_cross_entropy(hidden, model.head_weight, wanted).double().cpu()
+            loss = linear_cross_entropy(hidden, model.head_weight, wanted, soft_cap=model.config.logit_soft_cap)
+            totals[left_out] += loss.double().cpu()
         labels += int((wanted != IGNORE_LABEL).sum())
     perplexities = (totals / max(labels, 1)).exp().tolist()
     return [perplexity - perplexities[-1] for perplexity in perplexities[:-1]]

@@ -101,7 +101,7 @@ def _surprise(model: Transformer, batch: PackedBatch, generator: torch.Generator
         with torch.no_grad():
             pieces = [model.logits(piece).float().softmax(-1) for piece in hidden.split(_ROWS_AT_ONCE)]
             drawn = torch.cat([torch.multinomial(p, 1, generator=generator)[:, 0] for p in pieces])
-        return linear_cross_entropy(hidden, model.head_weight, drawn)
+        return linear_cross_entropy(hidden, model.head_weight, drawn, soft_cap=model.config.logit_soft_cap)
 
 
 def choose_formats(costs: Costs, shapes: Mapping[str, tuple[int, int]], average_bits: float) -> dict[str, Format]:

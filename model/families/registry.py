@@ -1,6 +1,7 @@
 """The families that are known, by their name in config.json."""
 
 from model.families.base import Family
+from model.families.gemma2 import GEMMA2
 from model.families.gemma3 import GEMMA3
 from model.families.granite import GRANITE
 from model.families.llama import LLAMA
@@ -17,7 +18,7 @@ from model.families.smollm3 import SMOLLM3
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, PHI3, GEMMA3),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, PHI3, GEMMA2, GEMMA3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     )
 }

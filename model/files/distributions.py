@@ -34,6 +34,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from kernels.common.soft_cap import soft_cap_
 from model.files.safe_io import read_json_object, write_json
 from model.files.sealed_folder import folder_digest
 
@@ -95,14 +96,15 @@ class Sampled:
 
 
 @torch.no_grad()
-def sample(hidden: Tensor, projection: Tensor, shifts: Tensor, draws: int) -> Sampled:
+def sample(hidden: Tensor, projection: Tensor, shifts: Tensor, draws: int, *, soft_cap: float | None = None) -> Sampled:
     """Draws from softmax(hidden projectionᵀ), a block of rows at a time.
 
-    hidden [r, D]; projection [V, D]; shifts [r], uniform in [0, 1).
+    hidden [r, D]; projection [V, D]; shifts [r], uniform in [0, 1); `soft_cap`: what logits tend to, if anything.
     """
     rows = max(LOGITS_PER_BLOCK // len(projection), 1)
     blocks = zip(hidden.split(rows), shifts.to(hidden.device, torch.float64).split(rows), strict=True)
-    return _joined([_sample_block(block @ projection.t(), shift, draws) for block, shift in blocks])
+    products = ((block @ projection.t(), shift) for block, shift in blocks)
+    return _joined([_sample_block(soft_cap_(logits, soft_cap), shift, draws) for logits, shift in products])
 
 
 def _sample_block(logits: Tensor, shifts: Tensor, draws: int) -> Sampled:

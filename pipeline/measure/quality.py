@@ -103,7 +103,7 @@ class HeldOut:
     def _compared(self, model: Transformer, reference: TeacherStates, how: _Forward) -> list[Comparison]:
         """Of each batch; one pass gives the model's own loss as well."""
         return [
-            compare(model, TeacherStates(reference.weight, (hidden,)), [batch], **how)
+            compare(model, replace(reference, hidden=(hidden,)), [batch], **how)
             for batch, hidden in zip(self.batches, reference.hidden, strict=True)
         ]
 

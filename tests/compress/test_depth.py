@@ -71,12 +71,14 @@ def test_block_influence_is_the_turn_of_the_residual_stream() -> None:
     assert block_influence(tiny_model(seed=1, num_layers=4), batches()) == pytest.approx(expected, abs=1e-6)
 
 
-def test_perplexity_increase_is_that_of_the_model_without_the_layer() -> None:
-    model = tiny_model(seed=1, num_layers=4)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_perplexity_increase_is_that_of_the_model_without_the_layer(family: str) -> None:
+    model = tiny_model(family, seed=1, num_layers=4)
     base = math.exp(mean_nll(model))
-    expected = [math.exp(mean_nll(drop(tiny_model(seed=1, num_layers=4), layer))) - base for layer in range(4)]
+    expected = [math.exp(mean_nll(drop(tiny_model(family, seed=1, num_layers=4), layer))) - base for layer in range(4)]
     assert perplexity_increase(model, batches()) == pytest.approx(expected, rel=1e-3)
-    assert torch.equal(hidden_of(model), hidden_of(tiny_model(seed=1, num_layers=4))), "measuring changed the model"
+    untouched = tiny_model(family, seed=1, num_layers=4)
+    assert torch.equal(hidden_of(model), hidden_of(untouched)), "measuring changed the model"
 
 
 @pytest.mark.parametrize("measure", [block_influence, perplexity_increase])

@@ -83,10 +83,11 @@ def test_work_is_counted_by_hand() -> None:
     assert flops_per_token(attention, 100, [0.0, 1.0]) == dense - projections - scores + 2 * 2 * 64
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("route", ["attention", "mlp", "block"])
-def test_costs_are_squared_slopes_of_each_tokens_part(route: str) -> None:
+def test_costs_are_squared_slopes_of_each_tokens_part(route: str, family: str) -> None:
     """Against finite differences: the part of one token in one layer turned down a little, its key's weight with it."""
-    model, layer, token, step = tiny_model(num_layers=2).double(), 1, 5, 1e-4
+    model, layer, token, step = tiny_model(family, num_layers=2).double(), 1, 5, 1e-4
     batch = batches(1, tokens=70)[0]
     batch = replace(batch, tokens=batch.tokens[:24], positions=batch.positions[:24], cu_seqlens=torch.tensor([0, 24]))
     costs = skipping_costs(model, [batch], route)[layer].costs
@@ -116,7 +117,10 @@ def turned_down(
                 return super().__call__(number, q, k, v, norm_rope)
             q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            weights = torch.einsum("nhd,mhd->hnm", q, k).div(q.shape[2] ** 0.5).exp().tril()
+            scores = torch.einsum("nhd,mhd->hnm", q, k) * (model.config.attention_scale or q.shape[2] ** -0.5)
+            if (cap := model.config.attention_soft_cap) is not None:
+                scores = cap * (scores / cap).tanh()
+            weights = scores.exp().tril()
             weights[:, :, token] *= part
             mixed = torch.einsum("hnm,mhd->nhd", weights / weights.sum(-1, keepdim=True), v)
             mixed[token] *= part

@@ -50,7 +50,9 @@ def fold_everywhere(model: Transformer) -> None:
             fold(layer, name, scales, readers)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "mistral", "granite", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "smollm3", "mistral", "granite", "gemma2", "gemma3_text"]
+)
 def test_folding_leaves_the_outputs_as_they_are(family: str) -> None:
     model = tiny_model(family, output_bias=family == "llama", mlp_bias=family == "llama")
     with torch.no_grad():

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from compress.quantize.sensitivity import choose_formats, output_gradients, rounding_costs
+from compress.quantize.sensitivity import _surprise, choose_formats, output_gradients, rounding_costs
 from compress.residual_stream import layers_of
 from model.attention import PackedAttention
 from model.formats.compressed_tensors import Int4, Int8
@@ -14,6 +14,8 @@ from model.quantized import set_quantized
 from model.transformer import Transformer
 from tests.compress.conversions import Text, texts
 from tests.tiny import tiny_model
+from tests.train.toy import batch_of
+from train.objectives import hidden_states
 
 SMALL, LARGE = Int4(32), Int8()
 UNITS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -70,6 +72,16 @@ def test_gradients_of_the_last_projection_are_those_of_its_outputs() -> None:
     assert probabilities.shape == (40, 512)
     many = [output_gradients(model, [text], seed=seed)["model.layers.1.mlp.down_proj"] for seed in range(150)]
     assert abs(float(torch.stack(many).mean(0).sum() / squares) - 1) < 0.05
+
+
+def test_what_is_drawn_is_scored_as_the_model_scores_it() -> None:
+    """A soft cap of logits included."""
+    model, text = tiny_model("gemma2", seed=1), texts(40)[0]
+    found = _surprise(model, text, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        log_p = model.logits(hidden_states(model, batch_of([text.tokens.tolist()]))).log_softmax(-1)
+    drawn = torch.multinomial(log_p.exp(), 1, generator=torch.Generator().manual_seed(3))
+    assert found.item() == pytest.approx(-log_p.gather(1, drawn).sum().item(), rel=1e-5)
 
 
 def _parts() -> list[str]:

@@ -14,7 +14,7 @@ from model.kv_format import NormRope
 from tests.ranks import in_ranks
 from tests.tiny import tiny_config
 
-CONFIGS = {"all keys": tiny_config(), "windows": tiny_config("gemma3_text")}
+CONFIGS = {"all keys": tiny_config(), "windows and a soft cap": tiny_config("gemma2")}
 BORDERS = {
     "one long document": [0, 53],
     "across the parts": [0, 7, 9, 41, 64],

@@ -93,6 +93,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2-own-layers": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 12,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -196,7 +219,7 @@ def test_streams_behind_the_layers_are_those_of_transformers(tmp_path: Path) -> 
     torch.testing.assert_close(ours.model.norm.add(states[-1], None)[0], expected[-1][0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "smollm3-windows", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2-windows", "smollm3-windows", "gemma2", "gemma3"])
 def test_the_window_is_shorter_than_the_text(name: str, tmp_path: Path) -> None:
     """Guards the oracle: without windows, the logits of these models would differ."""
     from dataclasses import replace
@@ -208,8 +231,21 @@ def test_the_window_is_shorter_than_the_text(name: str, tmp_path: Path) -> None:
     assert (with_windows - full_logits(ours, TOKENS.tolist())).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("cap", ["attention_soft_cap", "logit_soft_cap"])
+def test_what_is_capped_goes_beyond_the_cap(cap: str, tmp_path: Path) -> None:
+    """Guards the oracle: without caps, the logits of this model would differ."""
+    from dataclasses import replace
+
+    their_model("gemma2").save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    capped = full_logits(ours, TOKENS.tolist())
+    ours.config = replace(ours.config, **{cap: None})
+    assert (capped - full_logits(ours, TOKENS.tolist())).abs().max() > 0.1
+
+
 @pytest.mark.parametrize(
-    "name", ["phi3", "gemma3", "granite", "olmo2", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-some-layers"]
+    "name",
+    ["phi3", "gemma2", "gemma3", "granite", "olmo2", "mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-some-layers"],
 )
 def test_each_family_in_four_bits_opens_in_transformers(name: str, tmp_path: Path) -> None:
     """Which layers are rounded, and that routers are not, is said as others understand it. Experts are bf16 there."""

@@ -81,7 +81,9 @@ def test_logits_are_those_of_one_process(tmp_path: Path, format: str, count: int
     assert all(torch.equal(other, first) for other in others)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3", "granite", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gemma2", "gemma3_text", "phi3", "granite", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_families_too(tmp_path: Path, family: str) -> None:
     changes = {"tie_word_embeddings": family == "gemma3_text", "intermediate_size": 160}
     folder = write(tmp_path / "model", family, **changes)

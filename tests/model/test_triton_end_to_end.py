@@ -77,6 +77,7 @@ def train_step(model: Transformer, attention: PackedAttention | None = None) -> 
         ("granite", False),
         ("olmo2", False),
         ("phi3", False),
+        ("gemma2", False),
         ("gemma3_text", False),
     ],
 )
@@ -92,7 +93,9 @@ def test_training_equals_the_cpu_form(family: str, checkpointing: bool) -> None:
         assert expected[name].abs().sum() > 0 and relative_rms(gradient, expected[name]) < BOUND, name
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "smollm3", "granite", "olmo2", "phi3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen3", "smollm3", "granite", "olmo2", "phi3", "gemma2", "gemma3_text"]
+)
 def test_serving_equals_training(family: str) -> None:
     """The fused form: prompts in chunks, then token by token, each step a mix of the sequences that are left."""
     expected, _ = train_step(small_model(family))

@@ -27,13 +27,13 @@ from model.transformer import Transformer
 from tests.compress.conversions import texts
 from tests.model.paged_cache import PagedCache
 from tests.model.test_families import their_model
-from tests.serve.toys import generate, greedy, make_engine, random_prompts
+from tests.serve.toys import drain, generate, greedy, make_engine, random_prompts
 from tests.tiny import full_logits, tiny_config
 from tests.train.toy import batch_of
 from train.objectives import LanguageModelling
 
 NAMES = ("llama", "mistral", "qwen2-windows", "qwen3", "smollm3-windows")
-NAMES += ("granite", "olmo2", "phi3-partial-longrope", "gemma3")
+NAMES += ("granite", "olmo2", "phi3-partial-longrope", "gemma2", "gemma3")
 EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe-some-layers")
 """One entry of each family in tests/model/test_families.py; transformers holds experts in three dimensions."""
 # Blocks of 64 weights fill rows, which bitsandbytes' compiled code needs.
@@ -106,6 +106,29 @@ def test_chunks_over_pages_in_the_serving_form_give_their_logits(folder: Path) -
 def test_the_engine_writes_their_greedy_text(folder: Path) -> None:
     written = generate(make_engine(load_model(folder), max_model_len=64), PROMPTS, greedy(16))
     assert written == greedy_text_of(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+@pytest.mark.parametrize("draft", ["early_exit", "a draft of its own"])
+def test_drafts_of_capped_logits_change_no_text(draft: str, folder: Path) -> None:
+    target = load_model(folder)
+    kind = draft if draft == "early_exit" else prune_depth(load_model(folder), (0, 2))
+    engine = make_engine(target, kind, max_model_len=64, num_speculative_tokens=3)
+    assert generate(engine, PROMPTS, greedy(16)) == greedy_text_of(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_log_probabilities_are_those_of_capped_logits(folder: Path) -> None:
+    engine = make_engine(load_model(folder), max_model_len=64)
+    engine.add_request("it", PROMPTS[0], greedy(1, logprobs=5, prompt_logprobs=5))
+    found = drain(engine)["it", 0]
+    expected = logits_of(opened(folder), PROMPTS[0]).log_softmax(-1)
+    entries = [entry for entry in (*(found.prompt_logprobs or []), *(found.logprobs or [])) if entry is not None]
+    assert len(entries) == len(PROMPTS[0])
+    for entry, wanted in zip(entries, expected, strict=True):
+        said = dict([(entry.token_id, entry.logprob), *entry.top])
+        assert len(said) >= 5
+        assert said == pytest.approx({token: wanted[token].item() for token in said}, abs=1e-4)
 
 
 @cache
@@ -287,6 +310,36 @@ def test_a_rotation_that_is_not_known_is_one_sentence(changes: dict[str, Any], s
     raw = {name: value for name, value in tiny_config("phi3").to_hf().items() if name != "rope_parameters"}
     with pytest.raises(ConfigError, match=sentence):
         ModelConfig.from_hf(raw | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping 0; it must be a positive number"),
+        ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping '50'; it must be a positive number"),
+        ({"use_bidirectional_attention": True}, "sets use_bidirectional_attention, which is not supported in gemma2"),
+        ({"sliding_window": None}, "has no sliding_window, which gemma2 models need"),
+    ],
+)
+def test_a_gemma_2_that_is_not_known_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ModelConfig.from_hf(tiny_config("gemma2").to_hf() | changes)
+
+
+def test_what_gemma_2_leaves_out_is_what_transformers_takes() -> None:
+    """The files of the published models name neither layer types nor, some of them, their caps."""
+    from transformers import Gemma2Config
+
+    raw = tiny_config("gemma2", num_layers=4, head_dim=256).to_hf()
+    taken = ("layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "head_dim")
+    raw = {name: value for name, value in raw.items() if name not in (*taken, "sliding_window", "tie_word_embeddings")}
+    ours, theirs = ModelConfig.from_hf(raw), Gemma2Config(**raw)
+    assert ours.attention_soft_cap == theirs.attn_logit_softcapping
+    assert ours.logit_soft_cap == theirs.final_logit_softcapping
+    assert ours.attention_scale == pytest.approx(theirs.query_pre_attn_scalar**-0.5)
+    assert (ours.head_dim, ours.tie_word_embeddings) == (theirs.head_dim, theirs.tie_word_embeddings)
+    kinds = {theirs.sliding_window: "sliding_attention", None: "full_attention"}
+    assert [kinds[window] for window in ours.windows] == theirs.layer_types
 
 
 @pytest.mark.parametrize(

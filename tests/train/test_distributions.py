@@ -159,9 +159,10 @@ def gradients(model: Transformer, loss: Tensor) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
-def test_the_mean_over_draws_is_the_dense_loss_and_its_gradient(hard_weight: float) -> None:
-    teacher, student = tiny_model(seed=1), tiny_model(seed=2)
+@pytest.mark.parametrize(("hard_weight", "family"), [(0.0, "llama"), (0.3, "llama"), (0.3, "gemma2")])
+def test_the_mean_over_draws_is_the_dense_loss_and_its_gradient(hard_weight: float, family: str) -> None:
+    """Also where logits have a soft cap."""
+    teacher, student = tiny_model(family, seed=1), tiny_model(family, seed=2)
     documents = documents_of([24], 512, masked=True)
     pieces = cut(documents, 24)
     batch = pack(documents, pieces, [0])
@@ -173,7 +174,8 @@ def test_the_mean_over_draws_is_the_dense_loss_and_its_gradient(hard_weight: flo
     total, values, worst = torch.zeros_like(wanted), [], 0.0
     for number in range(repeats):
         shifts = ((torch.arange(len(rows)) * 0.618 + number / repeats) % 1).double()
-        drawn = sample(hidden, teacher.head_weight.detach(), shifts, DRAWS)
+        cap = teacher.config.logit_soft_cap
+        drawn = sample(hidden, teacher.head_weight.detach(), shifts, DRAWS, soft_cap=cap)
         stored = replace(batch, targets=targets_of(drawn, rows, len(batch.tokens)))
         found = StoredDistillation(loss)(student, stored)
         one = gradients(student, found.loss_sum)
@@ -230,13 +232,15 @@ def test_what_is_listed_is_rounded_to_the_next_part() -> None:
     assert np.allclose(found.entropies, torch.special.entr(torch.cat((table, rest), 1)).sum(-1), atol=1e-6)
 
 
-@pytest.mark.parametrize("top", [1, 20, 512])
+@pytest.mark.parametrize(
+    ("top", "family"), [(1, "llama"), (20, "llama"), (512, "llama"), (1, "gemma2"), (20, "gemma2")]
+)
 def test_the_rest_of_a_listed_distribution_is_one_token(
-    tmp_path: Path, top: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, top: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss and its gradient are those of the plain KL over K + 1 tokens in fp64, through the files on disk."""
-    monkeypatch.setattr(objectives, "REST_LOGITS", 5 * 512)
-    teacher, student = tiny_model(seed=1), tiny_model(seed=2)
+    monkeypatch.setattr(objectives, "CHUNK_LOGITS", 5 * 512)
+    teacher, student = tiny_model(family, seed=1), tiny_model(family, seed=2)
     documents = documents_of([24, 9], 512, masked=True)
     pieces = cut(documents, 24)
     batch = pack(documents, pieces, [0, 1])

@@ -1,6 +1,7 @@
 """Objectives against the dense formulas, and evaluation against its definitions."""
 
 import math
+import operator
 from typing import Any, get_args
 
 import pytest
@@ -14,7 +15,7 @@ from model.transformer import Transformer
 from tests.tiny import full_logits, tiny_model
 from tests.train.toy import batch_of, random_sequences
 from train.config import Loss, LossName
-from train.evaluate import compare, compute_teacher_states, mean_nll
+from train.evaluate import compare, compute_teacher_states, mean_nll, mean_nll_of_states
 from train.objectives import Distillation, LanguageModelling, evenly, hidden_states, objective_of
 from train.packing import Batch
 
@@ -52,10 +53,14 @@ def divergence(kind: str, teacher: Tensor, student: Tensor, alpha: float) -> flo
     return sums[kind]().item()
 
 
+@pytest.mark.parametrize("families", [("llama", "llama"), ("gemma2", "llama"), ("llama", "gemma2")], ids="-".join)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("temperature", "hard_weight"), [(1.0, 0.0), (2.0, 0.25), (0.7, 1.0)])
-def test_distillation_equals_the_dense_formulas(kind: Any, temperature: float, hard_weight: float) -> None:
-    student, teacher = tiny_model(seed=1), tiny_model(seed=2, num_layers=3)
+def test_distillation_equals_the_dense_formulas(
+    kind: Any, temperature: float, hard_weight: float, families: tuple[str, str]
+) -> None:
+    """Also where one of the two caps its logits."""
+    student, teacher = tiny_model(families[0], seed=1), tiny_model(families[1], seed=2, num_layers=3)
     config = Loss(kind=kind, temperature=temperature, alpha=0.3, hard_weight=hard_weight)
     output = Distillation(teacher, config)(student, batch_of(SEQUENCES))
     z, w = dense_logits(student), dense_logits(teacher)
@@ -134,8 +139,9 @@ def test_a_bf16_teacher_keeps_its_dtype_inside_the_trainers_autocast() -> None:
     assert all(parameter.grad.dtype == torch.float32 for parameter in student.parameters())
 
 
-def test_language_modelling_is_the_cross_entropy() -> None:
-    model = tiny_model(seed=1)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_language_modelling_is_the_cross_entropy(family: str) -> None:
+    model = tiny_model(family, seed=1)
     output = LanguageModelling()(model, batch_of(SEQUENCES))
     expected = F.cross_entropy(dense_logits(model), next_tokens(), reduction="sum").item()
     assert output.loss_sum.item() == pytest.approx(expected, rel=1e-5)
@@ -162,10 +168,14 @@ def batches() -> list[Batch]:
     return [batch_of(SEQUENCES[:1]), batch_of(SEQUENCES[1:])]
 
 
-def test_the_loss_follows_its_definition() -> None:
-    model = tiny_model(seed=1)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_loss_follows_its_definition(family: str) -> None:
+    model = tiny_model(family, seed=1)
     nll = F.cross_entropy(dense_logits(model), next_tokens()).item()
     assert mean_nll(model, batches()) == pytest.approx(nll, rel=1e-5)
+    labels = [batch.num_labels for batch in batches()]
+    each = mean_nll_of_states(compute_teacher_states(model, batches()), batches())
+    assert sum(map(operator.mul, each, labels)) / sum(labels) == pytest.approx(nll, rel=1e-5)
 
 
 def test_a_model_that_knows_nothing_finds_every_token_equally_likely() -> None:
@@ -187,8 +197,9 @@ def test_a_model_agrees_with_itself() -> None:
     assert comparison.acceptance == pytest.approx(1, abs=1e-5)
 
 
-def test_a_comparison_follows_its_definitions() -> None:
-    student, teacher = tiny_model(seed=1), tiny_model(seed=2)
+@pytest.mark.parametrize("families", [("llama", "llama"), ("gemma2", "llama"), ("llama", "gemma2")], ids="-".join)
+def test_a_comparison_follows_its_definitions(families: tuple[str, str]) -> None:
+    student, teacher = tiny_model(families[0], seed=1), tiny_model(families[1], seed=2)
     states = compute_teacher_states(teacher, batches())
     comparison = compare(student, states, batches())
     z, w = dense_logits(student), dense_logits(teacher)

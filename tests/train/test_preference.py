@@ -22,7 +22,14 @@ from tests.train.toy import adapted_model, toy_pairs, toy_trainer, weights_hash
 from train.config import PreferenceLoss
 from train.loop import Trainer
 from train.packing import Batch, cut, pack
-from train.preference import PreferenceTuning, chosen_answers, count_unfit, pair_batches, pair_logps
+from train.preference import (
+    PreferenceTuning,
+    chosen_answers,
+    count_unfit,
+    pair_batches,
+    pair_logps,
+    sequence_logps,
+)
 from train.sampler import Sampler
 
 LOSSES = [PreferenceLoss(), PreferenceLoss(beta=0.7, label_smoothing=0.2), PreferenceLoss("ipo", beta=0.3)]
@@ -86,6 +93,12 @@ def test_loss_and_gradient_are_those_of_the_plain_formula_in_fp64(loss: Preferen
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, trained[name].grad.float(), rtol=1e-3, atol=1e-5)
+
+
+def test_sequences_are_scored_under_the_models_soft_cap() -> None:
+    batch, model = batch_of_pairs([20, 13, 9, 24]), tiny_model("gemma2")
+    with torch.no_grad():
+        torch.testing.assert_close(sequence_logps(model, batch), plain_logps(model, batch)[0], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["dense", "NF4"])

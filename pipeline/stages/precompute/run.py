@@ -113,12 +113,13 @@ class _Store:
     def _drawn(self, own: np.ndarray) -> Iterator[Said]:
         """By the teacher's passes."""
         longest = max(int(self.pieces.length[own].max(initial=1)), BATCH_TOKENS)
-        head = self.teacher.head_weight.detach()
+        head, cap = self.teacher.head_weight.detach(), self.teacher.config.logit_soft_cap
         for chosen in plan_batches(self.pieces.length[own], longest):
             batch, labelled, positions = self._labelled(own[chosen])
             with torch.no_grad():
                 hidden = teacher_states(self.teacher, batch.to(self.teacher.device))
-                said = sample(hidden[labelled.to(hidden.device)], head, self._shifts(positions), self.config.draws)
+                rows, shifts = hidden[labelled.to(hidden.device)], self._shifts(positions)
+                said = sample(rows, head, shifts, self.config.draws, soft_cap=cap)
             yield own[chosen], positions, said
 
     def _listed(self, own: np.ndarray) -> Iterator[Said]:
