@@ -2,8 +2,9 @@
 
     what lasts      a share of every matrix with its gradient and moments, of quantized ones their bytes; vectors, and a
                     teacher's embeddings and head whole
-    gathered        the head from forward to the end of backward, and layers one after another: in backward one and the
-                    next, in the dtype of products, or as they are where the model has an adapter
+    gathered        the head from forward to the end of backward, and layers one after another: in forward one, what it
+                    came in, and what the next comes in; in backward one and the next; in the dtype of products, or as
+                    they are where the model has an adapter
     on their way    a layer's gradients, whole, and once more in fp32 as they are reduced; at the end the head's
 
 A process counts that has as many rows as any.
@@ -12,12 +13,11 @@ A process counts that has as many rows as any.
 import math
 from collections.abc import Sequence
 from functools import cached_property
-
-import torch
+from typing import Any
 
 from model.cost import FULL
-from model.training_memory import Arithmetic, Memory
-from model.transformer import Transformer
+from model.formats.base import WeightFormat
+from model.training_memory import Arithmetic, Memory, quantized, shapes_of
 
 
 class InShards(Arithmetic):
@@ -34,25 +34,43 @@ class InShards(Arithmetic):
         return [self._held(shape) for shape in self.trained_shapes]
 
     def _weights(self) -> int:
-        formats, total = self._formats() if self.frozen else {}, self._of_teacher(whole=False)
+        formats, total = self._formats(), self._of_teacher()
         for name, parameter in self.shape.named_parameters():
             format = formats.get(name.removesuffix(".weight"))
             held = self._held(parameter.shape) * self.stream
-            total += held if format is None else -(-format.num_bytes(parameter.shape) // self.setup.shards)
+            total += held if format is None else self._share(self._packed(format, parameter.shape))
         return total
 
-    def _of_teacher(self, *, whole: bool) -> int:
-        """What the process has of it; `whole`: a layer when it is gathered."""
-        if self.setup.teacher is None:
-            return 0
-        with torch.device("meta"):
-            named = dict(Transformer(self.setup.teacher).named_parameters())
-        if whole:
-            return self.teacher_item * sum(p.numel() for name, p in named.items() if name.startswith("model.layers.0."))
-        in_layers = {name: name.startswith("model.layers.") for name in named}
-        return self.teacher_item * sum(
-            self._held(p.shape) if in_layers[name] else p.numel() for name, p in named.items()
-        )
+    def _packed(self, format: WeightFormat[Any], shape: Sequence[int]) -> int:
+        """Bytes of a quantized weight, as files hold it and as products read it."""
+        return format.num_bytes(shape) + format.prepared_bytes(shape, on_gpu=self.setup.on_gpu)
+
+    def _share(self, size: int) -> int:
+        return -(-size // self.setup.shards)
+
+    def _of_teacher(self) -> int:
+        """What the process has of it."""
+        teacher, total = self.setup.teacher, 0
+        for name, shape in shapes_of(teacher).items() if teacher is not None else ():
+            whole = self._taught_packed[name]
+            if not name.startswith("model.layers."):
+                total += whole
+            elif name.removesuffix(".weight") in self.setup.teacher_formats:
+                total += self._share(whole)
+            else:
+                total += self.teacher_item * self._held(shape)
+        return total
+
+    def _teacher_layer(self) -> int:
+        """Of one that is whole."""
+        return sum(size for name, size in self._taught_packed.items() if name.startswith("model.layers.0."))
+
+    @cached_property
+    def _taught_packed(self) -> dict[str, int]:
+        """Bytes of each of its weights, by name, with what products read."""
+        teacher, formats = self.setup.teacher, self.setup.teacher_formats
+        packed = {f"{name}.weight": self._packed(one, shape) for name, one, shape in quantized(teacher, formats)}
+        return self.taught | packed
 
     # What is gathered
 
@@ -66,7 +84,7 @@ class InShards(Arithmetic):
         """Of one layer that is whole."""
         if self.frozen and (formats := self._formats()):
             layers = zip(formats.values(), self._layers(), strict=True)
-            stored = sum(format.num_bytes(layer.weight.shape) for format, layer in layers)
+            stored = sum(self._packed(format, layer.weight.shape) for format, layer in layers)
             return stored // self.config.num_layers + FULL * self._layer_trained()
         matrices = sum(layer.weight.numel() for layer in self._layers()) // self.config.num_layers
         return self._gathered_item * matrices + FULL * self._layer_trained() * (self.setup.adapter is not None)
@@ -82,17 +100,21 @@ class InShards(Arithmetic):
         weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
         gradients, (optimizer, host) = FULL * sum(self.trained), self._moments()
         fixed, loss, kept, work = weights + adapters + optimizer, self._loss(), self._kept(), self._work()
-        held = gradients if self.training.micro_batches_per_step > self.setup.processes else 0
+        held = gradients if self.training.micro_batches_per_step * self.setup.context > self.setup.processes else 0
+        # Where groups hold the same, torch keeps what it sums over them until backward ends.
+        twice = held * (self.setup.processes > self.setup.shards)
         head, head_gradient = self.stream * self.config.vocab_size * self.config.hidden_size, self._head_gradient()
+        taught, expanded = self._teacher_layer(), self._expanded()
         layer, moving = self._layer_weights(), FULL * self._layer_trained()
         backward = 2 * layer + (self._gathered_item + FULL) * self._layer_trained()
         peaks = {
-            "teacher": fixed + held + head + kept + 2 * self._of_teacher(whole=True),
+            "forward": fixed + held + head + kept + 2 * layer + max(layer, expanded),
+            "teacher": fixed + held + head + kept + 2 * taught + max(taught, expanded),
             "loss": fixed + held + head + kept + loss,
             "first layer of backward": fixed + held + head + head_gradient + kept + work + backward,
-            "last layer of backward": fixed + gradients + head + head_gradient + work + backward
+            "last layer of backward": fixed + gradients + twice + head + head_gradient + work + backward
             + self._layer() * (not self._recomputes),
-            "head": fixed + gradients + head + 2 * head_gradient,
+            "head": fixed + gradients + twice + head + 2 * head_gradient,
             "update": fixed + gradients,
         }  # fmt: skip
         activations = kept + work + head + head_gradient + 2 * layer + moving

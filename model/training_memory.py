@@ -14,20 +14,21 @@ attention keeps nothing that grows with the square of a sequence.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
 
 from kernels.adamw_8bit import BLOCK
+from kernels.linear._skinny_cpu import BLOCK_ELEMENTS_IN_C
 from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
 from model.cost import FULL, planned_weight_bytes
-from model.formats.base import GridFormat, WeightFormat
+from model.formats.base import WeightFormat
 from model.formats.registry import NO_FORMAT, format_named
-from model.linear import Embedding, Linear
+from model.linear import Linear
 from model.lora import LoraConfig, matching_layers
 from model.mesh import training_dtype
 from model.transformer import Transformer
@@ -35,9 +36,6 @@ from model.transformer import Transformer
 HALF = 2
 # fp32 buffers of a block of logits on the CPU: of cross-entropy, and of a divergence.
 _LOSS_BLOCKS, _DIVERGENCE_BLOCKS = 2, 6
-# fp32 numbers a weight that training through rounding makes of one layer at a time, in backward: what its steps are
-# multiplied with, that product, what is rounded, its levels, and what comes out; of scales alone the last two.
-_MADE_BY_ROUNDING = {"scales": 2, "low_rank": 5, "all": 5}
 SMALLEST_IN_8_BITS = 4_096
 """Parameters with fewer elements keep fp32 moments: they cost little and their blocks hold few values."""
 SMALLEST_PAGED = 100_000
@@ -103,6 +101,8 @@ class Setup:
     training: TrainingStep
     teacher: ModelConfig | None = None
     """Of a distillation; bf16 where that is fast."""
+    teacher_formats: Mapping[str, WeightFormat[Any]] = field(default_factory=dict)
+    """Of its quantized layers, by name."""
     adapter: LoraConfig | None = None
     """Train this alone, over a frozen base."""
     routers: int = 0
@@ -114,18 +114,22 @@ class Setup:
     """Whether a frozen base that is not quantized is in fp32, as trained weights are, whatever products are in."""
     rounding: Rounding | None = None
     """Or train through rounding, in fp32."""
+    whole_documents: bool = False
+    """Whether no two processes can share a micro-batch."""
     on_gpu: bool = True
     processes: int = 1
     shards: int = 1
     """Processes that hold a copy of the models together (train/sharding.py); of training through rounding each one."""
+    context: int = 1
+    """Among these, processes that compute a micro-batch together, each a part of its tokens (model/context.py)."""
 
     def memory(self) -> Memory:
         """The arithmetic. Raises LoraError for a target that names no layer."""
         if self.rounding is not None:
-            return _ThroughRounding(self, self.rounding).memory()
-        if self.shards == 1:
-            return Arithmetic(self).memory()
-        return import_module("model.sharded_memory").InShards(self).memory()  # by name: it builds on what is here
+            kind = import_module("model.rounding_memory").ThroughRounding  # by name: it builds on what is here
+        else:
+            kind = Arithmetic if self.shards == 1 else import_module("model.sharded_memory").InShards
+        return kind(self).memory()
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with micro-batches of this size, as many in a step as before."""
@@ -155,13 +159,32 @@ def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
 
 
 def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
-    """The setup on so many processes, in the fewest shards whose peak fits `budget` bytes; None if none does."""
-    most = 1 if setup.rounding is not None else processes
-    for shards in (count for count in range(1, most + 1) if processes % count == 0):
-        placed = replace(setup, processes=processes, shards=shards)
+    """The setup on so many processes, in the fewest shards whose peak fits `budget` bytes; None if none does.
+
+    Where all of them do not help, they divide the tokens of micro-batches among as few as do.
+    """
+    divisors = [count for count in range(1, processes + 1) if processes % count == 0]
+    shards = [1] if setup.rounding is not None else divisors
+    context = [] if setup.whole_documents or setup.rounding is not None else divisors
+    for among, parts in [(count, 1) for count in shards] + [(processes, count) for count in context]:
+        placed = replace(setup, processes=processes, shards=among, context=parts)
         if placed.memory().peak <= budget:
             return placed
     return None
+
+
+@lru_cache(maxsize=16)
+def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
+    """Of all its weights, by name."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
+
+
+def quantized(
+    config: ModelConfig | None, formats: Mapping[str, WeightFormat[Any]]
+) -> list[tuple[str, WeightFormat[Any], torch.Size]]:
+    """Name, format and shape of each quantized layer; none of no model."""
+    return [] if config is None else [(name, one, shapes_of(config)[f"{name}.weight"]) for name, one in formats.items()]
 
 
 def _moment_bytes(count: int, eight_bit: bool) -> int:
@@ -175,11 +198,14 @@ class Arithmetic:
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.config, self.training = setup, setup.model, setup.training
-        self.tokens = setup.training.micro_batch_tokens
+        pieces = 1 if setup.context == 1 else 2
+        self.tokens = pieces * -(-setup.training.micro_batch_tokens // (pieces * setup.context))
+        """Of a micro-batch, those that the process computes."""
         self.frozen = setup.adapter is not None or setup.routers > 0
         # Of activations, and of weights and the residual stream, which takes the embeddings' dtype.
         self.item = training_dtype(setup.training.precision, on_gpu=setup.on_gpu).itemsize
-        self.teacher_item = training_dtype("bf16", on_gpu=setup.on_gpu).itemsize
+        self.teacher_dtype = training_dtype("bf16", on_gpu=setup.on_gpu)
+        self.teacher_item = self.teacher_dtype.itemsize
         self.stream = self.item if self.frozen and not setup.fp32_base else FULL
 
     @cached_property
@@ -214,19 +240,20 @@ class Arithmetic:
     def memory(self) -> Memory:
         weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
         gradients, (optimizer, host) = FULL * sum(self.trained), self._moments()
-        fixed, copies, loss = weights + adapters + optimizer, self._copies(), self._loss()
+        fixed, copies, loss = weights + adapters + optimizer + self._prepared(), self._copies(), self._loss()
         kept, work = self._kept(), self._work()
         # Several processes keep the memory that gradients travel from; one holds them from micro-batch to micro-batch.
         is_held = self.setup.processes > 1 or self.training.micro_batches_per_step > 1
         held = gradients if is_held else 0
         head = self._head_gradient()
         peaks = {
+            "forward": fixed + held + copies + kept + self._expanded(),
             "loss": fixed + held + copies + kept + loss,
             "first layer of backward": fixed + max(held, head) + copies * (not self._recomputes) + kept + work,
             "last layer of backward": fixed + gradients + work + self._layer() * (not self._recomputes),
             "update": fixed + gradients,
         }
-        activations, peak = kept + copies + work, max(peaks.values())
+        activations, peak = kept + copies + work + self._prepared(), max(peaks.values())
         return Memory(weights, adapters, gradients, optimizer, activations, loss, peak, host, self._checkpoint())
 
     @property
@@ -236,15 +263,31 @@ class Arithmetic:
     # What lasts
 
     def _weights(self) -> int:
-        teacher = self.setup.teacher
-        total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
+        total = sum(self.taught.values())
         if not self.frozen:
             return total + FULL * sum(self.trained)
         dtype = torch.float32 if self.stream == FULL else torch.bfloat16
         return total + planned_weight_bytes(self.config, self._formats(), dtype)
 
+    @cached_property
+    def taught(self) -> dict[str, int]:
+        """Bytes of each of the teacher's weights, by its name."""
+        teacher, formats = self.setup.teacher, self.setup.teacher_formats
+        if teacher is None:
+            return {}
+        dense = {name: self.teacher_item * shape.numel() for name, shape in shapes_of(teacher).items()}
+        return dense | {f"{name}.weight": one.num_bytes(shape) for name, one, shape in quantized(teacher, formats)}
+
+    def _prepared(self) -> int:
+        """Of quantized layers, what products read besides."""
+        setup = self.setup
+        layers = quantized(setup.model, self._formats()) + quantized(setup.teacher, setup.teacher_formats)
+        return sum(one.prepared_bytes(shape, on_gpu=setup.on_gpu) for _, one, shape in layers)
+
     def _formats(self) -> dict[str, WeightFormat[Any]]:
         """Of the quantized layers of a frozen base, by name."""
+        if not self.frozen:
+            return {}
         format = format_named(self.setup.quantization, double=self.setup.double_quantization)
         names = [name for name, layer in self.shape.model.named_modules(prefix="model") if isinstance(layer, Linear)]
         return {} if format is None else dict.fromkeys(names, format)
@@ -298,10 +341,11 @@ class Arithmetic:
         """Kept by one layer where nothing is recomputed."""
         config, item = self.config, self.item
         queries, keys = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        gathered = self._gathered_keys() * 2 * item * keys
         norms = config.kind.norms
         before, behind = (sum(name is not None for name in names) for names in (norms[::2], norms[1::2]))
         token = before * self.stream * config.hidden_size + behind * item * config.hidden_size
-        token += FULL * config.kind.num_norms + item * (queries + 2 * keys)
+        token += FULL * config.kind.num_norms + item * queries + (0 if gathered else 2 * item * keys)
         if config.qk_norm:
             rows = 2 if config.kind.norms_whole_projections else config.num_query_heads + config.num_kv_heads
             token += item * (queries + keys) + FULL * rows
@@ -311,7 +355,15 @@ class Arithmetic:
         if self.setup.on_gpu or item == FULL:  # attention's own output, which is o_proj's input, and its normalizers
             shared = not self.frozen or (self._adapts("o_proj") and not self._dropout)
             token += item * queries * (not shared) + FULL * config.num_query_heads
-        return self.tokens * (token + saved) + self._frozen_copies()
+        return self.tokens * (token + saved) + gathered + self._frozen_copies()
+
+    def _gathered_keys(self) -> int:
+        """That the process's queries see, where it has not the tokens of them all; of one document most.
+
+        Those of its first piece, and those of its last, which sees the first ones again.
+        """
+        count = self.setup.context
+        return 0 if count == 1 else (2 * count + 1) * self.tokens // 2
 
     def _mlp(self) -> int:
         """Bytes a token that a layer keeps behind attention, the mean of all layers."""
@@ -370,10 +422,20 @@ class Arithmetic:
         moving = wide * self.item * self._widest_mlp() + narrow * self.stream * config.hidden_size
         moving *= self.tokens
         widest = max(layer.weight.numel() for layer in self._layers())
-        moving += (
-            self.item * widest if self.setup.on_gpu or not self.frozen else 0
-        )  # a gradient, or a quantized one expanded
-        return moving + (self._layer() if self._recomputes else 0)
+        moving += max(0 if self.frozen else self.item * widest, self._expanded())  # its gradient, or itself
+        return moving + self._gathering() + (self._layer() if self._recomputes else 0)
+
+    def _expanded(self) -> int:
+        """Of a quantized weight what products have in their own dtype at a time."""
+        setup, most = self.setup, math.inf if self.setup.on_gpu else BLOCK_ELEMENTS_IN_C
+        own, taught = quantized(setup.model, self._formats()), quantized(setup.teacher, setup.teacher_formats)
+        sizes = [self.item * min(shape.numel(), most) for _, _, shape in own]
+        return int(max([0, *sizes, *(self.teacher_item * min(shape.numel(), most) for _, _, shape in taught)]))
+
+    def _gathering(self) -> int:
+        """Gradients of the keys and values that queries see, and of those of all processes."""
+        numbers = 2 * self.config.num_kv_heads * self.config.head_dim
+        return self.item * numbers * self._gathered_keys() * 2
 
     def _widest_mlp(self) -> int:
         """Numbers a token that its backward pass moves at once; of experts, their rows, as they come out and go in."""
@@ -389,81 +451,21 @@ class Arithmetic:
         total = sum(self._head(head, dtype) for head, dtype in heads)
         if self.setup.on_gpu:
             return total + FULL * tokens * config.hidden_size + self._head_gradient()
-        block = _projection.rows_per_block(tokens, config.vocab_size) * config.vocab_size
+        block = _projection.rows_per_block(self._rows_of_loss, config.vocab_size) * config.vocab_size
         blocks = _LOSS_BLOCKS if teacher is None else _DIVERGENCE_BLOCKS
         return total + self.item * tokens * config.hidden_size + self._head_gradient() + blocks * FULL * block
+
+    @property
+    def _rows_of_loss(self) -> int:
+        """Whose logits are looked at together: of pairs an answer's, as long as one may be."""
+        return self.tokens // 2 if hasattr(self.training, "preference_loss") else self.tokens
 
     def _head(self, config: ModelConfig, dtype: int) -> int:
         """Hidden states, the projection where it must be cast, and a chunk of logits."""
         chunk = _streamed_projection._KEPT_LOGITS if self.setup.on_gpu else _projection._LOGITS_PER_CHUNK
-        rows = max(1, min(self.tokens, chunk // config.vocab_size))
+        rows = max(1, min(self._rows_of_loss, chunk // config.vocab_size))
         cast = config.vocab_size * config.hidden_size if dtype != self.item else 0
         return self.item * (self.tokens * config.hidden_size + cast + rows * config.vocab_size)
 
     def _head_gradient(self) -> int:
         return 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size
-
-
-class _ThroughRounding(Arithmetic):
-    """Of layers that round an fp32 weight, or keep its levels, each time that they multiply."""
-
-    def __init__(self, setup: Setup, rounding: Rounding) -> None:
-        super().__init__(setup)
-        self.rounding = rounding
-        modules = {name: m for name, m in self.shape.named_modules() if isinstance(m, Linear | Embedding)}
-        self.quantized = {name: tuple(modules[name].weight.shape) for name in rounding.formats}
-        self.projections = {name: shape for name, shape in self.quantized.items() if name.endswith("_proj")}
-
-    def _scales(self, name: str) -> int:
-        format, shape = self.rounding.formats[name], self.projections[name]
-        return format.num_scales(shape) if isinstance(format, GridFormat) else shape[0]
-
-    @cached_property
-    def trained(self) -> list[int]:
-        kind, rank = self.rounding.trained, self.rounding.rank
-        sizes = [self._scales(name) for name in self.projections]
-        if kind == "low_rank":
-            sizes += [rank * side for shape in self.projections.values() for side in shape]
-        if kind == "all":
-            sizes += [rows * columns for rows, columns in self.projections.values()]
-        biases = ("_proj.bias",) if kind == "all" else ()
-        return sizes + [size for name, size in self._others().items() if "norm" in name or name.endswith(biases)]
-
-    def _others(self) -> dict[str, int]:
-        """Elements of the tensors that no format holds, by name."""
-        sizes = {name: parameter.numel() for name, parameter in self.shape.named_parameters()}
-        return {name: size for name, size in sizes.items() if name.removesuffix(".weight") not in self.quantized}
-
-    def _weights(self) -> int:
-        kind, rank, teacher = self.rounding.trained, self.rounding.rank, self.setup.teacher
-        total = 0 if teacher is None else self.teacher_item * teacher.num_parameters()
-        total += FULL * sum(self._others().values())
-        for name, shape in self.quantized.items():
-            if name not in self.projections:
-                total += self.rounding.formats[name].num_bytes(shape)
-                continue
-            total += (1 if kind == "scales" else FULL) * math.prod(shape) + 2 * FULL * self._scales(name)
-            total += FULL * rank * sum(shape) if kind == "low_rank" else 0
-        return total
-
-    def _copies(self) -> int:
-        return 0
-
-    def _work(self) -> int:
-        return super()._work() + FULL * _MADE_BY_ROUNDING[self.rounding.trained] * self._widest()
-
-    def _widest(self) -> int:
-        """Weights of the largest projection."""
-        return max(rows * columns for rows, columns in self.projections.values())
-
-    def _loss(self) -> int:
-        """A quantized head is expanded."""
-        expanded = 0 if self._head_name not in self.quantized else FULL
-        return super()._loss() + expanded * self.config.vocab_size * self.config.hidden_size
-
-    def _head_gradient(self) -> int:
-        return 0
-
-    @property
-    def _head_name(self) -> str:
-        return "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"

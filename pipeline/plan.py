@@ -21,7 +21,7 @@ from model.mesh import gpus
 from model.training_memory import Memory, Setup, largest_micro_batch, smallest_shards
 from pipeline.errors import UserError
 from pipeline.report.section import Table
-from pipeline.schema import Recipe
+from pipeline.schema import Recipe, Stage
 from pipeline.stages.base import kind_of
 from train.progress import as_duration
 
@@ -71,15 +71,20 @@ def stage_plans(
     Raises UserError or ValueError when a model cannot be found, or a stage asks for more than its model has.
     """
     shapes: dict[str, ModelConfig] = {}
+    makers: dict[str, Stage] = {}
     plans = []
     for stage in recipe.plan():
         kind = kind_of(stage.kind)
         setup, data = kind.setup(stage.config, shapes), kind.data(stage.config)
         shape = imported.get(stage.name) or kind.shape(stage.config, shapes, cache)
         if setup is not None and data is not None:
+            maker = makers.get(kind.teacher(stage.config) or "")
+            if maker is not None and maker.name not in imported:
+                formats = kind_of(maker.kind).formats(maker.config, shapes, cache)
+                setup = replace(setup, teacher_formats=formats)
             plans.append(StagePlan(stage.name, setup, setup.memory(), recipe.data_set(data).sequence_length))
         if stage.out is not None and shape is not None:
-            shapes[stage.out] = shape
+            shapes[stage.out], makers[stage.out] = shape, stage
     return plans
 
 
@@ -148,7 +153,7 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
         if any(sizes):
             lines.append([words, *(f"{size / GIB:,.2f}" for size in sizes)])
     if any(plan.setup.processes > 1 for plan in plans):
-        lines.append(["mesh, replicate × shard", *(_mesh(plan, max(budgets)) for plan in plans)])
+        lines.append(_meshes(plans, max(budgets)))
     lines.append(["micro-batch, tokens", *(f"{plan.setup.training.micro_batch_tokens:,}" for plan in plans)])
     if any(plan.seconds is not None for plan in plans):
         lines.append(["its steps on this machine", *(_duration(plan.seconds) for plan in plans)])
@@ -158,10 +163,17 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
     return Table(lines, ["GiB", *(plan.name for plan in plans)])
 
 
-def _mesh(plan: StagePlan, budget: int) -> str:
-    setup = plan.setup
-    fits = "" if plan.memory.peak <= budget else ", does not fit"
-    return f"{setup.processes // setup.shards} × {setup.shards}{fits}"
+def _meshes(plans: Sequence[StagePlan], budget: int) -> list[str]:
+    """The sizes that accelerate's configuration takes: whoever shares a micro-batch holds the weights together too."""
+    names, cells = ["replicate", "shard", "context"], []
+    if all(plan.setup.context == 1 for plan in plans):
+        names.pop()
+    for plan in plans:
+        setup = plan.setup
+        sizes = [setup.processes // setup.shards, setup.shards // setup.context, setup.context]
+        fits = "" if plan.memory.peak <= budget else ", does not fit"
+        cells.append(" × ".join(map(str, sizes[: len(names)])) + fits)
+    return [f"mesh, {' × '.join(names)}", *cells]
 
 
 def _duration(seconds: float | None) -> str:
@@ -183,7 +195,9 @@ def note(plans: Sequence[StagePlan]) -> str:
     )
     limits = {plan.setup.model.num_positions for plan in plans}
     if any(plan.setup.shards > 1 for plan in plans):
-        text += ". Quantized weights, and a teacher's embeddings and head, are whole in every process"
+        text += ". A teacher's embeddings and head are whole in every process"
+    if any(plan.setup.context > 1 for plan in plans):
+        text += ". Where tokens are divided (context), a micro-batch counts as one document"
     if any(plan.seconds is not None for plan in plans):
         text += (
             ". Time is that of training alone, in one process: what is measured before and after, and what a student "

@@ -26,15 +26,17 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return peak
 
 
+def return_what_is_freed() -> None:
+    """From now on tensors get pages of their own, which leave the process with them."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**12)
+
+
 def peak_resident_bytes(function: Callable[[], object]) -> int:
     """The most that the process grows by within `function`: what other threads free, the profiler does not see.
 
-    Freed tensors leave the process at once from now on.
+    What was made before must be such as `return_what_is_freed` leaves behind.
     """
     gc.collect()
-    allocator = ctypes.CDLL(None)
-    allocator.mallopt(M_MMAP_THRESHOLD, 2**16)
-    allocator.malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
     function()

@@ -170,7 +170,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionP
             layer.pack()
     fully_shard(
         module,
-        mesh=mesh,
+        mesh=_groups(mesh),
         reshard_after_forward=reshards,
         mp_policy=policy,
         ignored_params={parameter for parameter in module.parameters() if not is_cut(parameter, mesh)},
@@ -179,6 +179,14 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionP
     group.set_gradient_divide_factor(1.0)  # a factor alone would ask for products that only NCCL has
     group.set_force_sum_reduction_for_comms(True)
     group.set_reduce_scatter_unused_params(True, recurse=False)  # a layer that no token of one process has passed
+
+
+def _groups(mesh: DeviceMesh) -> DeviceMesh:
+    """As `fully_shard` takes it: where one group is all, no groups of groups.
+
+    Those would sum gradients once more, and keep what they summed until backward ends: all gradients, a second time.
+    """
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh
 
 
 def is_cut(parameter: Tensor, mesh: DeviceMesh) -> bool:
@@ -196,7 +204,7 @@ def shard_frozen(model: Transformer, mesh: DeviceMesh, load_layer: Callable[[int
         load_layer(number)
         layer.requires_grad_(False)
         shard_module(layer, mesh, policy=policy, reshards=True)
-    fully_shard(model, mesh=mesh, ignored_params=set(model.parameters()))
+    fully_shard(model, mesh=_groups(mesh), ignored_params=set(model.parameters()))
 
 
 def load_frozen(folder: Path, mesh: Mesh) -> Transformer:

@@ -123,6 +123,10 @@ class WeightFormat(ServingForm[W]):
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Of a weight's codes and scales, in memory."""
 
+    def prepared_bytes(self, shape: Sequence[int], *, on_gpu: bool) -> int:
+        """What its form for products holds besides, once it is prepared."""
+        return 0
+
     def tensors(self, weight: W) -> dict[str, Tensor]:
         """What the weight is made of."""
         parts = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
@@ -410,8 +414,15 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         rows, columns = shape
-        scales = rows * math.ceil(columns / (self.group or columns))
-        return rows * math.ceil(columns * self.bits / 8) + (4 if self.symmetric else 5) * scales
+        return rows * math.ceil(columns * self.bits / 8) + self._scale_bytes(shape)
+
+    def _scale_bytes(self, shape: Sequence[int]) -> int:
+        rows, columns = shape
+        return (4 if self.symmetric else 5) * rows * math.ceil(columns / (self.group or columns))
+
+    def prepared_bytes(self, shape: Sequence[int], *, on_gpu: bool) -> int:
+        """On a GPU scales and zeros, in another order."""
+        return self._scale_bytes(shape) if on_gpu else 0
 
     def stack(self, weights: Sequence[IntegerWeight]) -> IntegerWeight | None:
         return stack_integers(weights)

@@ -14,6 +14,7 @@ from compress.lora import inject
 from compress.quantize.qat import train_through_rounding
 from compress.quantize.round_to_nearest import quantize_model
 from model.config import ModelConfig
+from model.formats.base import WeightFormat
 from model.formats.registry import format_named
 from model.mesh import choose_device, choose_dtype, training_dtype
 from model.quantized import set_quantized
@@ -39,7 +40,7 @@ def training_seconds(setup: Setup, sequence_length: int) -> float:
     """
     training: Any = setup.training
     model, teacher = random_models(setup)
-    objective = _objective(training, teacher)
+    objective = objective_by_settings(training, teacher)
     data = random_documents(setup.model.vocab_size, sequence_length, paired=isinstance(objective, PreferenceTuning))
     short = replace(training, tokens=(STEPS + 1) * training.batch_tokens, evaluate_every_tokens=None)
     short = replace(short, checkpoint_every_s=1e9)
@@ -64,10 +65,11 @@ def random_models(setup: Setup) -> tuple[Transformer, Transformer | None]:
     dtype = training_dtype(training.precision, on_gpu=device.type == "cuda")
     model, teacher = _random(setup.model, 0), None
     if setup.teacher is not None:
-        teacher = _random(setup.teacher, 1).to(choose_dtype("auto", device)).to(device).requires_grad_(False)
+        teacher = _random(setup.teacher, 1).to(choose_dtype("auto", device)).requires_grad_(False)
+        _quantize(teacher, setup.teacher_formats)
+        teacher.to(device)
     if setup.rounding is not None:
-        for name, one in setup.rounding.formats.items():
-            set_quantized(model, name, one.quantize(model.get_parameter(f"{name}.weight").detach()), one)
+        _quantize(model, setup.rounding.formats)
         train_through_rounding(model, setup.rounding.trained, rank=setup.rounding.rank)
     if setup.adapter is not None:
         if not setup.fp32_base:
@@ -76,6 +78,11 @@ def random_models(setup: Setup) -> tuple[Transformer, Transformer | None]:
             quantize_model(model, format)
         inject(model, setup.adapter)
     return model.to(device), teacher
+
+
+def _quantize(model: Transformer, formats: Mapping[str, WeightFormat[Any]]) -> None:
+    for name, one in formats.items():
+        set_quantized(model, name, one.quantize(model.get_parameter(f"{name}.weight").detach()), one)
 
 
 def random_documents(vocab_size: int, length: int, *, paired: bool = False) -> TokenizedDocuments:
@@ -94,7 +101,7 @@ def _random(config: ModelConfig, seed: int) -> Transformer:
     return model
 
 
-def _objective(training: Any, teacher: Transformer | None) -> Objective:
+def objective_by_settings(training: Any, teacher: Transformer | None) -> Objective:
     """By the losses that its settings name."""
     if (preference := getattr(training, "preference_loss", None)) is not None:
         return PreferenceTuning(preference)

@@ -82,6 +82,8 @@ class StageKind(Generic[C, D]):
     former_name: str | None = None
     """Of a kind that was renamed."""
     tunable: Tunable[C] | None = None
+    teacher: Callable[[C], str | None] = lambda config: None
+    """Name of a model that it learns from as that is published, quantized or not."""
     runner: str = ""
     """Module of the functions below; by default the run.py of the kind's folder."""
 

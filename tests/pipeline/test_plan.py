@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from model.cost import planned_weight_bytes
 from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.plan import GIB, budgets_of, plan_recipe
@@ -65,6 +67,19 @@ def test_a_stage_qlora_is_planned(recipe: Path, tmp_path: Path) -> None:
     assert plan.setup.adapter is not None and plan.setup.adapter.rank == 64
     assert plan.setup.quantization == "nf4" and plan.setup.training.max_grad_norm == 0.3
     assert plan.memory.adapters == plan.memory.gradients > 0
+
+
+def test_a_quantized_teacher_is_planned_in_its_format(recipe: Path, tmp_path: Path) -> None:
+    whole = load_recipe(recipe, ["distill.student={from: teacher, layers: 2}"])
+    (_, student), stage = whole.stages[1], Quantize(model="teacher", data="text", out="packed", method="round")
+    sizes = []
+    for teacher in ("teacher", "packed"):
+        stages = (("quantize", stage), ("distill", replace(student, teacher=teacher)))
+        (plan,) = plan_recipe(replace(whole, stages=stages), tmp_path)
+        assert plan.setup.teacher is not None
+        sizes.append(plan.memory.weights - 4 * plan.setup.model.num_parameters())
+        assert sizes[-1] == planned_weight_bytes(plan.setup.teacher, plan.setup.teacher_formats, torch.bfloat16)
+    assert sizes[0] == 2 * plan.setup.teacher.num_parameters() > 2 * sizes[1]
 
 
 def test_recovery_of_quantized_weights_is_planned_by_what_it_trains(recipe: Path, tmp_path: Path) -> None:
@@ -148,10 +163,12 @@ def test_each_stage_says_which_mesh_fits(recipe: Path, capsys: pytest.CaptureFix
     arguments = ["plan", str(recipe), "gqa.optimizer=adamw_8bit", "--gpus", "4", "--gpu-memory"]
     assert main([*arguments, "1GiB"]) == 0
     assert re.search(r"mesh, replicate × shard +4 × 1 +4 × 1", capsys.readouterr().out)
-    assert main([*arguments, "0.001GiB"]) == 0
+    assert main([*arguments, "0.001GiB"]) == 0  # where a part of the tokens fits each GPU, and no more
+    assert re.search(r"mesh, replicate × shard × context +1 × 2 × 2 +1 × 2 × 2", capsys.readouterr().out)
+    assert main([*arguments, "0.0001GiB"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"mesh, replicate × shard +1 × 4, does not fit +1 × 4, does not fit", printed)
-    assert "embeddings and head, are whole in every process" in printed
+    assert "embeddings and head are whole in every process" in printed
     assert main(["plan", str(recipe), "--gpus", "4"]) == 2
     assert "like --gpus 8 --gpu-memory 80GiB." in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ from compress.quantize.round_to_nearest import formats_of_layers
 from model.config import MixtureOfDepths, ModelConfig
 from model.experts_config import MixtureOfExperts
 from model.formats.base import WeightFormat
+from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
 from model.lora import LoraConfig, LoraError
 from model.quantized import QuantizedLayer
@@ -22,14 +23,14 @@ from model.routed import routed_layers
 from model.training_memory import Rounding, Setup, largest_micro_batch, smallest_shards
 from model.transformer import Transformer
 from pipeline.measure import training_time
-from pipeline.measure.training_time import random_models, training_seconds
+from pipeline.measure.training_time import objective_by_settings, random_documents, random_models, training_seconds
 from tests.memory import peak_bytes
 from tests.tiny import tiny_config
-from tests.train.toy import documents
 from train.config import Loss, PreferenceLoss, TrainingConfig
 from train.loop import Trainer
 from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
 from train.optimizer import named_moments
+from train.preference import PreferenceTuning
 from train.tracking import Tracker
 
 TINY = tiny_config(
@@ -47,6 +48,9 @@ EXPERTS = tiny_config(
 # A frozen base weighs most where tokens and vocabulary are few.
 WIDE = tiny_config(hidden_size=256, intermediate_size=768, num_layers=3, num_query_heads=8, head_dim=32)
 FEW = 256
+WIDE_TEACHER = tiny_config(
+    hidden_size=512, intermediate_size=1536, num_layers=4, vocab_size=2048, num_query_heads=8, head_dim=64
+)
 SMOLLM2 = tiny_config(
     hidden_size=576, intermediate_size=1536, num_layers=2, vocab_size=49_152, num_query_heads=9, num_kv_heads=3,
     head_dim=64, tie_word_embeddings=True,
@@ -67,6 +71,13 @@ class HiddenTraining(TrainingConfig):
     loss: Loss = field(default_factory=lambda: Loss(hidden_weight=1.0))
 
 
+@dataclass(frozen=True)
+class PreferenceTraining(TrainingConfig):
+    """Of pairs of answers, which share a micro-batch."""
+
+    preference_loss: PreferenceLoss = field(default_factory=PreferenceLoss)
+
+
 def loaded_bytes(model: Transformer | None) -> int:
     if model is None:
         return 0
@@ -77,8 +88,7 @@ def loaded_bytes(model: Transformer | None) -> int:
 
 def trainer_of(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     model, teacher = random_models(setup)
-    loss = getattr(setup.training, "loss", None)
-    objective = LanguageModelling() if teacher is None else Distillation(teacher, loss)
+    objective = objective_by_settings(setup.training, teacher)
     return trainer_for(setup, model, objective, folder, monkeypatch)
 
 
@@ -87,11 +97,12 @@ def trainer_for(
 ) -> Trainer:
     """Of two steps, after which nothing is saved."""
     monkeypatch.setattr(Trainer, "_save", lambda self: None)
-    length = setup.training.micro_batch_tokens
+    paired = isinstance(objective, PreferenceTuning)
+    length = setup.training.micro_batch_tokens // (2 if paired else 1)
     return Trainer(
         model,
         objective,
-        documents([length + 1] * 8),
+        random_documents(setup.model.vocab_size, length, paired=paired),
         setup.training,
         folder=folder,
         sequence_length=length,
@@ -148,6 +159,16 @@ SETUPS = {
     "fp32 throughout": Setup(WIDE, training(FEW, precision="fp32"), adapter=ADAPTERS["plain"]),
     "NF4 in fp32": Setup(TINY, training(precision="fp32"), adapter=ADAPTERS["plain"], quantization="nf4"),
     **{name: Setup(TINY, training(), adapter=adapter, quantization="nf4") for name, adapter in ADAPTERS.items()},
+    "dpo": Setup(WIDE, PreferenceTraining(**asdict(training(FEW))), adapter=ADAPTERS["plain"]),
+    "dpo over NF4": Setup(
+        WIDE, PreferenceTraining(**asdict(training(FEW))), adapter=ADAPTERS["plain"], quantization="nf4"
+    ),
+    **{
+        f"from {one.title}": Setup(
+            TINY, training(FEW), teacher=WIDE_TEACHER, teacher_formats=formats_of_layers(WIDE_TEACHER, one)
+        )
+        for one in (NF4(), INT4)
+    },
 }
 
 
@@ -216,17 +237,7 @@ def test_so_it_is_for_a_distillation_of_real_models_widths(
     check(Setup(SMOLLM2, training(FEW, activation_checkpointing=recomputes), teacher=SMOLLM2), tmp_path, monkeypatch)
 
 
-@dataclass(frozen=True)
-class PreferenceTraining(TrainingConfig):
-    """Of pairs of answers, which share a micro-batch."""
-
-    preference_loss: PreferenceLoss = field(default_factory=PreferenceLoss)
-
-
-TIMED = {
-    **{name: SETUPS[name] for name in ("language", "two micro-batches", "plain", "low rank through rounding")},
-    "preferences": Setup(TINY, PreferenceTraining(**asdict(training())), adapter=ADAPTERS["plain"]),
-}
+TIMED = {name: SETUPS[name] for name in ("language", "two micro-batches", "plain", "low rank through rounding", "dpo")}
 
 
 @pytest.mark.parametrize("name", TIMED)

@@ -10,5 +10,6 @@ KIND = StageKind(
     DistillDetails,
     sections,
     mistakes,
+    teacher=lambda config: config.teacher,
     tunable=Tunable(lambda config: config.student.origin, choices),
 )

@@ -5,7 +5,7 @@
 The reference of the loss, and of the held-out comparison, is the model with its adapter taken off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.config import ModelConfig
 from model.lora import LoraConfig, without_lora
 from model.text.tokenizer import Tokenizer
+from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate, wilson
 from pipeline.measure.quality import HeldOut
 from pipeline.results import Check, Result
 from pipeline.stages.dpo.config import Dpo
 from pipeline.stages.dpo.report import DpoDetails, PairFigures, Share, TrainedPairs
+from pipeline.stages.qlora import run as qlora
 from pipeline.stages.qlora.report import QloraDetails
 from pipeline.stages.qlora.run import QloraStage, run_adapted
-from pipeline.stages.qlora.run import setup as setup
 from pipeline.stages.shared.context import StageContext
 from train.config import PreferenceLoss
 from train.evaluate import TeacherStates
@@ -43,6 +45,11 @@ from train.preference import (
 def run(context: StageContext) -> Result[QloraDetails] | None:
     """Trains in all processes; the main one measures, publishes, and returns the result."""
     return run_adapted(context, DpoStage)
+
+
+def setup(config: Dpo, shapes: Mapping[str, ModelConfig]) -> Setup:
+    """What its training holds in memory: no second model, and both answers of a pair in one micro-batch."""
+    return replace(qlora.setup(config, shapes), whole_documents=True)
 
 
 class DpoStage(QloraStage[Dpo]):

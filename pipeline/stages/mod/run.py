@@ -91,7 +91,7 @@ def setup(config: Mod, shapes: Mapping[str, ModelConfig]) -> Setup:
     adapter = LoraConfig(rank=config.adapter_rank) if config.train == "adapters" else None
     routers = config.least_important or len(named_layers(config, parent.num_layers))
     trained = routers if config.train == "router" else 0
-    return Setup(parent, config, teacher=parent, adapter=adapter, routers=trained, fp32_base=True)
+    return Setup(parent, config, teacher=parent, adapter=adapter, routers=trained, fp32_base=True, whole_documents=True)
 
 
 def _check(model: ModelConfig, config: Mod) -> None:
