@@ -13,7 +13,7 @@ import kernels.attention._flash_cpu as packed
 import kernels.attention._flash_tiles as flash_tiles
 import kernels.attention._paged_cpu as paged
 from kernels.attention._flash_cpu import attend_masked
-from kernels.attention._flash_tiles import Tile, Tiles
+from kernels.attention._flash_tiles import Inputs, Settings, Tile, Tiles
 from kernels.attention._kv_quantization import LIMITS
 from kernels.attention._paged_plan import Tiles as PagedTiles
 from kernels.attention.flash import flash_attention, flash_attention_reference
@@ -274,3 +274,10 @@ def test_without_gradients_packed_documents_go_to_c(monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         flash_attention(q, k, v, torch.tensor([0, *LENGTHS]).cumsum(0).int(), soft_cap=1.5)
     assert met == [1.5]
+
+
+def test_the_kernels_in_gluon_leave_a_cap_to_the_portable_ones() -> None:
+    hopper = pytest.importorskip("kernels.attention._flash_hopper")
+    q, k, v, _ = heads_of(CPU, torch.bfloat16, 64)
+    inputs, plain = Inputs.of(q, k, v, torch.tensor([0, len(q)]), None), Settings(True, None, 1.0, False)
+    assert hopper.supports(inputs, plain) and not hopper.supports(inputs, plain._replace(soft_cap=50.0))
