@@ -28,7 +28,7 @@ def with_seed(recipe: Recipe, seed: int, held_out_tokens: int | None) -> Recipe:
     stages = {config.out: config for kind, config in recipe.stages if kind == "quantize"}
     if held_out_tokens is not None:
         stages = {out: replace(config, held_out_tokens=held_out_tokens) for out, config in stages.items()}
-    plain = replace(stages[PLAIN], compare=("round",))
+    plain = replace(stages[PLAIN], compare=("round",), tokens=0)
     awq = replace(plain, method="awq", compare=(), out=AWQ)
     wanted = plain, stages[BEST], awq, *(stages[out] for out in EIGHTS)
     return replace(
