@@ -39,6 +39,9 @@ STAGES = {
     "distill": {"teacher": "teacher", "student": {"from": "teacher", "layers": 2}, "out": "student"},
     "qlora": {"model": "student", "adapter": {"rank": 4, "dropout": 0.1}, "learning_rate": 2e-2, "out": "adapted"},
 }
+# Whoever has a part of the tokens draws other numbers for dropout; routers and parts of documents exclude each other.
+WITHOUT_CHANCE = {"qlora": STAGES["qlora"] | {"model": "teacher", "adapter": {"rank": 4, "dropout": 0.0}}}
+DIVIDED = {name: STAGES[name] for name in ("gqa", "distill")} | WITHOUT_CHANCE
 KILLED = {"distill": STAGES["distill"] | {"checkpoint_every_s": 0, "tokens": "6k"}}
 
 
@@ -80,6 +83,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FILES = {
+    "multi_gpu": (2, ("--num_processes", "2")),
     "fsdp": (2, ("--num_processes", "2")),
     "multi_node_fsdp": (4, ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2")),
 }
@@ -89,25 +93,35 @@ FILES = {
 def test_a_launch_file_makes_what_one_process_makes(file: str, home: Path) -> None:
     processes, words = FILES[file]
     forked(arguments(home, file, STAGES), processes, environment(file, *words))
-    for number, name in enumerate(STAGES, 1):
-        one, many = (home / folder / f"{number:02d}-{name}" for folder in ("one", file))
-        logs = read_metrics(one / "metrics.jsonl"), read_metrics(many / "metrics.jsonl")
-        assert len(logs[0]) == len(logs[1]) > 4
-        for expected, line in zip(*logs, strict=True):
-            losses = {key: line[key] for key in line if not key.startswith("held_out") and key != "passing_1"}
-            assert losses == pytest.approx({key: expected[key] for key in losses}, rel=1e-5), name
-        published = [next((folder / "model").glob("*model.safetensors")) for folder in (one, many)]
-        weights = [load_file(path) for path in published]
-        assert weights[0].keys() == weights[1].keys()
-        for key, tensor in weights[0].items():
-            torch.testing.assert_close(weights[1][key], tensor, rtol=2**-7, atol=1e-5, msg=f"{name}: {key}")
-        digests = (
-            [json.loads((folder / "model" / "config.json").read_text()) for folder in (one, many)]
-            if name != "qlora"
-            else [0, 0]
-        )
-        if name != "mod":  # whose thresholds are numbers in it
-            assert digests[0] == digests[1]
+    for name in STAGES:
+        check(home / "one", home / file, name)
+
+
+def test_so_does_one_that_divides_tokens(home: Path) -> None:
+    """Two parts of each micro-batch, and two of the weights besides."""
+    run_stages(home, *stages(WITHOUT_CHANCE), serve="adapted", folder="without chance")
+    words = ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2", "--parallelism_config_cp_size", "2")
+    forked(arguments(home, "divided", DIVIDED), 4, environment("fsdp_context", *words))
+    for name in DIVIDED:
+        check(home / ("without chance" if name in WITHOUT_CHANCE else "one"), home / "divided", name)
+
+
+def check(one: Path, many: Path, name: str) -> None:
+    """The losses of one process in the stage of this name to 1e-5, and its weights."""
+    one, many = (next(folder.glob(f"??-{name}")) for folder in (one, many))
+    logs = read_metrics(one / "metrics.jsonl"), read_metrics(many / "metrics.jsonl")
+    assert len(logs[0]) == len(logs[1]) > 4
+    for expected, line in zip(*logs, strict=True):
+        losses = {key: line[key] for key in line if not key.startswith("held_out") and key != "passing_1"}
+        assert losses == pytest.approx({key: expected[key] for key in losses}, rel=1e-5), name
+    published = [next((folder / "model").glob("*model.safetensors")) for folder in (one, many)]
+    weights = [load_file(path) for path in published]
+    assert weights[0].keys() == weights[1].keys()
+    for key, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][key], tensor, rtol=2**-7, atol=1e-5, msg=f"{name}: {key}")
+    if name not in ("qlora", "mod"):  # an adapter has another file, and thresholds are numbers in it
+        first, second = (json.loads((folder / "model" / "config.json").read_text()) for folder in (one, many))
+        assert first == second
 
 
 def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weights(home: Path) -> None:

@@ -35,7 +35,7 @@ from train.preference import PreferenceTuning
 from train.sharding import device_mesh, shard_frozen
 from train.tracking import Tracker
 
-FEW, MANY = 64, 512
+FEW, MANY = 64, 256
 """Tokens of a micro-batch."""
 
 
@@ -68,10 +68,10 @@ def taught_by(format: WeightFormat[Any]) -> Callable[[int], Setup]:
 
 
 def adapted(training: Any, *, taught: bool = False, **changes: Any) -> Callable[[int], Setup]:
-    """A frozen base of half so many layers, which are wide."""
+    """A frozen base of half so many layers, at least two, which are wide."""
 
     def setup(layers: int) -> Setup:
-        model = config(768, layers // 2)
+        model = config(768, max(2, layers // 2))
         changes.setdefault("adapter", LoraConfig(rank=16))
         return Setup(model, training, teacher=model if taught else None, **changes)
 
@@ -109,7 +109,7 @@ SETUPS = {
     "quantize, all": rounded("all"),
 }
 """Of each way to train one whose models weigh more than what a process takes anyway, by their layers."""
-LAYERS, BRIEF = 12, 4
+LAYERS, BRIEF = 12, 2
 """Those that are measured, and before them what makes a process allocate what it does once for all."""
 
 

@@ -132,7 +132,7 @@ def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path) -> 
 # the same have no gradients twice, once where they travel from; nor has one of two parts, with several micro-batches.
 MESHES = {
     (2, "1"): ("language",),
-    (2, "2"): ("language", "distill from NF4", "qlora"),
+    (2, "2"): ("language", "qlora"),
     (2, "1x2"): ("long",),
 }
 IN_FULL = {
