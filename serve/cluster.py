@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -90,8 +91,9 @@ class PrefixAwareRouter(RequestRouter):
 
     def initialize_state(self, **_: Any) -> None:
         self._prefixes = PrefixRouter()
-        self._chosen: dict[str, tuple[PendingRequest, str]] = {}
-        """Requests on their way, which Ray does not count yet, and where to: of a burst not all go the same way."""
+        self._sent: dict[str, tuple[PendingRequest, str]] = {}
+        """Requests that are on their way or not answered yet, and where to. Ray's own count of them is what replicas
+        last said, and may stay above what they have for ten seconds after a burst."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -100,22 +102,25 @@ class PrefixAwareRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         request, named = pending_request.args[0], {one.replica_id.unique_id: one for one in candidate_replicas}
-        loads = {name: self.replica_queue_len_cache.get(one.replica_id) or 0 for name, one in named.items()}
-        self._chosen.pop(pending_request.metadata.internal_request_id, None)
-        self._chosen = {key: chosen for key, chosen in self._chosen.items() if not chosen[0].future.cancelled()}
-        for _, name in self._chosen.values():
-            if name in loads:
-                loads[name] += 1
+        self._sent.pop(pending_request.metadata.internal_request_id, None)
+        self._sent = {key: sent for key, sent in self._sent.items() if not sent[0].future.cancelled()}
+        places = Counter(name for _, name in self._sent.values())
+        loads = {name: float(places[name]) for name in named}
         answering = {name: load for name, load in loads.items() if named[name].routing_stats.get("is_answering", True)}
         ranked = self._prefixes.rank(request.blocks, answering or loads, request.session)
         if ranked:
-            self._chosen[pending_request.metadata.internal_request_id] = pending_request, ranked[0]
+            self._sent[pending_request.metadata.internal_request_id] = pending_request, ranked[0]
         return [[named[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
-        request = pending_request.args[0]
-        self._chosen.pop(pending_request.metadata.internal_request_id, None)
+        request, key = pending_request.args[0], pending_request.metadata.internal_request_id
+        if key in self._sent:  # else it is answered already
+            self._sent[key] = pending_request, replica_id.unique_id
         self._prefixes.sent(replica_id.unique_id, request.blocks, request.session)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Also of one that the replica refuses; `choose_replicas` is then asked again."""
+        self._sent.pop(internal_request_id, None)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
