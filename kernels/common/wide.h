@@ -30,10 +30,12 @@ INLINE Wide chosen(Lanes mask, Wide yes, Wide no) { return (Wide)((mask & (Lanes
 
 INLINE Wide highest_of(Wide a, Wide b) { return chosen(a > b, a, b); }
 
-/* 2^x for x <= 0, to 2e-7; 0 below 2^-126, and NaN of NaN. */
-INLINE Wide exp2_wide(Wide x) {
-    Lanes tiny = x < all(-126);
-    x = chosen(tiny, all(-126), x);
+/* 2^x = power · (1 + slope · rest), where power is the nearest power of two; |x| <= 126. */
+typedef struct {
+    Wide power, slope, rest;
+} Exp2;
+
+INLINE Exp2 exp2_parts(Wide x) {
     Wide shifted = x + 0x1.8p23f; /* the last bits now hold x, rounded */
     Wide f = x - (shifted - 0x1.8p23f), y = all(1.5403530e-4f);
     y = y * f + 1.3333558e-3f;
@@ -41,25 +43,22 @@ INLINE Wide exp2_wide(Wide x) {
     y = y * f + 5.5504109e-2f;
     y = y * f + 2.4022651e-1f;
     y = y * f + 6.9314718e-1f;
-    y = y * f + 1.0f;
-    Wide power = (Wide)(((Lanes)shifted << 23) + 0x3f800000);
-    return (Wide)(~tiny & (Lanes)(y * power));
+    return (Exp2){(Wide)(((Lanes)shifted << 23) + 0x3f800000), y, f};
+}
+
+/* 2^x for x <= 0, to 2e-7; 0 below 2^-126, and NaN of NaN. */
+INLINE Wide exp2_wide(Wide x) {
+    Lanes tiny = x < all(-126);
+    Exp2 e = exp2_parts(chosen(tiny, all(-126), x));
+    return (Wide)(~tiny & (Lanes)((e.slope * e.rest + 1.0f) * e.power));
 }
 
 /* tanh x, to 4e-7 of itself, and NaN of NaN: (2^y - 1) / (2^y + 1), from a 2^y - 1 that loses no digits near 0. */
 INLINE Wide tanh_wide(Wide x) {
     Wide y = x * 2.8853900817779268f;
     y = chosen(y > all(30), all(30), y);
-    y = chosen(y < all(-30), all(-30), y);
-    Wide shifted = y + 0x1.8p23f; /* the last bits now hold y, rounded */
-    Wide f = y - (shifted - 0x1.8p23f), part = all(1.5403530e-4f);
-    part = part * f + 1.3333558e-3f;
-    part = part * f + 9.6181291e-3f;
-    part = part * f + 5.5504109e-2f;
-    part = part * f + 2.4022651e-1f;
-    part = part * f + 6.9314718e-1f;
-    Wide power = (Wide)(((Lanes)shifted << 23) + 0x3f800000);
-    Wide less_one = (power - 1.0f) + power * (part * f);
+    Exp2 e = exp2_parts(chosen(y < all(-30), all(-30), y));
+    Wide less_one = (e.power - 1.0f) + e.power * (e.slope * e.rest);
     return less_one / (less_one + 2.0f);
 }
 
