@@ -15,14 +15,12 @@ from train.config import TrainingConfig
 def check_mesh(recipe: Recipe) -> None:
     """Raises MeshError where the stages that train cannot share the processes that run, before anything is done."""
     for stage in recipe.plan():
-        if not isinstance(stage.config, TrainingConfig):
+        if not isinstance(stage.config, TrainingConfig) or not stage.config.tokens:
             continue
-        mesh = training_mesh(stage.config.dp_shard_size)
-        count, batches = this_rank().count // mesh.context, stage.config.micro_batches_per_step
-        if batches % count:
-            of = "micro-batches (batch_tokens / micro_batch_tokens)"
-            who = "processes" if mesh.context == 1 else f"groups of {mesh.context} processes"
-            raise MeshError(f"{stage.name}: a step of {batches} {of} cannot be shared evenly by {count} {who}")
+        try:
+            stage.config.check_shared_by(this_rank().count, training_mesh(stage.config.dp_shard_size).context)
+        except ValueError as error:
+            raise MeshError(f"{stage.name}: {error}") from None
 
 
 class Processes:

@@ -89,6 +89,18 @@ class TrainingConfig:
     def micro_batches_per_step(self) -> int:
         return self.batch_tokens // self.micro_batch_tokens
 
+    def check_shared_by(self, processes: int, context: int = 1) -> None:
+        """Raises ValueError where groups of `context` of so many processes cannot get as many micro-batches each."""
+        groups = processes // context
+        if self.micro_batches_per_step % groups == 0:
+            return
+        who = f"{processes} processes" if context == 1 else f"{groups} groups of {context} processes"
+        raise ValueError(
+            f"batch_tokens {self.batch_tokens:,} in micro-batches of micro_batch_tokens {self.micro_batch_tokens:,} "
+            f"are {self.micro_batches_per_step} a step, which {who} cannot share evenly; batch_tokens can be "
+            f"{groups * self.micro_batch_tokens:,} or a multiple of it, or micro_batch_tokens smaller"
+        )
+
 
 @dataclass(frozen=True)
 class Loss:

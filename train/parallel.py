@@ -96,12 +96,7 @@ def check_processes(
     for name, parameter in trained:
         if parameter.dtype != torch.float32:
             raise ValueError(f"{name} is {parameter.dtype}; load the model as float32 to train it (the master weights)")
-    if config.micro_batches_per_step % (groups := world // mesh.context):
-        who = f"{world} processes" if mesh.context == 1 else f"{groups} groups of {mesh.context} processes"
-        raise ValueError(
-            f"a step of {config.micro_batches_per_step} micro-batches (batch_tokens / micro_batch_tokens) cannot be "
-            f"shared evenly by {who}; change one of the two"
-        )
+    config.check_shared_by(world, mesh.context)
     whole = {"pairs of answers": data.paired, "stored distributions": data.distributions is not None}
     for what, is_there in (whole | {"routers": bool(routed_layers(model))}).items():
         if is_there and mesh.context > 1:

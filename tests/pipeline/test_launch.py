@@ -12,6 +12,9 @@ from unittest import mock
 
 import pytest
 
+from model.mesh import MeshError
+from pipeline.processes import check_mesh
+from pipeline.recipe import load_recipe
 from pipeline.run_folder import RunFolder
 from tests.pipeline.tiny_run import ROOT, TinyRun
 
@@ -51,6 +54,15 @@ def test_two_processes_give_the_losses_of_one(finished_run: TinyRun, tmp_path: P
     for expected, found in zip(one, two, strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
     assert {path.name for path in tiny.folder.path.glob("rank-*")} == {"rank-0", "rank-1"}
+
+
+def test_a_step_that_cannot_be_shared_says_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a model that is rounded and not recovered trains in no process at all."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=r"01-quantize: batch_tokens 1,024 in .* which 2 processes .* can be 2,048 or"):
+        check_mesh(load_recipe(ROOT / "configs" / "smollm2-all.yaml", ["quantize.tokens=10k"]))
+    check_mesh(load_recipe(ROOT / "configs" / "smollm2-all.yaml", []))
 
 
 def run_twice() -> None:
