@@ -89,7 +89,7 @@ class ModelConfig:
     """For each layer, whether queries and keys are rotated."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     local_rope_theta: float | None = None
     """That of layers with a window, whose frequencies are not scaled; None: as all others."""
     rotary_factor: float = 1.0

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from compress.lora import inject
 from compress.mod import add_routers
@@ -25,6 +26,7 @@ from model.transformer import Transformer
 from pipeline.measure import training_time
 from pipeline.measure.training_time import objective_by_settings, random_documents, random_models, training_seconds
 from tests.memory import peak_bytes
+from tests.model.test_families import FAMILIES, SIZES
 from tests.tiny import tiny_config
 from train.config import Loss, PreferenceLoss, TrainingConfig
 from train.loop import Trainer
@@ -302,6 +304,15 @@ def test_a_llama_of_8_billion_weights_learns_from_one_of_70_on_eight_gpus_of_80_
     assert memory.weights == pytest.approx(4 * weights / 4 + 2 * ((taught - heads) / 4 + heads), rel=1e-2)
     assert memory.optimizer == pytest.approx(8 * weights / 4, rel=1e-2)
     assert smallest_shards(setup, 2, 80 * 2**30) is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_planned_as_a_student_and_as_its_teacher(name: str) -> None:
+    family, fields = FAMILIES[name]
+    model = ModelConfig.from_hf(AutoConfig.for_model(family, **(SIZES | fields)).to_dict())
+    setup = Setup(model, training(), teacher=model, teacher_formats=formats_of_layers(model, Int4(8)))
+    for placed in (setup, replace(setup, processes=2, shards=2)):
+        assert placed.memory().peak > 0
 
 
 def test_a_target_that_names_no_layer_is_refused() -> None:
