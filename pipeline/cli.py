@@ -1,13 +1,12 @@
 """The `potstill` command. Everything heavy is imported by the command that needs it; `--help` imports no torch.
 
-Exit codes: 0 done; 1 a gate refused a result, or a stage failed; 2 a mistake in what was given; 130 interrupted, and
-the same command goes on.
+Exit codes: 0 done; 1 a gate refused a result, a stage failed, or processes did not come together; 2 a mistake in what
+was given; 130 interrupted, and the same command goes on.
 """
 
 import argparse
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.files.sources import KNOWN
-from model.mesh import MeshError, this_rank
 from model.startup import import_torch
-from pipeline.errors import GateRefused, RunInterrupted, StageFailed, UserError
+from pipeline.errors import UserError, exit_of, say
 from pipeline.signals import ended_by_signals
 from serve.http.options import add_serve_arguments, options_from_arguments
 
@@ -25,31 +23,22 @@ if TYPE_CHECKING:
     from pipeline.results import Result
 
 OVERRIDE = "key=value"
-SAID_S = 5.0
 ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code. A user's mistake is one sentence, never a traceback."""
+    """Runs one command and returns the end code. A user's mistake is one sentence, never a traceback."""
     try:
         options = parse_arguments(arguments)
         return options.command(options)
-    except (GateRefused, RunInterrupted, StageFailed) as end:
-        _say(f"{end}.")
-        return end.exit_code
-    except KeyboardInterrupt:
-        _say("interrupted.")
-        return RunInterrupted.exit_code
-    except (ValueError, OSError) as error:
-        if options.traceback:
+    except (Exception, KeyboardInterrupt) as error:
+        end = exit_of(error, shows_traceback=options.traceback)
+        if end is None:
             raise
-        if isinstance(error, MeshError) and this_rank().index:
-            time.sleep(SAID_S)  # the main process says it; a launcher ends all as soon as one has ended
-            return UserError.exit_code
         logging.getLogger("potstill").debug("the command failed", exc_info=True)
-        text = str(error) or type(error).__name__
-        _say(text if text.endswith((".", "?", "!")) else f"{text}.")
-        return UserError.exit_code
+        if end.sentence:
+            say(end.sentence)
+        return end.exit_code
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -202,16 +191,17 @@ def _add_small(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _run(options: argparse.Namespace) -> int:
     from model.files.safe_io import default_cache
     from pipeline.processes import Processes, check_mesh
-    from pipeline.recipe import load_recipe
+    from pipeline.recipe import load_recipe, recipe_to_yaml
     from pipeline.run_folder import RECIPE_NAME, RunFolder, is_run
 
-    resumes = is_run(options.recipe)
-    path = options.recipe / RECIPE_NAME if resumes else options.recipe
-    recipe = load_recipe(path, options.overrides)
-    check_mesh(recipe)
-    folder = RunFolder(options.folder or (options.recipe if resumes else Path("runs") / recipe.name))
-    cache = options.cache or default_cache()
-    with ended_by_signals(), closing(Processes()) as processes:  # children first
+    with closing(Processes()) as processes, processes.together(shows_traceback=options.traceback), ended_by_signals():
+        resumes = is_run(options.recipe)
+        path = options.recipe / RECIPE_NAME if resumes else options.recipe
+        recipe = load_recipe(path, options.overrides)
+        check_mesh(recipe)
+        processes.check_same(recipe_to_yaml(recipe))
+        folder = RunFolder(options.folder or (options.recipe if resumes else Path("runs") / recipe.name))
+        cache = options.cache or default_cache()
         log_to(folder.log if processes.is_main else None, show=processes.is_main)
         import_torch()
         from pipeline.preflight import preflight
@@ -228,15 +218,16 @@ def _run(options: argparse.Namespace) -> int:
 def _tune(options: argparse.Namespace) -> int:
     from model.files.safe_io import default_cache
     from pipeline.processes import Processes
-    from pipeline.recipe import load_recipe
+    from pipeline.recipe import load_recipe, recipe_to_yaml
     from pipeline.run_folder import RunFolder
     from pipeline.tune.targets import Targets, seconds_of
 
-    targets = Targets.parse(memory=options.memory, tpot=options.tpot, max_kl=options.max_kl)
-    budget_s = seconds_of("--budget", options.budget)
-    recipe = load_recipe(options.recipe, options.overrides)
-    folder = RunFolder(options.folder or Path("runs") / f"{recipe.name}-tune")
-    with ended_by_signals(), closing(Processes()) as processes:
+    with closing(Processes()) as processes, processes.together(shows_traceback=options.traceback), ended_by_signals():
+        targets = Targets.parse(memory=options.memory, tpot=options.tpot, max_kl=options.max_kl)
+        budget_s = seconds_of("--budget", options.budget)
+        recipe = load_recipe(options.recipe, options.overrides)
+        processes.check_same(recipe_to_yaml(recipe))
+        folder = RunFolder(options.folder or Path("runs") / f"{recipe.name}-tune")
         log_to(folder.log if processes.is_main else None, show=processes.is_main)
         import_torch()
         from pipeline.tune.search import Search
@@ -422,7 +413,3 @@ def _print_results(results: "Sequence[Result[Any]]", report: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     print_sections(console, [*sections_of(results, curves={}), models_section(collect_rows(results))])
     console.print(f"report: {report}", soft_wrap=True, highlight=False)
-
-
-def _say(sentence: str) -> None:
-    print(f"potstill: {sentence}", file=sys.stderr)

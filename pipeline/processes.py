@@ -1,14 +1,20 @@
 """One process or several that run the same recipe: who writes, and how all of them go the same way.
 
 Under `accelerate launch` or `torchrun` every process runs the whole recipe. The main one measures, publishes and
-decides; the others train with it and wait for it otherwise. They share the run folder through the file system.
+decides; the others train with it and wait for it otherwise. They share the run folder through the file system. First
+of all they meet (pipeline/meeting.py), and they end together (pipeline/shared_exit.py).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from model.mesh import MeshError, this_rank, training_mesh
+import yaml
+
+from model.mesh import MeshError, choose_device, this_rank, training_mesh
+from model.startup import import_torch
+from pipeline.meeting import Meeting, installation, leaves
 from pipeline.schema import Recipe
+from pipeline.shared_exit import SharedExit
 from train.config import TrainingConfig
 
 
@@ -30,6 +36,28 @@ class Processes:
         rank = this_rank()
         self.count, self.index, self.is_main = rank.count, rank.index, rank.index == 0
         self._joined = False
+        self._meeting: Meeting | None = None
+
+    @contextmanager
+    def together(self, *, shows_traceback: bool) -> Iterator[None]:
+        """A block that all processes begin together, of one installation, and end together, whichever of them fails.
+
+        Raises MeetingFailed or UserError where they cannot begin; EndedElsewhere where one has said why it fails.
+        """
+        if self.count == 1:
+            yield
+            return
+        import_torch()
+        self._meeting = Meeting(this_rank())
+        with SharedExit(self._meeting).shared(shows_traceback=shows_traceback):
+            self._meeting.compare(installation() | {"device": choose_device().type})
+            yield
+
+    def check_same(self, recipe: str) -> None:
+        """Ends all, with one sentence of the main process, where one has another recipe (YAML), or launch file."""
+        if self._meeting is not None:
+            facts = dict(leaves(yaml.safe_load(recipe), "recipe"))
+            self._meeting.compare(facts | {"launch": _launched()})
 
     def agree(self, value: int) -> int:
         """The main process's number, in every process; also a barrier."""
@@ -64,3 +92,11 @@ class Processes:
             from train.accelerator import this_accelerator
 
             this_accelerator().end_training()
+
+
+def _launched() -> str:
+    """What the launcher asks for; a recipe that trains nothing asks for no mesh, and may do with any."""
+    try:
+        return str(training_mesh(None))
+    except MeshError as error:
+        return str(error)
