@@ -37,6 +37,7 @@ STATE = "state.json"
 # Whole names only: `step-00000050.damaged` or `step-00000050-copy` is somebody else's folder.
 NAME = re.compile(r"step-(\d{8})")
 STAGING = re.compile(r"\.staging-step-\d{8}")
+RETIRED = re.compile(r"\.retired-(step-\d{8})")
 # What trained weights and their moments are kept in, as safetensors spells it.
 DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
@@ -152,23 +153,33 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], moved: Heard) -> None
 def _publish(staging: Path, target: Path, state: dict[str, Any], moved: Heard) -> None:
     write_json(staging / STATE, state)
     seal(staging, moved)
-    if target.exists():
-        shutil.rmtree(target)
-    os.rename(staging, target)
-    sync_file(target.parent)
-    _verify(target, moved)
+    retired = target.with_name(f".retired-{target.name}")
+    if target.exists():  # of the same step, before an evaluation; it steps aside until the new one is proved whole
+        os.rename(target, retired)
+    try:
+        os.rename(staging, target)
+        sync_file(target.parent)
+        _verify(target, moved)
+    except BaseException:
+        if retired.exists():
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(retired, target)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool = True) -> Checkpoint | None:
     """The newest checkpoint that passes verification, or None.
 
     Damaged ones are reported; with `set_aside` (one process only) they are renamed to `NAME.damaged`, out of the way of
-    the step that will be published again, and what a killed process left in staging is removed.
+    the step that will be published again, and what a killed process left in staging or retired is removed, or put back.
     """
     if set_aside and folder.exists():
-        for path in folder.iterdir():
+        for path in list(folder.iterdir()):
             if STAGING.fullmatch(path.name):
                 shutil.rmtree(path)
+            elif retired := RETIRED.fullmatch(path.name):
+                _put_back_or_remove(path, folder / retired[1])
     for path in published(folder):
         try:
             return _verify(path)
@@ -179,6 +190,17 @@ def newest_checkpoint(folder: Path, *, set_aside: bool = True) -> Checkpoint | N
                 shutil.rmtree(aside, ignore_errors=True)
                 os.rename(path, aside)
     return None
+
+
+def _put_back_or_remove(retired: Path, target: Path) -> None:
+    """A kill left both or, between two renames, the retired one alone."""
+    try:
+        _verify(target)
+    except TrainingStateError:
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(retired, target)
+    else:
+        shutil.rmtree(retired)
 
 
 def published(folder: Path) -> list[Path]:

@@ -1,83 +1,116 @@
 """SIGKILL at random moments of a stage, then the same command: the same weights, bit for bit, and the same log."""
 
+import json
 import random
 import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from model.files.artifact import MANIFEST_NAME
 from pipeline.stages.base import read_result
 from tests.pipeline.fork_server import ForkServer
-from tests.pipeline.tiny_run import TinyRun
+from tests.pipeline.test_gqa import STAGE as GQA
+from tests.pipeline.test_mod import STAGE as MOD
+from tests.pipeline.test_qlora import STAGE as QLORA
+from tests.pipeline.tiny_run import RECIPE, TinyRun
+from tests.trials import trials
 
-KILLS = 20
+KILLS = trials(20, 300)
+"""Of each kind."""
+SIGNALS = trials(4, 100)
+GRACE_S = 30.0
+"""After SIGTERM, what services send SIGKILL after."""
 LIVES = 4
 """Kills of one run before it may finish."""
-ONLY = ("evaluate", "conversation")
-SETTINGS = ("distill.checkpoint_every_s=0", "distill.evaluate_every_tokens=512")
-"""A checkpoint at every step, so that many kills fall into the writing of one."""
+DISTILL: dict[str, Any] = yaml.safe_load(RECIPE.read_text())["stages"][0]["distill"]
+SMALL = {"context_tokens": 16, "new_tokens": 2, "batch_sizes": [1]}
+STAGES = {
+    "distill": DISTILL,
+    "qlora": QLORA | {"tokens": "2k"},
+    "gqa": GQA | {"compare": [], "long_context": SMALL},
+    "mod": MOD | {"tokens": "2k", "speed": {"prefill_tokens": 16, **SMALL}},
+}
+KINDS = list(STAGES)[: trials(1, 4)]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The run that nobody killed, and how long it took; `forks` runs others."""
+    """The run of one stage of this kind that nobody killed, and how long it took; `forks` runs others."""
 
+    kind: str
     forks: ForkServer
+    teacher: TinyRun
     reference: TinyRun
     seconds: float
 
+    def victim(self, folder: Path) -> TinyRun:
+        return self.teacher.copy(folder, "00-teacher")
 
-@pytest.fixture(scope="module")
-def whole(finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    def arguments(self, tiny: TinyRun) -> list[str]:
+        """With a checkpoint at every step, so that many kills fall into the writing of one."""
+        stage = STAGES[self.kind] | {"checkpoint_every_s": 0, "evaluate_every_tokens": 512, "out": "student"}
+        return tiny.arguments(f"stages={json.dumps([{self.kind: stage}])}")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(
+    request: pytest.FixtureRequest, finished_run: TinyRun, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Whole]:
     home = tmp_path_factory.mktemp("whole")
     with ForkServer() as forks:
-        reference = finished_run.copy(home / "reference", "00-teacher")
-        forks.run(reference.arguments(*SETTINGS, drop=ONLY))  # in the warm process itself
-        timed = finished_run.copy(home / "timed", "00-teacher")
-        ended = forks.run(timed.arguments(*SETTINGS, drop=ONLY))
+        reference, timed = (finished_run.copy(home / name, "00-teacher") for name in ("reference", "timed"))
+        made = Whole(request.param, forks, finished_run, reference, 0.0)
+        forks.run(made.arguments(reference))  # in the warm process itself
+        ended = forks.run(made.arguments(timed))
         assert ended["status"] == 0
-        yield Whole(forks, timed, ended["seconds"])
+        yield Whole(made.kind, forks, finished_run, timed, ended["seconds"])
 
 
 @pytest.mark.slow
-def test_a_killed_stage_goes_on_to_the_same_weights(finished_run: TinyRun, whole: Whole, tmp_path: Path) -> None:
+def test_a_killed_stage_goes_on_to_the_same_weights(whole: Whole, tmp_path: Path) -> None:
     generator = random.Random(0)
     kills, phases = 0, set()
     for attempt in range(12 * KILLS // LIVES):  # a run may be faster than the one that was timed
         if kills >= KILLS:
             break
-        victim = finished_run.copy(tmp_path / str(attempt), "00-teacher")
-        arguments = victim.arguments(*SETTINGS, drop=ONLY)
+        victim = whole.victim(tmp_path / str(attempt))
+        arguments = whole.arguments(victim)
         for _ in range(LIVES):
             ended = whole.forks.run(arguments, generator.uniform(0.02, 1) * whole.seconds)
             if ended["status"] == 0:
                 break
-            assert ended["status"] == -9
+            assert ended["status"] == -signal.SIGKILL
             kills += 1
-            phases.add(phase_of(victim))
+            phases.add(phase_of(victim, whole.kind))
         assert whole.forks.run(arguments)["status"] == 0
-        assert_equal_runs(victim, whole.reference)
+        assert_equal_runs(victim, whole)
     assert kills >= KILLS
     assert len(phases) >= 4, f"kills fell only into {phases}"
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_run_and_the_same_command_goes_on(finished_run: TinyRun, whole: Whole, tmp_path: Path) -> None:
-    victim = finished_run.copy(tmp_path / "victim", "00-teacher")
-    arguments = victim.arguments(*SETTINGS, drop=ONLY)
-    for part in (0.2, 0.5, 0.6, 0.7):
-        ended = whole.forks.run(arguments, part * whole.seconds, signal.SIGTERM)
-        assert ended["status"] in (0, 130)
-    assert whole.forks.run(arguments)["status"] == 0
-    assert_equal_runs(victim, whole.reference)
+def test_sigterm_ends_a_run_and_the_same_command_goes_on(whole: Whole, tmp_path: Path) -> None:
+    generator = random.Random(1)
+    for attempt in range(0, SIGNALS, LIVES):
+        victim = whole.victim(tmp_path / str(attempt))
+        arguments = whole.arguments(victim)
+        for part in (0.2, 0.5, 0.6, 0.7) if attempt == 0 else [generator.uniform(0.02, 1) for _ in range(LIVES)]:
+            ended = whole.forks.run(arguments, part * whole.seconds, signal.SIGTERM)
+            assert ended["status"] in (0, 130)
+            assert ended["seconds"] < part * whole.seconds + GRACE_S
+        assert whole.forks.run(arguments)["status"] == 0
+        assert_equal_runs(victim, whole)
 
 
-def phase_of(tiny: TinyRun) -> str:
+def phase_of(tiny: TinyRun, kind: str) -> str:
     """Where a kill fell, by what it left: before training, after which step, or after training."""
-    folder = tiny.folder.path / "01-distill"
+    folder = tiny.folder.path / f"01-{kind}"
     if not (folder / "start.json").exists():
         return "before training"
     if (folder / "candidate").exists() or (folder / "model").exists():
@@ -86,16 +119,19 @@ def phase_of(tiny: TinyRun) -> str:
     return max(steps, default="first step")
 
 
-def assert_equal_runs(one: TinyRun, other: TinyRun) -> None:
-    assert one.weights() == other.weights()
-    stages = [tiny.folder.path / "01-distill" for tiny in (one, other)]
+def assert_equal_runs(one: TinyRun, whole: Whole) -> None:
+    stages = [tiny.folder.path / f"01-{whole.kind}" for tiny in (one, whole.reference)]
+    published = [
+        {path.relative_to(stage): path.read_bytes() for path in (stage / "model").rglob("*") if path.is_file()}
+        for stage in stages
+    ]
+    manifests = {path for path in published[0] if path.name == MANIFEST_NAME}  # they say when it was made
+    assert published[0].keys() == published[1].keys() and len(published[0]) > len(manifests) > 0
+    assert all(published[0][path] == published[1][path] for path in published[0].keys() - manifests)
     assert (stages[0] / "metrics.jsonl").read_text() == (stages[1] / "metrics.jsonl").read_text()
     results = [read_result(stage) for stage in stages]
     assert results[0] is not None and results[1] is not None
-    assert (results[0].models, results[0].output, results[0].gate) == (
-        results[1].models,
-        results[1].output,
-        results[1].gate,
-    )
+    assert (results[0].models, results[0].gate) == (results[1].models, results[1].gate)
+    assert results[0].output == results[1].output or whole.kind == "qlora", "which holds the manifest of its base"
     leftovers = [path.name for stage in stages for path in stage.rglob("*") if "staging" in path.name]
     assert not leftovers and not (stages[0] / "candidate").exists()
