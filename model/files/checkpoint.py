@@ -8,7 +8,7 @@ that it belongs to (model/files/adapter.py): it opens as the base with the adapt
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -439,12 +439,17 @@ def _prepare(
 ) -> dict[str, Tensor]:
     """The tensors to be stored for a parameter, by name."""
     if format is not None:
-        return format.to_files(name, weight, dtype)
-    _check_tensor(f"The model to save has {name}", weight, shape)
-    prepared = weight.to(device="cpu", dtype=dtype).contiguous()
-    if not torch.isfinite(prepared).all():
+        stored = format.to_files(name, weight, dtype)
+        # Both: a number may be stored as text, or be too large for what it is stored in.
+        held = [*stored.values(), *(getattr(weight, field.name) for field in fields(weight))]
+    else:
+        _check_tensor(f"The model to save has {name}", weight, shape)
+        stored = {name: weight.to(device="cpu", dtype=dtype).contiguous()}
+        held = [*stored.values()]
+    floats = (one.float() for one in held if isinstance(one, Tensor) and one.is_floating_point())
+    if not all(torch.isfinite(one).all() for one in floats):
         raise CheckpointError(f"{name} holds values that are not finite in {dtype}; nothing is saved.")
-    return {name: prepared}
+    return stored
 
 
 def _save_shard(path: Path, tensors: dict[str, Tensor]) -> None:

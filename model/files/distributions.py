@@ -35,7 +35,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from kernels.common.soft_cap import soft_cap_
-from model.files.safe_io import read_json_object, write_json
+from model.files.safe_io import read_json_object, sync_file, write_json
 from model.files.sealed_folder import folder_digest
 
 INDEX_NAME = "distributions.json"
@@ -168,6 +168,7 @@ def write_shard(path: Path, tokens: np.ndarray, found: Sequence[tuple[np.ndarray
     """Writes a shard whole or not at all. tokens [P]; found: positions in it [r], and what was sampled there."""
     staging = path.with_suffix(".staging")
     save_file(shard_arrays(tokens, found), staging)
+    sync_file(staging)
     staging.rename(path)
 
 

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from model.files.artifact import ArtifactError, open_artifact, publish
+from model.files.distributions import Sampled, write_shard
 from model.files.safe_io import write_text
+from pipeline.stages.shared.training import write_tensors
 from tests.model.test_artifact import largest_file
 from tests.train.faulty_disk import NO_NAMESPACE, REMOVALS, counted, killed_at, on_a_small_disk
 from tests.trials import trials
@@ -209,6 +212,19 @@ def test_no_file_may_grow_beyond_a_limit(sort: Any, tmp_path: Path) -> None:
             sort.publish(folder)
         assert not sort.leftovers(folder)
         check(sort, folder, {old})
+
+
+@pytest.mark.parametrize("kind", ["tensors", "shard"])
+def test_what_a_stage_goes_on_from_is_on_the_disk_before_it_has_its_name(kind: str, tmp_path: Path) -> None:
+    """Otherwise a power cut leaves a good name without contents."""
+    changes = list[str]()
+    with counted(lambda name, number: changes.append(name)):
+        if kind == "tensors":
+            write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(3)})
+        else:
+            said = Sampled(np.array([1]), np.array([5], np.uint32), np.array([2], np.uint16), np.zeros(1, np.float32))
+            write_shard(tmp_path / "a.safetensors", np.arange(3), [(np.array([1]), said)])
+    assert [name for name in changes if name != "mkdir"] == ["fsync", "rename"]
 
 
 FULL, UNHARMED = 3, 0

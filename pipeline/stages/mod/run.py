@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from compress.lora import merge
 from compress.mod import (
@@ -37,7 +37,7 @@ from pipeline.results import Quality, Result
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.mod.report import AtRandom, Flops, ModDetails, Picture, Speeds
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import RecoveryStage, check_dense, leave_trainable
+from pipeline.stages.shared.training import RecoveryStage, check_dense, leave_trainable, write_tensors
 from train.objectives import RoutingConfig
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def _convert(stage: ModStage) -> Start:
         fit_routers(student, costs)
     calibrate(student, text)
     routers = {name: weight.contiguous() for name, weight in student.state_dict().items() if ".router." in name}
-    save_file(routers, stage.context.folder / ROUTERS_NAME)
+    write_tensors(stage.context.folder / ROUTERS_NAME, routers)
     held_out = stage.held_out
     log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
     states, capacities = stage.reference, dict.fromkeys(layers, config.capacity)

@@ -26,6 +26,7 @@ from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.artifact import READERS
 from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
+from model.files.safe_io import sync_file
 from model.kv_format import FixedScales
 from model.lora import LoraConfig, LoraError
 from model.mesh import choose_device, choose_dtype, training_dtype, training_mesh
@@ -434,6 +435,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_suffix(".staging")
     save_file(dict(tensors), staging, metadata)
+    sync_file(staging)
     staging.rename(path)
 
 
