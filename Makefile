@@ -9,7 +9,7 @@ SOURCES := kernels model compress train serve pipeline bench tests
 # One thread each, and one process more than a small machine has cores: some always wait for a server or a launch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Those whose numbers are larger with --all-trials.
-PROMISES := $(shell grep -l "tests.trials\|tests import trials" tests/serve/test_*.py tests/model/test_*.py tests/train/test_*.py)
+PROMISES := $(shell grep -l "tests.trials\|tests import trials" tests/*/test_*.py)
 
 .PHONY: install demo test test-cluster soak check machine-code lint types fast bench bench-gpu clean
 

@@ -49,6 +49,16 @@ def test_the_merged_model_does_what_base_and_adapter_do(kind: str, config: LoraC
     assert merge(model).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_merging_a_fresh_adapter_changes_no_bit(kind: str) -> None:
+    model = quantize_model(tiny_model("qwen2"), NF4()) if kind == "nf4" else tiny_model("qwen2")
+    weights = {name: layer.weight.dequantize() for name, layer in quantized_layers(model).items()}
+    weights |= {name.removesuffix(".weight"): weight.clone() for name, weight in model.named_parameters()}
+    inject(model, LoraConfig(rank=4, alpha=6))
+    for name, weight in merge(model, dtype=torch.float32).named_parameters():
+        assert torch.equal(weight, weights[name.removesuffix(".weight")]), name
+
+
 def test_a_merged_model_is_written_tensor_by_tensor(tmp_path: Path) -> None:
     model = adapted("nf4", CONFIGS["dora"])
     write_checkpoint(tmp_path / "merged", model.config, merged_weights(model), dtype=torch.bfloat16)

@@ -19,6 +19,7 @@ import model.files.safe_io
 from model.files.artifact import MANIFEST_NAME, ArtifactError, is_artifact, model_card, open_artifact, publish
 from model.files.checkpoint import save_model
 from tests.tiny import tiny_model
+from tests.trials import trials
 
 CONTENTS = {"config.json": "{}", "model.safetensors": "weights" * 50, "adapters/one/weights.bin": "x" * 300}
 
@@ -159,6 +160,20 @@ def test_every_edited_field_of_the_manifest_is_found(edit: str, artifact: Path) 
     (artifact / MANIFEST_NAME).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     with pytest.raises(ArtifactError, match=f"{MANIFEST_NAME} is damaged"):
         open_artifact(artifact)
+
+
+def test_every_changed_character_of_the_manifest_is_found(artifact: Path) -> None:
+    rng = random.Random(0)
+    whole = (artifact / MANIFEST_NAME).read_text()
+    for _ in range(trials(20, 100)):
+        at = rng.randrange(len(whole))
+        other = rng.choice([c for c in '0123456789abcdef"{},: ' if c != whole[at]])
+        edited = rng.choice(
+            [whole[:at] + other + whole[at + 1 :], whole[:at] + other + whole[at:], whole[:at] + whole[at + 1 :]]
+        )
+        (artifact / MANIFEST_NAME).write_text(edited)
+        with pytest.raises(ArtifactError, match=MANIFEST_NAME):
+            open_artifact(artifact)
 
 
 def test_other_formats_are_refused(artifact: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from model.transformer import Transformer
 from tests.compare import relative_rms
 from tests.model.paged_cache import PagedCache
 from tests.tiny import full_logits, tiny_config, tiny_model
+from tests.trials import trials
 
 ROUTES = ("attention", "mlp", "block")
 LAYERS = (1, 2)
@@ -261,6 +262,23 @@ def test_what_follows_never_changes_what_came_before(route: str) -> None:
     full_logits(model, prefix + one)
     shares = [float(mask.float().mean()) for mask in selected.masks]
     assert len(shares) == 2 and all(0.1 < share < 0.9 for share in shares), "the probe must see a real choice"
+
+
+PREFIXES = (1, 2, 3, 5, 8, 13, 21)
+
+
+@pytest.mark.parametrize("seed", range(trials(1, 20)))
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_prefix_of_any_length_sees_what_follows(route: str, seed: int) -> None:
+    """Whatever follows, and when nothing does."""
+    model = routed_model(route, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    text, other = torch.randint(0, 512, (2, 30), generator=generator).tolist()
+    expected = full_logits(model, text)
+    for length in PREFIXES:
+        for changed in (text[:length], text[:length] + other[length:]):
+            found = full_logits(model, changed)[:length]
+            torch.testing.assert_close(found, expected[:length], atol=1e-4, rtol=1e-4)
 
 
 class Recorder:

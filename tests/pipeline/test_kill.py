@@ -108,6 +108,18 @@ def test_sigterm_ends_a_run_and_the_same_command_goes_on(whole: Whole, tmp_path:
         assert_equal_runs(victim, whole)
 
 
+@pytest.mark.slow
+def test_a_finished_stage_that_is_run_again_changes_nothing(whole: Whole) -> None:
+    def state() -> dict[Path, tuple[int, bytes]]:
+        files = (path for path in (whole.reference.folder.path / f"01-{whole.kind}").rglob("*") if path.is_file())
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    for _ in range(trials(1, 10)):
+        assert whole.forks.run(whole.arguments(whole.reference))["status"] == 0
+        assert state() == before
+
+
 def phase_of(tiny: TinyRun, kind: str) -> str:
     """Where a kill fell, by what it left: before training, after which step, or after training."""
     folder = tiny.folder.path / f"01-{kind}"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from model.text.tokenizer import Tokenizer
 from tests.model.tiny_tokenizers import our_tokenizer
+from tests.trials import trials
 from train.data import DamagedCacheError, DataConfig, PreparedData, TokenizedDocuments, load_cache, prepare
 
 TEXTS = [f"def number_{i}():\n    return {i} * {i}\n" + "# naïve 世界\n" * (i % 3) for i in range(40)]
@@ -244,6 +246,22 @@ def test_every_damage_to_the_cache_is_found_and_repaired_loudly(
                 assert again().train.digest == digest
             assert path.name in caplog.text and "Tokenizing" in caplog.text
             assert path.read_bytes() == whole
+
+
+def test_no_damage_to_the_cache_is_overlooked(cached: tuple[Path, Callable[[], PreparedData]]) -> None:
+    folder, again = cached
+    digest = again().train.digest
+    generator = random.Random(0)
+    files = [path for path in sorted(folder.iterdir()) if path.stat().st_size]
+    for number in range(trials(10, 200)):
+        path = generator.choice(files)
+        whole = path.read_bytes()
+        at = generator.randrange(len(whole))
+        path.write_bytes(whole[:at] if number % 2 else whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(DamagedCacheError, match=path.name):
+            load_cache(folder, "toy")
+        path.write_bytes(whole)
+    assert load_cache(folder, "toy").train.digest == digest
 
 
 def test_a_short_shard_is_named_with_the_byte_where_it_ends(cached: tuple[Path, Callable[[], PreparedData]]) -> None:

@@ -16,11 +16,25 @@ from torch import Tensor
 
 from model.transformer import Transformer
 from tests.tiny import tiny_model
-from tests.train.toy import STEPS, batch_of, documents, random_sequences, toy_config, toy_trainer, weights_hash
+from tests.train.test_routed_training import routed_model
+from tests.train.toy import (
+    STEPS,
+    adapted_model,
+    batch_of,
+    documents,
+    random_sequences,
+    toy_config,
+    toy_pairs,
+    toy_trainer,
+    weights_hash,
+)
+from tests.trials import trials
+from train.checkpoint import Files
 from train.evaluate import compare, compute_teacher_states
 from train.loop import DivergedError, Trainer
-from train.objectives import Distillation, LanguageModelling, ObjectiveOutput
+from train.objectives import Distillation, LanguageModelling, ObjectiveOutput, RoutedTraining, RoutingConfig
 from train.packing import Batch
+from train.preference import PreferenceTuning
 from train.tracking import read_metrics
 
 
@@ -297,6 +311,51 @@ def test_training_that_stays_non_finite_stops_and_saves_nothing_of_it(tmp_path: 
     saved = toy_trainer(tmp_path, objective=Calls({0: stop}))
     saved._resume()
     assert weights_hash(saved.model) == weights_hash(trainer.model)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "language": dict,
+    "distillation": lambda: {"objective": Distillation(tiny_model(seed=2, num_layers=3))},
+    "pairs": lambda: {"model": adapted_model(), "objective": PreferenceTuning(), "data": toy_pairs()},
+    "routed": lambda: {
+        "model": routed_model(),
+        "objective": RoutedTraining(LanguageModelling(), RoutingConfig(0.25, 0.5)),
+    },
+}
+
+
+@pytest.mark.parametrize("in_a_row", [1, 3, 4])
+@pytest.mark.parametrize("kind", list(KINDS)[: trials(1, 4)])
+def test_wherever_a_gradient_is_not_finite_no_checkpoint_is(
+    kind: str, in_a_row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From each of the first steps on, in so many of them: three are skipped, the fourth ends training."""
+    saved: list[int] = []
+
+    def save(folder: Path, step: int, *, files: Files, **options: Any) -> None:
+        assert all(tensor.isfinite().all() for tensors in files.values() for tensor in tensors.values())
+        saved.append(step)
+
+    monkeypatch.setattr("train.checkpoint_writer.save_checkpoint", save)
+    for first in range(1, trials(1, 20) + 1):
+        saved.clear()
+        steps = STEPS if first + in_a_row <= STEPS else 2 * STEPS
+        trainer = toy_trainer(tmp_path / str(first), checkpoint_every_s=0.0, tokens=steps * 128, **KINDS[kind]())
+        weight = next(parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
+
+        def spoil_steps(gradient: Tensor, first: int = first, trainer: Trainer = trainer) -> Tensor:
+            is_bad = first <= trainer.counters.step + 1 < first + in_a_row
+            return gradient * (math.nan if first % 2 else math.inf) if is_bad else gradient
+
+        weight.register_hook(spoil_steps)
+        if in_a_row > 3:
+            with pytest.raises(DivergedError, match=f"in 4 steps in a row, up to step {first + 3}"):
+                trainer.train()
+            assert trainer.counters.skipped == 4
+        else:
+            assert trainer.train().skipped == in_a_row
+        assert max(saved, default=0) == (steps if in_a_row <= 3 else first + 2)
+        assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
 @pytest.mark.parametrize(

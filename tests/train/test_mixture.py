@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.recipe import RecipeError, parse_recipe, recipe_to_yaml
 from tests.model.tiny_tokenizers import our_tokenizer
 from tests.train.toy import documents
+from tests.trials import trials
 from train.data import DataConfig, PreparedData, load_cache, prepare
 from train.mixture import Mixture, document_order, epoch_order
 from train.sampler import Sampler, shuffled
@@ -57,7 +58,7 @@ def mixed_sampler(weights: tuple[float, ...] = (3.0, 1.0), seed: int = 0) -> Sam
     return Sampler(replace(toy, mixture=mixture), sequence_length=16, micro_batch_tokens=48, seed=seed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=trials(40, 300), deadline=None)
 @given(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=8), st.integers(0, 40))
 def test_any_split_and_any_resume_give_the_same_order(seed: int, takes: list[int], stop: int) -> None:
     straight = [numbers.tolist() for numbers in mixed_sampler(seed=seed).take(sum(takes) + stop)]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.toy import documents
+from tests.trials import trials
 from train.sampler import Sampler, shuffled
 
 LENGTHS = [5, 40, 17, 70, 2, 33, 1, 90, 26, 11]
@@ -39,7 +40,7 @@ def test_the_shuffle_is_the_same_everywhere() -> None:
     assert shuffled(100, seed=7, epoch=2).tolist() == split_mix_order(100, 0x0CB9748175A38E8D)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=trials(60, 300), deadline=None)
 @given(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=12), st.integers(0, 40))
 def test_any_split_and_any_resume_give_the_same_order(seed: int, takes: list[int], stop: int) -> None:
     straight = as_lists(make(seed).take(sum(takes) + stop))
@@ -50,7 +51,7 @@ def test_any_split_and_any_resume_give_the_same_order(seed: int, takes: list[int
     assert found + as_lists(resumed.take(stop)) == straight
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=trials(30, 300), deadline=None)
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 6))
 def test_processes_share_the_order_of_one(seed: int, world: int, steps: int) -> None:
     alone = as_lists(make(seed).take(steps * world))
