@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.formats.ggml import Ggml
@@ -106,7 +107,7 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-# Its rounding of activations, before each product with blocks (ggml/src/ggml-cpu/arch/x86/quants.c)
+# Its rounding: of activations before each product with blocks (ggml/src/ggml-cpu/arch/x86/quants.c), of GELU
 
 
 @contextmanager
@@ -127,6 +128,19 @@ def rounded_activations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patched:
         patched.setattr(Ggml, "product", rounded)
+        yield
+
+
+@contextmanager
+def half_gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """MLPs with GELU look it up in fp16, as its CPU code does between -10 and 10 (ggml/src/ggml-cpu/vec.h)."""
+
+    def looked_up(gate: Tensor, up: Tensor) -> Tensor:
+        rounded = F.gelu(gate.half().float(), approximate="tanh").half().float()
+        return torch.where(gate.abs() < 10, rounded, gate.clamp(min=0)) * up
+
+    with monkeypatch.context() as patched:
+        patched.setattr("model.mlp.geglu", looked_up)
         yield
 
 

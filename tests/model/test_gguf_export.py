@@ -1,5 +1,6 @@
 """GGUF export: what is written comes back through the import, whose own oracle is transformers, to the bit."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -32,6 +33,7 @@ from tests.model import tiny_tokenizers
 from tests.model.test_gguf import sentencepiece_metadata, tiny
 from tests.tiny import full_logits
 
+GEMMA3 = {"family": "gemma3_text", "windows": (12, 12), "attention_scale": 0.25, "tie_word_embeddings": True}
 TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 ENDS = {"bos_token_id": 3, "eos_token_ids": (2,), "pad_token_id": 0}
 LLAMA3 = {
@@ -67,10 +69,15 @@ def there_and_back(path: Path, type: str = "f32", dtype: torch.dtype = torch.flo
     return path / "again"
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        *itertools.product(("llama", "qwen2", "qwen3", "smollm3"), (False, True)),
+        ("gemma3_text", True),
+    ],
+)
 def test_a_model_comes_back_as_it_was(family: str, tied: bool, tmp_path: Path) -> None:
-    original = model_folder(tmp_path / "folder", family, tie_word_embeddings=tied)
+    original = model_folder(tmp_path / "folder", family, unlike_norms=True, tie_word_embeddings=tied)
     again = load_model(there_and_back(tmp_path))
     for name, parameter in original.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
@@ -284,6 +291,9 @@ def refusal(folder: Path, path: Path, **options: Any) -> str:
         ({"family": "qwen3", "qkv_bias": True}, "no such biases in models of the family qwen3: qkv_bias"),
         ({"family": "qwen2", "rope_scaling": LLAMA3}, "no divisors of the rotary frequencies for the family qwen2"),
         ({"family": "granite", "attention_scale": 0.1}, "granite models cannot be written as GGUF"),
+        ({**GEMMA3, "tie_word_embeddings": False}, "makes logits of Gemma 3 with the embeddings"),
+        ({**GEMMA3, "windows": (12, None)}, "all but every sixth layer of Gemma 3 a sliding window; this model has"),
+        ({**GEMMA3, "attention_scale": 0.2}, "scales scores of Gemma 3 by 1/√head_dim"),
         ({"eos_token_ids": (1, 2, 4, 5)}, "The model has 4 tokens that end a text"),
         ({"vocab_size": 499}, "token 500 has no row in the embeddings, which have 499"),
     ],

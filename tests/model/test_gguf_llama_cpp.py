@@ -19,14 +19,12 @@ from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from tests import trials
 from tests.model import tiny_tokenizers
-from tests.model.llama_cpp import LlamaCpp, dequantize, opened, quantize, rounded_activations
+from tests.model.llama_cpp import LlamaCpp, dequantize, half_gelu, opened, quantize, rounded_activations
 from tests.model.test_gguf import WORDS, byte_level_metadata, sentencepiece_metadata
 from tests.model.test_gguf_blocks import weights
 from tests.model.test_gguf_export import LLAMA3, model_folder, teacher_file
-from tests.serve.toys import greedy_oracle
 from tests.tiny import full_logits
 
-# Of a seed with which no model says "</s>" or another token that llama.cpp takes for an end, by its spelling.
 PROMPTS = torch.randint(7, 500, (5, 12), generator=torch.Generator().manual_seed(15)).tolist()
 TRIPLES = [prompt[start : start + 3] for prompt in PROMPTS for start in range(0, 12, 3)]
 TEXTS = (tiny_tokenizers.TEXT[:600], "12345 don't I'LL\n\n  x <|im_end|>", "世界 👩‍💻\t½ ① naïve ", "")
@@ -37,6 +35,8 @@ TEACHER_PROMPTS = (
     "import json\n",
     "Water boils at",
 )
+ENDS = [0, 2, 4]
+"""Tokens of the tiny tokenizer that llama.cpp takes for ends by their spelling, and never says when it ignores them."""
 FILE_TYPES = ("q8_0", "q6_k", "q4_k_m", "q4_1", "q4_0")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -50,11 +50,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "smollm3": ("smollm3", {}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-linear": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
 }
 
 
 def next_log_probs(model: Transformer, prompt: list[int]) -> Tensor:
     return full_logits(model, prompt)[-1].log_softmax(-1)
+
+
+def greedy(model: Transformer, prompt: list[int], num_tokens: int) -> list[int]:
+    """Without ends, a full forward pass for each token."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        logits = full_logits(model, tokens)[-1]
+        logits[ENDS] = -torch.inf
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
 
 
 def after_triples(file: Path) -> Tensor:
@@ -70,14 +82,16 @@ def kl(theirs: Tensor, model: Transformer) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "changes"), MODELS.values(), ids=MODELS)
-def test_llama_cpp_computes_the_same(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    model = model_folder(tmp_path / "folder", family, **changes)
+def test_llama_cpp_computes_the_same(
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_folder(tmp_path / "folder", family, unlike_norms=True, **changes)
     export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type="f32")
-    with opened(tmp_path / "model.gguf") as theirs:
+    with opened(tmp_path / "model.gguf") as theirs, half_gelu(monkeypatch):
         for prompt in PROMPTS:
             expected = next_log_probs(model, prompt)
             torch.testing.assert_close(theirs.log_probs(prompt, 512), expected, atol=1e-3, rtol=0)
-            assert theirs.greedy(prompt, 16) == greedy_oracle(model, prompt, 16)
+            assert theirs.greedy(prompt, 16) == greedy(model, prompt, 16)
 
 
 def test_greedy_text_of_the_bf16_file_is_ours(tmp_path: Path) -> None:
@@ -86,7 +100,7 @@ def test_greedy_text_of_the_bf16_file_is_ours(tmp_path: Path) -> None:
     model = load_model(tmp_path / "folder", dtype=torch.float32)
     with opened(tmp_path / "model.gguf") as theirs:
         for prompt in PROMPTS:
-            assert theirs.greedy(prompt, 16) == greedy_oracle(model, prompt, 16)
+            assert theirs.greedy(prompt, 16) == greedy(model, prompt, 16)
 
 
 @pytest.mark.slow

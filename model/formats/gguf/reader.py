@@ -1,4 +1,4 @@
-"""Import of GGUF files of the Llama family: weights, configuration and tokenizer as a Hugging Face folder.
+"""Import of GGUF files: weights, configuration and tokenizer as a Hugging Face folder.
 
 Names and layouts follow llama.cpp's converter from Hugging Face, which this module inverts.
 """
@@ -19,16 +19,10 @@ from model.families.registry import FAMILIES
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.files.safe_io import Heard, write_json, write_text
 from model.formats.ggml import Ggml
+from model.formats.gguf.architectures import Architecture, architecture_in
 from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.metadata import check_metadata
-from model.formats.gguf.names import (
-    INTERLEAVED_FAMILIES,
-    ROPE_DIVISORS,
-    SUPPORTED_FAMILIES,
-    halves_from_pairs,
-    hugging_face_name,
-    is_rotated,
-)
+from model.formats.gguf.names import ROPE_DIVISORS, as_in_model, expert_of, gguf_name, is_router
 from model.text.gguf_tokenizer import GGUFError, chat_template, special_token_ids, tokenizer_config, tokenizer_json
 
 if TYPE_CHECKING:
@@ -43,7 +37,7 @@ def import_gguf(path: str | Path, folder: str | Path, *, dtype: torch.dtype = to
 
     Raises GGUFError naming the metadata field or tensor that is missing, unknown or not supported.
     """
-    _import(Path(path), Path(folder), {}, dtype)
+    _import(_File(Path(path)), Path(folder), {}, dtype)
 
 
 def import_gguf_blocks(path: str | Path, folder: str | Path, heard: Heard = lambda num_bytes: None) -> None:
@@ -51,46 +45,72 @@ def import_gguf_blocks(path: str | Path, folder: str | Path, heard: Heard = lamb
 
     Matrices in blocks that are not multiplied here become bf16; a log says so. `heard` is told each tensor's bytes.
     """
-    tensors = _contents(Path(path))[1]
-    matrices = {name: tensor.tensor_type.name for name, tensor in tensors.items() if len(tensor.shape) > 1}
-    formats = {hugging_face_name(name): Ggml(type) for name, type in matrices.items() if type in BLOCK_TYPES}
-    rest = sorted({type for type in matrices.values() if type not in BLOCK_TYPES})
+    file = _File(Path(path))
+    matrices = {name: tensor for name, tensor in file.places().items() if len(tensor.shape) > 1 and not is_router(name)}
+    types = {name: tensor.tensor_type.name for name, tensor in matrices.items()}
+    formats = {name: Ggml(type) for name, type in types.items() if type in BLOCK_TYPES}
+    rest = sorted({type for type in types.values() if type not in BLOCK_TYPES})
     dtype = _DENSE.get(rest[0], torch.bfloat16) if len(rest) == 1 else torch.bfloat16 if rest else torch.float32
     if expanded := [type for type in rest if type not in _DENSE]:
         log.warning("weights in %s are expanded to bf16: they take up to 8 times as much", ", ".join(expanded))
-    _import(Path(path), Path(folder), formats, dtype, heard)
+    _import(file, Path(folder), formats, dtype, heard)
+
+
+def write_gguf_tokenizer(path: Path, folder: Path) -> None:
+    """The tokenizer's files alone, with the model's end-of-text tokens. Raises GGUFError as `import_gguf`."""
+    file = _File(path)
+    _write_tokenizer(file.metadata, file.config, folder)
+    write_json(folder / "generation_config.json", {"eos_token_id": list(file.config.eos_token_ids) or None})
+
+
+def gguf_config(path: str | Path) -> ModelConfig:
+    """The configuration of the model in a GGUF file; its weights are not read. Raises GGUFError as `import_gguf`."""
+    return _File(Path(path)).config
+
+
+class _File:
+    """An open file: metadata by field, and tensors by GGUF's names, which stay on disk."""
+
+    def __init__(self, path: Path) -> None:
+        reader = _open(path)
+        self.path = path
+        self.metadata = {name: field.contents() for name, field in reader.fields.items()}
+        check_metadata(self.metadata)
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = architecture_in(self.metadata)
+        self.config = _config(self.architecture, self.metadata, self.tensors)
+
+    def places(self) -> "dict[str, ReaderTensor]":
+        """What holds each tensor of the model, by Hugging Face's names: for all experts of a layer the same."""
+        names = {name: gguf_name(name, self.config.kind) for name in tensor_shapes(self.config)}
+        if missing := [name for name, own in names.items() if own not in self.tensors]:
+            raise GGUFError(f"{self.path} lacks the tensor that becomes {missing[0]}.")
+        if extra := self.tensors.keys() - {*names.values(), ROPE_DIVISORS}:
+            raise GGUFError(f"{self.path} holds {min(extra)}, which a {self.config.family} model does not have.")
+        return {name: self.tensors[own] for name, own in names.items()}
+
+    def read(self, tensor: "ReaderTensor", name: str, format: Ggml | None, heard: Heard) -> Any:
+        """One tensor of the model in fp32, or in its blocks' format, as the model has it."""
+        expert = expert_of(name)
+        data = tensor.data if expert is None else tensor.data[expert]
+        heard(data.nbytes)
+        stored = _dequantized(tensor, data) if format is None else torch.from_numpy(np.array(data))
+        weight = as_in_model(stored, name, self.config.kind, self.architecture.pair_size(self.config))
+        return weight if format is None else format.weight_of(weight)
 
 
 def _import(
-    path: Path,
+    file: _File,
     folder: Path,
     formats: Mapping[str, Ggml],
     dtype: torch.dtype,
     heard: Heard = lambda num_bytes: None,
 ) -> None:
-    metadata, tensors = _contents(path)
-    config = _config(metadata, tensors)
-    renamed = {hugging_face_name(name): tensor for name, tensor in tensors.items() if name != ROPE_DIVISORS}
-    expected = tensor_shapes(config)
-    if missing := [name for name in expected if name not in renamed]:
-        raise GGUFError(f"{path} lacks the tensor that becomes {missing[0]}.")
-    if extra := renamed.keys() - expected.keys():
-        name = min(extra)
-        raise GGUFError(f"{path} holds {renamed[name].name}, which a {config.family} model does not have.")
-    tokenizer_json(metadata)  # what it refuses is refused before anything is written
-    sources = {
-        name: partial(_weight, tensor, name, config, formats.get(name), heard) for name, tensor in renamed.items()
-    }
-    write_checkpoint(folder, config, sources, dtype=dtype, formats=formats)
-    _write_tokenizer(metadata, config, folder)
-
-
-def write_gguf_tokenizer(path: Path, folder: Path) -> None:
-    """The tokenizer's files alone, with the model's end-of-text tokens. Raises GGUFError as `import_gguf`."""
-    metadata, tensors = _contents(path)
-    config = _config(metadata, tensors)
-    _write_tokenizer(metadata, config, folder)
-    write_json(folder / "generation_config.json", {"eos_token_id": list(config.eos_token_ids) or None})
+    places = file.places()
+    tokenizer_json(file.metadata)  # what it refuses is refused before anything is written
+    sources = {name: partial(file.read, tensor, name, formats.get(name), heard) for name, tensor in places.items()}
+    write_checkpoint(folder, file.config, sources, dtype=dtype, formats=formats)
+    _write_tokenizer(file.metadata, file.config, folder)
 
 
 def _write_tokenizer(metadata: dict[str, Any], config: ModelConfig, folder: Path) -> None:
@@ -98,19 +118,6 @@ def _write_tokenizer(metadata: dict[str, Any], config: ModelConfig, folder: Path
     write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, config.max_position_embeddings))
     if template := chat_template(metadata):
         write_text(folder / "chat_template.jinja", template)
-
-
-def gguf_config(path: str | Path) -> ModelConfig:
-    """The configuration of the model in a GGUF file; its weights are not read. Raises GGUFError as `import_gguf`."""
-    return _config(*_contents(Path(path)))
-
-
-def _contents(path: Path) -> "tuple[dict[str, Any], dict[str, ReaderTensor]]":
-    """Metadata by field, and tensors by name, which stay on disk."""
-    reader = _open(path)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    check_metadata(metadata)
-    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _open(path: Path) -> "GGUFReader":
@@ -132,31 +139,24 @@ def _open(path: Path) -> "GGUFReader":
         raise GGUFError(f"{path} is not a valid GGUF file: {reason}.") from None
 
 
-def _config(metadata: dict[str, Any], tensors: "dict[str, ReaderTensor]") -> ModelConfig:
-    family = metadata.get("general.architecture")
-    if family not in SUPPORTED_FAMILIES:
-        raise GGUFError(f"general.architecture is {family!r}; supported are {', '.join(SUPPORTED_FAMILIES)}.")
-    if metadata.get(f"{family}.expert_count"):
-        raise GGUFError(f"{family}.expert_count is set: mixtures of experts are not supported.")
-
+def _config(architecture: Architecture, metadata: dict[str, Any], tensors: "dict[str, ReaderTensor]") -> ModelConfig:
     def field(name: str, default: Any = None) -> Any:
-        value = metadata.get(f"{family}.{name}", default)
+        value = metadata.get(f"{architecture.name}.{name}", default)
         if value is None:
-            raise GGUFError(f"The GGUF metadata has no {family}.{name}.")
+            raise GGUFError(f"The GGUF metadata has no {architecture.name}.{name}.")
         return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 again, not 9.9999997e-06
 
     if "token_embd.weight" not in tensors:
         raise GGUFError("The GGUF file has no tensor token_embd.weight.")
     heads, hidden_size = field("attention.head_count"), field("embedding_length")
     head_dim = field("attention.key_length", hidden_size // heads)
-    if field("rope.dimension_count", head_dim) != head_dim:
-        raise GGUFError(f"{family}.rope.dimension_count differs from the head size {head_dim}: not supported.")
+    rotated = field("rope.dimension_count", head_dim)
     vocab_size = int(tensors["token_embd.weight"].shape[1])
     if (num_tokens := len(metadata.get("tokenizer.ggml.tokens", ()))) > vocab_size:
         raise GGUFError(f"tokenizer.ggml.tokens lists {num_tokens} tokens for {vocab_size} rows of token_embd.weight.")
     bos, eos, pad = special_token_ids(metadata)
     raw = {
-        "architectures": [FAMILIES[family].architecture],
+        "architectures": [FAMILIES[architecture.family].architecture],
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": field("feed_forward_length"),
@@ -165,6 +165,7 @@ def _config(metadata: dict[str, Any], tensors: "dict[str, ReaderTensor]") -> Mod
         "num_key_value_heads": field("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
+        "partial_rotary_factor": rotated / head_dim,
         "rope_theta": field("rope.freq_base", 10_000.0),
         "max_position_embeddings": field("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -174,8 +175,15 @@ def _config(metadata: dict[str, Any], tensors: "dict[str, ReaderTensor]") -> Mod
         "eos_token_id": eos,
         "pad_token_id": pad,
     }
-    raw["rope_scaling"] = _rope_scaling(metadata, family, raw, tensors.get(ROPE_DIVISORS))
-    return ModelConfig.from_hf(raw)
+    raw["rope_scaling"] = _rope_scaling(metadata, architecture.name, raw, tensors.get(ROPE_DIVISORS))
+    raw |= {own: field(name) for name, own in architecture.fields.items()}
+    present = {name: own for name, own in architecture.optional.items() if f"{architecture.name}.{name}" in metadata}
+    config = architecture.as_computed(ModelConfig.from_hf(raw | {own: field(name) for name, own in present.items()}))
+    if config.rotary_dims != rotated:
+        raise GGUFError(
+            f"{architecture.name}.rope.dimension_count differs from the head size {head_dim}: not supported."
+        )
+    return config
 
 
 def _rope_scaling(
@@ -204,19 +212,10 @@ def _rope_scaling(
     return scaling
 
 
-def _weight(tensor: "ReaderTensor", name: str, config: ModelConfig, format: Ggml | None, heard: Heard) -> Any:
-    """One tensor in fp32, or in its blocks' format; its rows in Hugging Face's order."""
-    heard(tensor.data.nbytes)
-    stored = _dequantized(tensor) if format is None else torch.from_numpy(np.array(tensor.data))
-    if config.family in INTERLEAVED_FAMILIES and is_rotated(name):
-        stored = halves_from_pairs(stored, config.head_dim)
-    return stored if format is None else format.weight_of(stored)
-
-
-def _dequantized(tensor: "ReaderTensor") -> Tensor:
+def _dequantized(tensor: "ReaderTensor", data: np.ndarray) -> Tensor:
     from gguf import dequantize
 
     try:
-        return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        return torch.from_numpy(np.array(dequantize(data, tensor.tensor_type)))
     except NotImplementedError:
         raise GGUFError(f"{tensor.name} is stored as {tensor.tensor_type.name}, which cannot be dequantized.") from None

@@ -31,15 +31,9 @@ from model.files.checkpoint import (
 )
 from model.files.safe_io import sync_file
 from model.formats.ggml import to_ggml
+from model.formats.gguf.architectures import architecture_of, check_fits
 from model.formats.gguf.blocks import BLOCK_TYPES
-from model.formats.gguf.names import (
-    INTERLEAVED_FAMILIES,
-    ROPE_DIVISORS,
-    SUPPORTED_FAMILIES,
-    gguf_name,
-    is_rotated,
-    pairs_from_halves,
-)
+from model.formats.gguf.names import ROPE_DIVISORS, as_stored, expert_of, gguf_name, is_router, stored_shape
 from model.quantized import quantized_layers
 from model.text.gguf_tokenizer import GGUFError
 from model.text.gguf_vocabulary import tokenizer_metadata
@@ -65,8 +59,8 @@ class FileType:
     """Of values and down projections in half of the layers; "" for that of the others."""
 
     def of_tensor(self, name: str, config: ModelConfig, shape: Sequence[int]) -> str:
-        """The type of a tensor by Hugging Face's name; vectors are not quantized."""
-        if len(shape) == 1:
+        """The type of a tensor by Hugging Face's name; vectors and routers are not quantized."""
+        if len(shape) == 1 or is_router(name):
             return "F32"
         wanted = self.matrices
         if name == (EMBEDDING if config.tie_word_embeddings else HEAD):
@@ -99,12 +93,6 @@ FILE_TYPES = {
 BLOCKS = "blocks"
 """Of quantized ones: as they are, in the blocks that hold them."""
 QUANTIZATION_VERSION = 2
-LLAMA_CPP_FAMILIES = {"mistral": "llama"}
-ROTATED_IN_PAIRS = (*INTERLEAVED_FAMILIES, *LLAMA_CPP_FAMILIES)
-# What llama.cpp computes in each family, besides what all have.
-BIASES = {"llama": ("qkv_bias", "output_bias", "mlp_bias"), "qwen2": ("qkv_bias",)}
-UNROTATED_EVERY = 4
-"""llama.cpp rotates nothing in every fourth layer of SmolLM3, whatever the file says."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     type: str
     """ggml's name."""
-    read: Callable[[], Tensor]
+    reads: tuple[Callable[[], Tensor], ...]
+    """One, or for each expert of a layer its own."""
 
     @property
     def row_bytes(self) -> int:
@@ -126,7 +115,10 @@ class StoredTensor:
 
     def stored(self) -> np.ndarray:
         """u8 [..., bytes of a row]; GGUFError where a weight is too large for the type."""
-        weight = self.read()
+        parts = [self._stored(read()) for read in self.reads]
+        return np.stack(parts) if len(self.shape) > 2 else parts[0]
+
+    def _stored(self, weight: Tensor) -> np.ndarray:
         if weight.dtype == torch.uint8:
             return weight.numpy()
         if self.type not in DENSE:
@@ -150,7 +142,7 @@ def export_gguf(folder: str | Path, path: str | Path, *, type: str = "bf16", nam
         raise GGUFError(f"{path} is there already; remove it or name another file.")
     _check_weights(folder, type)
     config = load_config(folder)
-    _check_fits(config)
+    check_fits(config)
     metadata = {
         "general.name": name or folder.name,
         **_metadata(config),
@@ -163,7 +155,7 @@ def export_gguf(folder: str | Path, path: str | Path, *, type: str = "bf16", nam
         tensors, metadata["general.file_type"] = _tensors(folder, config, FILE_TYPES[type]), FILE_TYPES[type].number
     part = path.with_name(f"{path.name}.part")
     try:
-        _write(part, _family(config), metadata, tensors)
+        _write(part, architecture_of(config.family).name, metadata, tensors)
         sync_file(part)
         os.replace(part, path)
         sync_file(path.absolute().parent)
@@ -187,39 +179,9 @@ def _check_weights(folder: Path, type: str) -> None:
         )
 
 
-def _check_fits(config: ModelConfig) -> None:
-    """GGUFError naming what llama.cpp would not compute, or would compute otherwise."""
-    family = _family(config)
-    if family not in SUPPORTED_FAMILIES:
-        raise GGUFError(f"{family} models cannot be written as GGUF; supported are {', '.join(SUPPORTED_FAMILIES)}.")
-    if config.mixture_of_depths is not None:
-        raise GGUFError("GGUF holds no routers (mixture of depths); export a model of the recipe from before them.")
-    if config.layer_kv_heads:
-        raise GGUFError(
-            f"llama.cpp reads as many KV heads in every layer, not {list(config.layer_kv_heads)}; group them alike."
-        )
-    if any(window is not None for window in config.windows):
-        raise GGUFError(
-            "llama.cpp ignores this family's sliding window; if your texts fit into the window, set sliding_window to "
-            "null in config.json and export again."
-        )
-    if family == "smollm3" and config.rope_layers != tuple(
-        (layer + 1) % UNROTATED_EVERY != 0 for layer in range(config.num_layers)
-    ):
-        raise GGUFError("llama.cpp leaves every fourth layer of SmolLM3 without rotation, this model has others.")
-    for bias in ("qkv_bias", "output_bias", "mlp_bias"):
-        if getattr(config, bias) and bias not in BIASES.get(family, ()):
-            raise GGUFError(f"llama.cpp knows no such biases in models of the family {family}: {bias}.")
-    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3" and family != "llama":
-        raise GGUFError(f"llama.cpp reads no divisors of the rotary frequencies for the family {family}.")
-
-
-def _family(config: ModelConfig) -> str:
-    return LLAMA_CPP_FAMILIES.get(config.family, config.family)
-
-
 def _metadata(config: ModelConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+    architecture = architecture_of(config.family)
+    fields: dict[str, Any] = architecture.own_fields(config) | {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
@@ -229,13 +191,13 @@ def _metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": config.rotary_dims,
         "rope.freq_base": float(config.rope_theta),
         "vocab_size": config.vocab_size,
     }
     if config.rope_scaling and config.rope_scaling["rope_type"] == "linear":
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope_scaling["factor"])}
-    return {f"{_family(config)}.{name}": value for name, value in fields.items()}
+    return {f"{architecture.name}.{name}": value for name, value in fields.items()}
 
 
 def _tensors(folder: Path, config: ModelConfig, type: FileType) -> list[StoredTensor]:
@@ -248,7 +210,10 @@ def _blocks(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     """The model is in memory, a weight's blocks only when they are written."""
     model = load_model(folder, dtype="auto")
     parameters, names = dict(model.named_parameters()), {dtype: name for name, dtype in DENSE.items()}
-    types = {name: names[weight.dtype] if weight.ndim > 1 else "F32" for name, weight in parameters.items()}
+    types = {
+        name: "F32" if weight.ndim == 1 or is_router(name) else names[weight.dtype]
+        for name, weight in parameters.items()
+    }
     sources: dict[str, Callable[[], Tensor]] = {name: weight.detach for name, weight in parameters.items()}
     for layer_name, layer in quantized_layers(model).items():
         name, source = f"{layer_name}.weight", cast(IntegerWeight, layer.weight)
@@ -261,28 +226,36 @@ def _blocks(folder: Path, config: ModelConfig) -> list[StoredTensor]:
 
 
 def _named(config: ModelConfig, types: dict[str, str], sources: dict[str, Callable[[], Tensor]]) -> list[StoredTensor]:
-    """By Hugging Face's names -> by GGUF's, rows in its order."""
+    """By Hugging Face's names -> by GGUF's, stored as it stores them."""
+    pair_size, parts = architecture_of(config.family).pair_size(config), dict[str, list[str]]()
+    shapes = tensor_shapes(config)
+    for name in shapes:
+        parts.setdefault(gguf_name(name, config.kind), []).append(name)
     tensors = []
-    for name, shape in tensor_shapes(config).items():
-        read = sources[name]
-        if config.family in ROTATED_IN_PAIRS and is_rotated(name):
-            read = partial(_in_pairs, read, config.head_dim)
-        tensors.append(StoredTensor(gguf_name(name), tuple(shape), types[name], read))
+    for stored, names in parts.items():
+        kinds = sorted({types[name] for name in names})
+        if len(kinds) > 1:
+            raise GGUFError(f"{stored} holds all experts of a layer, but these are in {' and '.join(kinds)}.")
+        reads = tuple(partial(_as_stored, sources[name], name, config.kind, pair_size) for name in names)
+        shape = stored_shape(names[0], shapes[names[0]])
+        if expert_of(names[0]) is not None:
+            shape = (len(names), *shape)
+        tensors.append(StoredTensor(stored, shape, kinds[0], reads))
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
         plain, scaled = (
             rope_frequencies(config.head_dim, config.rope_theta, how) for how in (None, config.rope_scaling)
         )
-        tensors.append(StoredTensor(ROPE_DIVISORS, tuple(plain.shape), "F32", lambda: plain / scaled))
+        tensors.append(StoredTensor(ROPE_DIVISORS, tuple(plain.shape), "F32", (lambda: plain / scaled,)))
     return tensors
 
 
-def _in_pairs(read: Callable[[], Tensor], head_dim: int) -> Tensor:
-    return pairs_from_halves(read(), head_dim)
+def _as_stored(read: Callable[[], Tensor], *how: Any) -> Tensor:
+    return as_stored(read(), *how)
 
 
-def _write(path: Path, family: str, metadata: dict[str, Any], tensors: list[StoredTensor]) -> None:
+def _write(path: Path, architecture: str, metadata: dict[str, Any], tensors: list[StoredTensor]) -> None:
     """One tensor is in memory at a time."""
-    writer, types = _open(path, family)
+    writer, types = _open(path, architecture)
     for name, value in metadata.items():
         _add(writer, name, value)
     for tensor in tensors:
@@ -299,13 +272,13 @@ def _write(path: Path, family: str, metadata: dict[str, Any], tensors: list[Stor
         writer.close()
 
 
-def _open(path: Path, family: str) -> "tuple[GGUFWriter, Any]":
+def _open(path: Path, architecture: str) -> "tuple[GGUFWriter, Any]":
     """A writer, and the types of tensors by name."""
     try:
         from gguf import GGMLQuantizationType, GGUFWriter
     except ImportError:
         raise GGUFError("Writing GGUF files needs the package gguf: pip install gguf.") from None
-    return GGUFWriter(path, family), GGMLQuantizationType
+    return GGUFWriter(path, architecture), GGMLQuantizationType
 
 
 def _add(writer: "GGUFWriter", name: str, value: Any) -> None:

@@ -1,0 +1,150 @@
+"""What llama.cpp calls each family, which fields of a file say what config.json says, and what it takes for granted.
+
+Source: llama.cpp's converter from Hugging Face, and its graphs in src/models.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from model.config import ModelConfig
+from model.text.gguf_tokenizer import GGUFError
+
+ALL_BIASES = ("qkv_bias", "output_bias", "mlp_bias")
+
+
+class Assumption(NamedTuple):
+    """What llama.cpp computes in all models of a family, whatever the file says."""
+
+    field: str
+    """Of `ModelConfig`."""
+    value: Callable[[ModelConfig], Any]
+    sentence: str
+    """What it does, as "gives every layer experts"."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One family in GGUF files."""
+
+    family: str
+    name: str
+    """`general.architecture`, with which the names of fields begin."""
+    rotates_pairs: bool = False
+    """Whether rows of queries and keys are stored for rotation of neighbours, not of the two halves of a head."""
+    biases: tuple[str, ...] = ()
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields that a file must have, and config.json's."""
+    optional: Mapping[str, str] = field(default_factory=dict)
+    """The same of fields whose absence says what it says in config.json."""
+    assumptions: tuple[Assumption, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        return "expert_count" in self.fields
+
+    def pair_size(self, config: ModelConfig) -> int | None:
+        """As `as_stored` takes it."""
+        return config.head_dim if self.rotates_pairs else None
+
+    def as_computed(self, config: ModelConfig) -> ModelConfig:
+        """The configuration that llama.cpp computes."""
+        return replace(config, **{one.field: one.value(config) for one in self.assumptions})
+
+    def own_fields(self, config: ModelConfig) -> dict[str, Any]:
+        """What this family alone writes, by names without the architecture's."""
+        raw = config.to_hf()
+        return {name: raw[own] for name, own in {**self.fields, **self.optional}.items() if raw[own] is not None}
+
+
+def architecture_of(family: str) -> Architecture:
+    """That of a family of ours; GGUFError for one that has none."""
+    for one in ARCHITECTURES:
+        if one.family == family:
+            return one
+    known = ", ".join(one.family for one in ARCHITECTURES)
+    raise GGUFError(f"{family} models cannot be written as GGUF; supported are {known}.")
+
+
+def architecture_in(metadata: Mapping[str, Any]) -> Architecture:
+    """That of a file; GGUFError for one that is not known."""
+    name = metadata.get("general.architecture")
+    has_experts = bool(metadata.get(f"{name}.expert_count"))
+    for one in ARCHITECTURES:
+        if one.name == name and one.has_experts == has_experts:
+            return one
+    known = ", ".join(dict.fromkeys(one.name for one in ARCHITECTURES))
+    with_experts = " with experts" if has_experts else ""
+    raise GGUFError(f"general.architecture is {name!r}{with_experts}; supported are {known}.")
+
+
+def check_fits(config: ModelConfig) -> None:
+    """GGUFError naming what llama.cpp would not compute, or would compute otherwise."""
+    own = architecture_of(config.family)
+    if config.mixture_of_depths is not None:
+        raise GGUFError("GGUF holds no routers (mixture of depths); export a model of the recipe from before them.")
+    if config.layer_kv_heads:
+        raise GGUFError(
+            f"llama.cpp reads as many KV heads in every layer, not {list(config.layer_kv_heads)}; group them alike."
+        )
+    for one in own.assumptions:
+        if getattr(config, one.field) != one.value(config):
+            raise GGUFError(f"llama.cpp {one.sentence}; this model has it otherwise.")
+    if any(config.windows) and "windows" not in [one.field for one in own.assumptions]:
+        raise GGUFError(
+            "llama.cpp ignores this family's sliding window; if your texts fit into the window, set sliding_window to "
+            "null in config.json and export again."
+        )
+    for bias in ALL_BIASES:
+        if getattr(config, bias) and bias not in own.biases:
+            raise GGUFError(f"llama.cpp knows no such biases in models of the family {config.family}: {bias}.")
+    kind = config.rope_scaling and config.rope_scaling["rope_type"]
+    if kind == "llama3" and own.name != "llama":
+        raise GGUFError(f"llama.cpp reads no divisors of the rotary frequencies for the family {config.family}.")
+    if kind not in (None, "linear", "llama3"):
+        raise GGUFError(f"GGUF export does not write rotary frequencies of the kind {kind}.")
+
+
+def _rotates_three_of_four(config: ModelConfig) -> tuple[bool, ...]:
+    return tuple((layer + 1) % 4 != 0 for layer in range(config.num_layers))
+
+
+def _gemma(title: str, *, period: int, layers: str, of_27b: int) -> tuple[Assumption, ...]:
+    """`period`: one layer in so many has no window, `layers` are the others; `of_27b`: how many its largest has."""
+
+    def windows(config: ModelConfig) -> tuple[int | None, ...]:
+        window = next((own for own in config.windows if own is not None), None)
+        return tuple(window if (layer + 1) % period else None for layer in range(config.num_layers))
+
+    def scale(config: ModelConfig) -> float:
+        is_largest = config.num_layers == of_27b
+        return (config.hidden_size // config.num_query_heads if is_largest else config.head_dim) ** -0.5
+
+    scaled = f"scales scores of {title} by 1/√head_dim, with {of_27b} layers by 1/√(hidden_size / heads)"
+    return (
+        Assumption("windows", windows, f"gives {layers} of {title} a sliding window"),
+        Assumption("attention_scale", scale, scaled),
+        Assumption("tie_word_embeddings", lambda config: True, f"makes logits of {title} with the embeddings"),
+    )
+
+
+ARCHITECTURES = (
+    Architecture("llama", "llama", rotates_pairs=True, biases=ALL_BIASES),
+    Architecture("mistral", "llama", rotates_pairs=True),
+    Architecture(
+        "smollm3",
+        "smollm3",
+        rotates_pairs=True,
+        assumptions=(
+            Assumption("rope_layers", _rotates_three_of_four, "leaves every fourth layer of SmolLM3 without rotation"),
+        ),
+    ),
+    Architecture("qwen2", "qwen2", biases=("qkv_bias",)),
+    Architecture("qwen3", "qwen3"),
+    Architecture(
+        "gemma3_text",
+        "gemma3",
+        optional={"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
+        assumptions=_gemma("Gemma 3", period=6, layers="all but every sixth layer", of_27b=62),
+    ),
+)
