@@ -1,7 +1,8 @@
 """What a family of models is: how its `config.json` maps to a `ModelConfig`, and what its layers are made of.
 
 Everything here is true of a whole family; what differs from checkpoint to checkpoint are fields of `ModelConfig`.
-A new family is a file beside this one and a line in `registry.py`.
+A new family is a file beside this one and a line in `registry.py`; what llama.cpp calls it stands in
+model/formats/gguf/architectures.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -12,6 +12,7 @@ import torch
 from gguf.constants import MODEL_ARCH
 
 from kernels.attention.rotary import rope_frequencies
+from model.experts_config import MixtureOfExperts
 from model.files.checkpoint import load_model
 from model.formats.gguf.reader import import_gguf
 from model.text.gguf_tokenizer import GGUFError, tokenizer_json
@@ -39,20 +40,23 @@ AS_IN_LLAMA_CPP: dict[str, dict[str, Any]] = {
         "attention_scale": 0.25,
         "tie_word_embeddings": True,
     },
+    "gemma2": {"attention_scale": 0.25, "tie_word_embeddings": True},
+    "qwen3_moe": {"experts": MixtureOfExperts((0, 1), 5, 2, 96, normalizes=True)},
+    "qwen2_moe": {"experts": MixtureOfExperts((0, 1), 5, 2, 96, normalizes=False, shared_intermediate_size=64)},
 }
 """What llama.cpp takes for granted of a family."""
 
 
-def tiny(family: str, *, unlike_norms: bool = False, **changes: Any) -> Transformer:
+def tiny(family: str, *, unlike_vectors: bool = False, **changes: Any) -> Transformer:
     """Half of the tiny model's rows rotate, so that a wrong order of rows shows.
 
-    `unlike_norms`: so does one norm in the place of another.
+    `unlike_vectors`: so does a norm or bias in the place of another.
     """
     model = tiny_model(family, **AS_IN_LLAMA_CPP.get(family, {}) | changes)
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if unlike_norms and name.endswith("norm.weight"):  # in steps that sums with 1 keep
+        for weight in model.parameters():
+            if unlike_vectors and weight.ndim == 1:  # in steps that sums with 1 keep
                 weight += torch.randint(-512, 512, weight.shape, generator=generator) / 1024
     return model
 
@@ -139,7 +143,7 @@ def write_gguf(
 def write_model(
     path: Path, family: str, *, kind: gguf.GGMLQuantizationType | None = None, **changes: Any
 ) -> Transformer:
-    model = tiny(family, unlike_norms=True, **changes)
+    model = tiny(family, unlike_vectors=True, **changes)
     write_gguf(
         path, family, model_metadata(model, family) | byte_level_metadata(), tensors_of(model, family), kind=kind
     )
@@ -229,7 +233,8 @@ def test_linear_rope_scaling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"llama.expert_count": 8}, "general.architecture is 'llama' with experts; supported are llama"),
+        ({"llama.expert_count": 8}, "no llama.expert_used_count"),
+        ({"general.architecture": "qwen2", "qwen2.expert_count": 8}, "'qwen2' with experts; supported are llama"),
         ({"llama.block_count": None}, "no llama.block_count"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count differs"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn'"),

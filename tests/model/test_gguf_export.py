@@ -15,9 +15,11 @@ import torch
 from compress.lora import inject
 from compress.quantize.round_to_nearest import quantize_folder
 from model.config import MixtureOfDepths
+from model.experts_config import MixtureOfExperts
 from model.files.adapter import save_adapter
 from model.files.checkpoint import load_config, load_model, replace_config, save_model
 from model.files.wheel import fetch_gguf
+from model.formats.gguf import architectures
 from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.reader import import_gguf, import_gguf_blocks
 from model.formats.gguf.writer import FILE_TYPES, export_gguf
@@ -34,6 +36,8 @@ from tests.model.test_gguf import sentencepiece_metadata, tiny
 from tests.tiny import full_logits
 
 GEMMA3 = {"family": "gemma3_text", "windows": (12, 12), "attention_scale": 0.25, "tie_word_embeddings": True}
+EXPERTS = MixtureOfExperts((1,), 5, 2, 96, normalizes=True, shared_intermediate_size=64)
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 512}
 TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 ENDS = {"bos_token_id": 3, "eos_token_ids": (2,), "pad_token_id": 0}
 LLAMA3 = {
@@ -72,12 +76,15 @@ def there_and_back(path: Path, type: str = "f32", dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
-        *itertools.product(("llama", "qwen2", "qwen3", "smollm3"), (False, True)),
-        ("gemma3_text", True),
+        *itertools.product(
+            ("llama", "qwen2", "qwen3", "smollm3", "granite", "phi3", "qwen3_moe", "mixtral"), (False, True)
+        ),
+        *itertools.product(("gemma3_text", "gemma2"), (True,)),
+        *itertools.product(("olmo2", "qwen2_moe"), (False,)),
     ],
 )
 def test_a_model_comes_back_as_it_was(family: str, tied: bool, tmp_path: Path) -> None:
-    original = model_folder(tmp_path / "folder", family, unlike_norms=True, tie_word_embeddings=tied)
+    original = model_folder(tmp_path / "folder", family, unlike_vectors=True, tie_word_embeddings=tied)
     again = load_model(there_and_back(tmp_path))
     for name, parameter in original.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
@@ -185,11 +192,22 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "type"),
-    [("llama", "q4_k_m"), ("llama", "q6_k"), ("qwen2", "q8_0"), ("smollm3", "q4_1"), ("qwen3", "q4_0")],
+    ("family", "type", "sizes"),
+    [
+        ("llama", "q4_k_m", {"intermediate_size": 512}),
+        ("llama", "q6_k", {"intermediate_size": 512}),
+        ("qwen2", "q8_0", {"intermediate_size": 512}),
+        ("smollm3", "q4_1", {"intermediate_size": 512}),
+        ("qwen3", "q4_0", {"intermediate_size": 512}),
+        ("gemma2", "q4_0", {}),
+        ("phi3", "q8_0", {"head_dim": 64}),
+        ("qwen3_moe", "q4_k_m", {}),
+        ("mixtral", "q4_0", {}),
+        ("qwen2_moe", "q4_1", {"head_dim": 64}),
+    ],
 )
-def test_blocks_are_written_as_they_were(family: str, type: str, tmp_path: Path) -> None:
-    model_folder(tmp_path / "folder", family, hidden_size=256, intermediate_size=512)
+def test_blocks_are_written_as_they_were(family: str, type: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    model_folder(tmp_path / "folder", family, hidden_size=256, **sizes)
     export_gguf(tmp_path / "folder", tmp_path / "one.gguf", type=type)
     import_gguf_blocks(tmp_path / "one.gguf", tmp_path / "stored")
     save_model(load_model(tmp_path / "stored", dtype="auto"), tmp_path / "again")  # as a stage of a run would
@@ -290,10 +308,18 @@ def refusal(folder: Path, path: Path, **options: Any) -> str:
         ({"family": "smollm3", "rope_layers": (True, False)}, "every fourth layer"),
         ({"family": "qwen3", "qkv_bias": True}, "no such biases in models of the family qwen3: qkv_bias"),
         ({"family": "qwen2", "rope_scaling": LLAMA3}, "no divisors of the rotary frequencies for the family qwen2"),
-        ({"family": "granite", "attention_scale": 0.1}, "granite models cannot be written as GGUF"),
         ({**GEMMA3, "tie_word_embeddings": False}, "makes logits of Gemma 3 with the embeddings"),
         ({**GEMMA3, "windows": (12, None)}, "all but every sixth layer of Gemma 3 a sliding window; this model has"),
+        ({**GEMMA3, "windows": (None, None)}, "all but every sixth layer of Gemma 3 a sliding window; this model has"),
         ({**GEMMA3, "attention_scale": 0.2}, "scales scores of Gemma 3 by 1/√head_dim"),
+        ({**GEMMA3, "family": "gemma2"}, "every other layer of Gemma 2 a sliding window; this model has"),
+        ({"family": "phi3", "windows": (12, 12)}, "ignores this family's sliding window"),
+        ({"family": "phi3", "head_dim": 32}, "shares the channels of Phi-3 out among its heads"),
+        ({"family": "phi3", "rope_scaling": LONGROPE}, "no rotary frequencies of the kind longrope"),
+        ({"family": "olmo2", "qk_norm": True, "tie_word_embeddings": True}, "reads a head of its own of OLMo 2"),
+        ({"family": "qwen3_moe", "experts": EXPERTS}, "every layer of Qwen3-MoE experts, with weights that sum to 1"),
+        ({"family": "qwen2_moe", "experts": replace(EXPERTS, layers=(0, 1))}, "weights as the router has them"),
+        ({"family": "mixtral", "windows": (12, 12), "experts": EXPERTS}, "ignores this family's sliding window"),
         ({"eos_token_ids": (1, 2, 4, 5)}, "The model has 4 tokens that end a text"),
         ({"vocab_size": 499}, "token 500 has no row in the embeddings, which have 499"),
     ],
@@ -345,6 +371,13 @@ def test_weights_that_are_quantized_or_too_large_are_refused(tmp_path: Path) -> 
     tiny_tokenizers.our_tokenizer().save(tmp_path / "large")
     sentence = refusal(tmp_path / "large", tmp_path / "model.gguf", type="f16")
     assert "blk.1.ffn_up.weight holds values that are not finite in F16" in sentence
+
+
+def test_a_family_that_llama_cpp_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder(tmp_path / "folder", "qwen3")
+    monkeypatch.setattr(architectures, "ARCHITECTURES", architectures.ARCHITECTURES[:2])
+    sentence = refusal(tmp_path / "folder", tmp_path / "model.gguf")
+    assert sentence == "qwen3 models cannot be written as GGUF; supported are llama, mistral."
 
 
 def test_an_adapter_beside_its_base_is_refused(tmp_path: Path) -> None:

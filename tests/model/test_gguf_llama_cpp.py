@@ -52,6 +52,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma3-linear": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "gemma2": ("gemma2", {}),
+    "granite": ("granite", {}),
+    "granite-biases": ("granite", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
 }
 
 
@@ -85,7 +93,7 @@ def kl(theirs: Tensor, model: Transformer) -> Tensor:
 def test_llama_cpp_computes_the_same(
     family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_folder(tmp_path / "folder", family, unlike_norms=True, **changes)
+    model = model_folder(tmp_path / "folder", family, unlike_vectors=True, **changes)
     export_gguf(tmp_path / "folder", tmp_path / "model.gguf", type="f32")
     with opened(tmp_path / "model.gguf") as theirs, half_gelu(monkeypatch):
         for prompt in PROMPTS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from model.config import ModelConfig
+from model.experts_config import MixtureOfExperts
 from model.text.gguf_tokenizer import GGUFError
 
 ALL_BIASES = ("qkv_bias", "output_bias", "mlp_bias")
@@ -102,18 +103,38 @@ def check_fits(config: ModelConfig) -> None:
     if kind == "llama3" and own.name != "llama":
         raise GGUFError(f"llama.cpp reads no divisors of the rotary frequencies for the family {config.family}.")
     if kind not in (None, "linear", "llama3"):
-        raise GGUFError(f"GGUF export does not write rotary frequencies of the kind {kind}.")
+        raise GGUFError(f"This export writes no rotary frequencies of the kind {kind}.")
 
 
 def _rotates_three_of_four(config: ModelConfig) -> tuple[bool, ...]:
     return tuple((layer + 1) % 4 != 0 for layer in range(config.num_layers))
 
 
+def _heads_share_channels(title: str) -> Assumption:
+    def head_dim(config: ModelConfig) -> int:
+        return config.hidden_size // config.num_query_heads
+
+    return Assumption("head_dim", head_dim, f"shares the channels of {title} out among its heads")
+
+
+def _untied(title: str) -> Assumption:
+    return Assumption("tie_word_embeddings", lambda config: False, f"reads a head of its own of {title}")
+
+
+def _experts_everywhere(title: str, *, normalizes: bool) -> Assumption:
+    def experts(config: ModelConfig) -> MixtureOfExperts | None:
+        layers = tuple(range(config.num_layers))
+        return config.experts and replace(config.experts, layers=layers, normalizes=normalizes)
+
+    weights = "weights that sum to 1" if normalizes else "weights as the router has them"
+    return Assumption("experts", experts, f"gives every layer of {title} experts, with {weights}")
+
+
 def _gemma(title: str, *, period: int, layers: str, of_27b: int) -> tuple[Assumption, ...]:
     """`period`: one layer in so many has no window, `layers` are the others; `of_27b`: how many its largest has."""
 
     def windows(config: ModelConfig) -> tuple[int | None, ...]:
-        window = next((own for own in config.windows if own is not None), None)
+        window = next((own for own in config.windows if own is not None), 0)
         return tuple(window if (layer + 1) % period else None for layer in range(config.num_layers))
 
     def scale(config: ModelConfig) -> float:
@@ -144,7 +165,69 @@ ARCHITECTURES = (
     Architecture(
         "gemma3_text",
         "gemma3",
-        optional={"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
+        fields={"attention.sliding_window": "sliding_window"},
+        optional={"rope.freq_base_swa": "rope_local_base_freq"},
         assumptions=_gemma("Gemma 3", period=6, layers="all but every sixth layer", of_27b=62),
+    ),
+    Architecture(
+        "gemma2",
+        "gemma2",
+        optional={
+            "attention.sliding_window": "sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        assumptions=_gemma("Gemma 2", period=2, layers="every other layer", of_27b=46),
+    ),
+    Architecture(
+        "granite",
+        "granite",
+        rotates_pairs=True,
+        biases=ALL_BIASES,
+        fields={
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    Architecture("olmo2", "olmo2", assumptions=(_heads_share_channels("OLMo 2"), _untied("OLMo 2"))),
+    Architecture(
+        "phi3",
+        "phi3",
+        optional={"attention.sliding_window": "sliding_window"},
+        assumptions=(_heads_share_channels("Phi-3"),),
+    ),
+    Architecture(
+        "qwen3_moe",
+        "qwen3moe",
+        fields={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        assumptions=(_experts_everywhere("Qwen3-MoE", normalizes=True),),
+    ),
+    Architecture(
+        "mixtral",
+        "llama",
+        rotates_pairs=True,
+        fields={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    ),
+    Architecture(
+        "qwen2_moe",
+        "qwen2moe",
+        biases=("qkv_bias",),
+        fields={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        assumptions=(
+            _heads_share_channels("Qwen2-MoE"),
+            _untied("Qwen2-MoE"),
+            _experts_everywhere("Qwen2-MoE", normalizes=False),
+        ),
     ),
 )

@@ -165,7 +165,7 @@ def _config(architecture: Architecture, metadata: dict[str, Any], tensors: "dict
         "num_key_value_heads": field("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "partial_rotary_factor": rotated / head_dim,
+        "partial_rotary_factor": rotated / max(head_dim, 1),
         "rope_theta": field("rope.freq_base", 10_000.0),
         "max_position_embeddings": field("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
