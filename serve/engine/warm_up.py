@@ -40,6 +40,7 @@ def warm_up(engine: "Engine") -> None:
         if engine.draft is not None:
             engine.runner.rehearse(range(1, 2 + engine.state.max_drafts), engine.target_timer)
             engine.draft.rehearse()
+            engine.draft_length.target_costs.only_rehearsed()  # one sequence's rows, on a machine that has just begun
             engine.draft_length.forget_acceptance()  # that text was nobody's
         return
     with _always_drafting(engine):

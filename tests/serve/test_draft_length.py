@@ -388,6 +388,32 @@ def test_costs_are_interpolated_and_hiccups_ignored() -> None:
     assert costs.estimate(2) == pytest.approx(2.0)
 
 
+def test_a_rehearsal_that_was_slower_buys_no_drafts() -> None:
+    """Passes of one sequence before anybody was served, while the machine did something else: eight sequences take the
+    target less. They decode once without drafts, and what that takes counts from then on."""
+    adaptive = AdaptiveLength(PassCosts(), PassCosts(), Reader(first_tokens=1))
+    for rows in range(1, 10):
+        for _ in range(3):
+            adaptive.target_costs.record(rows, 1.3 * (1 + 0.02 * rows))
+    adaptive.draft_costs.record(1, 0.4)
+    adaptive.target_costs.only_rehearsed()
+    assert adaptive.target_costs.has_measured(8) and not adaptive.target_costs.has_served(8)
+    for _ in range(200):
+        adaptive.observe(a_sequence(), 2, 2)
+    sequences, steps = [a_sequence() for _ in range(8)], 100
+    drafted, taken_s = 0, 0.0
+    for _ in range(steps):
+        adaptive.begin_step(sequences)
+        rows = 8 + sum(adaptive(sequence) for sequence in sequences)
+        passes = max(adaptive(sequence) for sequence in sequences)
+        for _ in range(passes):
+            adaptive.draft_costs.record(8, 0.58)
+        adaptive.target_costs.record(rows, 1 + 0.04 * (rows - 8))
+        taken_s += passes * 0.58 + 1 + 0.04 * (rows - 8)
+        drafted += passes > 0
+    assert not drafted and taken_s == pytest.approx(steps)
+
+
 def engine_with_costs(monkeypatch: pytest.MonkeyPatch, draft: LanguageModel, draft_s: float) -> Engine:
     """An engine whose passes take fixed times: 1 s for the target."""
     engine = make_engine(tiny_model(seed=3), draft)

@@ -86,6 +86,7 @@ def test_it_fits_every_draft_on_a_cpu(options: dict, draft: str, kind: str) -> N
     engine = make_engine(model, tiny_model(seed=4, num_layers=1) if draft == "model" else draft, **options)
     warm_up(engine)
     assert engine.cache.num_used == 0
+    assert not engine.draft_length.target_costs.has_served(1)  # drafts are compared with what serves, from now on
     (prompt,) = random_prompts(1, seed=2, low=1, high=2)
     alone = make_engine(model, **options)
     params = greedy(min(9, engine.max_model_len - 1))

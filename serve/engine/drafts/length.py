@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from serve.engine.drafts.tree import AtHand, OtherWay
+from serve.engine.drafts.tree import Drafter, OtherWay
 from serve.engine.requests import Sequence
 
 MAX_DRAFT_TOKENS = 8
@@ -102,10 +102,12 @@ class PassCosts:
         self._seconds: list[float] = []
         self._slope = 0.0
         """Seconds of a row, from the fewest rows measured to the most."""
+        self._rehearsed: set[int] = set()
+        """Of what so far only passes that served nobody are known."""
 
     def forget(self) -> None:
         """Begin anew: what was recorded is not what passes cost."""
-        self._samples.clear()
+        self._samples, self._rehearsed = {}, set()
         self._rows, self._seconds, self._slope = [], [], 0.0
 
     def doubt(self) -> None:
@@ -116,9 +118,16 @@ class PassCosts:
             samples.append(least)
         self._has_news = True
 
+    def only_rehearsed(self) -> None:
+        """What was recorded served nobody: of each number of rows it counts until a pass of as many has."""
+        self._rehearsed = set(self._samples)
+
     def record(self, num_rows: int, seconds: float) -> None:
-        self._samples.setdefault(_bucket(num_rows), deque(maxlen=SAMPLES)).append(seconds)
-        self._has_news = True
+        bucket, self._has_news = _bucket(num_rows), True
+        if bucket in self._rehearsed:
+            self._rehearsed.remove(bucket)
+            del self._samples[bucket]
+        self._samples.setdefault(bucket, deque(maxlen=SAMPLES)).append(seconds)
 
     def _draw_curve(self) -> None:
         """Once for all that was recorded: most steps ask for nothing."""
@@ -135,6 +144,10 @@ class PassCosts:
     def has_measured(self, num_rows: int) -> bool:
         """Whether passes of so many rows have been recorded."""
         return _bucket(num_rows) in self._samples
+
+    def has_served(self, num_rows: int) -> bool:
+        """Whether any of them was no rehearsal."""
+        return _bucket(num_rows) in self._samples.keys() - self._rehearsed
 
     @property
     def most_rows(self) -> int:
@@ -206,17 +219,6 @@ def _bucket(num_rows: int) -> int:
     return num_rows >> shift << shift
 
 
-class Drafter(Protocol):
-    """What is asked of a draft here; `serve.engine.drafts.base.Draft` explains it."""
-
-    runs_passes: bool
-    first_tokens: int
-
-    def at_hand(self, sequence: Sequence) -> AtHand | None: ...
-
-    def num_missing(self, sequence: Sequence) -> int: ...
-
-
 class AdaptiveLength:
     """Follows acceptance, per sequence and engine-wide, and the costs of both models.
 
@@ -260,7 +262,7 @@ class AdaptiveLength:
         """Choose the length for a step in which these sequences decode."""
         is_same = decoding == self._decoding
         self._at_hand, self._probing, self._decoding = {}, set(), decoding
-        if not self.target_costs.has_measured(len(decoding)):  # what drafts are to be compared with
+        if not self.target_costs.has_served(len(decoding)):  # what drafts are to be compared with
             self._length = 0
             return
         if self.draft.runs_passes and self._num_observed < FIRST_PROBES:

@@ -1,7 +1,7 @@
-"""What a draft proposes for one sequence."""
+"""What a draft is asked, and what it proposes for one sequence."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from serve.engine.requests import Sequence
 
@@ -46,6 +46,17 @@ class Wanted(NamedTuple):
     """As many as there is room for, at least 1."""
     at_hand: bool
     """Whether what it has at hand is wanted, without a pass."""
+
+
+class Drafter(Protocol):
+    """What is asked of a draft to choose how many of its tokens pay; `serve.engine.drafts.base.Draft` explains it."""
+
+    runs_passes: bool
+    first_tokens: int
+
+    def at_hand(self, sequence: Sequence) -> AtHand | None: ...
+
+    def num_missing(self, sequence: Sequence) -> int: ...
 
 
 NO_DRAFT = DraftTree()
