@@ -107,6 +107,8 @@ class WandbRun:
 
     def _start(self) -> Any:
         """A run of wandb; online falls back to offline, and that to nothing."""
+        # Its own telemetry holds up the end of the process, by minutes where a network is slow.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         for mode in ("online", "offline") if self._mode == "online" else ("offline",):
             try:
                 import wandb

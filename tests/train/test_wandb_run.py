@@ -125,6 +125,21 @@ def test_an_outage_costs_nothing_but_the_remote_copy(
     assert said in caplog.text
 
 
+@pytest.mark.parametrize("asked", [None, "true"])
+def test_wandbs_own_telemetry_is_off_unless_asked_for(
+    asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold up the end of the process: tests/train/test_tracker_outages.py."""
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", asked or "")
+    if asked is None:
+        monkeypatch.delenv("WANDB_ERROR_REPORTING")
+    found: list[str | None] = []
+    fake = install(monkeypatch)
+    monkeypatch.setattr(fake, "init", lambda **options: found.append(os.environ.get("WANDB_ERROR_REPORTING")))
+    three_steps(tmp_path)
+    assert found[0] == (asked or "false")
+
+
 def test_an_upload_is_waited_for_as_long_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb_run, "FINISH_TIMEOUT_S", 0.1)
     fake = install(monkeypatch, "hanging finish")
