@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels.common.cpu_graph import call
 
+_MEETING = timedelta(minutes=1)
+"""For ranks that have all begun and are to connect."""
 _PATIENCE = timedelta(minutes=10)
 """For ranks that load, or compute a long step."""
 
@@ -40,7 +42,10 @@ class Group:
         return ranks
 
     def join_by(self, store: dist.Store, device: torch.device) -> None:
-        """Meet the other ranks, who have the same store; tensors will be on the device. Waits for all of them."""
+        """Meet the other ranks, who have the same store; tensors will be on the device. Waits for all of them.
+
+        RuntimeError, from torch, when one does not come.
+        """
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = _PATIENCE
@@ -49,8 +54,10 @@ class Group:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _PATIENCE
+        options._timeout = _MEETING
+        store.set_timeout(_MEETING)
         self._backend = gloo(store, self.index, self.count, options)
+        self._backend._set_default_timeout(_PATIENCE)
 
     def sum(self, parts: Tensor) -> Tensor:
         """The sum of what all ranks give, in the same memory; the same bits everywhere. `parts` is contiguous."""

@@ -6,6 +6,7 @@ was given; 130 interrupted, and the same command goes on.
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.files.sources import KNOWN
+from model.mesh import this_rank
 from model.startup import import_torch
 from pipeline.errors import UserError, exit_of, say
 from pipeline.signals import ended_by_signals
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the end code. A user's mistake is one sentence, never a traceback."""
     try:
         options = parse_arguments(arguments)
+        if options.command not in (_run, _tune):
+            _check_alone()
         return options.command(options)
     except (Exception, KeyboardInterrupt) as error:
         end = exit_of(error, shows_traceback=options.traceback)
@@ -383,6 +387,15 @@ def _recipe(options: argparse.Namespace) -> int:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _check_alone() -> None:
+    """UserError, told once, where torchrun, or accelerate by it, has started several processes to do one thing."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and this_rank().count > 1:
+        from pipeline.meeting import once
+
+        reason = "every process of the launcher would do the same: only `potstill run` and `tune` are started by one"
+        raise once(UserError(f"{reason}; serving starts its ranks itself (--tensor-parallel-size)"), this_rank().index)
 
 
 def log_to(file: Path | None, *, show: bool) -> None:

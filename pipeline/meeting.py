@@ -141,13 +141,11 @@ class Meeting:
                 said = time.monotonic()
                 say(f"waits for the main process at {self.address} ({reason}), {left_s:.0f} s left")
             time.sleep(min(left_s, 0.2))
-        if self.rank.local:
-            time.sleep(SAID_S)  # a launcher ends all as soon as one has ended
-            raise EndedElsewhere(MeetingFailed.exit_code)
-        raise MeetingFailed(
+        error = MeetingFailed(
             f"{socket.gethostname()} cannot reach the main process at {self.address} within {self._timeout_s:.0f} s "
             f"({reason}): start the same command there, at an address and a port that this machine can connect to"
         )
+        raise once(error, self.rank.local)
 
     def _waits(self) -> Iterator[float]:
         """Seconds that are left, until none are."""
@@ -179,6 +177,14 @@ class Meeting:
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"potstill {attempt}", kept)
+
+
+def once(error: UserError | MeetingFailed, index: int) -> UserError | MeetingFailed | EndedElsewhere:
+    """What the process of this index raises where all meet with the same error and cannot agree who tells it."""
+    if index == 0:
+        return error
+    time.sleep(SAID_S)  # a launcher ends all as soon as one has ended
+    return EndedElsewhere(error.exit_code)
 
 
 def timeout_s(environment: Mapping[str, str] = os.environ) -> float:

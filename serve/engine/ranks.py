@@ -169,7 +169,10 @@ class Ranks:
         for follower in self._followers:
             follower.answer(Begun)
         self._tell(Meet())
-        self.grid.join(point, device)
+        try:
+            self.grid.join(point, device)
+        except RuntimeError as error:
+            raise self._out_of_step(error) from error
         for follower in self._followers:
             follower.answer(Met)
 

@@ -78,6 +78,7 @@ class EngineClient:
         self.draining = False
         self.failure: str | None = None
         """Why there will be no further engine."""
+        self.is_refused = False  # by the engine, for its options or files
         self.ended = asyncio.Event()
         """Set when the engine is gone for good: stopped, or failed."""
         self.adapters = AdapterRegistry(options.engine, metrics, self.send)
@@ -305,7 +306,7 @@ class EngineClient:
             case AdapterLoaded(refusal):
                 self.adapters.answered(refusal)
             case Failed(reason):
-                self.failure = reason
+                self.failure, self.is_refused = reason, True
 
     def absence(self) -> ApiError:
         """Why there is no engine at the moment."""

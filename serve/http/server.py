@@ -51,7 +51,8 @@ log = logging.getLogger("potstill.server")
 
 
 def run_server(options: ServerOptions, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until told to stop. Returns the exit code: 0 after a drain, 1 when the engine is beyond help.
+    """Serve until told to stop. Returns the exit code: 0 after a drain, 1 when the engine is beyond help, 2 when it
+    refuses the options or the files.
 
     `engine_command` is what runs as the engine process; tests put a scripted one there.
     ValueError or OSError with one sentence when the options do not fit the files, or the port is taken.
@@ -198,13 +199,14 @@ async def _serve(
             if await _first(engine.wait_ready(), stop.wait()) and engine.info is not None:
                 announce_engine(options, engine.info)
             await _first(stop.wait(), engine.ended.wait())
-            await _drain(engine, options.drain_s, hurry)
+            if not engine.ended.is_set():
+                await _drain(engine, options.drain_s, hurry)
     finally:
         web.should_exit = True
         await serving
     if engine.failure is not None:
         print(f"potstill: {engine.failure}", file=sys.stderr, flush=True)
-        return 1
+        return 2 if engine.is_refused else 1
     return 0
 
 

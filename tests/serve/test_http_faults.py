@@ -345,7 +345,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(folder: Path, tmp_path: P
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (broken / name).write_bytes((folder / name).read_bytes())
     with running_server(broken, tmp_path / "log", program=SCRIPTED, ready=False) as server:
-        assert server.process.wait(10) == 1
+        assert server.process.wait(10) == 2
         assert server.log.read_text().splitlines()[-1] == "potstill: the model is broken on purpose"
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from bench.serve.ranks_host import measure
+from model import collectives
 from model.collectives import RankError
 from model.config import MixtureOfDepths
 from model.lora_config import LoraConfig
@@ -23,7 +25,7 @@ from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from tests import trials
 from tests.model.test_tensor_parallel import SHAPE, tiny_model_in, write_adapter
-from tests.ranks import FollowerThread
+from tests.ranks import FollowerThread, IdleFollower
 from tests.serve.http_server import children_of, running_server, save_tiny_folder
 from tests.serve.toys import greedy
 from tests.tiny import tiny_model
@@ -185,6 +187,20 @@ def test_what_only_a_rank_finds_is_one_sentence(tmp_path: Path) -> None:
     folder = save_tiny_folder(tmp_path / "model", tiny_model_in("int4", intermediate_size=160))
     with pytest.raises(ValueError, match="groups of 32 weights do not divide the 80 that a rank takes of a row"):
         serve(folder, 2)
+
+
+def test_a_rank_that_does_not_meet_the_others_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun, and is killed before it connects."""
+
+    class Killed(IdleFollower):
+        def answer(self, expected: type[Any]) -> Any:
+            self._process.kill()
+            return super().answer(expected)
+
+    monkeypatch.setattr(ranks, "FollowerProcess", Killed)
+    monkeypatch.setattr(collectives, "_MEETING", timedelta(seconds=1))
+    with pytest.raises(RankError, match="rank 1 has ended with code -9"):
+        ranks.Ranks(EngineConfig("none", tensor_parallel_size=2), torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("threads")

@@ -125,7 +125,7 @@ def test_without_an_engine_a_bad_folder_ends_the_server_with_one_sentence(home: 
     done = subprocess.run(
         [sys.executable, "-m", "serve", str(folder), "--port", "0"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "config.json has num_hidden_layers -1; it must be a whole number from 1 to 4096" in done.stderr
 
 
