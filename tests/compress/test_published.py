@@ -39,7 +39,7 @@ FORMATS: dict[str, Any] = {
     "fp8": Fp8(),
     "ternary": Ternary(),
 }
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_moe", "mixtral", "gemma2", "gemma3_text", "olmo2")
+FAMILIES = ("qwen2_moe", "gemma3_text", "llama", "qwen2", "qwen3", "mixtral", "gemma2", "olmo2")[: trials(2, 8)]
 PROMPTS = trials(4, 64)
 PROMPT_TOKENS = 32
 
