@@ -103,7 +103,7 @@ def decoding_engine(batch: int, *, captures: bool, drafts: bool) -> Engine:
         engine = make_engine(tiny_model(num_layers=LAYERS, **sizes), draft, **options)
     finally:
         engine_module.graphs_on = choose
-    engine.is_overlapped = True
+    engine.max_pending = 1
     for number in range(batch):
         params = SamplingParams(max_tokens=200, ignore_eos=True, top_p=0.9, seed=None if drafts else number)
         engine.add_request(str(number), [2] * PROMPT, params)

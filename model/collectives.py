@@ -5,6 +5,7 @@ default group of its own, as under a launcher, keeps it. Ranks meet through a fi
 on loopback.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,8 @@ class Group:
         """`index`: this rank's, below `count`."""
         self.index, self.count = index, count
         self._backend: Any = None
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        """What may still be on its way, the oldest first."""
 
     @classmethod
     def of_processes(cls, group: dist.ProcessGroup) -> "Group":
@@ -85,8 +88,13 @@ class Group:
         self._backend.allreduce([parts]).wait()
 
     def send(self, tensor: Tensor) -> None:
-        """To the next rank, the first behind the last; it is contiguous, and received in the order of sending."""
-        self._backend.send([tensor], (self.index + 1) % self.count, 0).wait()
+        """To the next rank, the first behind the last; it is contiguous, and received in the order of sending.
+
+        Waits for nothing as long as no more than one tensor for each rank is on its way; nobody writes into it again.
+        """
+        self._sent.append((self._backend.send([tensor], (self.index + 1) % self.count, 0), tensor))
+        if len(self._sent) > self.count:
+            self._sent.popleft()[0].wait()
 
     def receive(self, tensor: Tensor) -> Tensor:
         """What the rank before has sent, into this memory of its shape and dtype."""
@@ -102,15 +110,23 @@ class Grid:
     """Those that share this one's layers."""
     stage: Group
     """Those that share their layers in the same way, one of each stage, in the order of layers."""
+    back: Group
+    """The same, for what the last of them returns to the first: two ways of a pair must not wait for each other."""
 
     @classmethod
     def of(cls, rank: int, *, tensor: int, stages: int) -> "Grid":
         """Ranks of a stage lie side by side."""
-        return cls(Group(rank % tensor, tensor), Group(rank // tensor, stages))
+        stage = rank // tensor
+        return cls(Group(rank % tensor, tensor), Group(stage, stages), Group(stage, stages))
 
     def join(self, meeting_point: Path, device: torch.device) -> None:
-        """Meet all others, who name the same file; tensors will be on the device. Waits for those of both groups."""
+        """Meet all others, who name the same file; tensors will be on the device. Waits for those of all groups."""
         store = dist.FileStore(str(meeting_point), self.tensor.count * self.stage.count)
-        for name, group, other in (("tensor", self.tensor, self.stage), ("stage", self.stage, self.tensor)):
+        column = self.tensor.index
+        for name, group in (
+            (f"tensor {self.stage.index}", self.tensor),
+            (f"stage {column}", self.stage),
+            (f"back {column}", self.back),
+        ):
             if group.count > 1:
-                group.join_by(dist.PrefixStore(f"{name} {other.index}", store), device)
+                group.join_by(dist.PrefixStore(name, store), device)

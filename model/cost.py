@@ -300,5 +300,6 @@ class Roofline:
         return sum(self.step_s([(at, min(budget, prompt - at))], rows=int(at + budget >= prompt)) for at in starts)
 
     def tpot_s(self, sequences: int, context: int) -> float:
-        """Of each token behind it, while so many sequences of `context` tokens decode. Seconds."""
-        return self.step_s([(context - 1, 1)] * sequences, rows=sequences)
+        """Of each token behind it, while so many sequences of `context` tokens decode, in a step a stage. Seconds."""
+        in_step = -(-sequences // self.placed.pipeline)
+        return self.step_s([(context - 1, 1)] * in_step, rows=in_step)

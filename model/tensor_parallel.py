@@ -9,8 +9,8 @@ model, and no code of theirs knows of others: the two products that end in a sum
 objects of other classes. Norms, routers and the choice of experts are computed by all, alike to the bit, since sums
 are. Source: Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
 
-Layers may be divided, too, among stages, one behind the other: a stage receives the residual stream and sends it on,
-the last one back to the first, which holds the vocabulary's two ends.
+Layers may be divided, too, among stages, one behind the other: a stage receives the residual stream and sends it on.
+The first one holds the vocabulary's two ends: whoever runs the last one returns its hidden states to the first.
 
 Legend: T tokens, N output features, K input features, V vocabulary.
 """
@@ -261,7 +261,7 @@ def rank_config(config: ModelConfig, group: Group) -> ModelConfig:
 class ShardedTransformer(Transformer):
     """A rank's part of a model, to be served: all ranks call the same methods with the same arguments in one order.
 
-    Of a stage behind the first, hidden states and logits are of no use.
+    The hidden states of all stages but the last are of no use; the first one alone has logits.
     """
 
     def __init__(self, config: ModelConfig, group: Group, stage: Group = ALONE) -> None:
@@ -274,12 +274,12 @@ class ShardedTransformer(Transformer):
         self._vocabularies = [_vocabulary_of(config, group, index) for index in range(group.count)]
 
     def pass_on(self, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As `Transformer.pass_on`: to the next stage, and to the first what the last one returns."""
-        if self._stage.count == 1:
+        """As `Transformer.pass_on`: to the next stage, too, if there is one."""
+        if self._stage.index == self._stage.count - 1:
             return delta, residual
         x = delta if residual is None else delta + residual
         self._stage.send(x)
-        return (self._stage.receive(torch.empty_like(x)) if self._stage.index == 0 else x), None
+        return x, None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """As `Transformer.embed`; each token's row is in one rank of the first stage."""
@@ -292,8 +292,6 @@ class ShardedTransformer(Transformer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [N, D] -> [N, V]`, all of them in every rank of the first stage."""
-        if self._stage.index:
-            return hidden
         held, width = super().logits(hidden), self._vocabularies[0].stop
         part = held.new_zeros(len(held), width)
         part[:, : held.shape[1]] = held

@@ -24,7 +24,8 @@ from bench.models import LLAMA_1B, TINY, shaped
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from serve import SamplingParams
 from serve.engine.batch_state import synchronize
-from serve.engine.engine import Engine, PendingStep, Work
+from serve.engine.engine import Engine
+from serve.engine.runner import PendingStep, Work
 from tests.serve.toys import toy_tokenizer
 
 LOAD = 0.6

@@ -5,14 +5,16 @@ computation fails ends with finish_reason "error"; the others do not notice.
 
 A step is launched and read apart. On CUDA it is launched before the host has read what the one before it found, so that
 the device goes from step to step without waiting for the host. What a sequence emits is the same: only that it ends by
-a token or a string is noticed one step late, and the token computed for it meanwhile is thrown away. Steps with draft
-tokens are read at once: how many of those were accepted decides where the next step begins. Launching a step changes no
-sequence before it has succeeded, so it may be repeated; what it found is committed when it is read.
+a token or a string is noticed one step late, and the token computed for it meanwhile is thrown away. Of a model in
+stages each computes another step, of other sequences, and what the last stage has found is drawn from when it is read.
+Steps with draft tokens are read at once: how many of those were accepted decides where the next step begins. Launching
+a step changes no sequence before it has succeeded, so it may be repeated; what it found is committed when it is read.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,10 +35,9 @@ from serve.engine.graphs import Members, Tables, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
 from serve.engine.labels import Labels
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
-from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
 from serve.engine.requests import Limits, Requests, Sequence
-from serve.engine.runner import Runner, SequenceInput, Work
-from serve.engine.sampling import FIRST_PATH, PendingSamples, Sampled, Sampler, SequenceRows
+from serve.engine.runner import PendingStep, Place, Runner, UnderWay, Work, lay_out
+from serve.engine.sampling import FIRST_PATH, Sampled, Sampler, SequenceRows
 from serve.engine.scheduler import Chunk, Schedule, Scheduler
 from serve.outputs import Counters, EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
@@ -44,23 +45,6 @@ from serve.sampling_params import SamplingParams
 __all__ = ["Engine", "EngineConfig", "EngineStats", "RequestOutput", "SamplingParams", "TokenLogprobs"]
 
 log = logging.getLogger("potstill.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step that has been launched, and what the host will know of it."""
-
-    samples: list[PendingSamples] = field(default_factory=list)
-    of_prompts: list[PromptScores | PromptSum] = field(default_factory=list)
-
-    def read(self) -> list[Sampled]:
-        """Wait for the device, and read what it found, in the order of the batch."""
-        found: dict[int, Sampled] = {}
-        for group in self.samples:
-            found |= group.read()
-        for part in self.of_prompts:
-            part.read()
-        return [found[number] for number in sorted(found)]
 
 
 class Engine:
@@ -115,14 +99,12 @@ class Engine:
         self.grammars = self.requests.grammars
         self.labels = Labels(config, models.tokenizer, self.device) if config.label_folder else None
         self.sampler = Sampler(self.state, self.labels)
-        most_tokens = self.max_model_len + self.state.max_drafts
-        self.tables = Tables(1 + self.state.spare_row, most_tokens, self.device)
-        pages = kv_format.allocate(
-            models.target.config, self.num_pages, PAGE_SIZE, self.device, **self.tables.list_sizes
-        )
+        self.tables = Tables(1 + self.state.spare_row, self.max_model_len + self.state.max_drafts, self.device)
+        sizes = self.tables.list_sizes
+        pages = kv_format.allocate(models.target.config, self.num_pages, PAGE_SIZE, self.device, **sizes)
         self.ranks = models.ranks
         if self.ranks is not None:
-            self.ranks.allocate(self.num_pages, **self.tables.list_sizes)
+            self.ranks.allocate(self.num_pages, **sizes)
         self.runner = Runner(models.target, pages, feed=self.state.feed, ranks=self.ranks)
         self.graphs = graphs_on(self.device) if self.ranks is None else None
         self.uniform_steps: UniformSteps | None = None
@@ -134,8 +116,10 @@ class Engine:
         self.draft: Draft | None = None
         if kind is not None:
             self._add_draft(kind, models)
-        self.is_overlapped = self.device.type == "cuda" and self.ranks is None
-        """Whether a step is launched before the one before it has been read, where it can be."""
+        self.num_groups = config.pipeline_parallel_size if self.draft is None else 1
+        """Among how many steps sequences are divided, each under way in another stage of the model."""
+        self.max_pending = self.num_groups - 1 or int(self.device.type == "cuda" and self.ranks is None)
+        """The most steps that are launched and not read when the next one is planned, where that can be."""
         self.on_schedule: Callable[[], None] = lambda: None
         """Called in each step when it is known who takes part, before anything is computed."""
         self._pending: list[PendingStep] = []
@@ -246,7 +230,7 @@ class Engine:
         if self.draft_watch is not None:
             self.draft_watch.between_steps()
         outputs = self.requests.take_news()
-        if self.requests.have_masks:
+        if self.requests.have_masks and self.num_groups == 1:  # else all tokens of whom it plans are known
             self._read(outputs)
         schedule = self._schedule(outputs)
         self.on_schedule()
@@ -256,14 +240,16 @@ class Engine:
             self._copy_pages(schedule.copies)
             self._compute(schedule.chunks, outputs)
             self._counters.num_steps += 1
-        can_wait = schedule.chunks and not any(chunk.num_drafts for chunk in schedule.chunks)
-        self._read(outputs, num_left=1 if self.is_overlapped and can_wait else 0)
+            drafted = any(chunk.num_drafts for chunk in schedule.chunks)
+            self._read(outputs, num_left=0 if drafted else self.max_pending)
+        elif self._pending:  # whoever runs takes part in one of them
+            self._read(outputs, num_left=len(self._pending) - 1)
         self.cache.drop_branches()
         return outputs
 
     def _schedule(self, outputs: list[RequestOutput]) -> Schedule:
         if self.draft is None:
-            return self.scheduler.schedule()
+            return self.scheduler.schedule(num_groups=self.num_groups)
         if self.draft.reads_tokens:
             self._read(outputs)
         decoding = [sequence for sequence in self.scheduler.running if sequence.num_pending == 1]
@@ -299,14 +285,20 @@ class Engine:
             sequence = self.requests.find(chunk.sequence_id)
             if sequence is None:  # the step before was its last
                 continue
-            try:
+            with self._failing_alone(sequence, outputs):
                 self._launch([Work(chunk, sequence)])
-            except RankError:
-                raise
-            except Exception as error:
-                outputs += self.requests.fail([sequence, *sequence.siblings], error)
             synchronize(self.device)
             self._read(outputs)
+
+    @contextmanager
+    def _failing_alone(self, sequence: Sequence, outputs: list[RequestOutput]) -> Iterator[None]:
+        """What is raised within, but for the loss of a rank, ends the sequence."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            outputs += self.requests.fail([sequence, *sequence.siblings], error)
 
     def _propose(self, chunks: tuple[Chunk, ...]) -> list[Work]:
         """The chunks, with draft tokens where the schedule has room for them."""
@@ -351,17 +343,21 @@ class Engine:
 
     def _launch(self, work: list[Work]) -> None:
         """Launch a pass; from here on the next step can be planned with what it will have computed and drawn."""
-        self._pending.append(self.launch_pass(work))
+        step = self.launch_pass(work)
+        self._pending.append(step)
         for item in work:
             sequence, end = item.sequence, item.chunk.start + item.chunk.num_tokens
             samples = end == len(sequence.tokens) + sequence.num_unread
             sequence.num_computed = end
             if item.chunk.num_tokens > 1:  # what is decoded is offered when it is known
                 self._publish(sequence)
-            if samples:
-                sequence.num_unread += 1
-                for sibling in self.scheduler.fork(sequence) if sequence.siblings else ():
-                    sibling.num_unread += 1
+            if samples and step.under_way is None:
+                self._drawn(sequence)
+
+    def _drawn(self, sequence: Sequence) -> None:
+        sequence.num_unread += 1
+        for sibling in self.scheduler.fork(sequence) if sequence.siblings else ():
+            sibling.num_unread += 1
 
     def launch_pass(self, work: list[Work]) -> PendingStep:
         """One forward pass of the target. Raises what the model raises; batch rows are written and up to date after."""
@@ -393,46 +389,48 @@ class Engine:
     def _launch_ragged(self, work: list[Work]) -> PendingStep:
         if self.uniform_steps is not None:
             self.uniform_steps.interrupt()
-        self.state.add(s for item in work if item.samples for s in (item.sequence, *item.sequence.siblings))
-        inputs: list[SequenceInput] = []
-        asked: list[SequenceRows] = []
-        rows: list[int] = []
-        first, spans = 0, list[range]()
-        for item in work:
-            own = item.input(self.runner.feed.shape[1])
-            inputs.append(own)
+        inputs, sampled, places = lay_out(work, self.runner.feed.shape[1])
+        end = self.runner.begin(inputs, sampled)
+        return PendingStep(under_way=UnderWay.of(end, places)) if self.num_groups > 1 else self._draw(places, *end())
+
+    def _draw(self, places: list[Place], hidden: Tensor, logits: Tensor | None) -> PendingStep:
+        """Launch what is asked of the rows of a pass."""
+        step, asked = PendingStep(), list[SequenceRows]()
+        for item, rows, first in places:
+            step.of_prompts.extend(item.of_prompt(hidden, rows, self.runner.logits))
             if item.samples:
-                asked.append(SequenceRows(item.sequence, len(rows), item.draft))
-                asked += [SequenceRows(sibling, len(rows)) for sibling in item.sequence.siblings]
-                rows += range(first + own.num_rows - 1 - item.draft.num_tokens, first + own.num_rows)
-            spans.append(range(first, first + own.num_rows - item.draft.num_tokens))
-            first += own.num_rows
-            for other in item.inputs_of_others():
-                inputs.append(other)
-                rows += range(first, first + other.num_rows)
-                first += other.num_rows
-        hidden, logits = self.runner.run(inputs, rows)
-        step = PendingStep()
-        for item, span in zip(work, spans, strict=True):
-            step.of_prompts.extend(self._of_prompt(item, hidden, span))
+                asked.append(SequenceRows(item.sequence, first, item.draft))
+                asked += [SequenceRows(sibling, first) for sibling in item.sequence.siblings]
         if logits is not None:
+            self.state.add(one.sequence for one in asked)
             step.samples.extend(self.sampler.sample(logits, asked))
         return step
 
-    def _of_prompt(self, work: Work, hidden: Tensor, rows: range) -> Iterator[PromptScores | PromptSum]:
-        """`rows` of `hidden [R, D]` are of the chunk's last tokens."""
-        if work.scores_prompt:
-            yield from score_prompt(work.sequence, work.chunk.start, rows, partial(self.runner.logits, hidden))
-        if work.pools_prompt:
-            states = hidden[rows.start : rows.stop]
-            yield from pool_prompt(work.sequence, work.chunk.start, work.chunk.num_tokens, states)
-
     # Committing what a step found
+
+    def _end(self, under_way: UnderWay, outputs: list[RequestOutput]) -> list[Sampled]:
+        """Draw from a pass that has been through all stages; where that raises, for each sequence alone."""
+        found, places, steps = under_way.end(), under_way.places_left(), list[PendingStep]()
+        try:
+            steps.append(self._draw(places, *found))
+        except RankError:
+            raise
+        except Exception:
+            log.exception("drawing for %d sequences failed; it is done one by one", len(places))
+            self.state.invalidate()
+            for place in places:
+                with self._failing_alone(place.item.sequence, outputs):
+                    steps.append(self._draw([place], *found))
+        for place in under_way.places_left():
+            if place.item.samples:
+                self._drawn(place.item.sequence)
+        return [sampled for step in steps for sampled in step.read()]
 
     def _read(self, outputs: list[RequestOutput], *, num_left: int = 0) -> None:
         """Read and commit the pending steps, all but the latest `num_left`."""
         while len(self._pending) > num_left:
-            for sampled in self._pending.pop(0).read():
+            step = self._pending.pop(0)
+            for sampled in step.read() if step.under_way is None else self._end(step.under_way, outputs):
                 sequence = sampled.sequence
                 sequence.num_unread -= 1
                 if self.requests.find(sequence.id) is None:  # it ended while the step was under way

@@ -11,10 +11,12 @@ import signal
 import socket
 import threading
 import traceback
+from collections import deque
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from model.collectives import Grid
 from model.kv_format import choose_kv_format
@@ -26,6 +28,7 @@ from serve.engine.rank_messages import (
     Allocate,
     Begun,
     Copy,
+    End,
     Failed,
     Loaded,
     Logits,
@@ -47,6 +50,9 @@ class Follower:
     def __init__(self, config: EngineConfig, grid: Grid) -> None:
         """Loads its part; ValueError or OSError when that cannot be done."""
         models = load_part(config, grid)
+        self._grid = grid
+        self._launched: deque[tuple[Step, Tensor]] = deque()
+        """Passes that end in this stage, which is the first, and have not ended yet."""
         self._model, self._device = models.target, models.device
         self._kv_format = choose_kv_format(config.kv_cache_dtype, models.dtype, models.cache_scales)
         self.num_pages = count_pages(config, models, models.kv_bytes_per_token(self._kv_format.dtype))
@@ -59,14 +65,24 @@ class Follower:
                 sizes = {"num_rows": num_rows, "most_tokens": most_tokens}
                 pages = self._kv_format.allocate(self._model.config, num_pages, PAGE_SIZE, self._device, **sizes)
                 feed = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # nothing that is told looks into it
-                self._runner = Runner(self._model, pages, feed=feed)
+                self._runner = Runner(self._model, pages, feed=feed, back=self._grid.back)
             case Run(arrays, sampled):
                 parts = [None if array is None else array.numpy() for array in arrays]
-                self._hidden, _ = self._runner.compute(Step._make([*parts, sampled]))
+                step = Step._make([*parts, sampled])
+                hidden = self._runner.launch(step)
+                if self._grid.stage.index == 0:
+                    self._launched.append((step, hidden))
+                if self._grid.stage.count == 1:
+                    self._end()
+            case End():
+                self._end()
             case Logits(start, stop):
                 self._runner.logits(self._hidden, start, stop)
             case Copy(copies):
                 self._runner.copy_pages(copies)
+
+    def _end(self) -> None:
+        self._hidden, _ = self._runner.complete(*self._launched.popleft())
 
 
 def follow(connected: socket.socket, rank: int, config: EngineConfig, meeting_point: Path) -> None:

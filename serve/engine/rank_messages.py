@@ -72,8 +72,12 @@ class Run(msgspec.Struct, frozen=True, tag=True):
         return cls([None if array is None else Array.of(array) for array in arrays], sampled)
 
 
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Take back the oldest pass that other stages have gone on with, and compute its logits."""
+
+
 class Logits(msgspec.Struct, frozen=True, tag=True):
-    """Compute those of rows [start, stop) of what the latest pass has returned."""
+    """Compute those of rows [start, stop) of what the pass that ended last has returned."""
 
     start: int
     stop: int
@@ -85,7 +89,7 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
     copies: tuple[tuple[int, int], ...]
 
 
-ToFollower = Meet | Allocate | Run | Logits | Copy
+ToFollower = Meet | Allocate | Run | End | Logits | Copy
 FromFollower = Begun | Met | Loaded | Failed
 _to_follower = msgspec.msgpack.Decoder(ToFollower)
 _from_follower = msgspec.msgpack.Decoder(FromFollower)

@@ -2,7 +2,9 @@
 
 Rank 0 is the engine: it schedules, drafts, draws and answers. Before each pass it tells its followers what the pass is
 made of (serve/engine/follower.py), and all compute it, each its part of every layer over its part of every page
-(model/tensor_parallel.py). Nothing else is told: who a follower computes for, it never knows.
+(model/tensor_parallel.py). Nothing else is told: who a follower computes for, it never knows. Where layers are divided
+among stages, what is behind the last of them, logits and draws, is a matter of the first, and told to its ranks alone:
+meanwhile the stages may be at several passes, one behind the other.
 
 Ranks stay in step or end. A pass that raises in one of them has left the others in the midst of a sum, so this engine
 computes no further one; where it is a process of its own, a fresh one starts with fresh followers.
@@ -33,6 +35,7 @@ from serve.engine.rank_messages import (
     Allocate,
     Begun,
     Copy,
+    End,
     Failed,
     Loaded,
     Logits,
@@ -156,6 +159,8 @@ class Ranks:
             self._followers = [FollowerProcess(rank, config, point) for rank in range(1, config.num_ranks)]
             self.close = weakref.finalize(self, _end, self._alarm, self._followers)
             """Ends them; called again, it does nothing."""
+            self._beside = self._followers[: self.grid.tensor.count - 1]
+            """Those that share rank 0's layers."""
             for follower in self._followers:
                 threading.Thread(target=self._alarm.watch, args=(follower,), daemon=True).start()
             try:
@@ -168,7 +173,7 @@ class Ranks:
         """All have begun before the first joins, where one would wait for the others."""
         for follower in self._followers:
             follower.answer(Begun)
-        self._tell(Meet())
+        self._tell(Meet(), self._followers)
         try:
             self.grid.join(point, device)
         except RuntimeError as error:
@@ -191,35 +196,40 @@ class Ranks:
 
     def allocate(self, num_pages: int, *, num_rows: int, most_tokens: int) -> None:
         """Have all others make their part of so many pages, with lists of that size, before the first pass."""
-        self._tell(Allocate(num_pages, num_rows, most_tokens))
+        self._tell(Allocate(num_pages, num_rows, most_tokens), self._followers)
 
     def run(self, arrays: Sequence[np.ndarray | None], sampled: list[int]) -> AbstractContextManager[None]:
         """Have all others compute a pass, `serve.engine.runner.Step`, that this rank computes within.
 
-        Raises RankError when that cannot be done, here or there.
+        Where the model has several stages, without what `end` is for. Raises RankError when that cannot be done, here
+        or there.
         """
-        return self._in_step(Run.of(arrays, sampled))
+        return self._in_step(Run.of(arrays, sampled), self._followers)
+
+    def end(self) -> AbstractContextManager[None]:
+        """Likewise what is left of the oldest pass, when it has been through all stages."""
+        return self._in_step(End(), self._beside if self.grid.stage.count > 1 else [])
 
     def logits(self, start: int, stop: int) -> AbstractContextManager[None]:
-        """Likewise those of rows [start, stop) of what the latest pass has returned."""
-        return self._in_step(Logits(start, stop))
+        """Likewise those of rows [start, stop) of what the pass that ended last has returned."""
+        return self._in_step(Logits(start, stop), self._beside)
 
     def copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Have all others copy (source, destination) pages. Raises RankError when one is gone."""
-        self._tell(Copy(copies))
+        self._tell(Copy(copies), self._followers)
 
-    def _tell(self, message: ToFollower) -> None:
+    def _tell(self, message: ToFollower, followers: Sequence[FollowerProcess]) -> None:
         if self._alarm.reason is not None:
             raise RankError(self._alarm.reason)
         try:
-            for follower in self._followers:
+            for follower in followers:
                 tell(follower.socket, message)
         except OSError as error:
             raise self._out_of_step(error) from error
 
     @contextmanager
-    def _in_step(self, message: ToFollower) -> Iterator[None]:
-        self._tell(message)
+    def _in_step(self, message: ToFollower, followers: Sequence[FollowerProcess]) -> Iterator[None]:
+        self._tell(message, followers)
         try:
             yield
         except Exception as error:

@@ -3,8 +3,9 @@
 T tokens, R rows whose hidden states are wanted, N of them whose logits are, B sequences of this pass, P pages.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -12,15 +13,18 @@ import torch
 from torch import Tensor
 
 from model.adapter_slots import AdapterSlots
+from model.collectives import Group
 from model.kv_format import KVPages
 from model.passes import PagedModel, Pass, PassRunner
+from model.tensor_parallel import ALONE
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import feed_reference, resolve, upload
 from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, Branch, pages_for
+from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
 from serve.engine.requests import Sequence
-from serve.engine.sampling import select
+from serve.engine.sampling import PendingSamples, Sampled, select
 from serve.engine.scheduler import Chunk
 
 if TYPE_CHECKING:
@@ -88,6 +92,16 @@ class Work:
         """Whether the chunk may hold hidden states that the prompt's embedding is made of."""
         return self.sequence.params.pooling is not None and self.chunk.start < self.sequence.num_prompt_tokens
 
+    def of_prompt(
+        self, hidden: Tensor, rows: range, logits: Callable[[Tensor, int, int], Tensor]
+    ) -> Iterator[PromptScores | PromptSum]:
+        """What is wanted of the prompt, of the chunk's `rows` of `hidden [R, D]`; `logits`: as `Runner.logits`."""
+        if self.scores_prompt:
+            yield from score_prompt(self.sequence, self.chunk.start, rows, partial(logits, hidden))
+        if self.pools_prompt:
+            states = hidden[rows.start : rows.stop]
+            yield from pool_prompt(self.sequence, self.chunk.start, self.chunk.num_tokens, states)
+
     def input(self, feed_width: int) -> SequenceInput:
         sequence, start, num_tokens = self.sequence, self.chunk.start, self.chunk.num_tokens
         tokens = sequence.tokens[start : start + num_tokens]
@@ -108,6 +122,78 @@ class Work:
             )
             for way, branch in zip(self.draft.others, self.branches, strict=True)
         ]  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where in the rows of a pass is what of some work."""
+
+    item: Work
+    rows: range
+    """Of the hidden states: the chunk's."""
+    first: int
+    """The first row of logits; behind the draft's are those of its other paths."""
+
+
+def lay_out(work: list[Work], feed_width: int) -> tuple[list[SequenceInput], list[int], list[Place]]:
+    """Side by side in one pass: its inputs, the rows of which logits are wanted, and what is where in them."""
+    inputs: list[SequenceInput] = []
+    sampled: list[int] = []
+    places: list[Place] = []
+    first = 0
+    for item in work:
+        own, k = item.input(feed_width), item.draft.num_tokens
+        inputs.append(own)
+        places.append(Place(item, range(first, first + own.num_rows - k), len(sampled)))
+        first += own.num_rows
+        if item.samples:
+            sampled += range(first - 1 - k, first)
+        for other in item.inputs_of_others():
+            inputs.append(other)
+            sampled += range(first, first + other.num_rows)
+            first += other.num_rows
+    return inputs, sampled, places
+
+
+Found = tuple[Tensor, Tensor | None]
+"""What a pass has computed: the wanted hidden states `[R, D]`, sequence after sequence, and the logits `[N, V]` of some
+of them, None where these are none."""
+
+
+class UnderWay(NamedTuple):
+    """A pass that other stages go on with, from which nothing has been drawn yet."""
+
+    end: Callable[[], Found]
+    """Waits for them."""
+    places: list[Place]
+    num_returns: list[int]
+    """Of each sequence then; see `BlockTable`."""
+
+    @classmethod
+    def of(cls, end: Callable[[], Found], places: list[Place]) -> "UnderWay":
+        return cls(end, places, [place.item.sequence.table.num_returns for place in places])
+
+    def places_left(self) -> list[Place]:
+        """Of those that have kept their pages: who has ended has no more to say, who was preempted says it later."""
+        return [p for p, n in zip(self.places, self.num_returns, strict=True) if p.item.sequence.table.num_returns == n]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that has been launched, and what the host will know of it."""
+
+    samples: list[PendingSamples] = field(default_factory=list)
+    of_prompts: list[PromptScores | PromptSum] = field(default_factory=list)
+    under_way: UnderWay | None = None
+    """In place of both, what they will be drawn from."""
+
+    def read(self) -> list[Sampled]:
+        """Wait for the device, and read what it found, in the order of the batch."""
+        found: dict[int, Sampled] = {}
+        for group in self.samples:
+            found |= group.read()
+        for part in self.of_prompts:
+            part.read()
+        return [found[number] for number in sorted(found)]
 
 
 class Step(NamedTuple):
@@ -138,9 +224,21 @@ class Step(NamedTuple):
 class Runner:
     """One model with its pages. The host waits for nothing here, but for other ranks."""
 
-    def __init__(self, model: LanguageModel, pages: KVPages, *, feed: Tensor, ranks: "Ranks | None" = None) -> None:
-        """`pages`: where keys and values are, on the device of the feed. `ranks`: those that compute each pass too."""
+    def __init__(
+        self,
+        model: LanguageModel,
+        pages: KVPages,
+        *,
+        feed: Tensor,
+        ranks: "Ranks | None" = None,
+        back: Group = ALONE,
+    ) -> None:
+        """`pages`: where keys and values are, on the device of the feed. `ranks`: those that compute each pass too.
+
+        `back`: the way from the last stage of the model to the first, of one that is told what to compute.
+        """
         self.model, self.pages, self.feed, self._ranks = model, pages, feed, ranks
+        self._back = back if ranks is None else ranks.grid.back
         self.device = feed.device
         self._passes = PassRunner(model, pages)
 
@@ -149,13 +247,16 @@ class Runner:
         """Whether the latest pass also did what later ones like it need not do again."""
         return self._passes.has_prepared
 
-    def run(self, inputs: list[SequenceInput], sampled: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Computes the inputs and stores their keys and values.
+    def run(self, inputs: list[SequenceInput], sampled: list[int]) -> Found:
+        """Computes the inputs and stores their keys and values; `sampled`: the rows of which logits are wanted."""
+        return self.begin(inputs, sampled)()
 
-        Returns the wanted hidden states `[R, D]`, sequence after sequence, and the logits `[N, V]` of rows `sampled` of
-        them, None where these are none.
+    def begin(self, inputs: list[SequenceInput], sampled: list[int]) -> Callable[[], Found]:
+        """As `run`, but for what waits for later stages of the model: what it returns is called for that.
+
+        Passes end in the order in which they were begun.
         """
-        return self._run(self.flatten(inputs, sampled))
+        return self._begin(self.flatten(inputs, sampled))
 
     @torch.inference_mode()
     def rehearse(self, sizes: range, timer: PassTimer) -> None:
@@ -171,18 +272,26 @@ class Runner:
             step = Step(0 * n, n, 0 * n - 1, tables, starts, starts[1:], None, None, None, n.tolist())
             for _ in range(_REHEARSALS):
                 with timer.measure(size, self):
-                    self._run(step)
+                    self._begin(step)()
 
-    def _run(self, step: Step) -> tuple[Tensor, Tensor | None]:
+    def _begin(self, step: Step) -> Callable[[], Found]:
         if self._ranks is None:
-            return self.compute(step)
+            return partial(self.complete, step, self.launch(step))
         if (step.tokens < 0).any():
             step = step._replace(tokens=resolve(upload(step.tokens, self.device), self.feed).cpu().numpy())
         with self._ranks.run(step[:-1], step.sampled):
-            return self.compute(step)
+            return partial(self._end, self._ranks, step, self.launch(step))
 
-    def compute(self, step: Step) -> tuple[Tensor, Tensor | None]:
+    def _end(self, ranks: "Ranks", step: Step, hidden: Tensor) -> Found:
+        with ranks.end():
+            return self.complete(step, hidden)
+
+    def compute(self, step: Step) -> Found:
         """As `run`, of what it makes of its inputs."""
+        return self.complete(step, self.launch(step))
+
+    def launch(self, step: Step) -> Tensor:
+        """A rank's part of a pass; the last stage sends back what it returns, the wanted hidden states `[R, D]`."""
         tokens, positions, slots, tables, starts, lengths = (upload(part, self.device) for part in step[:6])
         if (step.tokens < 0).any():
             tokens = resolve(tokens, self.feed)
@@ -190,6 +299,14 @@ class Runner:
         hidden = self._passes.hidden(Pass(tokens, positions, slots, tables, starts, lengths, adapters, listing))
         if step.wanted is not None:
             hidden = hidden[upload(step.wanted, self.device)]
+        if self._back.index == self._back.count - 1 > 0:
+            self._back.send(hidden)
+        return hidden
+
+    def complete(self, step: Step, hidden: Tensor) -> Found:
+        """What is left, in the first stage, of what it has launched: waits for the last one, and has the logits."""
+        if self._back.count > 1:
+            hidden = self._back.receive(torch.empty_like(hidden))
         if not step.sampled:
             return hidden, None
         return hidden, self.model.logits(hidden if len(step.sampled) == len(hidden) else select(hidden, step.sampled))

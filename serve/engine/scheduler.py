@@ -15,6 +15,9 @@ find it in the cache; who is behind them may go first.
 A step can be planned before the host has read what the one before it draws: a sequence then has a token that is not
 known yet (`Sequence.num_unread`), which is planned with like any other. One that must end by its length gets nothing
 more; one that ends otherwise is found out a step later, and what was computed for it is thrown away.
+
+Where several steps are under way at once, each in another stage of the model, those that decode are divided among
+them: a sequence whose next token one of them will draw has nothing to compute until then, and takes part in no other.
 Sources: Sarathi-Serve (https://arxiv.org/abs/2403.02310); vLLM, v1/core/sched/scheduler.py.
 """
 
@@ -25,6 +28,9 @@ from dataclasses import dataclass
 from serve.engine.fair_shares import FairShares
 from serve.engine.kv_cache import Branch, KVCache
 from serve.engine.requests import Sequence
+
+WORTH_DIVIDING = 8
+"""A step of fewer tokens than this hardly takes less time: most of it is the reading of weights."""
 
 
 @dataclass(slots=True)
@@ -114,17 +120,23 @@ class Scheduler:
         self._give_back_row(sequence)
         self.cache.free(sequence.table)
 
-    def schedule(self, draft_length: Callable[[Sequence], int] | None = None) -> Schedule:
-        """Plan one step and reserve its pages; `draft_length` says how many draft tokens a sequence would like."""
+    def schedule(self, draft_length: Callable[[Sequence], int] | None = None, *, num_groups: int = 1) -> Schedule:
+        """Plan one step and reserve its pages; `draft_length` says how many draft tokens a sequence would like.
+
+        `num_groups`: among how many steps those that decode are divided, as far as that pays.
+        """
         step = _Step(self.max_num_batched_tokens)
-        self._schedule_running(step, draft_length)
+        self._schedule_running(step, draft_length, num_groups)
         if not step.preempted:
             self._admit_waiting(step)
         self.num_preemptions += len(step.preempted)
         return Schedule(tuple(step.chunks), tuple(step.copies), tuple(step.preempted), step.num_admitted)
 
-    def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int] | None) -> None:
-        decoding, prefilling = self._unfinished()
+    def _schedule_running(self, step: "_Step", draft_length: Callable[[Sequence], int] | None, num_groups: int) -> None:
+        decoding, prefilling, num_drawing = self._unfinished()
+        if num_groups > 1:
+            num_running = len(decoding) + num_drawing
+            decoding = decoding[: -(-num_running // max(1, min(num_groups, num_running // WORTH_DIVIDING)))]
         for position, sequence in enumerate(decoding):
             if not sequence.is_running:  # preempted by one before it
                 continue
@@ -138,10 +150,11 @@ class Scheduler:
             if sequence.is_running and step.budget > 0:
                 step.add(sequence, min(sequence.num_pending, step.budget))
 
-    def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that decode, and those whose prompts are still to be computed."""
+    def _unfinished(self) -> tuple[list[Sequence], list[Sequence], int]:
+        """Those that decode, those whose prompts are still to be computed, and how many wait for what a step draws."""
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
+        num_drawing = 0
         for sequence in self.running:
             num_drawn = sequence.num_drawn
             num_pending = num_drawn - sequence.num_computed
@@ -151,7 +164,9 @@ class Scheduler:
                 most_tokens = sequence.num_prompt_tokens + sequence.params.max_tokens
                 if num_drawn < most_tokens and num_drawn < self.max_model_len:  # else its last is drawn, if not read
                     decoding.append(sequence)
-        return decoding, prefilling
+            else:
+                num_drawing += 1
+        return decoding, prefilling, num_drawing
 
     def _schedule_decode(self, step: "_Step", sequence: Sequence, num_drafts: int) -> None:
         start = sequence.num_computed

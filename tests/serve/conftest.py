@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve.engine import engine
+from serve.engine import engine, ranks
+from tests.ranks import FollowerThread
 from tests.serve.recorded_graphs import recorded_graphs
 
 ENGINES = {"make_engine", "Engine", "LLM"}
@@ -35,6 +36,12 @@ def is_recorded(item: pytest.Item) -> bool:
 def _graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if getattr(request, "param", False):
         monkeypatch.setattr(engine, "graphs_on", lambda device: recorded_graphs())
+
+
+@pytest.fixture
+def follower_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers of an engine that start at once."""
+    monkeypatch.setattr(ranks, "FollowerProcess", FollowerThread)
 
 
 def names_reached(test: Callable[..., Any]) -> set[str]:

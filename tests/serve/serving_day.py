@@ -129,7 +129,7 @@ def live(engine: Engine, dice: random.Random) -> None:
 
 def warmed_and_late(variants: Variants, kind: str, engine: Engine) -> tuple[int, dict[str, int]]:
     """How many variants the warm-up meets, and how many more the day does, by kernel."""
-    engine.is_overlapped = True
+    engine.max_pending = 1
     with unmultiplied():
         variants.clear()
         warm_up(engine)

@@ -72,7 +72,7 @@ def test_a_mixed_batch_answers_as_merged_models_while_adapters_come_and_go(
 ) -> None:
     monkeypatch.setattr(engine_module, "graphs_on", lambda device: recorded_graphs() if graphs else None)
     engine = with_room(draft=draft, num_speculative_tokens=2 if draft else None, max_num_seqs=5)
-    engine.is_overlapped = overlapped
+    engine.max_pending = int(overlapped)
     wanted: dict[str, str | None] = {}
 
     def ask(*requests: tuple[str | None, int | None]) -> None:

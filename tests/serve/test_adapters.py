@@ -113,7 +113,7 @@ def test_a_mixed_batch_answers_as_merged_models_alone(
         max_num_batched_tokens=20,
         num_speculative_tokens=2 if draft else None,
     )
-    engine.is_overlapped = overlapped
+    engine.max_pending = int(overlapped)
     outputs = answer(engine, preempts=preempted)
     assert outputs.keys() == expected.keys()
     for key, output in outputs.items():

@@ -136,7 +136,7 @@ def engine_of(row: Row, folders: dict[str, str], labels: Path | None = None) -> 
         max_model_len=120,
         label_folder=labels and str(labels),
     )
-    engine.is_overlapped = row["overlapped"]
+    engine.max_pending = int(row["overlapped"])
     return engine
 
 

@@ -126,7 +126,7 @@ def test_requests_do_not_notice_each_other(
         max_num_batched_tokens=random_.choice([9, 33]),
         enable_prefix_caching=caching,
     )
-    engine.is_overlapped = overlapped
+    engine.max_pending = int(overlapped)
     requests = list(enumerate(random_requests(1)))
     random_.shuffle(requests)
     aborted: set[str] = set()

@@ -205,7 +205,7 @@ def test_no_step_moves_what_the_one_before_has_found() -> None:
     """Steps are launched before the one before them has been read: what that found is on its way by then."""
     model = tiny_model(seed=3)
     engine = make_engine(model)
-    engine.is_overlapped = True
+    engine.max_pending = 1
     assert generate(engine, PROMPTS, greedy(20)) == [greedy_oracle(model, prompt, 20) for prompt in PROMPTS]
 
 

@@ -39,7 +39,7 @@ def model() -> Transformer:
 
 def overlapped(*args: Any, **options: Any) -> Engine:
     engine = make_engine(*args, **options)
-    engine.is_overlapped = True
+    engine.max_pending = 1
     return engine
 
 
@@ -250,5 +250,5 @@ def test_launching_a_step_on_a_gpu_waits_for_nothing(draft: str | None) -> None:
         engine.draft.propose = strict(propose)  # type: ignore[method-assign]
     for number, (prompt, params) in enumerate(zip(PROMPTS, mixed_params(20), strict=True)):
         engine.add_request(str(number), prompt, params)
-    assert engine.is_overlapped
+    assert engine.max_pending
     assert len(drain(engine)) == sum(params.n for params in mixed_params(20))

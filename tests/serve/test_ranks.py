@@ -25,9 +25,9 @@ from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from tests import trials
 from tests.model.test_tensor_parallel import SHAPE, tiny_model_in, write_adapter
-from tests.ranks import FollowerThread, IdleFollower
+from tests.ranks import IdleFollower
 from tests.serve.http_server import children_of, running_server, save_tiny_folder
-from tests.serve.toys import greedy
+from tests.serve.toys import drain, greedy
 from tests.tiny import tiny_model
 
 PROMPTS = [list(range(20, 60)), [*range(20, 50), 7], [5, 6, 7, 5, 6, 7, 5, 6], [9]]
@@ -61,15 +61,24 @@ def test_two_processes_say_what_one_says_until_one_of_them_is_killed(tmp_path: P
 def test_so_do_processes_in_stages(tmp_path: Path) -> None:
     """Two stages of two; ranks in other numbers are threads below."""
     folder = save_tiny_folder(tmp_path / "model", tiny_model(seed=3))
+    others = children_of(os.getpid())
     llm = serve(folder, 2, 2)
+    followers = sorted(set(children_of(os.getpid())) - set(others))
     assert said(llm, greedy(24)) == said(serve(folder), greedy(24))
-    llm.engine.close()
+    for number in range(2):
+        llm.engine.add_request(str(number), PROMPTS[number], greedy(24))
+    for _ in range(5):
+        llm.engine.step()
+    os.kill(followers[-1], signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 3 has ended with code -9"):
+        drain(llm.engine)
 
 
-def test_a_server_whose_rank_dies_starts_fresh_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_a_server_whose_rank_dies_starts_fresh_ones(tmp_path: Path, kind: str) -> None:
     folder = save_tiny_folder(tmp_path / "model", tiny_model(seed=3))
     body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    options = ("--tensor-parallel-size", "2", "--dtype", "float32")
+    options = (f"--{kind}-parallel-size", "2", "--dtype", "float32")
     with running_server(folder, tmp_path / "log", *options) as server:
 
         def text() -> str:
@@ -87,12 +96,6 @@ def test_a_server_whose_rank_dies_starts_fresh_ones(tmp_path: Path) -> None:
         server.wait_healthy()
         assert text() == expected
         assert "rank 1 has ended with code -9" in server.log.read_text()
-
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Followers that start at once."""
-    monkeypatch.setattr(ranks, "FollowerProcess", FollowerThread)
 
 
 def randomly_routed(route: Any) -> Transformer:
@@ -117,7 +120,7 @@ ALL = [(name, *sizes) for name in MODELS for sizes in ((2, 1), (4, 1), (1, 2), (
 MORE = [one for one in ALL if one not in QUICK] if trials.in_full else SLOW
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("follower_threads")
 @pytest.mark.parametrize(
     ("name", "count", "stages"), QUICK + [pytest.param(*one, marks=pytest.mark.slow) for one in MORE]
 )
@@ -125,7 +128,8 @@ def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: st
     """In chunks, with shared prefixes and preemption; four ranks share two KV heads."""
     folder = save_tiny_folder(tmp_path / "model", MODELS[name]())
     expected = said(serve(folder), greedy(30))
-    for draft in (None, "ngram", str(folder)) if name == "nf4" else ("ngram",):
+    drafts = {None, "ngram", str(folder)} if name == "nf4" else {"ngram", None if stages > 1 else "ngram"}
+    for draft in drafts:
         llm = serve(folder, count, stages, draft=draft, num_speculative_tokens=None if draft is None else 3)
         assert said(llm, greedy(30)) == expected
         stats = llm.engine.stats()
@@ -135,7 +139,7 @@ def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: st
         llm.engine.close()
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("follower_threads")
 def test_adapters_are_those_of_one_process(tmp_path: Path) -> None:
     folder, adapters = save_tiny_folder(tmp_path / "model", tiny_model_in("int4")), {}
     for seed, name in enumerate("ab"):
@@ -182,7 +186,7 @@ def test_what_ranks_cannot_do_is_one_sentence_before_any_is_started(
         LLM(str(folder), **{"tensor_parallel_size": 2} | options)
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("follower_threads")
 def test_what_only_a_rank_finds_is_one_sentence(tmp_path: Path) -> None:
     folder = save_tiny_folder(tmp_path / "model", tiny_model_in("int4", intermediate_size=160))
     with pytest.raises(ValueError, match="groups of 32 weights do not divide the 80 that a rank takes of a row"):
@@ -203,7 +207,7 @@ def test_a_rank_that_does_not_meet_the_others_ends_them(monkeypatch: pytest.Monk
         ranks.Ranks(EngineConfig("none", tensor_parallel_size=2), torch.device("cpu"))
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("follower_threads")
 def test_weights_are_not_replaced_and_a_closed_engine_says_so(tmp_path: Path) -> None:
     llm = serve(save_tiny_folder(tmp_path / "model"), 2)
     with pytest.raises(ValueError, match="weights cannot be replaced where several ranks share a model"):

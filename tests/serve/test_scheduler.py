@@ -8,7 +8,7 @@ import pytest
 
 from serve.engine.kv_cache import BlockTable, KVCache, pages_for
 from serve.engine.requests import Sequence, TextStream
-from serve.engine.scheduler import Schedule, Scheduler
+from serve.engine.scheduler import WORTH_DIVIDING, Schedule, Scheduler
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import toy_tokenizer
 
@@ -217,3 +217,19 @@ def test_a_step_costs_the_same_however_many_wait() -> None:
 def test_the_budget_must_hold_a_token_for_every_sequence() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         Scheduler(KVCache(4), max_num_seqs=8, max_num_batched_tokens=4, max_model_len=64)
+
+
+W = WORTH_DIVIDING
+
+
+@pytest.mark.parametrize("sizes", [[W], [2 * W - 1], [W, W], [W + 1, W], [2 * W, 2 * W]])
+def test_those_that_decode_are_divided_evenly_where_it_pays(sizes: list[int]) -> None:
+    bench = Bench(num_pages=64, max_num_seqs=64, budget=512)
+    for _ in range(sum(sizes)):
+        bench.add(5, 9)
+    bench.step()
+    for size in [*sizes, 0]:
+        chunks = bench.scheduler.schedule(num_groups=2).chunks
+        assert len(chunks) == size
+        for chunk in chunks:  # what it draws is not known yet
+            bench.sequences[chunk.sequence_id].num_computed += 1

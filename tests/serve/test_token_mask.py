@@ -62,7 +62,7 @@ def test_greedy_output_is_the_best_of_what_is_allowed(model: Transformer, draft:
     engine = make_engine(
         model, noisy_twin(model) if draft == "twin" else draft, num_pages=14, max_model_len=128, **options
     )
-    engine.is_overlapped = overlapped
+    engine.max_pending = int(overlapped)
     outputs = masked(engine, [greedy(NUM_TOKENS)] * len(PROMPTS))
     plain = generate(make_engine(model), PROMPTS, greedy(NUM_TOKENS))
     assert outputs == [

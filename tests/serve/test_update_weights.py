@@ -57,7 +57,7 @@ def test_it_answers_as_a_fresh_engine(
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_running_requests_go_on_from_what_they_have_said(overlapped: bool) -> None:
     engine = make_engine(old())
-    engine.is_overlapped = overlapped
+    engine.max_pending = int(overlapped)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, greedy(NUM_TOKENS))
     joined: dict = {}
@@ -91,7 +91,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 def test_no_work_is_left_over() -> None:
     engine: Engine = make_engine(old())
-    engine.is_overlapped = True
+    engine.max_pending = 1
     engine.add_request("r", PROMPTS[0], greedy(2))
     engine.step()
     engine.step()
