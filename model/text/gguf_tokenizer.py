@@ -200,16 +200,17 @@ def _merge_pair(merge: str) -> list[str]:
 def merges_from_scores(vocabulary: dict[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
     """SentencePiece merges whichever neighbours form the token of the highest score; BPE wants those pairs in order.
 
-    Only ordinary tokens form: text that spells a control token must not merge into it.
+    Only tokens of text form: text that spells a control token must not merge into it. Of one score the longest comes
+    first, so that runs of spaces grow from the left, as llama.cpp joins them.
     """
     ranked = []
     for token, index in vocabulary.items():
-        if types[index] != NORMAL:
+        if types[index] not in (NORMAL, USER_DEFINED):
             continue
         for cut in range(1, len(token)):
             left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if left is not None and right is not None:
-                ranked.append((-scores[index], index, left, right, [token[:cut], token[cut:]]))
+                ranked.append((-scores[index], -len(token), index, left, right, [token[:cut], token[cut:]]))
     return [pair for *_, pair in sorted(ranked)]
 
 

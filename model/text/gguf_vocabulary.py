@@ -5,7 +5,7 @@ of SentencePiece's kind from scores.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,13 @@ def tokenizer_metadata(folder: str | Path, num_rows: int) -> dict[str, Any]:
 
 def _tokens(tokenizer: Tokenizer, raw: Mapping[str, Any], num_rows: int) -> tuple[list[str], list[int]]:
     """Spelling and type of each row; rows without a token are padding."""
-    added = {token["id"]: token for token in raw.get("added_tokens") or []}
+    # A control token without a row is of no use: Gemma's text models have one for images.
+    control = tokenizer.control_tokens
+    added = {
+        token["id"]: token
+        for token in raw.get("added_tokens") or []
+        if token["id"] < num_rows or token["id"] not in control
+    }
     for token in added.values():
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
             raise GGUFError(f"The token {token['content']!r} takes the spaces beside it, which GGUF cannot say.")
@@ -62,7 +68,7 @@ def _tokens(tokenizer: Tokenizer, raw: Mapping[str, Any], num_rows: int) -> tupl
     types = [NORMAL if row in spelled else UNUSED for row in range(num_rows)]
     for index in added:
         types[index] = USER_DEFINED
-    for index in tokenizer.control_tokens:
+    for index in control.keys() & added.keys():
         types[index] = CONTROL
     return tokens, types
 
@@ -120,9 +126,22 @@ def _sentencepiece_parts(raw: Mapping[str, Any], tokens: Sequence[str], types: l
     made = list(dict.fromkeys("".join(pair) for pair in merges))
     ranks = {token: -float(rank) for rank, token in enumerate(made)}
     scores = [ranks.get(token, -float(len(made))) for token in tokens]
-    if _grouped(merges_from_scores(model["vocab"], scores, types)) != _grouped(merges):
+    first, rest = _leading_runs(
+        merges, {token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED}
+    )
+    follows = [pair for pair in merges_from_scores(model["vocab"], scores, types) if "".join(pair) not in first]
+    if _grouped(follows) != _grouped(rest):
         raise GGUFError("The tokenizer's merges do not follow from an order of its tokens, which is all that GGUF has.")
     return fields | {"scores": scores}
+
+
+def _leading_runs(merges: Sequence[Sequence[str]], user_defined: set[str]) -> tuple[set[str], Sequence[Sequence[str]]]:
+    """The tokens that repeat one character, if merges begin with those, and the merges behind them.
+
+    Their lengths come in any order: from the left a run grows to the longest in each.
+    """
+    runs = list(takewhile(lambda pair: "".join(pair) in user_defined and len({*pair[0], *pair[1]}) == 1, merges))
+    return {"".join(pair) for pair in runs}, merges[len(runs) :]
 
 
 def _grouped(merges: Iterable[Sequence[str]]) -> list[tuple[str, set[tuple[str, ...]]]]:
@@ -137,7 +156,9 @@ def _prefixes_space(raw: Mapping[str, Any]) -> bool:
         return splitter.get("prepend_scheme") != "never"
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     kinds = [step["type"] for step in steps]
-    if splitter is not None or kinds not in (["Replace"], ["Prepend", "Replace"]):
+    # Gemma splits at spaces after it has replaced all of them.
+    splits = splitter is not None and (splitter["type"], splitter.get("pattern")) != ("Split", {"String": " "})
+    if splits or kinds not in (["Replace"], ["Prepend", "Replace"]):
         raise GGUFError("The tokenizer treats spaces by a rule that GGUF cannot say.")
     return len(kinds) == 2
 

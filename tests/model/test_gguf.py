@@ -364,6 +364,22 @@ def sentencepiece_metadata() -> dict[str, Any]:
     }
 
 
+def gemma_tokenizer() -> dict[str, Any]:
+    """tokenizer.json as Gemma's: no space before a text, runs of spaces and lines as tokens, one token has no row."""
+    metadata = sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False}
+    tokens, scores, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    for run in ("▁▁", "▁▁▁", "▁▁▁▁", "\n\n"):
+        if run not in tokens:
+            tokens, scores, types = [*tokens, run], [*scores, 0.0], [*types, NORMAL]
+        scores[tokens.index(run)], types[tokens.index(run)] = 1.0, USER_DEFINED
+    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": types}
+    raw = tokenizer_json(metadata)
+    image = {**raw["added_tokens"][0], "id": len(tokens), "content": "<image>"}
+    raw["added_tokens"].append(image | {"special": True})
+    spaces = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    return raw | {"pre_tokenizer": spaces}
+
+
 def sentencepiece_reference(metadata: dict[str, Any], text: str) -> list[int]:
     """SentencePiece's algorithm, literally: join the neighbours whose token scores highest, the leftmost first."""
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]

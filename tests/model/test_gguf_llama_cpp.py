@@ -20,7 +20,7 @@ from model.transformer import Transformer
 from tests import trials
 from tests.model import tiny_tokenizers
 from tests.model.llama_cpp import LlamaCpp, dequantize, half_gelu, opened, quantize, rounded_activations
-from tests.model.test_gguf import WORDS, byte_level_metadata, sentencepiece_metadata
+from tests.model.test_gguf import WORDS, byte_level_metadata, gemma_tokenizer, sentencepiece_metadata
 from tests.model.test_gguf_blocks import weights
 from tests.model.test_gguf_export import LLAMA3, model_folder, teacher_file
 from tests.tiny import full_logits
@@ -28,6 +28,7 @@ from tests.tiny import full_logits
 PROMPTS = torch.randint(7, 500, (5, 12), generator=torch.Generator().manual_seed(15)).tolist()
 TRIPLES = [prompt[start : start + 3] for prompt in PROMPTS for start in range(0, 12, 3)]
 TEXTS = (tiny_tokenizers.TEXT[:600], "12345 don't I'LL\n\n  x <|im_end|>", "世界 👩‍💻\t½ ① naïve ", "")
+RUNS = ("a  b   c" + 11 * " " + "d\n\n\n  e", 8 * " ", "  a", " a ▁▁b")
 TEACHER_PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):",
@@ -244,3 +245,18 @@ def test_llama_cpp_follows_our_scores(tmp_path: Path) -> None:
     export_gguf(tmp_path / "folder", tmp_path / "model.gguf")
     with opened(tmp_path / "model.gguf") as theirs:
         assert_tokenizes_alike(theirs, Tokenizer.load(tmp_path / "folder"))
+
+
+def test_llama_cpp_joins_spaces_as_gemmas_tokenizer(tmp_path: Path) -> None:
+    raw = gemma_tokenizer()
+    model_folder(tmp_path / "folder", vocab_size=raw["added_tokens"][-1]["id"], eos_token_ids=(4,))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<|endoftext|>"}
+    Tokenizer(json.dumps(raw), config=settings).save(tmp_path / "folder")
+    export_gguf(tmp_path / "folder", tmp_path / "model.gguf")
+    import_gguf(tmp_path / "model.gguf", tmp_path / "again")
+    ours, again = (Tokenizer.load(tmp_path / name) for name in ("folder", "again"))
+    with opened(tmp_path / "model.gguf") as theirs:
+        assert_tokenizes_alike(theirs, ours)
+        for text in RUNS:
+            assert theirs.tokenize(text) == ours.encode(text) == again.encode(text)
+    assert not any(piece in ours.encode(RUNS[1]) for piece in ours.encode(" "))
