@@ -141,11 +141,11 @@ def write_gguf(
 
 
 def write_model(
-    path: Path, family: str, *, kind: gguf.GGMLQuantizationType | None = None, **changes: Any
+    path: Path, family: str, *, kind: gguf.GGMLQuantizationType | None = None, rule: str = "smollm", **changes: Any
 ) -> Transformer:
     model = tiny(family, unlike_vectors=True, **changes)
     write_gguf(
-        path, family, model_metadata(model, family) | byte_level_metadata(), tensors_of(model, family), kind=kind
+        path, family, model_metadata(model, family) | byte_level_metadata(rule), tensors_of(model, family), kind=kind
     )
     return model
 

@@ -20,7 +20,13 @@ from model.transformer import Transformer
 from tests import trials
 from tests.model import tiny_tokenizers
 from tests.model.llama_cpp import LlamaCpp, dequantize, half_gelu, opened, quantize, rounded_activations
-from tests.model.test_gguf import WORDS, byte_level_metadata, gemma_tokenizer, sentencepiece_metadata
+from tests.model.test_gguf import (
+    WORDS,
+    byte_level_metadata,
+    gemma_tokenizer,
+    sentencepiece_metadata,
+    write_model,
+)
 from tests.model.test_gguf_blocks import weights
 from tests.model.test_gguf_export import LLAMA3, model_folder, teacher_file
 from tests.tiny import full_logits
@@ -260,3 +266,13 @@ def test_llama_cpp_joins_spaces_as_gemmas_tokenizer(tmp_path: Path) -> None:
         for text in RUNS:
             assert theirs.tokenize(text) == ours.encode(text) == again.encode(text)
     assert not any(piece in ours.encode(RUNS[1]) for piece in ours.encode(" "))
+
+
+@pytest.mark.parametrize("rule", ["refact", "dbrx"])
+def test_llama_cpp_splits_by_the_names_in_files_of_granite_and_olmo(rule: str, tmp_path: Path) -> None:
+    """Export calls these rules by other names. No row is without a token."""
+    write_model(tmp_path / "model.gguf", "llama", rule=rule, vocab_size=501)
+    import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    with opened(tmp_path / "model.gguf") as theirs:
+        for text in TEXTS:
+            assert theirs.tokenize(text) == Tokenizer.load(tmp_path / "folder").encode(text)
