@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from model.files.sources import KNOWN
 from model.mesh import this_rank
 from model.startup import import_torch
+from pipeline.environment import ROOMS
 from pipeline.errors import UserError, exit_of, say
 from pipeline.signals import ended_by_signals
 from serve.http.options import add_serve_arguments, options_from_arguments
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from pipeline.results import Result
 
 OVERRIDE = "key=value"
-ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline", "potstill")
+LOGGERS = (*ROOMS, "potstill")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the end code. A user's mistake is one sentence, never a traceback."""
+    """Runs one command and returns the exit code. A user's mistake is one sentence, never a traceback."""
     try:
         options = parse_arguments(arguments)
         if options.command not in (_run, _tune):
@@ -409,7 +410,7 @@ def log_to(file: Path | None, *, show: bool) -> None:
         kept = logging.FileHandler(file, encoding="utf-8", delay=True)
         kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers.append(kept)
-    for room in ROOMS:
+    for room in LOGGERS:
         logger = logging.getLogger(room)
         logger.setLevel(logging.DEBUG)
         logger.propagate = False

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from pipeline.environment import memory_bytes, processor_name
+from pipeline.environment import ROOMS, memory_bytes, processor_name
 from pipeline.report.table import size
 
-ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline")
 OPTIONAL = {
     "datasets": "data sets from the hub, parquet files",
     "huggingface_hub": "models from the hub",

@@ -10,6 +10,8 @@ from typing import Any
 
 from model.mesh import gpus, has_gpu
 
+ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline")
+"""Our packages."""
 DECISIVE = ("potstill", "torch", "triton", "numpy", "safetensors", "tokenizers", "accelerate")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.mesh import Rank
-from pipeline.environment import versions
+from pipeline.environment import ROOMS, versions
 from pipeline.errors import EndedElsewhere, MeetingFailed, UserError, say
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ NAMED = 4
 FAILURE = "failure"
 """Where a process that fails leaves word of it (pipeline/shared_exit.py)."""
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("kernels", "model", "compress", "train", "serve", "pipeline")
 
 Facts = Mapping[str, str]
 """What has to be the same in all processes, by name."""
