@@ -12,7 +12,7 @@ import pytest
 import torch
 from _pytest.logging import LogCaptureHandler
 
-from pipeline.cli import ROOMS
+from pipeline.cli import LOGGERS
 from tests import compiled_before, trials
 
 gc.disable()  # until all tests are collected: what is made until then stays
@@ -77,16 +77,27 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """Commands send messages to the screen of the hour, a captured one that is closed when the test is over."""
-    loggers = [logging.root, *map(logging.getLogger, ROOMS)]
-    before = [(logger, logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
+    """Commands send messages to the screen of the hour, a captured one that is closed when the test is over.
+
+    So do those that a fixture of several tests has run before this one.
+    """
+    root = logging.root
+    level, handlers = root.level, root.handlers[:]
+    _send_messages_up()
     yield
-    for logger, level, propagate, handlers in before:
-        logger.setLevel(level)
-        logger.propagate = propagate
-        for handler in logger.handlers[:]:
-            if handler not in handlers and not isinstance(handler, LogCaptureHandler):
-                logger.removeHandler(handler)
+    _send_messages_up()
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if handler not in handlers and not isinstance(handler, LogCaptureHandler):
+            root.removeHandler(handler)
+
+
+def _send_messages_up() -> None:
+    """Of our loggers: to the root alone, as by default."""
+    for logger in map(logging.getLogger, LOGGERS):
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+        logger.handlers.clear()
 
 
 def pytest_collection_finish() -> None:

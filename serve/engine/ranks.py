@@ -130,14 +130,17 @@ class _Alarm:
         self.is_closing = False
         self.reason: str | None = None
         """Why no further pass is computed."""
+        self._code = 0
         self.on_loss: Callable[[], None] = lambda: None
         self.rang = threading.Event()
 
     def watch(self, follower: FollowerProcess) -> None:
         code = follower.wait()
         if not self.is_closing:
-            self.reason = f"rank {follower.rank} has ended with code {code}"
-            log.error("%s", self.reason)
+            reason = f"rank {follower.rank} has ended with code {code}"
+            log.error("%s", reason)
+            if self.reason is None or code < 0 <= self._code:  # who was killed is why others have ended
+                self.reason, self._code = reason, code
             self.rang.set()
             self.on_loss()
 

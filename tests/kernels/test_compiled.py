@@ -18,7 +18,6 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 @pytest.fixture(autouse=True)
 def logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(logging.getLogger("kernels"), "propagate", True)
     caplog.set_level(logging.INFO)
     yield
 

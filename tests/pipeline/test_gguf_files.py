@@ -1,6 +1,5 @@
 """GGUF files on the command line: unpacked once, served as they are stored."""
 
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from model.files.checkpoint import is_quantized
 from model.files.safe_io import SourceError
-from pipeline.cli import LOGGERS, main
+from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.run_folder import Served, resolve_served
 from pipeline.stages.import_model.config import ModelSource
@@ -67,11 +66,7 @@ def test_a_file_and_what_keeps_its_blocks_are_exported_as_they_are(file: Path, t
         assert_same_tensors(file, out)
 
 
-def test_blocks_go_into_no_other_layout(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for room in LOGGERS:  # a run in another test has left its screen there
-        monkeypatch.setattr(logging.getLogger(room), "handlers", [])
+def test_blocks_go_into_no_other_layout(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for target, sentence in (
         ("gguf:q8_0", "with the type blocks, or export the model"),
         ("gptq", "without keep_blocks"),

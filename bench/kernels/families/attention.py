@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from bench.kernels.case import BF16, Call, Inputs, NotItsTask, Outputs, Shape, compiled, in_fp64, needs, normal
@@ -141,6 +140,8 @@ FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
 def sdpa(backend: SDPBackend, device: torch.device, rows: int, keys: int) -> Dense:
     """torch's, by one of its backends."""
+    from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes a second
+
     if 1 < rows < keys and backend == SDPBackend.CUDNN_ATTENTION:
         raise NotItsTask("no causal mask aligned at the bottom right")
     square: dict[str, Any] = {"is_causal": True}
