@@ -109,7 +109,7 @@ SETUPS = {
     "quantize, all": rounded("all"),
 }
 """Of each way to train one whose models weigh more than what a process takes anyway, by their layers."""
-LAYERS, BRIEF = 8, 2
+LAYERS, BRIEF = 12, 2
 """Those that are measured, and before them what makes a process allocate what it does once for all."""
 
 
