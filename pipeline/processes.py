@@ -1,12 +1,14 @@
 """One process or several that run the same recipe: who writes, and how all of them go the same way.
 
-Under `accelerate launch` or `torchrun` every process runs the whole recipe. The main one measures, publishes and
-decides; the others train with it and wait for it otherwise. They share the run folder through the file system. First
-of all they meet (pipeline/meeting.py), and they end together (pipeline/shared_exit.py).
+Under `accelerate launch` or `torchrun` every process runs the whole recipe. All train and measure; the main one
+publishes and decides, and the others wait for it meanwhile. They share the run folder through the file system. First of
+all they meet (pipeline/meeting.py), and they end together (pipeline/shared_exit.py).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import yaml
 
@@ -16,6 +18,11 @@ from pipeline.meeting import Meeting, installation, leaves
 from pipeline.schema import Recipe
 from pipeline.shared_exit import SharedExit
 from train.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from model.collectives import Group
 
 
 def check_mesh(recipe: Recipe) -> None:
@@ -72,6 +79,21 @@ class Processes:
         number = torch.tensor([value], dtype=torch.int64, device=this_accelerator().device)
         broadcast(number, src=0)
         return int(number.item())
+
+    @cached_property
+    def group(self) -> "Group":
+        """All of them, for what they compute together; on the device of each."""
+        from model.collectives import Group
+
+        if self.count == 1:
+            return Group(0, 1)
+        from torch.distributed import group
+
+        from train.accelerator import this_accelerator
+
+        this_accelerator()
+        self._joined = True
+        return Group.of_processes(cast("ProcessGroup", group.WORLD))
 
     def wait(self) -> None:
         """Returns when every process has come here."""

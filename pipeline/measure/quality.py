@@ -1,10 +1,11 @@
 """Held-out quality with confidence intervals.
 
-Batches of held-out text are the independent draws behind every interval: tokens of one text are not independent.
+Batches of held-out text are the independent draws behind every interval: tokens of one text are not independent. They
+are dealt to the processes that measure together, whose figures of each batch are gathered: those of one process.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TypedDict
 import torch
 
 from model.attention import AttentionOf, PackedAttention, PagedAttention
+from model.collectives import Group
 from model.cost import kv_bytes_per_token, num_weights, weight_bytes
 from model.files.checkpoint import load_model
 from model.kv_format import choose_kv_format
@@ -27,6 +29,8 @@ from train.packing import Batch, held_out_batches
 
 MIN_BATCHES, MAX_BATCH_TOKENS = 8, 2_048
 """Held-out text comes in at least so many batches where it can: they are the draws behind an interval."""
+ALONE = Group(0, 1)
+"""The processes that measure, where this one is all of them."""
 PUBLISHED_DTYPE = torch.bfloat16
 """Of weights on disk. Quality is measured on the rounded weights, so the figures are those of what is served."""
 
@@ -40,53 +44,82 @@ class _Forward(TypedDict):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out batches, and what the reference model says about them once it has been asked."""
+    """Held-out batches, and what the reference model says about them once it has been asked.
+
+    All processes of `group` ask for the same figures at the same time, each with the model, and all of them get them.
+    """
 
     batches: tuple[Batch, ...]
+    group: Group = ALONE
 
     @classmethod
-    def of(cls, data: PreparedData, *, sequence_length: int, max_tokens: int) -> "HeldOut":
+    def of(cls, data: PreparedData, *, sequence_length: int, max_tokens: int, group: Group = ALONE) -> "HeldOut":
         """The first `max_tokens` of the held-out split."""
         size = max(min(max_tokens // MIN_BATCHES, MAX_BATCH_TOKENS), sequence_length)
         wanted = {"sequence_length": sequence_length, "batch_tokens": size, "max_tokens": max(max_tokens, size)}
-        return cls(tuple(held_out_batches(data.held_out, **wanted)))
+        return cls(tuple(held_out_batches(data.held_out, **wanted)), group)
+
+    @property
+    def alone(self) -> "HeldOut":
+        """The same text, measured by this process without the others."""
+        return replace(self, group=ALONE)
 
     def quality(
         self,
         model: Transformer,
         reference: TeacherStates | None = None,
         *,
-        routing: Routing | None = None,
+        routing: Callable[[int], Routing] | None = None,
         kv_cache_dtype: str = "auto",
     ) -> Quality:
         """Measures `model`, against a reference's states of the same batches if given.
 
-        `routing`: who passes layers that have a router, instead of the rule by which the model is served;
-        `kv_cache_dtype`: the server's option, so that attention goes over keys and values as that cache keeps them.
-        With the model's own states as the reference, `kl` is what the cache alone costs.
+        `routing`: who passes layers that have a router in the batch of a number, instead of the rule by which the model
+        is served; `kv_cache_dtype`: the server's option, so that attention goes over keys and values as that cache
+        keeps them. With the model's own states as the reference, `kl` is what the cache alone costs.
         """
         model.eval()  # dropout is for training
-        how: _Forward = {"routing": routing, "attention": _attention_over(kv_cache_dtype, model)}
-        compared = [] if reference is None else self._compared(model, reference, how)
-        alone = [] if compared else [mean_nll(model, [batch], **how) for batch in self.batches]
-        quality = self._on_text(alone or [one.nll for one in compared])
-        if not compared:
-            return quality
-        labels = self._num_labels
-        return replace(
-            quality,
-            kl=estimate([one.kl for one in compared], labels),
-            agreement=estimate([one.agreement for one in compared], labels),
-            acceptance=estimate([one.acceptance for one in compared], labels),
-        )
+        attention = _attention_over(kv_cache_dtype, model)
+        hows: list[_Forward] = [
+            {"routing": None if routing is None else routing(number), "attention": attention} for number in self._dealt
+        ]
+        if reference is None:
+            nlls = [mean_nll(model, [batch], **how) for batch, how in zip(self._own, hows, strict=True)]
+            return self._on_text(self._gathered([nlls], model.device)[0])
+        compared = self._compared(model, reference, hows)
+        own = [[one.nll for one in compared], [one.kl for one in compared]]
+        own += [[one.agreement for one in compared], [one.acceptance for one in compared]]
+        nlls, *distances = self._gathered(own, model.device)
+        kl, agreement, acceptance = (estimate(values, self._num_labels) for values in distances)
+        return replace(self._on_text(nlls), kl=kl, agreement=agreement, acceptance=acceptance)
 
     def states(self, reference: Transformer) -> TeacherStates:
-        """The reference's side of every comparison, computed once."""
-        return compute_teacher_states(reference.eval(), self.batches)
+        """The reference's side of every comparison, computed once: of the batches that are this process's."""
+        return compute_teacher_states(reference.eval(), self._own)
 
     def quality_of(self, reference: TeacherStates) -> Quality:
         """The reference's own quality, of which the states are most of the work."""
-        return self._on_text(mean_nll_of_states(reference, self.batches))
+        nlls = mean_nll_of_states(reference, self._own)
+        return self._on_text(self._gathered([nlls], reference.weight.device)[0])
+
+    @property
+    def _dealt(self) -> list[int]:
+        """Numbers of this process's batches.
+
+        Where they are not the same for all, the last once more: a model in shards makes its passes in all processes.
+        """
+        last, most = len(self.batches) - 1, math.ceil(len(self.batches) / self.group.count)
+        return [min(turn * self.group.count + self.group.index, last) for turn in range(most)]
+
+    @property
+    def _own(self) -> list[Batch]:
+        return [self.batches[number] for number in self._dealt]
+
+    def _gathered(self, figures: Sequence[Sequence[float]], device: torch.device) -> list[list[float]]:
+        """Of rows of figures of this process's batches, the rows of all batches in their order."""
+        own = torch.tensor(figures, dtype=torch.float64, device=device)
+        everywhere = self.group.gather(own.T.contiguous()).transpose(0, 1).flatten(0, 1)
+        return everywhere[: len(self.batches)].T.tolist()
 
     @property
     def _num_labels(self) -> list[int]:
@@ -100,11 +133,11 @@ class HeldOut:
         perplexity = math.exp(min(nll.value, 700.0))
         return Quality(tokens=sum(labels), nll=nll, perplexity=perplexity, bits_per_byte=estimate(bits, spelled))
 
-    def _compared(self, model: Transformer, reference: TeacherStates, how: _Forward) -> list[Comparison]:
-        """Of each batch; one pass gives the model's own loss as well."""
+    def _compared(self, model: Transformer, reference: TeacherStates, hows: Sequence[_Forward]) -> list[Comparison]:
+        """Of each own batch; one pass gives the model's own loss as well."""
         return [
             compare(model, replace(reference, hidden=(hidden,)), [batch], **how)
-            for batch, hidden in zip(self.batches, reference.hidden, strict=True)
+            for batch, hidden, how in zip(self._own, reference.hidden, hows, strict=True)
         ]
 
 

@@ -13,9 +13,12 @@ from unittest import mock
 import pytest
 
 from model.mesh import MeshError
+from pipeline.cli import main
 from pipeline.processes import check_mesh
 from pipeline.recipe import load_recipe
 from pipeline.run_folder import RunFolder
+from pipeline.stages.base import read_result
+from tests.forked import end_of, ranks
 from tests.pipeline.tiny_run import ROOT, TinyRun
 
 LAUNCHERS = Path(sys.executable).parent
@@ -56,6 +59,20 @@ def test_two_processes_give_the_losses_of_one(finished_run: TinyRun, tmp_path: P
     assert {path.name for path in tiny.folder.path.glob("rank-*")} == {"rank-0", "rank-1"}
 
 
+def test_two_processes_evaluate_what_one_does(finished_run: TinyRun, tmp_path: Path) -> None:
+    """They share the held-out batches; the figures are the same numbers, not about the same."""
+    found = []
+    for count in (1, 2):
+        tiny = finished_run.copy(tmp_path / str(count))
+        words = tiny.arguments(NO_SPEED, "evaluate.held_out_tokens=448")  # seven batches
+        with ranks(count, main, words, log=tmp_path / "log", environment={"OMP_NUM_THREADS": "1"}) as started:
+            assert not any(end_of(started)), (tmp_path / "log").read_text()
+        result = read_result(tiny.folder.path / "02-evaluate")
+        assert result is not None and result.cost.processes == count
+        found.append((result.models, result.gate, result.parity, result.details))
+    assert found[0] == found[1]
+
+
 def test_a_step_that_cannot_be_shared_says_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a model that is rounded and not recovered trains in no process at all."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
@@ -67,7 +84,6 @@ def test_a_step_that_cannot_be_shared_says_what_can(monkeypatch: pytest.MonkeyPa
 
 def run_twice() -> None:
     """The command `potstill` in one of two processes; a second time nothing runs."""
-    from pipeline.cli import main
     from pipeline.processes import Processes
     from train.accelerator import this_accelerator
 

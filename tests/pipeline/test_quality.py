@@ -1,11 +1,19 @@
 """Held-out quality: what all batches together give, in one pass with a reference as in one without."""
 
+import copy
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from pipeline.measure.quality import HeldOut, describe_model
+from compress.mod import RandomRouting, add_routers
+from model.collectives import Group
+from model.config import MixtureOfDepths
+from pipeline.measure.quality import ALONE, HeldOut, describe_model
+from pipeline.results import Quality
+from tests.ranks import in_ranks
 from tests.serve.toys import drain, greedy, make_engine
 from tests.tiny import tiny_model
 from train.evaluate import compare, mean_nll
@@ -43,6 +51,24 @@ def test_the_figures_are_those_of_all_batches_together(with_reference: bool) -> 
     assert quality.kl.value == pytest.approx(both.kl, rel=1e-5)
     assert quality.agreement.value == pytest.approx(both.agreement)
     assert quality.acceptance.value == pytest.approx(both.acceptance, rel=1e-5)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_give_the_figures_of_one_to_the_bit(processes: int) -> None:
+    """Three batches, so that some have fewer than others; whom random routing lets pass included."""
+    mixture = MixtureOfDepths("block", (1,), 0.5)
+    routed = add_routers(tiny_model(seed=1), mixture)
+
+    def figures(group: Group) -> list[Quality]:
+        held_out, reference = replace(HELD_OUT, group=group), tiny_model(seed=2)
+        states, at_random = held_out.states(reference), partial(RandomRouting, {1: 0.5})
+        assert len(states.hidden) == math.ceil(3 / group.count)
+        found = [held_out.quality(copy.deepcopy(routed), states, routing=at_random), held_out.quality_of(states)]
+        return [*found, held_out.quality(reference), held_out.alone.quality(reference)]
+
+    one = figures(ALONE)
+    assert one[0] != HELD_OUT.quality(routed, HELD_OUT.states(tiny_model(seed=2)))
+    assert in_ranks(processes, figures) == [one] * processes
 
 
 @pytest.mark.parametrize(("name", "scale"), [("int8", None), ("fp8", None), ("fp8", 0.01)])

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.cli import main
+from pipeline.stages.base import read_result
 from tests.forked import end_of, ranks
 from tests.model.test_mesh import launched
 from tests.pipeline.tiny_run import RECIPE, ROOT, run_stages, write_teacher, write_text
@@ -107,13 +108,19 @@ def test_so_does_one_that_divides_tokens(home: Path) -> None:
 
 
 def check(one: Path, many: Path, name: str) -> None:
-    """The losses of one process in the stage of this name to 1e-5, and its weights."""
+    """The losses of one process in the stage of this name to 1e-5, its weights, and what is measured of them."""
     one, many = (next(folder.glob(f"??-{name}")) for folder in (one, many))
     logs = read_metrics(one / "metrics.jsonl"), read_metrics(many / "metrics.jsonl")
     assert len(logs[0]) == len(logs[1]) > 4
     for expected, line in zip(*logs, strict=True):
         losses = {key: line[key] for key in line if not key.startswith("held_out") and key != "passing_1"}
         assert losses == pytest.approx({key: expected[key] for key in losses}, rel=1e-5), name
+    measured = [[model.quality for model in read_result(folder).models] for folder in (one, many)]  # type: ignore
+    assert all(measured[0])
+    for expected, quality in zip(*measured, strict=True):
+        assert quality.tokens == expected.tokens
+        assert quality.nll.value == pytest.approx(expected.nll.value, rel=1e-3), name
+        assert (quality.kl is None) == (expected.kl is None)
     published = [next((folder / "model").glob("*model.safetensors")) for folder in (one, many)]
     weights = [load_file(path) for path in published]
     assert weights[0].keys() == weights[1].keys()

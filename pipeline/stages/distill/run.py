@@ -53,7 +53,7 @@ class Start:
 
 
 def run(context: StageContext) -> Result[DistillDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     config: Distill = context.stage.config
     origin = config.student.origin
     check_dense(context, origin)
@@ -76,15 +76,16 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     if vocabulary is not None:
         student.config = replace(student.config, draft_vocabulary=tuple(vocabulary.tolist()))
     training = stage.train(student)
-    if not context.processes.is_main:
-        return None
-    details = DistillDetails(
-        kept_layers=cut.layers,
-        importance=tuple(importance["layers"].tolist()) if len(cut.layers) < whole.num_layers else (),
-        width=cut.narrowed or UNSET,
-        candidates=candidates or UNSET,
-        draft_vocabulary=UNSET if vocabulary is None else _coverage(stage, vocabulary, whole),
-    )
+
+    def details() -> DistillDetails:
+        return DistillDetails(
+            kept_layers=cut.layers,
+            importance=tuple(importance["layers"].tolist()) if len(cut.layers) < whole.num_layers else (),
+            width=cut.narrowed or UNSET,
+            candidates=candidates or UNSET,
+            draft_vocabulary=UNSET if vocabulary is None else _coverage(stage, vocabulary, whole),
+        )
+
     measured = start.teacher, start.before
     return stage.finish_student(student, origin, measured=measured, training=training, details=details)
 

@@ -43,7 +43,7 @@ from train.preference import (
 
 
 def run(context: StageContext) -> Result[QloraDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     return run_adapted(context, DpoStage)
 
 
@@ -65,6 +65,8 @@ class DpoStage(QloraStage[Dpo]):
     def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
         """As every stage with an adapter loads one; it is kept here to be asked without."""
         self.model = super().load_adapted(base, adapter, dense=dense)
+        if self.mesh.shard > 1:
+            _ = self.reference  # while every process has it whole
         return self.model
 
     def objective(self) -> PreferenceTuning:
@@ -74,7 +76,8 @@ class DpoStage(QloraStage[Dpo]):
 
     def _held_out(self, max_tokens: int) -> HeldOut:
         chosen = replace(self.data, held_out=chosen_answers(self.data.held_out))
-        return HeldOut.of(chosen, sequence_length=self.sequence_length, max_tokens=max_tokens)
+        group = self.context.processes.group
+        return HeldOut.of(chosen, sequence_length=self.sequence_length, max_tokens=max_tokens, group=group)
 
     def teacher_states(self, held_out: HeldOut) -> TeacherStates:
         with without_lora(self.model):

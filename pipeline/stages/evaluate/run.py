@@ -24,16 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def run(context: StageContext) -> Result[EvaluateDetails] | None:
-    """Measures everything in the main process. Publishes nothing."""
+    """Measures quality in all processes, the rest in the main one. Publishes nothing."""
     config: Evaluate = context.stage.config
     tokenizer = Tokenizer.load(context.model(config.model))
     data = context.data(config.data, tokenizer)
-    if not context.processes.is_main:
-        return None
-    sequence_length = context.data_set(config.data).sequence_length
-    held_out = HeldOut.of(data, sequence_length=sequence_length, max_tokens=config.held_out_tokens)
-    harness = _open_harness(config)
-    reports, parity = [], []
+    sequence_length, group = context.data_set(config.data).sequence_length, context.processes.group
+    held_out = HeldOut.of(data, sequence_length=sequence_length, max_tokens=config.held_out_tokens, group=group)
+    harness = _open_harness(config) if context.processes.is_main else _no_harness
+    reports = []
     reference: TeacherStates | None = None
     names = [config.against, config.model] if config.against else [config.model]
     for name in names:
@@ -41,7 +39,9 @@ def run(context: StageContext) -> Result[EvaluateDetails] | None:
         report, states = _quality(context, name, held_out, reference)
         reference = reference or states
         reports.append(report)
-        parity.append(check_parity(context.model(name), held_out.batches, choose_device()))
+    if not context.processes.is_main:
+        return None
+    parity = [check_parity(context.model(name), held_out.batches, choose_device()) for name in names]
     if config.against:
         reports.append(_pair(*reports))
     checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
@@ -101,7 +101,7 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
 def _open_harness(config: Evaluate) -> Callable[[StageContext, str], list[HarnessScore]]:
     """What puts the tasks of lm-evaluation-harness to a model; their data are read first, since they may be missing."""
     if not config.lm_eval.tasks:
-        return lambda context, name: []
+        return _no_harness
     from pipeline.stages.evaluate.harness import open_tasks, run_harness
 
     manager = open_tasks(config.lm_eval)
@@ -112,6 +112,10 @@ def _open_harness(config: Evaluate) -> Callable[[StageContext, str], list[Harnes
         return run_harness(context.model(name), config.lm_eval, manager, label=name, kept=kept)
 
     return scores
+
+
+def _no_harness(context: StageContext, name: str) -> list[HarnessScore]:
+    return []
 
 
 def _suite(context: StageContext, names: list[str]) -> tuple[Score, ...]:

@@ -64,7 +64,7 @@ class Start:
 
 
 def run(context: StageContext) -> Result[GqaDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     config: Gqa = context.stage.config
     check_dense(context, config.model)
     _check(load_config(context.model(config.model)), config)
@@ -72,19 +72,20 @@ def run(context: StageContext) -> Result[GqaDetails] | None:
     start, uptrained = _compare(stage)
     student = _trainable(stage, config.method)
     training = stage.train(student)
-    if not context.processes.is_main:
-        return None
-    if config.train == "adapters":
+    if config.train == "adapters" and context.processes.is_main:
         student = merge(student, dtype=torch.float32)
-    details = GqaDetails(
-        method=config.method,
-        groups=[plan.groups for plan in _load_plans(stage, config.method)],
-        compared=[Compared(method, start.converted[method], quality) for method, quality in uptrained.items()],
-        capacity=_capacity(load_config(context.model(config.model)), config),
-    )
+
+    def details() -> GqaDetails:
+        return GqaDetails(
+            method=config.method,
+            groups=[plan.groups for plan in _load_plans(stage, config.method)],
+            compared=[Compared(method, start.converted[method], quality) for method, quality in uptrained.items()],
+            capacity=_capacity(load_config(context.model(config.model)), config),
+        )
+
     measured = start.parent, start.converted[config.method]
     result = stage.finish_student(student, config.model, measured=measured, training=training, details=details)
-    return _with_decoding(stage, result) if result.output else result
+    return _with_decoding(stage, result) if result and result.output else result
 
 
 def setup(config: Gqa, shapes: Mapping[str, ModelConfig]) -> Setup:

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 ModStage = RecoveryStage[Mod]
 
-ROUTERS_NAME = "routers.safetensors"
+ROUTERS_NAME, CONVERTED_NAME = "routers.safetensors", "converted.json"
 PICTURED_TOKENS = 160
 """Of the piece of held-out text that the report shows token by token."""
 FLOPS_CONTEXT = 2048
@@ -52,11 +52,17 @@ FLOPS_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
-class Start:
-    """What is known before the first step of training."""
+class Converted:
+    """What conversion has decided; the routers that it fitted lie beside."""
 
     layers: tuple[int, ...]
     thresholds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Start(Converted):
+    """What is known before the first step of training."""
+
     parent: Quality
     converted: Quality
     """Right after conversion."""
@@ -65,24 +71,22 @@ class Start:
 
 
 def run(context: StageContext) -> Result[ModDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     config: Mod = context.stage.config
     check_dense(context, config.model)
     _check(load_config(context.model(config.model)), config)
     stage = ModStage(context, config.model)
-    start = context.start(Start, partial(_convert, stage))
-    student = _routed(stage, start)
+    start = context.start(Start, partial(_measure_start, stage))
+    student = _routed(stage, load_model(context.model(config.model)), start)
     leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     routing = RoutingConfig(config.capacity, config.anneal_fraction, config.auxiliary_weight)
     training = stage.train(student, routing=routing)
-    if not context.processes.is_main:
-        return None
-    if config.train == "adapters":
+    if config.train == "adapters" and context.processes.is_main:
         student = merge(student, dtype=torch.float32)
         stage.calibrate_routers(student)
-    details, measured = _describe(stage, student, start), (start.parent, start.converted)
+    details, measured = partial(_describe, stage, student, start), (start.parent, start.converted)
     result = stage.finish_student(student, config.model, measured=measured, training=training, details=details)
-    return _with_speeds(stage, result) if result.output else result
+    return _with_speeds(stage, result) if result and result.output else result
 
 
 def setup(config: Mod, shapes: Mapping[str, ModelConfig]) -> Setup:
@@ -111,8 +115,8 @@ def _check(model: ModelConfig, config: Mod) -> None:
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
-def _convert(stage: ModStage) -> Start:
-    """Chooses the layers, fits the routers, keeps these, and measures what is left."""
+def _convert(stage: ModStage) -> Converted:
+    """Chooses the layers, fits the routers, and keeps these."""
     config, parent = stage.config, stage.parent
     text = stage.training_text(config.calibration_tokens)
     costs = None
@@ -129,15 +133,20 @@ def _convert(stage: ModStage) -> Start:
     calibrate(student, text)
     routers = {name: weight.contiguous() for name, weight in student.state_dict().items() if ".router." in name}
     write_tensors(stage.context.folder / ROUTERS_NAME, routers)
-    held_out = stage.held_out
+    return Converted(layers, student.config.mixture_of_depths.thresholds if student.config.mixture_of_depths else ())
+
+
+def _measure_start(stage: ModStage) -> Start:
+    """Converts, and measures what is left."""
+    converted = stage.context.decided(stage.context.folder / CONVERTED_NAME, Converted, partial(_convert, stage))
+    held_out, student = stage.held_out, _routed(stage, stage.parent, converted)
     log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
-    states, capacities = stage.reference, dict.fromkeys(layers, config.capacity)
+    states, capacities = stage.reference, dict.fromkeys(converted.layers, stage.config.capacity)
     return Start(
-        layers=layers,
-        thresholds=student.config.mixture_of_depths.thresholds if student.config.mixture_of_depths else (),
+        **vars(converted),
         parent=held_out.quality_of(states),
         converted=held_out.quality(student, states),
-        random=held_out.quality(student, states, routing=RandomRouting(capacities)),
+        random=held_out.quality(student, states, routing=partial(RandomRouting, capacities)),
     )
 
 
@@ -150,14 +159,13 @@ def _mixture(config: Mod, layers: tuple[int, ...]) -> MixtureOfDepths:
     return MixtureOfDepths(config.route, layers, config.capacity)  # type: ignore[arg-type]  # the schema says which
 
 
-def _routed(stage: ModStage, start: Start) -> Transformer:
-    """The converted model as training begins with it."""
-    config, context = stage.config, stage.context
-    student = add_routers(load_model(context.model(config.model)), _mixture(config, start.layers))
+def _routed(stage: ModStage, parent: Transformer, converted: Converted) -> Transformer:
+    """A new model in the parent's dtype."""
+    student = add_routers(parent, _mixture(stage.config, converted.layers))
     with torch.no_grad():
-        for name, weight in load_file(context.folder / ROUTERS_NAME).items():
+        for name, weight in load_file(stage.context.folder / ROUTERS_NAME).items():
             student.get_parameter(name).copy_(weight)
-    set_thresholds(student, start.thresholds)
+    set_thresholds(student, converted.thresholds)
     return student
 
 
@@ -172,7 +180,8 @@ def _describe(stage: ModStage, student: Transformer, start: Start) -> ModDetails
     selected = measure_selections(model, held_out.batches)
     realised = selected.float().mean(1).tolist()
     log.info("layers select %.3f of the tokens, from %.3f to %.3f", _mean(realised), min(realised), max(realised))
-    random = held_out.quality(model, routing=RandomRouting(dict(zip(layers, realised, strict=True))))
+    by_layer = dict(zip(layers, realised, strict=True))
+    random = held_out.alone.quality(model, routing=partial(RandomRouting, by_layer))
     set_thresholds(model, (0.0,) * len(layers))
     learned = measure_selections(model, held_out.batches).float().mean(1).tolist()
     return ModDetails(

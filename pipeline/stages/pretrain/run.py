@@ -24,16 +24,14 @@ from pipeline.stages.shared.training import TrainingStage, write_model
 
 
 def run(context: StageContext) -> Result[PretrainDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     config: Pretrain = context.stage.config
     own = tokenizer(config, {name: entry.folder for name, entry in context.inputs.items()})
     model = Transformer(model_config(config.architecture, own))
     model.initialize(config.seed)
     stage = TrainingStage[Pretrain](context, own)
     training = stage.train(model)
-    if not context.processes.is_main:
-        return None
-    details = _describe(stage, model, trained_tokens=training.tokens)
+    details = partial(_describe, stage, model, trained_tokens=training.tokens)
     return stage.finish(partial(write_model, model, own), training=training, details=details)
 
 

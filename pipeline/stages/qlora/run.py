@@ -64,7 +64,7 @@ class Start:
 
 
 def run(context: StageContext) -> Result[QloraDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     return run_adapted(context, QloraStage)
 
 
@@ -81,8 +81,6 @@ def run_adapted(context: StageContext, kind: type[QloraStage[Q]]) -> Result[Qlor
     start = context.start(Start, partial(_measure_start, stage, base))
     model = stage.load_adapted(base, config.adapter, dense=source)
     training = stage.train(model)
-    if not context.processes.is_main:
-        return None
     # The base becomes a parent of what is published, so that the two are known to belong together.
     inputs = {**context.inputs, f"{config.out}, base": Input(base, open_artifact(base, verify=False).digest)}
     stage.context = replace(context, inputs=inputs)
@@ -156,21 +154,25 @@ def _measure_start(stage: QloraStage[Q], base: Path) -> Start:
 # --- after -----------------------------------------------------------------------------------------------------------
 
 
-def _publish(stage: QloraStage[Q], start: Start, model: Transformer, training: TrainingResult) -> Result[QloraDetails]:
-    config, context, adapter, model = stage.config, stage.context, stage.config.adapter, model.to(choose_device())
+def _publish(
+    stage: QloraStage[Q], start: Start, model: Transformer, training: TrainingResult
+) -> Result[QloraDetails] | None:
+    config, context, adapter = stage.config, stage.context, stage.config.adapter
     tokenizer = Tokenizer.load(context.model(config.model))
-    merges = _measure_merges(stage, model)
-    details = QloraDetails(
-        adapter=AdapterSize(
-            rank=adapter.rank,
-            layers=len(adapted_layers(model)),
-            parameters=trained_numbers(model),
-        ),
-        quantized=_quantized_size(model),
-        merges=merges,
-        max_merge_kl=config.max_merge_kl,
-        publish=config.publish,
-    )
+    merges = _measure_merges(stage, model.to(choose_device())) if stage.has_trained else []
+
+    def details() -> QloraDetails:
+        return QloraDetails(
+            adapter=AdapterSize(
+                rank=adapter.rank,
+                layers=len(adapted_layers(model)),
+                parameters=trained_numbers(model),
+            ),
+            quantized=_quantized_size(model),
+            merges=merges,
+            max_merge_kl=config.max_merge_kl,
+            publish=config.publish,
+        )
 
     def write(folder: Path) -> None:
         if config.publish == "adapter":
@@ -193,10 +195,11 @@ def _measure_merges(stage: QloraStage[Q], model: Transformer) -> list[MergedQual
     }
     if stage.config.quantization != NO_FORMAT:
         ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE).to(model.dtype)
-    states = stage.held_out.states(model)
+    held_out = stage.for_trained(stage.held_out)
+    states = held_out.states(model)
     rows = []
     for way, make in ways.items():
-        quality = stage.held_out.quality(make(), states)
+        quality = held_out.quality(make(), states)
         kl = quality.kl.value if quality.kl else math.nan
         log.info("%s: perplexity %.3f, KL %.5f to base with adapter", way, quality.perplexity, kl)
         rows.append(MergedQuality(**vars(quality), way=way))

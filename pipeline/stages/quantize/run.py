@@ -40,7 +40,6 @@ from model.quantized import quantized_layers, set_quantized
 from model.training_memory import Rounding, Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.files import write_atomically
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.results import Quality, Result
 from pipeline.stages.quantize.config import Quantize
@@ -112,13 +111,12 @@ class QuantizeStage(RecoveryStage[Quantize]):
 
     @cached_property
     def costs(self) -> list[LayerCost]:
-        """What rounding costs, layer by layer, where a budget is spent by it: asked once, by the main process."""
-        if self.config.average_bits is None:
+        """What rounding costs, layer by layer, where a budget is spent by it; all processes ask for it together."""
+        bits = self.config.average_bits
+        if bits is None:
             return []
         path = self.context.folder / COSTS_NAME
-        if not path.exists():
-            write_atomically(path, msgspec.json.encode(_layer_costs(self, self.config.average_bits)))
-        return msgspec.json.decode(path.read_bytes(), type=list[LayerCost])
+        return self.context.decided(path, list[LayerCost], lambda: _layer_costs(self, bits))
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Start:
 
 
 def run(context: StageContext) -> Result[QuantizeDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     config: Quantize = context.stage.config
     check_dense(context, config.model)
     stage = QuantizeStage(context, config.model)
@@ -139,14 +137,12 @@ def run(context: StageContext) -> Result[QuantizeDetails] | None:
     student, reports = _rounded(stage, config.method)
     _calibrate_routers(stage, student)
     training = _recover(stage, student)
-    if config.has_static_cache:
+    if config.has_static_cache and context.processes.is_main:
         text = stage.calibration_text(config.calibration_tokens)
         stage.cache_scales = calibrated_cache_scales(stage.published_form(student), text)
-    if not context.processes.is_main:
-        return None
-    if training.steps:
+    if training.steps and context.processes.is_main:
         _tell_changes(stage, student)
-    details = _details(stage, student, start, reports)
+    details = partial(_details, stage, student, start, reports)
     measured = start.parent, start.rounded[0].quality
     return stage.finish_student(student, config.model, measured=measured, training=training, details=details)
 
@@ -263,7 +259,10 @@ def _measure_start(stage: QuantizeStage) -> Start:
 
 
 def _measured(stage: QuantizeStage, method: str) -> Rounded:
-    model, reports = _round(stage, method)
+    _ = stage.formats  # of all processes
+    found = _round(stage, method) if stage.context.processes.is_main else None
+    stage.context.processes.wait()
+    model, reports = found or _rounded(stage, method)
     _calibrate_routers(stage, model)
     quality = stage.held_out.quality(stage.published_form(model), stage.reference)
     log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)

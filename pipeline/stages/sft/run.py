@@ -6,6 +6,7 @@ measure → train → merge the adapter, if there is one
 import logging
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from compress.lora import merge, merged_weights
 from model.config import ModelConfig
@@ -24,7 +25,7 @@ SftStage = TrainingStage[Sft]
 
 
 def run(context: StageContext) -> Result[TrainingDetails] | None:
-    """Trains in all processes; the main one measures, publishes, and returns the result."""
+    """Trains and measures in all processes; the main one publishes, and returns the result."""
     config: Sft = context.stage.config
     check_dense(context, config.model)
     source = context.model(config.model)
@@ -35,12 +36,12 @@ def run(context: StageContext) -> Result[TrainingDetails] | None:
     if config.adapter is not None:
         merged_weights(model)  # an adapter that cannot be merged is refused now, not after training
     training = stage.train(model)
-    if not context.processes.is_main:
-        return None
-    whole = model if config.adapter is None else merge(model, dtype=PUBLISHED_DTYPE)
-    return stage.finish(
-        partial(write_model, whole, tokenizer), training=training, details=TrainingDetails(), before=[before]
-    )
+
+    def write(folder: Path) -> None:
+        whole = model if config.adapter is None else merge(model, dtype=PUBLISHED_DTYPE)
+        write_model(whole, tokenizer, folder)
+
+    return stage.finish(write, training=training, details=TrainingDetails, before=[before])
 
 
 def setup(config: Sft, shapes: Mapping[str, ModelConfig]) -> Setup:

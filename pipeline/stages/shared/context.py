@@ -76,10 +76,18 @@ class StageContext:
         return self.measured(self.folder / START_NAME, kind, measure)
 
     def measured(self, path: Path, kind: type[T], measure: Callable[[], T]) -> T:
-        """A dataclass `kind` that the main process measures once and keeps at `path`, in every process."""
+        """A `kind` that all processes measure together once, and the main one keeps at `path`."""
+        if self.processes.agree(int(not path.exists())):
+            found = measure()
+            if self.processes.is_main:
+                _keep(path, found)
+        self.processes.wait()
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+
+    def decided(self, path: Path, kind: type[T], decide: Callable[[], T]) -> T:
+        """The same that the main process finds alone while the others wait."""
         if self.processes.is_main and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, msgspec.json.encode(measure()))
+            _keep(path, decide())
         self.processes.wait()
         return msgspec.json.decode(path.read_bytes(), type=kind)
 
@@ -169,6 +177,11 @@ class StageContext:
             answers=tuple(answers),
             details=details,
         )
+
+
+def _keep(path: Path, found: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, msgspec.json.encode(found))
 
 
 def prepare_data(source: DataSource, tokenizer: Tokenizer, cache: Path, processes: Processes) -> PreparedData:

@@ -105,7 +105,17 @@ class TrainingStage(Generic[C]):
         return held_out.states(self.teacher)
 
     def _held_out(self, max_tokens: int) -> HeldOut:
-        return HeldOut.of(self.data, sequence_length=self.sequence_length, max_tokens=max_tokens)
+        group = self.context.processes.group
+        return HeldOut.of(self.data, sequence_length=self.sequence_length, max_tokens=max_tokens, group=group)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process has a model that was trained: of one in shards the main process alone gets the whole."""
+        return self.mesh.shard == 1 or self.context.processes.is_main
+
+    def for_trained(self, held_out: HeldOut) -> HeldOut:
+        """The same text as it is measured by those that have."""
+        return held_out if self.mesh.shard == 1 else held_out.alone
 
     def training_text(self, tokens: int = CALIBRATION_TOKENS) -> Sequence[Batch]:
         """The first `tokens` of the training text: what structure is decided on."""
@@ -198,7 +208,7 @@ class TrainingStage(Generic[C]):
         """What the loop calls now and then: held-out figures of the model as it would be published now."""
         if self.config.evaluate_every_tokens is None:
             return None
-        held_out = self._held_out(min(CURVE_TOKENS, self.config.held_out_tokens))
+        held_out = self._held_out(min(CURVE_TOKENS, self.config.held_out_tokens)).alone
         reference = None if self.teacher_name is None else self.teacher_states(held_out)
 
         def measure(model: Transformer) -> dict[str, float]:
@@ -219,7 +229,7 @@ class TrainingStage(Generic[C]):
 
     def calibrate_routers(self, model: Transformer) -> None:
         """Sets the thresholds of routers that have learned as suits the rounded weights, where the model is whole."""
-        if not learns_routing(model) or (self.mesh.shard > 1 and not self.context.processes.is_main):
+        if not self.has_trained or not learns_routing(model):
             return
         calibrated = self.published_form(model).config.mixture_of_depths
         set_thresholds(model, calibrated.thresholds if calibrated else ())
@@ -231,23 +241,29 @@ class TrainingStage(Generic[C]):
         write: Callable[[Path], None],
         *,
         training: TrainingResult,
-        details: D,
+        details: Callable[[], D],
         before: Sequence[ModelReport] = (),
         untrained: Quality | None = None,
         more_checks: Sequence[Check] = (),
-    ) -> Result[D]:
-        """Lets `write` fill the candidate, measures it, and publishes it if parity and gates allow. Main process only.
+    ) -> Result[D] | None:
+        """Lets `write` fill the candidate, measures it, and publishes it if parity and gates allow.
 
-        `before` are rows of models that were measured already, the last of them that of the model before training;
-        `untrained`, its quality then, makes such a row, of the sizes that it has now.
+        All processes measure; the main one writes, asks for `details`, and returns the result. `before` are rows of
+        models that were measured already, the last of them that of the model before training; `untrained`, its quality
+        then, makes such a row, of the sizes that it has now.
         """
         context, config = self.context, self.config
         candidate = context.folder / "candidate"
-        shutil.rmtree(candidate, ignore_errors=True)
-        write(candidate)
+        if context.processes.is_main:
+            shutil.rmtree(candidate, ignore_errors=True)
+            write(candidate)
+        context.processes.wait()
         log.info("measuring %s after training", config.out)
         published = load_published(candidate)
         quality = self._quality(published, None if training.steps else untrained)
+        context.processes.wait()  # all have read what moves when it is published
+        if not context.processes.is_main:
+            return None
         after = describe_model(config.out, published, quality, kv_cache_dtype=self.kv_cache_dtype)
         if untrained is not None:
             label = f"{config.out}, before"
@@ -258,7 +274,7 @@ class TrainingStage(Generic[C]):
         if worse:
             log.warning("training made %s worse: %s; %s", config.out, worse, self.remedy())
         parity = check_parity(candidate, self.held_out.batches, published.device)
-        details, own_checks = self.examine(published, details)
+        found, own_checks = self.examine(published, details())
         checks = (*check_gate(config.gate, quality, known), *more_checks, *own_checks)
         for check in checks:
             log.info("%s", describe(check))
@@ -276,7 +292,7 @@ class TrainingStage(Generic[C]):
             gate=checks,
             parity=parity,
             training=(training.tokens, training.seconds),
-            details=replace(details, steps=training.steps, skipped_steps=training.skipped),
+            details=replace(found, steps=training.steps, skipped_steps=training.skipped),
         )
 
     def examine(self, published: Transformer, details: D) -> tuple[D, Sequence[Check]]:
@@ -311,7 +327,7 @@ class RecoveryStage(TrainingStage[R]):
         super().__init__(context, Tokenizer.load(context.model(teacher or str(tokens_of))))
         self.teacher_name = teacher
         if teacher is not None and self.mesh.shard > 1:
-            _ = self.reference  # by all processes, which hold the teacher together; only one of them asks for it later
+            _ = self.reference  # by all processes, which hold the teacher together
 
     @cached_property
     def teacher(self) -> Transformer:  # type: ignore[override]  # made when first asked for
@@ -354,13 +370,12 @@ class RecoveryStage(TrainingStage[R]):
             log.info("training %s briefly, for comparison", folder.name)
             student = make()
             self.train(student, folder=folder, tokens=tokens)
-            measure = partial(self._quality_as_published, student)
-            self.context.measured(kept, Quality, measure)
+            held_out, is_sharded = self.for_trained(self.held_out), self.mesh.shard > 1
+            states = self.teacher_states(held_out) if is_sharded else self.reference
+            keep = self.context.decided if is_sharded else self.context.measured
+            keep(kept, Quality, lambda: held_out.quality(self.published_form(student), states))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return msgspec.json.decode(kept.read_bytes(), type=Quality)
-
-    def _quality_as_published(self, model: Transformer) -> Quality:
-        return self.held_out.quality(self.published_form(model), self.reference)
 
     def finish_student(
         self,
@@ -369,8 +384,8 @@ class RecoveryStage(TrainingStage[R]):
         *,
         measured: tuple[Quality | None, Quality],
         training: TrainingResult,
-        details: D,
-    ) -> Result[D]:
+        details: Callable[[], D],
+    ) -> Result[D] | None:
         """`finish` of a student with the tokenizer of the model `origin`.
 
         `measured`: the quality of the teacher, if it is here, and that of the student before training.
