@@ -2,6 +2,8 @@
 
 A block of ```yaml whose first line is a comment with a file's name is that file; a block of ```sh is run; ```text is
 only shown. What readers bring, `my-model`, `chat.jsonl` and others, is made here, and numbers of tokens are made small.
+With `--all-trials` they bring a model of each family, conversations in each form, and run recipes on two processes too;
+what they then see on their screens is left as `transcript.txt` in the folder of the test (`--basetemp FOLDER`).
 """
 
 import json
@@ -11,21 +13,58 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import yaml
+from datasets import Dataset
 
+from model.files.checkpoint import load_config
+from model.formats.gguf.architectures import check_fits
+from model.text.gguf_tokenizer import GGUFError
 from pipeline.recipe import load_recipe
 from pipeline.report.front import latency_chart
 from pipeline.results import ModelReport
+from tests import trials
 from tests.forked_command import potstill_in
+from tests.model.test_families import FAMILIES, their_model
 from tests.pipeline.tiny_run import ROOT, WORDS, write_teacher, write_text
 
 DOCS = ROOT / "docs"
+BROUGHT = [("tiny llama", "messages.jsonl", 1)]
+"""What readers bring to every run of the tests: a family, conversations, and processes to run recipes with."""
+ROWS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "messages": lambda asked, said: {
+        "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    },
+    "sharegpt": lambda asked, said: {
+        "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]
+    },
+    "alpaca": lambda asked, said: {"instruction": asked, "output": said},
+    "prompts": lambda asked, said: {"prompt": asked, "completion": said},
+}
+LARGER = {"vocab_size": 320, "intermediate_size": 64, "max_position_embeddings": 512}
+"""Than the models of other tests: what the tokenizer and groups of 32 weights need."""
+KINDS = [
+    "sharegpt.json",
+    "alpaca.jsonl.gz",
+    "prompts.csv",
+    "messages.parquet",
+    "sharegpt",
+    "prompts.jsonl.zst",
+    "alpaca.csv.gz",
+]
+EVERYTHING = [
+    (family, KINDS[(number + processes) % len(KINDS)], processes)
+    for number, family in enumerate(FAMILIES)
+    for processes in (1, 2)
+]
 GUIDES = ["your-model", "your-data", "sizing", "many-gpus", "serving", "troubleshooting"]
 """In the order in which they are read; what one makes the later ones use."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -60,9 +99,12 @@ def files(guide: str) -> Iterator[tuple[str, str]]:
             yield name[1], text
 
 
-def commands(guide: str, port: int) -> str:
+def commands(guide: str, port: int, processes: int) -> str:
     """A script of all that a guide tells to run, at a free port and with numbers that take no time."""
     text = "".join(text for language, text in blocks(guide) if language == "sh")
+    if processes > 1:
+        launched = f"torchrun --standalone --nproc_per_node {processes} -m pipeline run"
+        text = re.sub(r"^potstill run", launched, text, flags=re.MULTILINE)
     text = re.sub(r"(\w+)=\d[\d.]*[kM]\b", lambda found: f"{found[1]}={MORE.get(found[1], SMALL[found[1]])}", text)
     return text.replace(":8000", f":{port}").replace("--port 8000", f"--port {port}")
 
@@ -77,49 +119,86 @@ def smaller(part: Any) -> Any:
     return small | {"evaluate": small["evaluate"] | {"speed": SMALL["speed"]}} if "evaluate" in small else small
 
 
-def write_what_readers_bring(home: Path) -> None:
+def write_what_readers_bring(home: Path, family: str, conversations: str) -> None:
     write_teacher(home / "my-model")
+    if family in FAMILIES:
+        their_model(family, **LARGER).save_pretrained(home / "my-model")
     write_text(home / "notes", documents=80, words=20)
-    generator = random.Random(0)
-    sentence = lambda: " ".join(generator.choice(WORDS) for _ in range(12))  # noqa: E731
-    rows = [[{"role": role, "content": sentence()} for role in ("user", "assistant")] for _ in range(150)]
-    (home / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    write_conversations(home / conversations)
     (home / "configs").symlink_to(ROOT / "configs")
+
+
+def write_conversations(path: Path) -> None:
+    """150 of them in rows and a file of the kinds that its name tells."""
+    generator = random.Random(0)
+    said = [[" ".join(generator.choice(WORDS) for _ in range(12)) for _ in range(2)] for _ in range(150)]
+    kind, *suffixes = path.name.split(".")
+    rows = [ROWS[kind](*words) for words in said]
+    if not suffixes:
+        Dataset.from_list(rows).save_to_disk(path)
+    elif suffixes == ["parquet"]:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        with pyarrow.output_stream(path, compression="detect") as file:
+            if suffixes[0] == "csv":
+                pyarrow.csv.write_csv(pyarrow.Table.from_pylist(rows), file)
+            else:
+                text = json.dumps(rows) if suffixes[0] == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+                file.write(text.encode())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_command_of_the_guides_does_what_they_say(tmp_path: Path) -> None:
-    write_what_readers_bring(tmp_path)
+@pytest.mark.parametrize(("family", "conversations", "processes"), EVERYTHING if trials.in_full else BROUGHT)
+def test_every_command_of_the_guides_does_what_they_say(
+    family: str, conversations: str, processes: int, tmp_path: Path
+) -> None:
+    write_what_readers_bring(tmp_path, family, conversations)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    binaries, cache = Path(sys.executable).parent, tmp_path / "cache"
-    (cache / "potstill").mkdir(parents=True)
-    compiled = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill" / "compiled"
-    (cache / "potstill" / "compiled").symlink_to(compiled)  # what the other tests have compiled
-    environment = os.environ | {
-        "PATH": f"{binaries}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "XDG_CACHE_HOME": str(cache),
-    }
     (tmp_path / "forks").mkdir()
-    with potstill_in(tmp_path / "forks") as potstill:
-        environment["PATH"] = f"{potstill}:{environment['PATH']}"
+    with potstill_in(tmp_path / "forks") as potstill, (tmp_path / "transcript.txt").open("w") as transcript:
+        environment = variables(tmp_path / "cache", potstill)
         for guide in GUIDES:
             for name, text in files(guide):
-                (tmp_path / name).write_text(yaml.safe_dump(smaller(yaml.safe_load(text)), sort_keys=False))
+                recipe = smaller(yaml.safe_load(text.replace("chat.jsonl", conversations)))
+                (tmp_path / name).write_text(yaml.safe_dump(recipe, sort_keys=False))
+            script = commands(guide, port, processes)
+            if not is_known_to_llama_cpp(tmp_path / "my-model"):
+                script = "".join(line for line in script.splitlines(keepends=True) if ".gguf" not in line)
             done = subprocess.run(
-                ["bash", "-euxo", "pipefail", "-c", commands(guide, port)],
+                ["bash", "-euxo", "pipefail", "-c", script],
                 cwd=tmp_path,
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+            transcript.write(f"# docs/{guide}.md\n\n{done.stdout}\n")
             assert done.returncode == 0, f"docs/{guide}.md: {done.stdout[-4000:]}"
             assert "Traceback" not in done.stdout and "Warning" not in done.stdout, f"docs/{guide}.md: {done.stdout}"
+
+
+def variables(cache: Path, potstill: Path) -> dict[str, str]:
+    """Of a reader's shell, whose cache has nothing but what the other tests have compiled."""
+    compiled = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill" / "compiled"
+    (cache / "potstill").mkdir(parents=True)
+    (cache / "potstill" / "compiled").symlink_to(compiled)
+    return os.environ | {
+        "PATH": f"{potstill}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(cache),
+    }
+
+
+def is_known_to_llama_cpp(folder: Path) -> bool:
+    try:
+        check_fits(load_config(folder))
+    except GGUFError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("guide", GUIDES)

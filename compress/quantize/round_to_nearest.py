@@ -37,7 +37,7 @@ def formats_of_layers(
     """By name, of the layers that will be quantized, in the model's order: the decoder's projections, in `format`.
 
     Embedding and head only where `overrides` names them; the head of tied embeddings is the embedding. Raises
-    QuantizationError for a pattern that matches nothing and for an embedding in a format that holds none.
+    QuantizationError for a pattern that matches nothing, and for a layer that its format cannot hold.
     """
     with torch.device("meta"):
         modules = {name: m for name, m in Transformer(config).named_modules() if isinstance(m, Linear | Embedding)}
@@ -51,6 +51,10 @@ def formats_of_layers(
     for name, one in chosen.items():
         if isinstance(modules[name], Embedding) and not one.holds_embeddings:
             raise QuantizationError(f"{one.title} holds no embeddings; leave {name} dense, or choose another format.")
+        try:
+            one.check_row(modules[name].weight.shape[1])
+        except ValueError as reason:
+            raise QuantizationError(f"{name} cannot be quantized: {reason}") from None
     return chosen
 
 

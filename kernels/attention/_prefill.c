@@ -5,9 +5,12 @@
    Under a soft cap a score s becomes cap · tanh(s / cap).
 
    A task is QUERIES queries and up to HEADS query heads that share a key/value head. It takes KEYS keys at a time, from
-   positions that are multiples of KEYS: they are copied out of their pages as fp32 and folded into a running softmax
+   positions that are multiples of KEYS: they are copied out of their pages and folded into a running softmax
    (https://arxiv.org/abs/2205.14135) of each tile of rows. Rows are lanes, so a row's result has the same bits whatever
    is beside it: in any batch, with any number of threads, and however a prompt is cut into chunks.
+
+   Words are multiplied: fp32 numbers or, `in_pairs`, two of bf16, if all is bf16 and the processor can. Neighbours in a
+   query and a key make a pair, and neighbouring keys, whose probabilities then become bf16, in probabilities and values.
 
    Legend: T queries of all sequences, S sequences, Hq query heads, Hkv key/value heads, d head dim (a multiple of 8); a
    row is one head of one query.
@@ -16,10 +19,11 @@
 #include <stdlib.h>
 
 #include "../common/floats.h"
+#include "../common/pairs.h"
 #include "../common/wide.h"
 
 enum { QUERIES = 64, HEADS = 4, KEYS = 64, PARTS = 3, ROWS = PARTS * WIDTH, STEP = 4 };
-enum { TILES = (QUERIES * HEADS + ROWS - 1) / ROWS, ALIGNMENT = 64, CODES = 2 };
+enum { TILES = (QUERIES * HEADS + ROWS - 1) / ROWS, ALIGNMENT = 64, CODES = 2, MOST_D = 256 };
 
 typedef struct {
     int64_t table;   /* row of the block tables */
@@ -55,7 +59,8 @@ typedef struct {
 
 /* What a thread works with. */
 typedef struct {
-    float *queries, *sums, *k, *v;    /* [TILES, d, ROWS], twice; [KEYS, d], twice */
+    float *queries, *k, *v;           /* words [TILES, d, ROWS], [KEYS, d] twice; of pairs half of d, d, and of KEYS */
+    float *sums;                      /* [TILES, d, ROWS] */
     Wide scores[KEYS][PARTS];
     Wide top[TILES][PARTS], total[TILES][PARTS]; /* highest score so far, sum of 2^(score - top) */
     Lanes last[TILES][PARTS];         /* position of each row's own key; -1: there is no such row */
@@ -72,67 +77,104 @@ INLINE const void *query_of(const Batch *batch, const Task *task, int64_t row) {
     return at(batch->dtype, batch->q, token * batch->q_token + head * batch->q_head);
 }
 
-/* Turns the rows so that neighbours lie side by side, times the scale; lanes without a row are zero and see nothing. */
-INLINE void begin(const Batch *batch, Task *task) {
-    int64_t rows = task->count * task->heads, d = batch->d;
+/* Turns the rows so that neighbours lie side by side; lanes without a row are zero and see nothing. */
+INLINE void begin(const Batch *batch, Task *task, bool in_pairs) {
+    int64_t rows = task->count * task->heads, d = batch->d, words = in_pairs ? d / 2 : d;
+    float query[MOST_D];
     for (int64_t row = 0; row < TILES * ROWS && row / ROWS * ROWS < rows; row++) {
         int64_t tile = row / ROWS, lane = row % ROWS;
-        float *to = task->queries + tile * d * ROWS + lane, part[LANES];
+        float *to = task->queries + tile * words * ROWS + lane;
         ((int32_t *)task->last[tile])[lane] = row < rows ? own_key(task, row) : -1;
-        for (int64_t c = 0; c < d; c += LANES) {
-            Floats x = every(0);
-            if (row < rows) x = load(batch->dtype, at(batch->dtype, query_of(batch, task, row), c));
-            put_floats(part, times(x, every(batch->scale)));
-            for (int i = 0; i < LANES; i++) to[(c + i) * ROWS] = part[i];
-        }
+        if (row >= rows)
+            memset(query, 0, sizeof(float) * words);
+        else if (in_pairs)
+            memcpy(query, query_of(batch, task, row), sizeof(float) * words);
+        else
+            for (int64_t c = 0; c < d; c += LANES)
+                put_floats(query + c, load(batch->dtype, at(batch->dtype, query_of(batch, task, row), c)));
+        for (int64_t c = 0; c < words; c++) to[c * ROWS] = query[c];
         ((float *)task->top[tile])[lane] = -__builtin_inff();
         ((float *)task->total[tile])[lane] = 0;
     }
     memset(task->sums, 0, sizeof(float) * d * ROWS * ((rows + ROWS - 1) / ROWS));
 }
 
+INLINE const void *row_of(const Cached *cached, int64_t slot, int64_t head) {
+    int64_t size = cached->kind == CODES ? 1 : size_of(cached->kind);
+    return (const char *)cached->rows + (slot * cached->slot + head * cached->head) * size;
+}
+
+/* As fp32; of no slot, zeros. */
 INLINE void copy_row(const Batch *batch, const Cached *cached, int64_t slot, int64_t head, float *to) {
-    int64_t place = slot * cached->slot + head * cached->head, d = batch->d;
-    if (cached->kind == CODES) {
-        const uint8_t *codes = (const uint8_t *)cached->rows + place;
-        float scale = cached->scales[slot * batch->kv_heads + head];
-        for (int64_t c = 0; c < d; c++) to[c] = batch->values[codes[c]] * scale;
+    int64_t d = batch->d;
+    if (slot < 0) {
+        memset(to, 0, sizeof(float) * d);
         return;
     }
-    for (int64_t c = 0; c < d; c += LANES)
-        put_floats(to + c, load(cached->kind, at(cached->kind, cached->rows, place + c)));
+    const void *row = row_of(cached, slot, head);
+    if (cached->kind == CODES) {
+        float scale = cached->scales[slot * batch->kv_heads + head];
+        for (int64_t c = 0; c < d; c++) to[c] = batch->values[((const uint8_t *)row)[c]] * scale;
+        return;
+    }
+    for (int64_t c = 0; c < d; c += LANES) put_floats(to + c, load(cached->kind, at(cached->kind, row, c)));
+}
+
+/* Two keys as they are, and their values, bf16 both, as pairs of neighbouring keys. */
+INLINE void copy_pair(const Batch *batch, const int64_t *slots, int64_t head, float *k, float *v) {
+    static const uint16_t nothing[MOST_D];
+    const uint16_t *values[2];
+    for (int i = 0; i < 2; i++) {
+        const void *key = slots[i] < 0 ? nothing : row_of(&batch->k, slots[i], head);
+        memcpy(k + i * batch->d / 2, key, sizeof(uint16_t) * batch->d);
+        values[i] = slots[i] < 0 ? nothing : row_of(&batch->v, slots[i], head);
+    }
+    for (int64_t c = 0; c < batch->d; c++) {
+        uint32_t pair = values[0][c] | (uint32_t)values[1][c] << 16;
+        memcpy(v + c, &pair, sizeof pair);
+    }
 }
 
 /* Keys and values of KEYS positions; where no row of the task looks they are zero, whatever lies there. */
-INLINE void copy_keys(const Batch *batch, Task *task, int64_t kv_head, int64_t first, int64_t low, int64_t high) {
+INLINE void copy_keys(
+    const Batch *batch, Task *task, int64_t kv_head, int64_t first, int64_t low, int64_t high, bool in_pairs
+) {
     const Plan *plan = batch->plan;
     const int32_t *table = plan->tables + task->owner->table * plan->table_stride;
-    for (int64_t j = 0; j < KEYS; j++) {
-        int64_t position = first + j;
-        float *k = task->k + j * batch->d, *v = task->v + j * batch->d;
-        if (position < low || position >= high) {
-            memset(k, 0, sizeof(float) * batch->d);
-            memset(v, 0, sizeof(float) * batch->d);
+    int64_t d = batch->d;
+    for (int64_t j = 0; j < KEYS; j += 2) {
+        int64_t slots[2];
+        for (int i = 0; i < 2; i++) {
+            int64_t position = first + j + i;
+            bool seen = position >= low && position < high;
+            slots[i] = seen ? table[position / plan->page] * plan->page + position % plan->page : -1;
+        }
+        if (in_pairs) {
+            copy_pair(batch, slots, kv_head, task->k + j * d / 2, task->v + j * d / 2);
             continue;
         }
-        int64_t slot = table[position / plan->page] * plan->page + position % plan->page;
-        copy_row(batch, &batch->k, slot, kv_head, k);
-        copy_row(batch, &batch->v, slot, kv_head, v);
+        for (int i = 0; i < 2; i++) {
+            copy_row(batch, &batch->k, slots[i], kv_head, task->k + (j + i) * d);
+            copy_row(batch, &batch->v, slots[i], kv_head, task->v + (j + i) * d);
+        }
     }
 }
 
-/* The scores of a tile's rows at keys [low, high) of those copied. */
-INLINE void score(Task *task, const float *queries, int64_t d, int64_t low, int64_t high) {
+/* The scores of a tile's rows, of so many words, at keys [low, high) of those copied. */
+INLINE void score(
+    Task *task, const float *queries, int64_t words, float scale, int64_t low, int64_t high, bool in_pairs
+) {
     for (int64_t j = low; j < high; j += STEP) {
         Wide sums[STEP][PARTS] = {0};
-        const float *key = task->k + j * d;
-        for (int64_t c = 0; c < d; c++) {
+        const float *key = task->k + j * words;
+        for (int64_t c = 0; c < words; c++) {
             const Wide *query = (const Wide *)(queries + c * ROWS);
             UNROLLED(int i = 0; i < STEP; i++)
-                UNROLLED(int w = 0; w < PARTS; w++) sums[i][w] += query[w] * key[i * d + c];
+                UNROLLED(int w = 0; w < PARTS; w++)
+                    sums[i][w] = plus_product(in_pairs, sums[i][w], query[w], key[i * words + c]);
         }
         UNROLLED(int i = 0; i < STEP; i++)
-            UNROLLED(int w = 0; w < PARTS; w++) task->scores[j + i][w] = sums[i][w];
+            UNROLLED(int w = 0; w < PARTS; w++) task->scores[j + i][w] = sums[i][w] * scale;
     }
 }
 
@@ -151,30 +193,38 @@ INLINE void hide(Task *task, const Lanes *last, int64_t window, int64_t first, i
         }
 }
 
-/* Scores become probabilities times 2^-top. `shrink`: what the sums so far are to be multiplied with. */
-INLINE void exponentiate(Task *task, int64_t tile, int64_t low, int64_t high, Wide *shrink) {
+/* Scores become probabilities times 2^-top, as words. `shrink`: what the sums so far are to be multiplied with. */
+INLINE void exponentiate(Task *task, int64_t tile, int64_t low, int64_t high, Wide *shrink, bool in_pairs) {
     UNROLLED(int w = 0; w < PARTS; w++) {
         Wide top = task->top[tile][w];
         for (int64_t j = low; j < high; j++) top = highest_of(top, task->scores[j][w]);
         Wide finite = chosen(top == all(-__builtin_inff()), all(0), top); /* of a row that has seen no key */
         shrink[w] = exp2_wide(task->top[tile][w] - finite);
         Wide total = all(0);
-        for (int64_t j = low; j < high; j++) {
-            task->scores[j][w] = exp2_wide(task->scores[j][w] - finite);
-            total += task->scores[j][w];
+        for (int64_t j = low; j < high; j += 2) {
+            Wide even = exp2_wide(task->scores[j][w] - finite), odd = exp2_wide(task->scores[j + 1][w] - finite);
+            if (in_pairs) {
+                Wide pair = task->scores[j / 2][w] = paired(even, odd);
+                even = first_of_pairs(pair), odd = second_of_pairs(pair);
+            } else {
+                task->scores[j][w] = even, task->scores[j + 1][w] = odd;
+            }
+            total = total + even + odd;
         }
         task->top[tile][w] = top;
         task->total[tile][w] = task->total[tile][w] * shrink[w] + total;
     }
 }
 
-INLINE void mix(Task *task, float *out, int64_t d, int64_t low, int64_t high, const Wide *shrink) {
+/* `low` and `high` of words. */
+INLINE void mix(Task *task, float *out, int64_t d, int64_t low, int64_t high, const Wide *shrink, bool in_pairs) {
     for (int64_t c = 0; c < d; c += STEP) {
         Wide sums[STEP][PARTS] = {0}, *so_far = (Wide *)(out + c * ROWS);
         for (int64_t j = low; j < high; j++) {
             const float *value = task->v + j * d + c;
             UNROLLED(int i = 0; i < STEP; i++)
-                UNROLLED(int w = 0; w < PARTS; w++) sums[i][w] += task->scores[j][w] * value[i];
+                UNROLLED(int w = 0; w < PARTS; w++)
+                    sums[i][w] = plus_product(in_pairs, sums[i][w], task->scores[j][w], value[i]);
         }
         UNROLLED(int i = 0; i < STEP; i++)
             UNROLLED(int w = 0; w < PARTS; w++)
@@ -183,19 +233,20 @@ INLINE void mix(Task *task, float *out, int64_t d, int64_t low, int64_t high, co
 }
 
 /* Folds the keys that were copied, from position `first` on, into a tile of rows. */
-INLINE void attend(const Batch *batch, Task *task, int64_t tile, int64_t first) {
-    int64_t d = batch->d, window = batch->plan->window, rows = task->count * task->heads;
+INLINE void attend(const Batch *batch, Task *task, int64_t tile, int64_t first, bool in_pairs) {
+    int64_t d = batch->d, words = in_pairs ? d / 2 : d, window = batch->plan->window, rows = task->count * task->heads;
     int64_t earliest = own_key(task, tile * ROWS), latest = own_key(task, smaller(rows, (tile + 1) * ROWS) - 1);
     int64_t low = larger(0, earliest - window + 1 - first) / STEP * STEP;
     int64_t high = smaller(KEYS, (latest + STEP - first) / STEP * STEP);
     if (low >= high) return;
     Wide shrink[PARTS];
-    score(task, task->queries + tile * d * ROWS, d, low, high);
+    score(task, task->queries + tile * words * ROWS, words, batch->scale, low, high, in_pairs);
     if (batch->limit > 0) cap(task, batch->limit, low, high);
     if (first + high - 1 > earliest || first + low <= latest - window)
         hide(task, task->last[tile], window, first, low, high);
-    exponentiate(task, tile, low, high, shrink);
-    mix(task, task->sums + tile * d * ROWS, d, low, high, shrink);
+    exponentiate(task, tile, low, high, shrink, in_pairs);
+    if (in_pairs) low /= 2, high /= 2;
+    mix(task, task->sums + tile * d * ROWS, d, low, high, shrink, in_pairs);
 }
 
 /* What the rows have found; a row that saw no key is zero. */
@@ -213,6 +264,17 @@ INLINE void end(const Batch *batch, const Task *task) {
     }
 }
 
+INLINE void attend_all(const Batch *batch, Task *task, int64_t kv_head, bool in_pairs) {
+    begin(batch, task, in_pairs);
+    int64_t rows = task->count * task->heads;
+    int64_t low = larger(0, own_key(task, 0) - batch->plan->window + 1), high = own_key(task, rows - 1) + 1;
+    for (int64_t first = low / KEYS * KEYS; first < high; first += KEYS) {
+        copy_keys(batch, task, kv_head, first, low, high, in_pairs);
+        for (int64_t tile = 0; tile * ROWS < rows; tile++) attend(batch, task, tile, first, in_pairs);
+    }
+    end(batch, task);
+}
+
 static void work(const Batch *batch, Task *task, int64_t number, int64_t kv_head, int64_t head, int64_t heads) {
     const Plan *plan = batch->plan;
     task->owner = plan->sequences + plan->owners[number];
@@ -220,14 +282,10 @@ static void work(const Batch *batch, Task *task, int64_t number, int64_t kv_head
     task->count = smaller(QUERIES, task->owner->queries - task->first);
     task->head = head;
     task->heads = heads;
-    begin(batch, task);
-    int64_t rows = task->count * heads;
-    int64_t low = larger(0, own_key(task, 0) - plan->window + 1), high = own_key(task, rows - 1) + 1;
-    for (int64_t first = low / KEYS * KEYS; first < high; first += KEYS) {
-        copy_keys(batch, task, kv_head, first, low, high);
-        for (int64_t tile = 0; tile * ROWS < rows; tile++) attend(batch, task, tile, first);
-    }
-    end(batch, task);
+    if (HAS_PAIRS && batch->dtype == BF16 && batch->k.kind == BF16 && batch->v.kind == BF16)
+        attend_all(batch, task, kv_head, true);
+    else
+        attend_all(batch, task, kv_head, false);
 }
 
 static Task *new_task(int64_t d) {

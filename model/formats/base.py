@@ -115,6 +115,9 @@ class WeightFormat(ServingForm[W]):
         """The format with the options of this weight."""
         return self
 
+    def check_row(self, num_inputs: int) -> None:
+        """Raise ValueError where the format cannot hold rows of so many weights."""
+
     @abstractmethod
     def quantize(self, dense: Tensor) -> W:
         """Of a matrix [N, K] of floats."""
@@ -346,6 +349,9 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
             raise ValueError(f"{self.title} is symmetric: it takes no zeros.")
         if self.group is not None and self.group < 1:
             raise ValueError(f"{self.title} cannot have groups of {self.group}; none are the whole row.")
+
+    def check_row(self, num_inputs: int) -> None:
+        self.num_groups(num_inputs)
 
     def num_groups(self, num_inputs: int) -> int:
         """Of a row of so many weights; ValueError where the groups do not divide it."""

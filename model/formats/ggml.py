@@ -81,7 +81,7 @@ class Ggml(KernelFormat[IntegerWeight]):
         return self._block.repack(Levels(levels, weight.scales.float(), minima, zero))
 
     def quantize(self, dense: Tensor) -> IntegerWeight:
-        self._check_divides(dense.shape[1])
+        self.check_row(dense.shape[1])
         return self.weight_of(self._block.quantize(dense))
 
     def num_bytes(self, shape: Sequence[int]) -> int:
@@ -131,7 +131,7 @@ class Ggml(KernelFormat[IntegerWeight]):
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> IntegerWeight:
         rows, columns = shape
-        self._check_divides(columns)
+        self.check_row(columns)
         group, numbers = self._block.group, [rows, columns // self._block.group]
         levels, scales = read(name + _LEVELS), read(name + _SCALE)
         minima = read(name + _MINIMUM) if self._block.has_minimum else None
@@ -142,9 +142,9 @@ class Ggml(KernelFormat[IntegerWeight]):
         check_stored(name + _LEVELS, levels, dtype, [rows, width])
         return weight_of_codes(levels, scales, minima, columns=columns, group=group)
 
-    def _check_divides(self, columns: int) -> None:
-        if columns % (size := self._block.num_weights):
-            raise CheckpointError(f"{self.title}: blocks of {size} do not divide rows of {columns} weights.")
+    def check_row(self, num_inputs: int) -> None:
+        if num_inputs % (size := self._block.num_weights):
+            raise CheckpointError(f"{self.title}: blocks of {size} do not divide rows of {num_inputs} weights.")
 
 
 def to_ggml(weight: IntegerWeight, format: WeightFormat[Any]) -> tuple[Ggml, IntegerWeight]:

@@ -1,4 +1,4 @@
-"""What a run says before its first import: data that is nowhere, a disk too full, texts longer than the model knows."""
+"""What a run says before its first import: data that is nowhere, a disk too full, what a model is too small for."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +57,18 @@ def test_data_that_is_nowhere(recipe: Path, tmp_path: Path, capsys: pytest.Captu
     assert sentence in capsys.readouterr().out
     mixed = f"data.text={{mix: [{{source: python-stdlib/json}}, {{source: '{missing}'}}], sequence_length: 64}}"
     assert said_before_anything(recipe, tmp_path, capsys, mixed) == f"potstill: {sentence}"
+
+
+def test_groups_that_do_not_divide_the_model_of_an_earlier_stage(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = yaml.safe_load(recipe.read_text())
+    raw["stages"] += [{"quantize": {"model": "student", "data": "text", "weights": {"format": "int4", "group": 24}}}]
+    two = tmp_path / "recipe.yaml"
+    two.write_text(yaml.safe_dump(raw))
+    told = "model.layers.0.self_attn.q_proj cannot be quantized: INT4: groups of 24 do not divide rows of 32 weights."
+    assert said_before_anything(two, tmp_path, capsys) == f"potstill: quantize: {told}"
+    assert main(["plan", str(two)]) == 2 and told in capsys.readouterr().err
 
 
 def test_a_disk_without_room_for_checkpoints(

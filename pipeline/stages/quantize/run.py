@@ -159,8 +159,10 @@ def setup(config: Quantize, shapes: Mapping[str, ModelConfig]) -> Setup | None:
 
 
 def shape(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> ModelConfig:
-    """Its parent's."""
-    return shapes[config.model]
+    """Its parent's. Raises UserError for layers that their formats cannot hold."""
+    parent = shapes[config.model]
+    _formats(config, parent, {})
+    return parent
 
 
 def formats(config: Quantize, shapes: Mapping[str, ModelConfig], cache: Path) -> dict[str, WeightFormat[Any]]:
