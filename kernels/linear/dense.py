@@ -2,8 +2,9 @@
 
 On the CPU a weight can be prepared once for many products:
 
-- In bf16 oneDNN then finds it in blocks that it multiplies without copying. That about halves the time of one to four
-  rows (decode), saves a third at eight and a few percent at hundreds.
+- In bf16 C reads it in panels, where the processor has AVX-512 BF16 and no AMX (`_pairs_cpu.py`); elsewhere oneDNN
+  finds it in blocks that it multiplies without copying, which about halves the time of one to four rows (decode), saves
+  a third at eight and a few percent at hundreds.
 - In fp32, if every number is one of bf16 too, as in checkpoints in bf16, bf16 is what stays in memory, and C reads half
   the bytes: half the time of one to five rows, and with AVX-512 of up to 32, with the numbers of fp32. Other weights go
   to oneDNN.
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.linear._pairs_cpu import PairedWeight, paired_product, prepare_pairs
 from kernels.linear._skinny_cpu import (
     BLOCK_ELEMENTS_IN_C,
     SkinnyWeight,
@@ -35,13 +37,14 @@ _SMALLEST_FP32_WEIGHT_TO_PREPARE = 512 * 512
 class PreparedWeight:
     """A weight as `prepare_linear_weight` returns it; only `linear` looks inside."""
 
-    held: Tensor | SkinnyWeight[Tensor]
-    """[N, K]: in bf16 for products of fp32 rows, or a tensor, opaque to everyone but oneDNN where `packed`."""
+    held: Tensor | SkinnyWeight[Tensor] | PairedWeight
+    """[N, K]: in bf16 for products of fp32 rows, in panels for those of bf16, or a tensor, opaque to everyone but
+    oneDNN where `packed`."""
     packed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.held.shape if isinstance(self.held, Tensor) else self.held.held.shape
+        return self.held.held.shape if isinstance(self.held, SkinnyWeight) else self.held.shape
 
     @torch.no_grad()
     def write(self, rows: slice, values: Tensor) -> None:
@@ -55,6 +58,8 @@ class PreparedWeight:
     def _whole(self) -> Tensor:
         if isinstance(self.held, SkinnyWeight):
             return self.held.held.float()
+        if isinstance(self.held, PairedWeight):
+            return self.held.dense()
         return self.held.to_dense() if self.packed else self.held
 
 
@@ -67,6 +72,9 @@ def prepare_linear_weight(weight: Tensor) -> PreparedWeight:
         halves = prepare_skinny_numbers(weight.bfloat16())
         if halves is not None:
             return PreparedWeight(halves)
+    pairs = prepare_pairs(weight)
+    if pairs is not None:
+        return PreparedWeight(pairs)
     return PreparedWeight(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), packed=True)
 
 
@@ -98,6 +106,8 @@ def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = Non
         return F.linear(x, weight, bias)
     if isinstance(weight.held, SkinnyWeight):
         return _linear_of_bf16(x, weight.held, bias)
+    if isinstance(weight.held, PairedWeight):
+        return paired_product(x, weight.held, bias)
     if weight.packed:
         return torch.ops.mkldnn._linear_pointwise.default(x, weight.held, bias, "none", [], "")
     return F.linear(x, weight.held, bias)

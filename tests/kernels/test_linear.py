@@ -1,6 +1,9 @@
+from copy import deepcopy
+
 import pytest
 import torch
 
+import kernels.linear._pairs_cpu as pairs
 from kernels.linear._skinny_cpu import SkinnyWeight, multiplies
 from kernels.linear.dense import linear, linear_reference, prepare_linear_weight
 from tests.compare import check_close
@@ -77,6 +80,25 @@ def test_writing_rows() -> None:
         prepared.write(slice(50, 150), values)
         assert prepared.shape == (512, 640)
         check_close(linear(x, prepared), linear_reference(x.double(), whole.double()))
+
+
+@pytest.mark.skipif(pairs._library() is None, reason="no C compiler, or a processor without AVX-512 BF16")
+def test_bf16_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy has the same numbers, and so has a row in any company, on any number of threads; rows can be written."""
+    monkeypatch.setattr(pairs, "_multiplies_tiles", lambda: False)
+    whole, x, bias = torch.randn(500, 640).bfloat16(), torch.randn(600, 640).bfloat16(), torch.randn(500).bfloat16()
+    prepared = deepcopy(prepare_linear_weight(whole))
+    assert isinstance(prepared.held, pairs.PairedWeight) and prepared.shape == (500, 640)
+    assert prepared.held.panels.nbytes == 528 * 640 * 2  # whole panels of 48
+    assert torch.equal(linear(torch.eye(640).bfloat16(), prepared).t(), whole)
+    expected = linear(x, prepared, bias)
+    check_close(expected, linear_reference(x.double(), whole.double(), bias.double()))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 257):
+        assert torch.equal(linear(x[:rows], prepared, bias), expected[:rows])
+    whole[50:150] = 1
+    prepared.write(slice(50, 150), whole[50:150])
+    check_close(linear(x, prepared), linear_reference(x.double(), whole.double()))
 
 
 def test_gradients() -> None:
