@@ -76,6 +76,10 @@ class Group:
         self._backend._allgather_base(gathered, part.contiguous()).wait()
         return gathered.view(self.count, *part.shape)
 
+    def largest(self, parts: Tensor) -> Tensor:
+        """The largest of what all ranks give, `[n]`, element by element."""
+        return self.gather(parts[None]).amax((0, 1))
+
     def sum_parts(self, parts: Tensor) -> Tensor:
         """Of what all ranks give, `[ranks * T, n]` contiguous, the sum of this one's T rows."""
         if self.count == 1:
@@ -100,6 +104,10 @@ class Group:
         """What the rank before has sent, into this memory of its shape and dtype."""
         self._backend.recv([tensor], (self.index - 1) % self.count, 0).wait()
         return tensor
+
+
+ALONE = Group(0, 1)
+"""Of a process that computes by itself."""
 
 
 @dataclass(frozen=True)

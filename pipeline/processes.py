@@ -83,10 +83,10 @@ class Processes:
     @cached_property
     def group(self) -> "Group":
         """All of them, for what they compute together; on the device of each."""
-        from model.collectives import Group
+        from model.collectives import ALONE, Group
 
         if self.count == 1:
-            return Group(0, 1)
+            return ALONE
         from torch.distributed import group
 
         from train.accelerator import this_accelerator

@@ -37,6 +37,7 @@ from compress.quantize.round_to_nearest import QuantizationError
 from compress.quantize.scaling import BEHIND_NORMS, fold, shared_by_heads
 from compress.quantize.smoothquant import smoothing_scales
 from compress.residual_stream import ResidualStream, layers_of
+from model.collectives import ALONE, Group
 from model.formats.base import IntegerFormat, QuantizedMatrix, WeightFormat
 from model.layers import DecoderLayer
 from model.linear import Linear
@@ -69,14 +70,15 @@ def quantize_layers(
     choose: Choose,
     method: Method,
     *,
-    dtype: torch.dtype | None = None,
+    group: Group = ALONE,
     load_layer: Callable[[int], None] | None = None,
     restore: Callable[[int], bool] | None = None,
     on_layer: Callable[[QuantizedLayerReport], None] | None = None,
 ) -> Transformer:
     """Quantizes the decoder's projections of a model in memory, in place, and returns it.
 
-    `dtype`: in which files will hold scales; None is the model's.
+    `group`: the processes that do the same, each with the batches dealt to it, of which it may have none; rounding that
+    is learned wants all batches in one.
     `load_layer` is called before each layer, whose weights may lie on the meta device until then, so that memory holds
     one dense layer. `restore` is asked then, to go on after a break: it gives a layer that was quantized before its
     quantized weights and its other parameters, which scaling changes too, and returns whether it has. `on_layer` is
@@ -85,10 +87,10 @@ def quantize_layers(
     """
     _check_model(model, method)
     _check_choice(model, choose, method)
-    _check_text(batches)
+    _check_text(batches, method, group, model.device)
     streams = [ResidualStream(model, batch) for batch in batches]
     dense_streams = [ResidualStream(model, batch) for batch in batches] if method.needs_parent else []
-    rounding = _Rounding(choose, method, dtype or model.dtype)
+    rounding = _Rounding(choose, method, method.scale_dtype or model.dtype, group)
     for number in range(model.config.num_layers):
         if load_layer is not None:
             load_layer(number)
@@ -130,8 +132,10 @@ def _check_groups(name: str, layer: Linear, format: IntegerFormat) -> None:
         raise QuantizationError(f"{name} cannot be quantized: {error}") from error
 
 
-def _check_text(batches: Sequence[PackedBatch]) -> None:
-    tokens = sum(len(batch.tokens) for batch in batches)
+def _check_text(batches: Sequence[PackedBatch], method: Method, group: Group, device: torch.device) -> None:
+    if group.count > 1 and method.rounding == "learned":
+        raise QuantizationError("Rounding is learned by one process.")
+    tokens = int(group.sum(torch.tensor(sum(len(batch.tokens) for batch in batches), device=device)))
     if tokens < FEWEST_TOKENS:
         raise QuantizationError(
             f"The calibration text has {tokens} tokens; at least {FEWEST_TOKENS} are needed, and thousands are better."
@@ -146,14 +150,17 @@ class _Rounding:
     method: Method
     dtype: torch.dtype
     """Of scales in files."""
+    group: Group
 
 
 @dataclass(frozen=True)
 class _Parent:
     """What a layer made of the text before any was rounded; one entry for each stream."""
 
+    moved: Sequence[str]
+    """The projections whose weights are moved."""
     inputs: Sequence[dict[str, Tensor]]
-    """What its projections read, by name; nothing where no weight is moved."""
+    """What those read, by name."""
     streams: Sequence[ResidualStream]
     """Behind the layer."""
 
@@ -166,7 +173,7 @@ def _pass_on_parent(layer: DecoderLayer, streams: Sequence[ResidualStream], meth
     """Not behind a router are weights moved: it chooses other tokens than it did."""
     moves = method.propagation and not isinstance(layer, RoutedLayer)
     names = [name for name in consumers_in(layer) if moves and not is_of_expert(name)]
-    return _Parent([stream.pass_on(layer, names) for stream in streams], streams)
+    return _Parent(names, [stream.pass_on(layer, names) for stream in streams], streams)
 
 
 def _quantize_layer(
@@ -179,7 +186,7 @@ def _quantize_layer(
     began, prefix = time.monotonic(), f"model.layers.{number}."
     formats = {name: rounding.choose(prefix + name) for consumers in consumers_in(layer).values() for name in consumers}
     if rounding.method.scaling != "none":
-        _scale_layer(layer, streams, formats, rounding.method)
+        _scale_layer(layer, streams, formats, rounding)
     if rounding.method.rounding == "learned":
         dense = {name: projection(layer, name).weight.detach() for name, format in formats.items() if format}
         _quantize_projections(layer, prefix, formats, streams, rounding, parent)
@@ -203,7 +210,7 @@ def _quantize_projections(
     errors, consumers = {}, consumers_in(layer)
     for group in independent_inputs(layer):
         wanted = [name for name in group if any(formats[reader] for reader in consumers[name])]
-        for name, inputs in _inputs_of(wanted, layer, prefix, streams, parent):
+        for name, inputs in _inputs_of(wanted, layer, prefix, streams, parent, rounding.group):
             for reader in consumers[name]:
                 if (format := formats[reader]) is not None:
                     errors[prefix + reader] = _quantize_projection(layer, prefix, reader, format, inputs, rounding)
@@ -223,15 +230,20 @@ class _Inputs:
 
 
 def _inputs_of(
-    names: Sequence[str], layer: DecoderLayer, prefix: str, streams: Sequence[ResidualStream], parent: _Parent
+    names: Sequence[str],
+    layer: DecoderLayer,
+    prefix: str,
+    streams: Sequence[ResidualStream],
+    parent: _Parent,
+    group: Group,
 ) -> Iterator[tuple[str, _Inputs]]:
     """Of inputs that do not depend on one another, each given away when its turn comes."""
-    moved = [name for name in names if any(name in read for read in parent.inputs)]
+    moved = [name for name in names if name in parent.moved]
     others = [name for name in names if name not in moved]
     for name in moved:
-        inputs = _Inputs(*moments_and_shift(name, layer, streams, [read[name] for read in parent.inputs]))
+        inputs = _Inputs(*moments_and_shift(name, layer, streams, [read[name] for read in parent.inputs], group))
         yield name, _seen(name, inputs, layer, prefix)
-    found = input_moments(streams, layer, others) if others else {}
+    found = input_moments(streams, layer, others, group) if others else {}
     while found:
         name = next(iter(found))
         yield name, _seen(name, _Inputs(found.pop(name), None), layer, prefix)
@@ -294,11 +306,11 @@ def _scale_layer(
     layer: DecoderLayer,
     streams: Sequence[ResidualStream],
     formats: dict[str, WeightFormat[Any] | None],
-    method: Method,
+    rounding: _Rounding,
 ) -> None:
     """Folds scales into the layer for every input of which some reader is quantized."""
-    inputs = consumers_in(layer)
-    for name, moments in input_moments(streams, layer, list(inputs)).items():
+    inputs, method = consumers_in(layer), rounding.method
+    for name, moments in input_moments(streams, layer, list(inputs), rounding.group).items():
         readers = [projection(layer, consumer) for consumer in inputs[name]]
         chosen = [formats[consumer] for consumer in inputs[name]]
         scales = None
@@ -306,7 +318,7 @@ def _scale_layer(
             continue
         if method.scaling == "awq":
             pairs = zip(readers, chosen, strict=True)
-            rounded = [(reader.weight, _rounding(format)) for reader, format in pairs if format is not None]
+            rounded = [(reader.weight, _plain(format)) for reader, format in pairs if format is not None]
             magnitudes = shared_by_heads(moments.magnitudes, layer) if name == "self_attn.o_proj" else None
             scales = awq_scales(rounded, moments, magnitudes)
         elif name in BEHIND_NORMS:
@@ -315,7 +327,7 @@ def _scale_layer(
             fold(layer, name, scales, readers)
 
 
-def _rounding(format: WeightFormat[Any]) -> Callable[[Tensor], Tensor]:
+def _plain(format: WeightFormat[Any]) -> Callable[[Tensor], Tensor]:
     if isinstance(format, IntegerFormat):
         return lambda weight: covered(weight, format)
     return lambda weight: format.quantize(weight).dequantize()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.quantize.gptq import Compensation, compensation
 from compress.residual_stream import ResidualStream
+from model.collectives import ALONE, Group
 from model.layers import DecoderLayer
 from model.linear import Linear
 
@@ -103,16 +104,29 @@ class InputMoments:
         self.hessian.addmm_(wide.T, wide)
         self.magnitudes += wide.abs().sum(0)
 
+    def add_up(self, group: Group) -> None:
+        """Over all processes of a group, which have had other tokens: the same in each of them from here on."""
+        if group.count == 1:
+            return
+        self.tokens = int(group.sum(torch.tensor(self.tokens, device=self.hessian.device)))
+        self.hessian, self.magnitudes = group.sum(self.hessian), group.sum(self.magnitudes)
+        self.largest = group.largest(self.largest)
+
 
 @torch.no_grad()
 def input_moments(
-    streams: Sequence[ResidualStream], layer: DecoderLayer, projections: Sequence[str]
+    streams: Sequence[ResidualStream], layer: DecoderLayer, projections: Sequence[str], group: Group = ALONE
 ) -> dict[str, InputMoments]:
-    """Of some inputs of the streams' next layer, named as in `consumers_in`, in its order."""
+    """Of some inputs of the streams' next layer, named as in `consumers_in`, in its order.
+
+    `group`: the processes that have other streams of the text; all of them call this.
+    """
     layers = {name: projection(layer, name) for name in projections}
     moments = {name: InputMoments(linear.in_features, linear.device) for name, linear in layers.items()}
     for stream in streams:
         for name, x in stream.inputs(layer, projections).items():
             if len(x):
                 moments[name].add(x)
+    for one in moments.values():
+        one.add_up(group)
     return moments

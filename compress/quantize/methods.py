@@ -1,7 +1,10 @@
 """The methods of calibrated quantization by name. The list alone needs no torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,8 @@ class Method:
     rounding: Literal["nearest", "gptq", "learned"] = "nearest"
     iterations: int = 200
     """Steps of learned rounding, a text each, for every layer."""
+    scale_dtype: "torch.dtype | None" = None
+    """In which files will hold scales; None is the model's."""
 
     @property
     def needs_parent(self) -> bool:

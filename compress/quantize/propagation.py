@@ -18,6 +18,7 @@ from torch import Tensor
 from compress.quantize.gptq import Compensation
 from compress.quantize.inputs import InputMoments, projection
 from compress.residual_stream import ResidualStream
+from model.collectives import ALONE, Group
 from model.layers import DecoderLayer
 
 STRENGTH = 0.5
@@ -25,11 +26,11 @@ STRENGTH = 0.5
 
 @torch.no_grad()
 def moments_and_shift(
-    name: str, layer: DecoderLayer, streams: Sequence[ResidualStream], dense: Sequence[Tensor]
+    name: str, layer: DecoderLayer, streams: Sequence[ResidualStream], dense: Sequence[Tensor], group: Group = ALONE
 ) -> tuple[InputMoments, Tensor]:
     """What the projection `name` of the streams' next layer reads, and D, fp32 [K, K].
 
-    dense: x° [T, K] for each stream.
+    dense: x° [T, K] for each stream. group: as in `input_moments`.
     """
     linear = projection(layer, name)
     moments = InputMoments(linear.in_features, linear.device)
@@ -38,7 +39,8 @@ def moments_and_shift(
         x = stream.inputs(layer, [name])[name].float()
         moments.add(x)
         shift.addmm_((before.float() - x).T, x)
-    return moments, shift
+    moments.add_up(group)
+    return moments, group.sum(shift)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import TypedDict
 import torch
 
 from model.attention import AttentionOf, PackedAttention, PagedAttention
-from model.collectives import Group
+from model.collectives import ALONE, Group
 from model.cost import kv_bytes_per_token, num_weights, weight_bytes
 from model.files.checkpoint import load_model
 from model.kv_format import choose_kv_format
@@ -29,8 +29,6 @@ from train.packing import Batch, held_out_batches
 
 MIN_BATCHES, MAX_BATCH_TOKENS = 8, 2_048
 """Held-out text comes in at least so many batches where it can: they are the draws behind an interval."""
-ALONE = Group(0, 1)
-"""The processes that measure, where this one is all of them."""
 PUBLISHED_DTYPE = torch.bfloat16
 """Of weights on disk. Quality is measured on the rounded weights, so the figures are those of what is served."""
 

@@ -1,5 +1,6 @@
 """Stage `quantize` on a tiny teacher: what it publishes, compares, recovers, and how it goes on after a kill."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -13,15 +14,17 @@ from compress.quantize import calibrated
 from model.files.artifact import open_artifact
 from model.files.checkpoint import load_model
 from model.quantized import quantized_layers
+from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.recipe import load_recipe
 from pipeline.results import Result
-from pipeline.stages.base import kind_of
+from pipeline.stages.base import kind_of, read_result
 from pipeline.stages.shared import training
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from tests.compare import check_close
-from tests.pipeline.tiny_run import run_stages
+from tests.forked import end_of, ranks
+from tests.pipeline.tiny_run import RECIPE, run_stages
 from tests.serve.test_kv_cache_dtype import FixedAttention
 from tests.tiny import full_logits
 
@@ -84,6 +87,24 @@ def test_methods_stand_side_by_side_and_calibration_pays(finished: tuple[Path, R
     assert list(found) == ["gptq", "round", "weighted", "autoround"]
     assert all(found[method] < found["round"] for method in ("gptq", "weighted", "autoround"))
     assert len({one.name for one in result.details.errors}) == 7 * 3
+
+
+def test_two_processes_share_the_text_and_round_as_one(finished: tuple[Path, Result[Any]], tmp_path: Path) -> None:
+    """What needs no text, and what one of them learns alone, to the bit."""
+    home, one = finished
+    changes = {"compare": ["round", "autoround"]}
+    words = ["run", str(RECIPE), f"models.teacher.from={home / 'teacher'}", f"data.text.source={home / 'text'}"]
+    words += [f"stages={json.dumps([{'quantize': STAGE | changes}])}", "serve={model: small}"]
+    words += ["--folder", str(tmp_path / "run"), "--cache", str(home / "cache")]
+    with ranks(2, main, words, log=tmp_path / "log", environment={"OMP_NUM_THREADS": "1"}) as started:
+        assert not any(end_of(started)), (tmp_path / "log").read_text()[-3000:]
+    two = read_result(tmp_path / "run" / "01-quantize")
+    assert two is not None and two.parity is not None and two.parity.passed
+    expected, found = ({row.method: row.quality for row in result.details.compared} for result in (one, two))
+    assert all(found[method] == expected[method] for method in ("round", "autoround"))
+    assert found["gptq"].kl.value == pytest.approx(expected["gptq"].kl.value, rel=0.1)
+    errors = [[of.error for of in result.details.errors] for result in (one, two)]
+    assert errors[1] == pytest.approx(errors[0], rel=0.2)
 
 
 def test_the_report_shows_methods_and_layers(finished: tuple[Path, Result[Any]]) -> None:

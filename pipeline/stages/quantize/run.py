@@ -28,6 +28,7 @@ from compress.quantize.qat import RANK, quantized_copy, to_quantized, train_thro
 from compress.quantize.round_to_nearest import QuantizationError, formats_of_layers
 from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
+from model.collectives import ALONE, Group
 from model.config import ModelConfig
 from model.cost import quantized_size
 from model.files.cache_scales import with_cache_scheme
@@ -261,10 +262,7 @@ def _measure_start(stage: QuantizeStage) -> Start:
 
 
 def _measured(stage: QuantizeStage, method: str) -> Rounded:
-    _ = stage.formats  # of all processes
-    found = _round(stage, method) if stage.context.processes.is_main else None
-    stage.context.processes.wait()
-    model, reports = found or _rounded(stage, method)
+    model, reports = _round(stage, method)
     _calibrate_routers(stage, model)
     quality = stage.held_out.quality(stage.published_form(model), stage.reference)
     log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
@@ -272,35 +270,48 @@ def _measured(stage: QuantizeStage, method: str) -> Rounded:
 
 
 def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
-    """Writes each layer's rounded weights, but those that lie there already. Returns what `_rounded` does."""
-    folder, total = stage.rounded_folder(method), stage.teacher.config.num_layers
-    found = len(_layer_files(folder))
-    if found == total:
-        return _rounded(stage, method)
+    """Has each layer's rounded weights written, but those that lie there already. Returns what `_rounded` does.
+
+    The text is dealt to all processes, unless rounding is learned; the others read what the main one has written.
+    """
+    processes, formats = stage.context.processes, stage.formats  # which all ask for together
+    found = processes.agree(len(_layer_files(stage.rounded_folder(method))))
+    is_dealt, rounded = METHODS[method].rounding != "learned", None
+    if found < stage.teacher.config.num_layers and (is_dealt or processes.is_main):
+        rounded = _round_from(stage, method, found, formats, processes.group if is_dealt else ALONE)
+    processes.wait()
+    return rounded if rounded and processes.is_main else _rounded(stage, method)
+
+
+def _round_from(
+    stage: QuantizeStage, method: str, found: int, formats: Mapping[str, WeightFormat[Any]], group: Group
+) -> tuple[Transformer, list[QuantizedLayerReport]]:
+    """The same where so many layers are there already, by the processes of a group."""
+    folder, is_main, reports = stage.rounded_folder(method), group.index == 0, list[QuantizedLayerReport]()
     (model, load_layer), text = stage.layerwise(), stage.calibration_text(stage.config.calibration_tokens)
     log.info("rounding by %s on %s tokens", method, f"{sum(len(batch.tokens) for batch in text):,}")
-    reports: list[QuantizedLayerReport] = []
-    with Progress(f"rounding by {method}", total, done=found) as progress:
+    total = model.config.num_layers
+    with Progress(f"rounding by {method}", total, done=found, enabled=is_main) as progress:
 
         def restore(number: int) -> bool:
-            if not (path := _layer_file(folder, number)).exists():
-                return False
-            reports.append(_load_layer(model, path, stage.formats))
-            return True
+            if number < found:
+                reports.append(_load_layer(model, _layer_file(folder, number), formats))
+            return number < found
 
         def keep(report: QuantizedLayerReport) -> None:
-            _save_layer(model, report, folder)
+            if is_main:
+                _save_layer(model, report, folder)
             reports.append(report)
             progress.advance(1, f"layer {report.number + 1} of {total}")
 
-        chosen = replace(METHODS[method], iterations=stage.config.iterations)
+        chosen = replace(METHODS[method], iterations=stage.config.iterations, scale_dtype=PUBLISHED_DTYPE)
         try:
             quantize_layers(
                 model,
-                text,
-                stage.formats.get,
+                text[group.index :: group.count],
+                formats.get,
                 chosen,
-                dtype=PUBLISHED_DTYPE,
+                group=group,
                 load_layer=load_layer,
                 restore=restore,
                 on_layer=keep,
