@@ -41,7 +41,7 @@ class MeshError(ValueError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """How the processes of a run share the memory of training: `replicate` groups of `shard` each.
+    """How the processes of a run share the memory of training: `replicate` groups of `shard` times `tensor` each.
 
     A group holds the weights, their gradients and moments once, a part in each process; groups hold the same.
     """
@@ -50,10 +50,22 @@ class Mesh:
     shard: int
     context: int = 1
     """So many neighbours of a group compute a micro-batch together, each a part of its tokens; the others their own."""
+    tensor: int = 1
+    """So many neighbours compute a micro-batch together, each a part of every layer (model/trained_split.py)."""
     reshards: bool = True
     """Whether a layer's weights are freed between forward and backward, and gathered anew."""
     recomputes: bool = False
     """Whether the launcher asks for activation checkpointing, whatever the recipe says."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every process has all of the model."""
+        return self.shard == self.tensor == 1
+
+    @property
+    def together(self) -> int:
+        """Processes that compute a micro-batch together."""
+        return self.context * self.tensor
 
 
 def training_mesh(shard: int | None, environment: Mapping[str, str] = os.environ) -> Mesh:
@@ -63,10 +75,11 @@ def training_mesh(shard: int | None, environment: Mapping[str, str] = os.environ
     own. Raises MeshError for what the processes do not divide into, or potstill does not do.
     """
     world = int(environment.get("WORLD_SIZE", "1"))
-    is_sharded, context = _is_on(environment, "ACCELERATE_USE_FSDP"), _asked_context(environment)
-    if context > 1 and (shard is not None or not is_sharded):
-        advice = "leave dp_shard_size out of the recipe" if is_sharded else "set distributed_type to FSDP"
-        raise MeshError(f"the launcher asks for cp_size {context}, which goes with its own shards: {advice}")
+    is_sharded, context, tensor = _is_on(environment, "ACCELERATE_USE_FSDP"), *_asked_together(environment)
+    for name, size in (("cp_size", context), ("tp_size", tensor)):
+        if size > 1 and (shard is not None or not is_sharded):
+            advice = "leave dp_shard_size out of the recipe" if is_sharded else "set distributed_type to FSDP"
+            raise MeshError(f"the launcher asks for {name} {size}, which goes with its own shards: {advice}")
     if shard is not None:
         return Mesh(_groups(world, shard, "dp_shard_size"), shard)
     if not is_sharded:
@@ -76,9 +89,10 @@ def training_mesh(shard: int | None, environment: Mapping[str, str] = os.environ
         raise MeshError(f"the launcher asks for fsdp_offload_params, which potstill does not do: {advice}")
     asked = _asked_sizes(environment, world)
     return Mesh(
-        _groups(world, asked, "the launcher's FSDP configuration"),
+        _groups(world, asked * tensor, "the launcher's FSDP configuration"),
         asked,
         context,
+        tensor,
         reshards=environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in _KEEPS,
         recomputes=_is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING"),
     )
@@ -93,27 +107,31 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
-def _asked_context(environment: Mapping[str, str]) -> int:
-    """Among how many processes accelerate's configuration divides the tokens of a batch."""
+def _asked_together(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Among how many processes accelerate's configuration divides the tokens of a batch, and each layer."""
     if not _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return 1
-    size, how = (environment.get(f"PARALLELISM_CONFIG_CP_{name}") for name in ("SIZE", "COMM_STRATEGY"))
-    if int(size or 1) > 1 and how not in (None, "allgather"):
+        return 1, 1
+    names = ("CP_SIZE", "TP_SIZE", "CP_COMM_STRATEGY")
+    context, tensor, how = (environment.get(f"PARALLELISM_CONFIG_{name}") for name in names)
+    if int(context or 1) > 1 and how not in (None, "allgather"):
         raise MeshError(f"the launcher asks for cp_comm_strategy {how}; keys and values are gathered: set allgather")
-    return int(size or 1)
+    if int(context or 1) > 1 and int(tensor or 1) > 1:
+        raise MeshError(f"cp_size {context} and tp_size {tensor} do not go together: set one of them to 1")
+    return int(context or 1), int(tensor or 1)
 
 
 def _asked_sizes(environment: Mapping[str, str], world: int) -> int:
     """Over how many processes accelerate's configuration shards: those that divide tokens are among them."""
     if _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         names = ("DP_REPLICATE", "CP", "DP_SHARD", "TP", "SP")
-        replicate, context, shard, *others = (
+        replicate, context, shard, tensor, sequence = (
             int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names
         )
-        if max(others) > 1:
-            raise MeshError("training is sharded over data and context alone: set tp_size and sp_size to 1")
-        if (product := replicate * context * shard) != world:
+        if sequence > 1:
+            raise MeshError("training is sharded over data, context and tensor alone: set sp_size to 1")
+        if (product := replicate * context * shard * tensor) != world:
             sizes = f"dp_replicate_size {replicate} times cp_size {context} times dp_shard_size {shard}"
+            sizes += f" times tp_size {tensor}" if tensor > 1 else ""
             raise MeshError(f"{sizes} is {product}, but {world} processes were started")
         return context * shard
     strategy = environment.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()

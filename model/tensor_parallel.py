@@ -143,8 +143,11 @@ class Split:
         return name if self.stage.index == 0 or name == "model.norm.weight" else None
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
-        *path, layer, _ = name.split(".")
+        *path, layer, leaf = name.split(".")
         match layer:
+            case "lora":  # A multiplies inputs, B makes outputs
+                part = self.part(".".join((*path, "weight")), shape)
+                return Part(columns=part.columns) if leaf == "a" else Part(part.rows)
             case "embed_tokens" | "lm_head":
                 return Part((_vocabulary_of(self.config, self.group),))
             case "q_proj" | "k_proj" | "v_proj":
@@ -206,14 +209,15 @@ def check_split(config: ModelConfig, count: int, stages: int = 1) -> None:
             f"pipeline_parallel_size {stages} leaves a stage without any of the layers whose attention is routed, "
             f"{', '.join(map(str, config.routed_attention))}"
         )
-    if (reason := _obstacle(config, count)) is None:
+    if (reason := obstacle(config, count)) is None:
         return
-    others = [str(other) for other in range(2, _MOST_RANKS + 1) if _obstacle(config, other) is None]
+    others = [str(other) for other in range(2, _MOST_RANKS + 1) if obstacle(config, other) is None]
     would = f"sizes that do are {', '.join(others)}" if others else "this model is served by one process alone"
     raise MeshError(f"tensor_parallel_size {count} {reason}; {would}")
 
 
-def _obstacle(config: ModelConfig, count: int) -> str | None:
+def obstacle(config: ModelConfig, count: int) -> str | None:
+    """Why so many ranks cannot share each layer of a model, as the end of a sentence; None where they can."""
     if config.qk_norm and config.kind.norms_whole_projections:
         return f"cannot split the attention of {config.family}, which norms all heads together"
     if config.num_query_heads % count:

@@ -31,7 +31,7 @@ def check_mesh(recipe: Recipe) -> None:
         if not isinstance(stage.config, TrainingConfig) or not stage.config.tokens:
             continue
         try:
-            stage.config.check_shared_by(this_rank().count, training_mesh(stage.config.dp_shard_size).context)
+            stage.config.check_shared_by(this_rank().count, training_mesh(stage.config.dp_shard_size).together)
         except ValueError as error:
             raise MeshError(f"{stage.name}: {error}") from None
 

@@ -7,7 +7,7 @@
         manifest.json            size and SHA-256 of the three, and a SHA-256 of itself; written last
 
 Where processes hold a part each, so do files: `model-00001-of-00004.safetensors` has the first rows of every matrix,
-and the vectors. Any number of processes reads them (train/saved_tensors.py).
+or of a block of it, and the vectors. Any number of processes reads them (train/saved_tensors.py).
 
 Writing (behind training, train/checkpoint_writer.py): staging folder, fsync, rename, then the published files are read
 back and verified, and only then are older checkpoints purged. Reading: newest first; one that fails verification is set

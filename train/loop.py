@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from model.mesh import Mesh, training_dtype, training_mesh
 from model.transformer import Transformer
 from train.accelerator import this_accelerator
-from train.checkpoint import Checkpoint, TrainingStateError, newest_checkpoint, open_checkpoint
+from train.checkpoint import Checkpoint, Files, TrainingStateError, newest_checkpoint, open_checkpoint
 from train.checkpoint_writer import CheckpointWriter
 from train.config import TrainingConfig
 from train.data import TokenizedDocuments
@@ -144,8 +144,8 @@ class _Replicated:
     def whole(self) -> Transformer | None:
         return self.model if self.accelerator.is_main_process else None
 
-    def written(self) -> set[str]:
-        return {name for name, _ in self.trained.named_parameters()}
+    def written(self) -> dict[str, str]:
+        return {name: name for name, _ in self.trained.named_parameters()}
 
     def put_away(self) -> None:
         """It is what training goes on with."""
@@ -155,7 +155,7 @@ def _parallel(
     model: Transformer, objective: Objective, accelerator: "Accelerator", mesh: Mesh, dtype: torch.dtype
 ) -> Parallel:
     """As the mesh says. `dtype`: of products."""
-    if mesh.shard == 1:
+    if mesh.is_whole:
         return _Replicated(model, objective, accelerator)
     from train.sharding import Sharded
 
@@ -282,8 +282,9 @@ class Trainer:
 
     def _gradients_of(self, taken: list[np.ndarray]) -> dict[str, Tensor] | None:
         """The sums of its metrics; None where memory is short and smaller parts may fit."""
-        group, member = divmod(self.rank, self.mesh.context)
-        own = range(group, len(taken), self.world // self.mesh.context)
+        group = self.rank // self.mesh.together
+        member = self.rank % self.mesh.context  # those that divide layers draw the same numbers
+        own = range(group, len(taken), self.world // self.mesh.together)
         sums: dict[str, Tensor] = {}
         for index in own:
             # Whatever draws random numbers draws the same ones on any process, for the same tokens, and after a resume.
@@ -409,9 +410,10 @@ class Trainer:
                 named_weights(self.parallel.trained),
                 named_moments(self.parallel.trained, self.optimizer),
             )
-            files = {
-                "model": {name: tensor for name, tensor in weights.items() if name in written},
-                "optimizer": {name: tensor for name, tensor in moments.items() if name.split(".", 1)[1] in written},
+            states = [(*key.partition(".")[::2], tensor) for key, tensor in moments.items()]
+            files: Files = {
+                "model": {written[name]: tensor for name, tensor in weights.items() if name in written},
+                "optimizer": {f"{kind}.{written[name]}": tensor for kind, name, tensor in states if name in written},
             }
             self.writer.save(self.counters.step, files, self._state() if self.is_main else {})
         self._saved, self._saved_at = now, time.monotonic()

@@ -24,6 +24,7 @@ from model.context import ContextAttention
 from model.files.distributions import Targets
 from model.layers import Routing
 from model.routed import ExpertChoice
+from model.trained_split import take_rows
 from model.transformer import Transformer
 from train.config import Loss
 from train.packing import IGNORE_LABEL, Batch
@@ -68,11 +69,16 @@ def hidden_states(
 ) -> Tensor:
     """Final hidden states `[T, D]` of a packed batch; `states` takes those behind each layer.
 
-    Of a part of one `attention` is that over what all processes have of it.
+    Of a part of one `attention` is that over what all processes have of it. Where losses are divided, the process's rows.
     """
     config, part = model.config, batch.part
     over = attention(config, batch.cu_seqlens) if part is None else ContextAttention(config, part)
-    return model(batch.tokens, batch.positions, over, routing, states=states)
+    hidden = model(batch.tokens, batch.positions, over, routing, states=states)
+    if (sharers := batch.sharers) is None:
+        return hidden
+    if states is not None:
+        states[:] = [take_rows(one, sharers) for one in states]
+    return take_rows(hidden, sharers)
 
 
 class LanguageModelling:

@@ -33,7 +33,7 @@ from model.training_memory import PAGED_PIECE, SMALLEST_IN_8_BITS, SMALLEST_PAGE
 from train.config import TrainingConfig
 from train.offload import PinnedArena, Prefetcher, State
 from train.parallel import Trained
-from train.saved_tensors import Rows, SavedTensors, rows_of
+from train.saved_tensors import SavedTensors, place_of, whole_shape
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +175,8 @@ class AdamW(torch.optim.Optimizer):
 
 
 def full_numel(parameter: Tensor) -> int:
-    """Elements of the whole, of which this may be some rows (train/sharding.py)."""
-    return rows_of(parameter).of * math.prod(parameter.shape[1:])
+    """Elements of the whole, of which this may be a part (train/sharding.py)."""
+    return math.prod(whole_shape(parameter))
 
 
 def _pieces(parameter: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> Iterator[Part]:
@@ -243,21 +243,19 @@ def restore(model: Trained, optimizer: torch.optim.Optimizer, folder: Path) -> N
     Raises TrainingStateError unless names and shapes are the same.
     """
     own, states = named_weights(model), named_moments(model, optimizer)
-    rows = {name: rows_of(parameter) for name, parameter in model.named_parameters()}
-    shapes = {name: (rows[name].of, *tensor.shape[1:]) for name, tensor in own.items()}
+    places = {name: place_of(parameter) for name, parameter in model.named_parameters()}
+    shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters() if name in own}
     with SavedTensors(folder, "model") as weights, SavedTensors(folder, "optimizer") as moments:
         weights.check(shapes)
         in_8_bits = {name for name in own if f"exp_avg_absmax.{name}" in states}
         parameters = {key: key.split(".", 1)[1] for key in states}
         moments.check({key: () if name in in_8_bits else shapes[name] for key, name in parameters.items()})
         for name, tensor in own.items():
-            tensor.copy_(weights.rows(name, rows[name]))
+            tensor.copy_(weights.read(name, places[name]))
         for key, name in parameters.items():
             if name not in in_8_bits:
-                states[key].copy_(moments.rows(key, rows[name]))
+                states[key].copy_(moments.read(key, places[name]))
         for name in in_8_bits:
-            size = math.prod(shapes[name][1:])
-            held, *spans = (
-                Rows(*(size * row for row in part)) for part in (rows[name], *(one for _, one in weights.parts(name)))
-            )
-            moments.moments(name, Moments(*(states[f"{kind}.{name}"] for kind in Moments._fields)), held, spans)
+            files = [place for _, place in weights.parts(name)]
+            held = Moments(*(states[f"{kind}.{name}"] for kind in Moments._fields))
+            moments.moments(name, held, places[name], shapes[name], files)

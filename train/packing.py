@@ -20,6 +20,7 @@ from torch import Tensor
 from model.collectives import Group
 from model.context import ContextPart
 from model.files.distributions import Targets
+from model.trained_split import taken_rows
 from train.data import TokenizedDocuments
 
 IGNORE_LABEL = -100
@@ -39,6 +40,7 @@ class Batch:
     num_bytes: bytes of the text that the labels spell; 0 where it was not counted (training batches)
     targets: what a teacher says at each position, where that was stored with the documents
     part: where other processes have the rest of the batch's tokens, what is here; cu_seqlens are of the whole
+    sharers: where losses are divided among processes that have all tokens, these; labels are then this one's
     """
 
     tokens: Tensor
@@ -49,6 +51,7 @@ class Batch:
     num_bytes: int = 0
     targets: Targets | None = None
     part: ContextPart | None = None
+    sharers: Group | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "cu_seqlens", "labels")}
@@ -69,6 +72,11 @@ class Batch:
             num_labels=int((labels != IGNORE_LABEL).sum()),
             part=part,
         )
+
+    def losses_among(self, group: Group) -> "Batch":
+        """With the labels of the rows that this process takes (`model.trained_split.take_rows`)."""
+        labels = self.labels[taken_rows(group, len(self.labels))]
+        return replace(self, labels=labels, num_labels=int((labels != IGNORE_LABEL).sum()), sharers=group)
 
 
 @dataclass(frozen=True)

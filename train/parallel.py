@@ -1,7 +1,8 @@
 """How a model and its objective lie in the processes that train it, as the loop sees it.
 
     Replicated    every process has them whole: one process alone, or several (train/loop.py)
-    Sharded       a group of processes has them once, a part of each matrix in each (train/sharding.py)
+    Sharded       a group of processes has them once, a part of each matrix in each (train/sharding.py); neighbours may
+                  compute a part of each layer (train/parts.py)
 
 Objectives return sums, so what the loop wants of gradients is their sum over all processes.
 """
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from model.mesh import Mesh, MeshError
 from model.routed import routed_layers
+from model.trained_split import check_parts
 from model.transformer import Transformer
 from train.config import TrainingConfig
 from train.data import TokenizedDocuments
@@ -45,8 +47,8 @@ class Parallel(Protocol):
         """The part of it that this process updates."""
         ...
 
-    def written(self) -> set[str]:
-        """The trained parameters of which this process writes its rows."""
+    def written(self) -> dict[str, str]:
+        """The trained parameters of which this process writes its part, and what that is called in a checkpoint."""
         ...
 
     def part_of(self, batch: Batch) -> Batch:
@@ -96,8 +98,11 @@ def check_processes(
     for name, parameter in trained:
         if parameter.dtype != torch.float32:
             raise ValueError(f"{name} is {parameter.dtype}; load the model as float32 to train it (the master weights)")
-    config.check_shared_by(world, mesh.context)
+    config.check_shared_by(world, mesh.together)
+    check_parts(model, mesh.tensor)
     whole = {"pairs of answers": data.paired, "stored distributions": data.distributions is not None}
     for what, is_there in (whole | {"routers": bool(routed_layers(model))}).items():
         if is_there and mesh.context > 1:
             raise MeshError(f"context parallel (cp_size {mesh.context}) cuts documents, but {what} need whole ones")
+        if whole.get(what) and mesh.tensor > 1:
+            raise MeshError(f"tensor parallel (tp_size {mesh.tensor}) divides losses, but {what} need whole documents")

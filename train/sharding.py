@@ -1,5 +1,8 @@
 """A model of which each process holds a part: FSDP2, by torch's `fully_shard` on every decoder layer.
 
+Where neighbours divide the layers (model/trained_split.py), it is their parts that are sharded, each over the processes
+that have the same one; embeddings and head over all of them.
+
 Matrices are cut by rows. Vectors (norms, biases, magnitudes), and matrices with fewer rows than processes, are whole in
 every process: they are small, and stay in fp32 whatever dtype matrices are gathered in. A quantized weight is cut as
 the bytes of codes and scales that its product reads, prepared for the device (`QuantizedLayer.pack`).
@@ -13,8 +16,10 @@ those whose losses are means, and gloo has not always had them.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,29 +33,31 @@ from torch.distributed.tensor import DTensor
 
 from model.collectives import Group
 from model.files.adapter import base_folder
-from model.files.checkpoint import load_model, open_layerwise
+from model.files.checkpoint import load_config, load_model, open_layerwise
 from model.lora import adapted_layers
 from model.mesh import Mesh, choose_dtype
 from model.quantized import quantized_layers
+from model.tensor_parallel import ALONE
 from model.transformer import Transformer
 from train.accelerator import this_accelerator
 from train.objectives import Objective, ObjectiveOfModel
 from train.packing import Batch
-from train.saved_tensors import Rows
+from train.parts import LAYERS, Parts, layout_of
+from train.saved_tensors import Place, Span
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 class LocalShards:
-    """The rows of each trained parameter that this process updates, as plain tensors that share memory with them.
+    """The part of each trained parameter that this process updates, as plain tensors that share memory with it.
 
-    Each says which rows they are: `train.saved_tensors.rows_of`.
+    Each says which part it is: `train.saved_tensors.place_of`.
     """
 
-    def __init__(self, model: nn.Module, part: int, parts: int) -> None:
+    def __init__(self, model: nn.Module, parts: "Parts") -> None:
         self.of = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.local = {name: _local_parameter(parameter, part, parts) for name, parameter in self.of.items()}
+        self.local = {name: _local_parameter(parameter, parts.place(name)) for name, parameter in self.of.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self.local.items())
@@ -59,13 +66,16 @@ class LocalShards:
         return iter(self.local.values())
 
 
-def _local_parameter(parameter: Tensor, part: int, parts: int) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(parameter.detach())
-    local: Any = nn.Parameter(cast("DTensor", parameter.detach()).to_local())
-    most = -(-len(parameter) // parts)
-    start = min(part * most, len(parameter))
-    local.rows = Rows(start, start + len(local), len(parameter))
+def _local_parameter(parameter: Tensor, place: Place) -> nn.Parameter:
+    """`place`: of the parameter, of which this process may have some rows."""
+    local: Any = nn.Parameter(parameter.detach())
+    if isinstance(parameter, DTensor):
+        shared, mesh = cast("DTensor", parameter.detach()), parameter.device_mesh
+        local = nn.Parameter(shared.to_local())
+        most = -(-len(parameter) // mesh.size(mesh.ndim - 1))
+        start = place.rows.start + min(mesh.get_local_rank(mesh.ndim - 1) * most, len(parameter))
+        place = place._replace(rows=Span(start, start + len(local), place.rows.of))
+    local.place = place
     return local
 
 
@@ -81,6 +91,7 @@ class Sharded:
         self, model: Transformer, objective: Objective, accelerator: "Accelerator", mesh: Mesh, dtype: torch.dtype
     ) -> None:
         self.accelerator, self.mesh, self.given = accelerator, device_mesh(mesh, accelerator.device), model
+        self.parts_of = parts = Parts(model, tensor_group(mesh, accelerator.device))
         self.model = twin = _twin(model)
         # Adapters' magnitudes and the routers of experts are computed with in fp32, whatever is around them; and bytes
         # are no numbers.
@@ -88,25 +99,39 @@ class Sharded:
         matrices = MixedPrecisionPolicy(
             param_dtype=None if exact else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        for layer, lender in zip(twin.model.layers, model.model.layers, strict=True):
+        for number, (layer, lender) in enumerate(zip(twin.model.layers, model.model.layers, strict=True)):
+            parts.take(twin, number)
             shard_module(layer, self.mesh, policy=matrices, reshards=mesh.reshards)
-            _empty(lender)
+            self._lend(lender)
+        all_of_copy = device_mesh(replace(mesh, shard=mesh.shard * mesh.tensor, tensor=1), accelerator.device)
         uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         if twin.lm_head is not None:
-            shard_module(twin.model.embed_tokens, self.mesh, policy=uncast, reshards=mesh.reshards)
+            shard_module(twin.model.embed_tokens, all_of_copy, policy=uncast, reshards=mesh.reshards)
         self.module: nn.Module = ObjectiveOfModel(twin, objective)
-        shard_module(self.module, self.mesh, policy=uncast, reshards=False)
-        _empty(model)
+        shard_module(self.module, all_of_copy, policy=uncast, reshards=False)
+        self._lend(model)
+        parts.connect(twin)
         twin.to(accelerator.device)
-        part = self.mesh.get_local_rank("shard")
-        self.trained = LocalShards(twin, part, mesh.shard)
-        self.part = part if self.mesh.get_local_rank("replicate") == 0 else None
-        self.parts = mesh.shard
+        self.trained = LocalShards(twin, parts)
+        self._copy = all_of_copy.get_group("shard")
+        self.part = all_of_copy.get_local_rank("shard") if all_of_copy.get_local_rank("replicate") == 0 else None
+        self.parts = mesh.shard * mesh.tensor
         self.context = context_group(mesh, accelerator.device)
-        self._whole_here = [p for p in self.trained.of.values() if not isinstance(p, DTensor)]
+        self._whole_here = [name for name, p in self.trained.of.items() if not isinstance(p, DTensor)]
+
+    def _lend(self, module: nn.Module) -> None:
+        """Frees what a module of the given model holds, but for frozen bytes that nobody could put together again."""
+        for layer in quantized_layers(module).values():
+            if self.parts_of.group.count == 1 or not self.accelerator.is_main_process:
+                layer.weight = cast("Any", None)
+            elif layer.device.type != "cpu":
+                layer.weight = layer.format.moved(layer.weight, "cpu")
+        _empty(module)
 
     def part_of(self, batch: Batch) -> Batch:
-        return batch if self.context is None else batch.part_of(self.context)
+        if self.context is not None:
+            return batch.part_of(self.context)
+        return batch if self.parts_of.group.count == 1 else batch.losses_among(self.parts_of.group)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -116,25 +141,32 @@ class Sharded:
         for name, parameter in self.trained.of.items():
             grad = parameter.grad
             self.trained.local[name].grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        sharded = {name: p for name, p in self.trained.named_parameters() if name not in self._whole_here}
+        self.parts_of.sum_shared(sharded)
         return [p.grad for p in self.trained.parameters() if p.grad is not None]
 
     def _sum_small_ones(self) -> None:
-        """Over all processes, of what none of them has only a part of."""
+        """Over all processes, of what none of them has only some rows of; as parts of whole ones, if they are parts."""
         if not self._whole_here:
             return
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._whole_here]
-        summed = torch.cat([grad.reshape(-1) for grad in grads])
+        shapes = [self.parts_of.shapes[name] for name in self._whole_here]
+        sizes = [math.prod(shape) for shape in shapes]
+        summed = torch.zeros(sum(sizes), device=self.accelerator.device)
+        own = []
+        for name, shape, flat in zip(self._whole_here, shapes, summed.split(sizes), strict=True):
+            own.append(self.parts_of.place(name).of(flat.view(shape)))
+            if (grad := self.trained.of[name].grad) is not None:
+                own[-1].copy_(grad).mul_(self.parts_of.weight(name))
         dist.all_reduce(summed)
-        for parameter, part in zip(self._whole_here, summed.split([grad.numel() for grad in grads]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        for name, part in zip(self._whole_here, own, strict=True):
+            self.trained.of[name].grad = part.contiguous()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Parts add up over a group; what every process has whole counts once."""
-        local = self.trained.local
-        parts = [local[name].grad for name, p in self.trained.of.items() if isinstance(p, DTensor)]
-        squares = _squares(parts, self.accelerator.device)
-        dist.all_reduce(squares, group=self.mesh.get_group("shard"))
-        return (squares + _squares([p.grad for p in self._whole_here], squares.device)).sqrt()
+        """Parts add up over the processes of a copy; what several of them have counts once."""
+        owned = [self.trained.local[name].grad for name in self._owned()]
+        squares = _squares(owned, self.accelerator.device)
+        dist.all_reduce(squares, group=self._copy)
+        return squares.sqrt()
 
     def clear(self) -> None:
         for parameter in (*self.trained.of.values(), *self.trained.parameters()):
@@ -144,10 +176,14 @@ class Sharded:
         """On the CPU of the main process. One tensor at a time is gathered, so no device holds more than that."""
         lenders, lent = dict(self.given.named_parameters()), quantized_layers(self.model)
         for name, parameter in self.model.named_parameters():
+            layer = name.removesuffix(".packed")
+            if layer in lent and self.parts_of.group.count > 1:  # the main process has kept it
+                continue
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            full = self.parts_of.joined(name, full.detach())
             if not self.accelerator.is_main_process:
                 continue
-            full, layer = full.detach().to("cpu", copy=True), name.removesuffix(".packed")
+            full = full.to("cpu", copy=True)
             if layer in lent:
                 cast("Any", self.given.get_submodule(layer)).weight = lent[layer].unpacked(full)
             else:
@@ -155,12 +191,22 @@ class Sharded:
         self.given.train(self.model.training)
         return self.given if self.accelerator.is_main_process else None
 
-    def written(self) -> set[str]:
-        """What every process has whole, the first one writes."""
-        return {name for name, p in self.trained.of.items() if self.part == 0 or isinstance(p, DTensor)}
+    def written(self) -> dict[str, str]:
+        return {name: self.parts_of.block(name) for name in self._owned()}
+
+    def _owned(self) -> list[str]:
+        """Trained parameters of which no process before this one in a copy has the same part."""
+        is_first = self.mesh.get_local_rank("shard") == 0
+        is_cut = {name: isinstance(p, DTensor) for name, p in self.trained.of.items()}
+        return [name for name in is_cut if self._owns(name) and (is_cut[name] or is_first)]
+
+    def _owns(self, name: str) -> bool:
+        """Among those who divide the layers."""
+        is_over_all = not name.startswith(LAYERS) and name not in self._whole_here
+        return is_over_all or self.parts_of.is_first(name)
 
     def put_away(self) -> None:
-        _empty(self.given)
+        self._lend(self.given)
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshards: bool) -> None:
@@ -207,13 +253,21 @@ def shard_frozen(model: Transformer, mesh: DeviceMesh, load_layer: Callable[[int
     fully_shard(model, mesh=_groups(mesh), ignored_params=set(model.parameters()))
 
 
+def split_frozen(model: Transformer, mesh: Mesh, device: torch.device) -> None:
+    """As `shard_frozen`, of a model that every process has; in the parts of layers that the mesh asks for."""
+    parts = Parts(model, tensor_group(mesh, device))
+    shard_frozen(model, device_mesh(mesh, device), lambda number: parts.take(model, number))
+    parts.connect(model)
+
+
 def load_frozen(folder: Path, mesh: Mesh) -> Transformer:
     """A published model in shards, on this process's device in the dtype that this multiplies fast.
 
     It is read layer by layer, so that no process ever holds it all, unless it carries an adapter.
     """
     device = this_accelerator().device
-    how: Any = {"dtype": choose_dtype("auto", device), "device": device}
+    layout = layout_of(load_config(folder), tensor_group(mesh, device))
+    how: Any = {"dtype": choose_dtype("auto", device), "device": device, "layout": layout}
     if base_folder(folder) != folder:
         model = load_model(folder, **how).requires_grad_(False)
         shard_frozen(model, device_mesh(mesh, device))
@@ -225,7 +279,27 @@ def load_frozen(folder: Path, mesh: Mesh) -> Transformer:
 
 @cache
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
+    """Of the processes that have the same parts of layers."""
+    names = ("replicate", "shard", "tensor")
+    if mesh.tensor == 1:
+        return init_device_mesh(device.type, (mesh.replicate, mesh.shard), mesh_dim_names=names[:2])
+    return init_device_mesh(device.type, (mesh.replicate, mesh.shard, mesh.tensor), mesh_dim_names=names)[names[:2]]
+
+
+@cache
+def tensor_group(mesh: Mesh, device: torch.device) -> Group:
+    """The processes that divide each layer with this one."""
+    if mesh.tensor == 1:
+        return ALONE
+    sizes = (mesh.replicate * mesh.shard, mesh.tensor)
+    return Group.of_processes(init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tensor")).get_group(1))
+
+
+@cache
+def data_group(mesh: Mesh, device: torch.device) -> Group:
+    """Of those who divide each layer one each, this process among them: who has a batch of its own."""
+    sizes = (mesh.replicate * mesh.shard, mesh.tensor)
+    return Group.of_processes(init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tensor")).get_group(0))
 
 
 @cache
@@ -246,11 +320,9 @@ def _twin(model: Transformer) -> Transformer:
 
 
 def _empty(module: nn.Module) -> None:
-    """Frees the memory of its parameters, which stay, and of quantized weights."""
+    """Frees the memory of its parameters, which stay."""
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)
-    for layer in quantized_layers(module).values():
-        layer.weight = cast("Any", None)
 
 
 def _squares(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:

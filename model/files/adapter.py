@@ -149,7 +149,8 @@ def _part(folder: Path, name: str, tensors: LayerAdapter, layout: Layout) -> Lay
     if tensors.magnitude is not None or not name.startswith("model.layers."):
         kind = "is a DoRA adapter" if tensors.magnitude is not None else f"adapts {name}"
         raise AdapterError(f"{folder} {kind}; such a one is not served by several ranks.")
-    return LayerAdapter(tensors.a[:, part.columns], Part(part.rows).of(tensors.b))
+    a, b = (layout.part(f"{name}.lora.{leaf}", one.shape).of(one) for leaf, one in (("a", tensors.a), ("b", tensors.b)))
+    return LayerAdapter(a, b)
 
 
 def load_adapters(

@@ -136,13 +136,18 @@ def load_model(
 
 
 def open_layerwise(
-    folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    layout: Layout = WHOLE,
 ) -> tuple[Transformer, Callable[[int], None]]:
     """A folder as a model whose decoder layers hold no memory yet, and what loads one by its number.
 
-    Raises as `load_model` does: for names at once, for a tensor when it is read.
+    `layout`: which part of it is kept, of all layers. Raises as `load_model` does: for names at once, for a tensor when
+    it is read.
     """
-    model, load = _open(Path(folder), dtype, device)
+    model, load = _open(Path(folder), dtype, device, layout=layout)
     load(lambda name: not name.startswith(_LAYERS))
     return model.eval(), lambda number: load(lambda name: name.startswith(f"{_LAYERS}{number}."))
 

@@ -118,6 +118,7 @@ LAUNCH_FILES = {
     "fsdp": Mesh(1, 8),
     "multi_node_fsdp": Mesh(2, 8),
     "fsdp_context": Mesh(1, 8, 4, recomputes=True),
+    "fsdp_tensor": Mesh(1, 4, tensor=2),
 }
 
 
@@ -162,7 +163,18 @@ def test_what_the_launcher_asks_for_beside_the_sizes_is_done() -> None:
         (3, {}, "dp_shard_size asks for shards over 3 processes, which does not divide the 4 that run"),
         (None, {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params, which potstill does not do: set it to false"),
         (None, {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "dp_shard_size 3 is 3, but 4 processes were started"),
-        (None, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "set tp_size and sp_size to 1"),
+        (None, {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "set sp_size to 1"),
+        (
+            None,
+            {"PARALLELISM_CONFIG_TP_SIZE": "3"},
+            "dp_shard_size 1 times tp_size 3 is 3, but 4 processes were started",
+        ),
+        (
+            None,
+            {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "2"},
+            "cp_size 2 and tp_size 2 do not go together: set one of them to 1",
+        ),
+        (4, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size 2, which goes with its own shards: leave dp_shard_size out"),
         (
             None,
             {"PARALLELISM_CONFIG_CP_SIZE": "3"},

@@ -26,7 +26,7 @@ from model.transformer import Transformer
 from pipeline.measure.training_time import objective_by_settings, random_documents, random_models
 from tests.memory import peak_resident_bytes, return_what_is_freed
 from tests.tiny import tiny_config
-from tests.train.sharded_process import ask_for_context, held_bytes
+from tests.train.sharded_process import ask_for, held_bytes
 from tests.train.test_memory import PreferenceTraining, training
 from train.accelerator import this_accelerator
 from train.loop import Trainer
@@ -154,7 +154,7 @@ def main(folder: Path, sizes: str, *names: str) -> None:
     shard, _, divided = str(sizes).partition("x")
     context = int(divided or 1)
     if context > 1:
-        ask_for_context(int(shard), context)
+        ask_for(int(shard), context)
     this_accelerator()
     rank, found = this_rank(), {}
     for name in names:

@@ -1,10 +1,11 @@
 """Toy runs of every way to train, by as many processes as there are: alone, or started several times by torchrun.
 
-torchrun --nproc_per_node 4 -m tests.train.sharded_process FOLDER SHARD[xCONTEXT]/PLACE/CASE[/STOP] …
+torchrun --nproc_per_node 4 -m tests.train.sharded_process FOLDER SHARD[xCONTEXT|tTENSOR]/PLACE/CASE[/STOP] …
 """
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from model.config import MixtureOfDepths
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4
 from model.lora import LoraConfig
-from model.mesh import Mesh, this_rank
+from model.mesh import this_rank, training_mesh
 from model.quantized import quantized_layers
 from model.transformer import Transformer
 from tests.tiny import tiny_model
@@ -33,10 +34,11 @@ from train.accelerator import this_accelerator
 from train.objectives import Distillation, LanguageModelling, Objective, ObjectiveOutput, RoutedTraining, RoutingConfig
 from train.optimizer import named_moments
 from train.packing import Batch
-from train.sharding import device_mesh, shard_frozen
+from train.sharding import split_frozen
 
 STEPS, BATCH_TOKENS = 6, 256
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_query_heads": 4, "num_kv_heads": 1, "head_dim": 16}
+SIZES = re.compile(r"(\d+)(?:x(\d+))?(?:t(\d+))?")
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_query_heads": 4, "num_kv_heads": 1, "head_dim": 32}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def _teacher() -> Distillation:
 
 
 def _quantized_teacher() -> Distillation:
-    return Distillation(quantize_model(tiny_model(seed=2, num_layers=3), Int4(32)))
+    return Distillation(quantize_model(tiny_model(seed=2, num_layers=3, intermediate_size=128), Int4(32)))
 
 
 def _narrow() -> Transformer:
@@ -61,10 +63,10 @@ def _narrow() -> Transformer:
     return tiny_model(seed=1, tie_word_embeddings=True, num_kv_heads=1)
 
 
-def _adapted(dora: bool = False) -> Transformer:
+def _adapted(dropout: float = 0.0, *, dora: bool = False) -> Transformer:
     model = tiny_model(seed=1, **WIDE)
     quantize_model(model, NF4())
-    inject(model, LoraConfig(rank=6, dropout=0.1, dora=dora), seed=1)
+    inject(model, LoraConfig(rank=6, dropout=dropout, dora=dora), seed=1)
     return model
 
 
@@ -87,7 +89,7 @@ CASES = {
     "distill": Case(lambda: tiny_model(seed=1), _teacher),
     "gqa": Case(_narrow, _quantized_teacher, {"activation_checkpointing": True}),
     "qlora": Case(_adapted),
-    "dora": Case(lambda: _adapted(dora=True), settings={"activation_checkpointing": True}),
+    "dora": Case(lambda: _adapted(0.1, dora=True), settings={"activation_checkpointing": True}),
     "mod": Case(_routed, _routed_objective),
     "mod, recomputed": Case(_routed, _routed_objective, {"activation_checkpointing": True}),
     "routers alone": Case(_routers_alone, _routed_objective),
@@ -116,25 +118,26 @@ class Stopping:
         return self.objective(model, batch, progress)
 
 
-def ask_for_context(shard: int, context: int) -> None:
+def ask_for(shard: int, context: int = 1, tensor: int = 1) -> None:
     """As accelerate's launcher says it."""
-    sizes = {"DP_SHARD": shard, "CP": context}
+    sizes = {"DP_REPLICATE": this_rank().count // (shard * context * tensor), "DP_SHARD": shard, "CP": context}
+    sizes["TP"] = tensor
     os.environ |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
 
-def run(
-    folder: Path, name: str, shard: int | None = None, stop: int | None = None, *, asked: int | None = None
-) -> None:
+def run(folder: Path, name: str, shard: int | None = None, stop: int | None = None) -> None:
     """Trains to the end and writes the weights, or until a stop; from the checkpoint that is there.
 
-    `asked`: over how many processes the recipe shards; by default `shard`.
+    `shard`: over how many processes the recipe shards; None leaves that to the launcher.
     """
     this_accelerator()  # joins the group
     case = CASES[name]
     objective = case.objective()
-    if shard is not None and shard > 1 and isinstance(objective, Distillation):
-        shard_frozen(objective.teacher, device_mesh(Mesh(this_rank().count // shard, shard), torch.device("cpu")))
+    mesh = training_mesh(shard)
+    taught = objective.objective if isinstance(objective, RoutedTraining) else objective
+    if not mesh.is_whole and isinstance(taught, Distillation):
+        split_frozen(taught.teacher, mesh, torch.device("cpu"))
     trainer = toy_trainer(
         folder / name,
         model=case.model(),
@@ -143,7 +146,7 @@ def run(
         evaluate_every_tokens=3 * BATCH_TOKENS,
         tokens=STEPS * BATCH_TOKENS,
         batch_tokens=BATCH_TOKENS,
-        dp_shard_size=shard if asked is None else asked or None,
+        dp_shard_size=shard,
         checkpoint_every_s=1e6,
         **case.settings,
     )
@@ -165,17 +168,18 @@ def held_out(model: Transformer) -> dict[str, float]:
 def main(folder: Path, *jobs: str) -> None:
     """Each job: over how many processes to shard, a folder, the case, and where to stop, if it is to.
 
-    Last those whose tokens are divided too.
+    Last those whose tokens or layers are divided too, as a launcher asks for.
     """
     torch.set_num_threads(1)
     for job in jobs:
         sizes, place, name, stop = f"{job}/".split("/")[:4]
-        shard, _, context = sizes.partition("x")
-        if context:
-            ask_for_context(int(shard), int(context))
-            run(folder / place, name, int(shard) * int(context), asked=0)
-        else:
-            run(folder / place, name, int(shard), int(stop) if stop else None)
+        shard, context, tensor = map(int, SIZES.fullmatch(sizes).groups("1"))  # type: ignore[union-attr]
+        after = int(stop) if stop else None
+        if context * tensor == 1:
+            run(folder / place, name, shard, after)
+            continue
+        ask_for(shard, context, tensor)
+        run(folder / place, name, None, after)
 
 
 if __name__ == "__main__":

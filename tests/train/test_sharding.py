@@ -21,6 +21,8 @@ from train.tracking import read_metrics
 
 HANDED_ON = ("8 bits", "gqa", "qlora")
 DIVIDED = ("distill", "gqa")
+BY_LAYERS = ("distill", "gqa", "mod", "qlora")
+FEWER = ("gqa", "qlora")
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +44,8 @@ def together(processes: int, module: ModuleType, folder: Path, *words: object) -
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of each case, and four: in one group, or in two that hold the same; and checkpoints.
 
-    `down` is begun by four, goes on with two and ends alone; `up` is begun alone and ends with four.
+    `down` is begun by four, goes on with two and ends alone; `up` is begun alone and ends with four. In `layers` four
+    divide each layer among two, and in `fewer`, which they begin, two go on that do the same.
     """
     folder = tmp_path_factory.mktemp("sharded")
     for name in CASES:
@@ -51,16 +54,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run(folder / "up", name, stop=3)
     jobs = [f"4/four/{name}" for name in CASES] + [f"2/groups/{name}" for name in ("distill", "qlora")]
     jobs += [f"4/down/{name}/2" for name in HANDED_ON] + [f"4/up/{name}" for name in HANDED_ON]
-    together(4, sharded_process, folder, *jobs, *(f"2x2/parts/{name}" for name in DIVIDED))
-    handed_on = (f"2/down/{name}/4" for name in HANDED_ON)
-    together(2, sharded_process, folder, *handed_on, *(f"1x2/halves/{name}" for name in DIVIDED))
+    jobs += [f"2x2/parts/{name}" for name in DIVIDED] + [f"2t2/layers/{name}" for name in BY_LAYERS]
+    together(4, sharded_process, folder, *jobs, *(f"2t2/fewer/{name}/2" for name in FEWER))
+    jobs = [f"2/down/{name}/4" for name in HANDED_ON] + [f"1x2/halves/{name}" for name in DIVIDED]
+    together(2, sharded_process, folder, *jobs, *(f"1t2/fewer/{name}/4" for name in FEWER))
     for name in HANDED_ON:
         run(folder / "down", name)
+    for name in FEWER:
+        run(folder / "fewer", name)
     return folder
 
 
-def check(folder: Path, place: str, name: str) -> None:
-    """The log of one process to 1e-5, and its weights."""
+def check(folder: Path, place: str, name: str, *, odd: float = 0.0) -> None:
+    """The log of one process to 1e-5, and its weights but for the part `odd` of them."""
     one, many = (read_metrics(folder / where / name / "metrics.jsonl") for where in ("one", place))
     assert len(one) == len(many) > 6
     for expected, line in zip(one, many, strict=True):
@@ -69,8 +75,8 @@ def check(folder: Path, place: str, name: str) -> None:
     assert weights[0].keys() == weights[1].keys()
     # Where a last bit moves a moment of 8 bits to the next code, its weight takes another step.
     closeness = {"rtol": 1e-2, "atol": 5e-4} if name == "8 bits" else {"rtol": 1e-3, "atol": 1e-5}
-    for key, expected in weights[0].items():
-        torch.testing.assert_close(weights[1][key], expected, **closeness)
+    differ = [~torch.isclose(weights[1][key], expected, **closeness) for key, expected in weights[0].items()]
+    assert sum(int(one.sum()) for one in differ) <= odd * sum(one.numel() for one in differ)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,6 +93,14 @@ def test_so_do_two_groups_of_two(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", DIVIDED)
 def test_processes_that_have_a_part_of_the_tokens_each_train_as_one(place: str, name: str, folder: Path) -> None:
     check(folder, place, name)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("layers", name) for name in BY_LAYERS] + [("fewer", name) for name in FEWER]
+)
+def test_processes_that_have_a_part_of_each_layer_train_as_one(place: str, name: str, folder: Path) -> None:
+    """Products are sums in another order. A first gradient of less than their rounding is as large a step as any."""
+    check(folder, place, name, odd=1e-4)
 
 
 def test_a_process_of_four_holds_a_quarter_of_a_frozen_base_and_of_its_adapter_and_moments(folder: Path) -> None:

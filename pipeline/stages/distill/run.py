@@ -112,7 +112,7 @@ def _check_vocabularies(context: StageContext, config: Distill) -> None:
 
 
 def _check_mesh(config: Distill) -> None:
-    if config.on_policy.share and training_mesh(config.dp_shard_size).shard > 1:
+    if config.on_policy.share and not training_mesh(config.dp_shard_size).is_whole:
         raise UserError(
             "distill: a student that writes itself must be whole in every process, and this one is trained in shards; "
             "set on_policy.share to 0, or start as many replicas."

@@ -65,7 +65,7 @@ class DpoStage(QloraStage[Dpo]):
     def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
         """As every stage with an adapter loads one; it is kept here to be asked without."""
         self.model = super().load_adapted(base, adapter, dense=dense)
-        if self.mesh.shard > 1:
+        if not self.mesh.is_whole:
             _ = self.reference  # while every process has it whole
         return self.model
 

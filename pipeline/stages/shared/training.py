@@ -106,16 +106,20 @@ class TrainingStage(Generic[C]):
 
     def _held_out(self, max_tokens: int) -> HeldOut:
         group = self.context.processes.group
+        if self.mesh.tensor > 1:  # who divides a teacher's layers asks it for the same batches
+            from train.sharding import data_group
+
+            group = data_group(self.mesh, choose_device())
         return HeldOut.of(self.data, sequence_length=self.sequence_length, max_tokens=max_tokens, group=group)
 
     @property
     def has_trained(self) -> bool:
         """Whether this process has a model that was trained: of one in shards the main process alone gets the whole."""
-        return self.mesh.shard == 1 or self.context.processes.is_main
+        return self.mesh.is_whole or self.context.processes.is_main
 
     def for_trained(self, held_out: HeldOut) -> HeldOut:
         """The same text as it is measured by those that have."""
-        return held_out if self.mesh.shard == 1 else held_out.alone
+        return held_out if self.mesh.is_whole else held_out.alone
 
     def training_text(self, tokens: int = CALIBRATION_TOKENS) -> Sequence[Batch]:
         """The first `tokens` of the training text: what structure is decided on."""
@@ -326,13 +330,13 @@ class RecoveryStage(TrainingStage[R]):
         """`tokens_of`: the model whose tokens are read where there is no teacher."""
         super().__init__(context, Tokenizer.load(context.model(teacher or str(tokens_of))))
         self.teacher_name = teacher
-        if teacher is not None and self.mesh.shard > 1:
+        if teacher is not None and not self.mesh.is_whole:
             _ = self.reference  # by all processes, which hold the teacher together
 
     @cached_property
     def teacher(self) -> Transformer:  # type: ignore[override]  # made when first asked for
         """As it is asked in training and for comparisons: in shards where the student is trained in shards."""
-        if self.mesh.shard == 1:
+        if self.mesh.is_whole:
             return self.parent
         from train.sharding import load_frozen
 
@@ -345,7 +349,7 @@ class RecoveryStage(TrainingStage[R]):
 
     def train(self, model: Transformer, **how: Any) -> TrainingResult:
         """As `TrainingStage.train`."""
-        if self.mesh.shard > 1:
+        if not self.mesh.is_whole:
             self.__dict__.pop("parent", None)  # no process keeps a whole one beside its shards
         return super().train(model, **how)
 
@@ -370,7 +374,7 @@ class RecoveryStage(TrainingStage[R]):
             log.info("training %s briefly, for comparison", folder.name)
             student = make()
             self.train(student, folder=folder, tokens=tokens)
-            held_out, is_sharded = self.for_trained(self.held_out), self.mesh.shard > 1
+            held_out, is_sharded = self.for_trained(self.held_out), not self.mesh.is_whole
             states = self.teacher_states(held_out) if is_sharded else self.reference
             keep = self.context.decided if is_sharded else self.context.measured
             keep(kept, Quality, lambda: held_out.quality(self.published_form(student), states))
