@@ -69,7 +69,7 @@ def hidden_states(
 ) -> Tensor:
     """Final hidden states `[T, D]` of a packed batch; `states` takes those behind each layer.
 
-    Of a part of one `attention` is that over what all processes have of it. Where losses are divided, the process's rows.
+    Of a part of one `attention` is that over what all processes have of it. Where losses are divided: of its own rows.
     """
     config, part = model.config, batch.part
     over = attention(config, batch.cu_seqlens) if part is None else ContextAttention(config, part)

@@ -43,6 +43,7 @@ STAGES = {
 # Whoever has a part of the tokens draws other numbers for dropout; routers and parts of documents exclude each other.
 WITHOUT_CHANCE = {"qlora": STAGES["qlora"] | {"model": "teacher", "adapter": {"rank": 4, "dropout": 0.0}}}
 DIVIDED = {name: STAGES[name] for name in ("gqa", "distill")} | WITHOUT_CHANCE
+BY_LAYERS = {"distill": STAGES["distill"]}
 KILLED = {"distill": STAGES["distill"] | {"checkpoint_every_s": 0, "tokens": "6k"}}
 
 
@@ -105,6 +106,20 @@ def test_so_does_one_that_divides_tokens(home: Path) -> None:
     forked(arguments(home, "divided", DIVIDED), 4, environment("fsdp_context", *words))
     for name in DIVIDED:
         check(home / ("without chance" if name in WITHOUT_CHANCE else "one"), home / "divided", name)
+
+
+def test_one_that_divides_layers_makes_about_the_same(home: Path) -> None:
+    """To the rounding of a teacher in bf16, whose products are sums of rounded parts; tests/train has it in fp32."""
+    words = ("--num_processes", "2", "--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2")
+    forked(arguments(home, "layers", BY_LAYERS), 2, environment("fsdp_tensor", *words))
+    one, many = (next((home / folder).glob("??-distill")) for folder in ("one", "layers"))
+    losses = [
+        [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] for folder in (one, many)
+    ]
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-2)
+    for expected, model in zip(*(read_result(folder).models for folder in (one, many)), strict=True):  # type: ignore
+        assert model.quality.tokens == expected.quality.tokens
+        assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-3)
 
 
 def check(one: Path, many: Path, name: str) -> None:
