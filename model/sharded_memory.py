@@ -2,10 +2,14 @@
 
     what lasts      a share of every matrix with its gradient and moments, of quantized ones their bytes; vectors, and a
                     teacher's embeddings and head whole
-    gathered        the head from forward to the end of backward, and layers one after another: in forward one, what it
-                    came in, and what the next comes in; in backward one and the next; in the dtype of products, or as
-                    they are where the model has an adapter
-    on their way    a layer's gradients, whole, and once more in fp32 as they are reduced; at the end the head's
+    gathered        the head from forward to the end of backward, and layers one after another. In forward a layer lies
+                    there as it came and as it is used, until the next has come: the last one until the loss is known.
+                    In backward there is one and the next. All in the dtype of products, or as they are where the model
+                    has an adapter
+    on their way    a layer's gradients, whole, and once more in fp32 as they are reduced, until those of the next are;
+                    at the end those of head and embeddings
+
+Collectives of gloo work on copies of their own; those of NCCL do not.
 
 A process counts that has as many rows as any.
 """
@@ -80,15 +84,21 @@ class InShards(Arithmetic):
         exact = self.setup.adapter is not None or self.config.experts is not None
         return self.stream if exact else min(self.stream, self.item)
 
+    @property
+    def _casts_base(self) -> bool:
+        return self.setup.fp32_base and self._gathered_item != self.item
+
+    @cached_property
     def _layer_weights(self) -> int:
         """Of one layer that is whole."""
         if self.frozen and (formats := self._formats()):
             layers = zip(formats.values(), self._layers(), strict=True)
             stored = sum(self._packed(format, layer.weight.shape) for format, layer in layers)
-            return stored // self.config.num_layers + FULL * self._layer_trained()
+            return stored // self.config.num_layers + FULL * self._layer_trained
         matrices = sum(layer.weight.numel() for layer in self._layers()) // self.config.num_layers
-        return self._gathered_item * matrices + FULL * self._layer_trained() * (self.setup.adapter is not None)
+        return self._gathered_item * matrices + FULL * self._layer_trained * (self.setup.adapter is not None)
 
+    @cached_property
     def _layer_trained(self) -> int:
         """Elements of a layer's gradients."""
         if self.frozen and self.setup.adapter is None:
@@ -96,27 +106,73 @@ class InShards(Arithmetic):
         matrices = sum(layer.weight.numel() for layer in self._layers())
         return (sum(map(math.prod, self.trained_shapes)) if self.frozen else matrices) // self.config.num_layers
 
+    @property
+    def _head_weights(self) -> int:
+        return self.stream * self.config.vocab_size * self.config.hidden_size
+
     def memory(self) -> Memory:
         weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
         gradients, (optimizer, host) = FULL * sum(self.trained), self._moments()
-        fixed, loss, kept, work = weights + adapters + optimizer, self._loss(), self._kept(), self._work()
-        held = gradients if self.training.micro_batches_per_step * self.setup.context > self.setup.processes else 0
-        # Where groups hold the same, torch keeps what it sums over them until backward ends.
-        twice = held * (self.setup.processes > self.setup.shards)
-        head, head_gradient = self.stream * self.config.vocab_size * self.config.hidden_size, self._head_gradient()
-        taught, expanded = self._teacher_layer(), self._expanded()
-        layer, moving = self._layer_weights(), FULL * self._layer_trained()
-        backward = 2 * layer + (self._gathered_item + FULL) * self._layer_trained()
+        lasting, kept, loss, work = weights + adapters + optimizer, self._kept(), self._loss(), self._work()
+        held, head, head_gradient = gradients * self._accumulates, self._head_weights, self._head_gradient()
+        layer, taught, expanded = self._layer_weights, self._teacher_layer(), self._expanded()
+        in_forward = lasting + held + head + kept + layer
+        in_backward = lasting + held + head + head_gradient
         peaks = {
-            "forward": fixed + held + head + kept + 2 * layer + max(layer, expanded),
-            "teacher": fixed + held + head + kept + 2 * taught + max(taught, expanded),
-            "loss": fixed + held + head + kept + loss,
-            "first layer of backward": fixed + held + head + head_gradient + kept + work + backward,
-            "last layer of backward": fixed + gradients + twice + head + head_gradient + work + backward
-            + self._layer() * (not self._recomputes),
-            "head": fixed + gradients + twice + head + 2 * head_gradient,
-            "update": fixed + gradients,
-        }  # fmt: skip
-        activations = kept + work + head + head_gradient + 2 * layer + moving
+            "forward": in_forward + max(self._arriving(layer) + self._cast(), layer + expanded),
+            "teacher": in_forward + taught + max(self._arriving(taught), taught + expanded),
+            "loss": in_forward + loss,
+            "backward": in_backward + max(map(self._backward, self._extremes())),
+            "ends": in_backward + gradients * self._adds_gradients + self._ends(),
+            "update": lasting + gradients,
+        }
+        activations = kept + work + head + head_gradient + 2 * layer + FULL * self._layer_trained
         peak = max(peaks.values())
         return Memory(weights, adapters, gradients, optimizer, activations, loss, peak, host, self._checkpoint())
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients live from one micro-batch to the next."""
+        return self.training.micro_batches_per_step * self.setup.context > self.setup.processes
+
+    @property
+    def _adds_gradients(self) -> bool:
+        """Whether a backward pass adds as much as all gradients: its own.
+
+        Where groups hold the same, torch keeps what it sums over them until backward ends.
+        """
+        return not self._accumulates or self.setup.processes > self.setup.shards
+
+    def _arriving(self, size: int) -> int:
+        """What is gathered, or reduced, while it is on its way."""
+        return size if self.setup.on_gpu else 2 * size
+
+    def _cast(self) -> int:
+        """The share of a layer that travels in another dtype than it is held in."""
+        if self._gathered_item == self.stream or self._formats():
+            return 0
+        return self._share(self._layer_weights)
+
+    def _extremes(self) -> list[int]:
+        """How many layers backward may have behind it; what is between the second and the last but one is there too."""
+        count = self.config.num_layers
+        return sorted({done for done in (0, 1, count - 2, count - 1) if 0 <= done < count})
+
+    def _backward(self, done: int) -> int:
+        """While a layer is at work behind so many others: it and the next are whole, and its gradients leave it."""
+        is_followed, kept_by_layer = done + 1 < self.config.num_layers, self._kept_by_layer()
+        layer, reduced = self._layer_weights, FULL * self._layer_trained
+        own = (FULL if self.frozen else self._gathered_item) * self._layer_trained
+        next_one = layer * is_followed
+        working = next_one + layer + max(self._work(), own)
+        coming = layer + (self._arriving(layer) + self._cast()) * is_followed
+        leaving = next_one + self._arriving(reduced) + self._share(reduced)
+        before = reduced * (done > 0)
+        kept = self._kept() - done * kept_by_layer + done * self._share(reduced) * self._adds_gradients
+        return kept + max(before + max(working, coming), leaving - kept_by_layer)
+
+    def _ends(self) -> int:
+        """Behind all layers: the embeddings at work, where they are not the head; or gradients of either leave."""
+        gradient = self._head_gradient()
+        at_work = 0 if self.frozen else self._head_weights * (not self.config.tie_word_embeddings) + gradient
+        return max(FULL * self._layer_trained + at_work, self._arriving(gradient))

@@ -325,9 +325,13 @@ class Arithmetic:
         """By all layers and the final norm, and what the loss compares besides."""
         size, layers = self.config.hidden_size, self.config.num_layers
         final = self.tokens * size * (self.stream + self.item) + self._compared()
+        return final + layers * self._kept_by_layer()
+
+    def _kept_by_layer(self) -> int:
+        """What it came from, where it is recomputed."""
         if self._recomputes:
-            return final + layers * self.tokens * size * (self.stream + self.item)
-        return final + layers * self._layer()
+            return self.tokens * self.config.hidden_size * (self.stream + self.item)
+        return self._layer()
 
     def _compared(self) -> int:
         """Residual streams of both models, where a distillation has them compared."""
@@ -412,8 +416,13 @@ class Arithmetic:
         """A layer's share of A and B, and of an fp32 base's matrices, in the dtype of products: kept for backward."""
         if not self.frozen or self.item == FULL:
             return 0
-        matrices = sum(layer.weight.numel() for layer in self._layers()) if self.setup.fp32_base else 0
+        matrices = sum(layer.weight.numel() for layer in self._layers()) if self._casts_base else 0
         return HALF * (sum(map(math.prod, self.trained_shapes)) + matrices) // self.config.num_layers
+
+    @property
+    def _casts_base(self) -> bool:
+        """Whether products cast a frozen base's matrices, and keep them so."""
+        return self.setup.fp32_base
 
     def _work(self) -> int:
         """What one layer's backward pass holds besides: the gradients that are on their way, and what it recomputes."""
