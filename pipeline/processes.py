@@ -5,11 +5,12 @@ publishes and decides, and the others wait for it meanwhile. They share the run 
 all they meet (pipeline/meeting.py), and they end together (pipeline/shared_exit.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
+import msgspec
 import yaml
 
 from model.mesh import MeshError, choose_device, this_rank, training_mesh
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from model.collectives import Group
+
+
+T = TypeVar("T")
 
 
 def check_mesh(recipe: Recipe) -> None:
@@ -94,6 +98,25 @@ class Processes:
         this_accelerator()
         self._joined = True
         return Group.of_processes(cast("ProcessGroup", group.WORLD))
+
+    def dealt(self, things: Sequence[T]) -> Sequence[T]:
+        """This process's part of what all work on: every n-th."""
+        return things[self.index :: self.count]
+
+    def collected(self, own: Sequence[T], kind: type[T]) -> list[T]:
+        """What all have made of things that were dealt, in the order of these; of a `kind` that JSON holds."""
+        if self.count == 1:
+            return list(own)
+        import torch
+
+        said, device = msgspec.json.encode(own), choose_device()
+        lengths = self.group.gather(torch.tensor([[len(said)]], device=device)).flatten().tolist()
+        padded = torch.frombuffer(bytearray(said.ljust(max(lengths))), dtype=torch.uint8)[:, None]
+        parts = [
+            msgspec.json.decode(part.cpu().numpy().tobytes(), type=list[kind])  # type: ignore[valid-type]
+            for part in self.group.gather(padded.to(device))
+        ]
+        return [part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part)]
 
     def wait(self) -> None:
         """Returns when every process has come here."""

@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 
 from model.mesh import MeshError
 from pipeline.cli import main
+from pipeline.measure.suite.ask import Marked
 from pipeline.processes import check_mesh
 from pipeline.recipe import load_recipe
 from pipeline.run_folder import RunFolder
 from pipeline.stages.base import read_result
+from pipeline.stages.evaluate.report import ANSWERS_NAME
 from tests.forked import end_of, ranks
 from tests.pipeline.tiny_run import ROOT, TinyRun
 
@@ -60,17 +63,25 @@ def test_two_processes_give_the_losses_of_one(finished_run: TinyRun, tmp_path: P
 
 
 def test_two_processes_evaluate_what_one_does(finished_run: TinyRun, tmp_path: Path) -> None:
-    """They share the held-out batches; the figures are the same numbers, not about the same."""
-    found = []
+    """They share held-out batches, whose figures are the same numbers, not about the same, and the suite's prompts.
+
+    An answer in bf16 may depend on how many are written beside it.
+    """
+    found, answers = [], []
     for count in (1, 2):
         tiny = finished_run.copy(tmp_path / str(count))
-        words = tiny.arguments(NO_SPEED, "evaluate.held_out_tokens=448")  # seven batches
+        words = tiny.arguments(NO_SPEED, "evaluate.held_out_tokens=448", "evaluate.suite=[facts]")  # seven batches
         with ranks(count, main, words, log=tmp_path / "log", environment={"OMP_NUM_THREADS": "1"}) as started:
             assert not any(end_of(started)), (tmp_path / "log").read_text()
         result = read_result(tiny.folder.path / "02-evaluate")
         assert result is not None and result.cost.processes == count
         found.append((result.models, result.gate, result.parity, result.details))
+        kept = (tiny.folder.path / "02-evaluate" / ANSWERS_NAME).read_bytes()
+        answers.append(msgspec.json.decode(kept, type=list[Marked]))
     assert found[0] == found[1]
+    pairs = list(zip(*answers, strict=True))
+    assert all((one.model, one.prompt) == (two.model, two.prompt) for one, two in pairs)
+    assert sum(one == two for one, two in pairs) > len(pairs) / 2
 
 
 def test_a_step_that_cannot_be_shared_says_what_can(monkeypatch: pytest.MonkeyPatch) -> None:

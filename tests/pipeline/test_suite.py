@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from pipeline.cli import main
 from pipeline.measure.gates import wilson
-from pipeline.measure.suite.ask import Marked, ask
+from pipeline.measure.suite.ask import Marked, ask, prompts
 from pipeline.measure.suite.rules import RULES, follows, is_answer, last_number, loops, mentions_any
 from pipeline.measure.suite.sandbox import passes
 from pipeline.measure.suite.tasks import TASKS, code_in, prompts_of
@@ -249,5 +249,5 @@ def test_a_model_without_a_template_is_asked_plainly(tmp_path: Path) -> None:
     folder = write_teacher(tmp_path / "teacher")
     settings = folder / "tokenizer_config.json"
     settings.write_text('{"eos_token": "<|im_end|>"}')
-    marked = ask(folder, ["arithmetic"], label="plain")
+    marked = ask(folder, prompts(["arithmetic"]), label="plain")
     assert len(marked) == len(prompts_of("arithmetic")) and all(one.model == "plain" for one in marked)

@@ -16,6 +16,10 @@ MOST_TOKENS = 512
 """Of a prompt and its answer, for which there is room in the cache; none is cut there."""
 
 
+Asked = tuple[str, Mapping[str, Any]]
+"""The name of a task, and what it says of a prompt."""
+
+
 @dataclass(frozen=True)
 class Marked:
     """One answer, greedy, and whether it passed."""
@@ -29,9 +33,15 @@ class Marked:
     passed: bool
 
 
-def ask(folder: Path, names: Sequence[str], *, label: str) -> list[Marked]:
-    """The model in `folder` answers every prompt of the tasks `names`, in its chat template if it has one."""
-    asked = [(name, entry) for name in names for entry in prompts_of(name)]
+def prompts(names: Sequence[str]) -> list[Asked]:
+    """Those of the tasks `names`."""
+    return [(name, entry) for name in names for entry in prompts_of(name)]
+
+
+def ask(folder: Path, asked: Sequence[Asked], *, label: str) -> list[Marked]:
+    """The model in `folder` answers every prompt, in its chat template if it has one."""
+    if not asked:
+        return []
     params = [SamplingParams(temperature=0.0, max_tokens=TASKS[name].max_tokens) for name, _ in asked]
     engine = LLM(str(folder), max_num_seqs=AT_ONCE, num_pages=AT_ONCE * (MOST_TOKENS // 16 + 1))
     ids = [_prompt_ids(engine, name, entry) for name, entry in asked]

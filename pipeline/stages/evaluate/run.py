@@ -13,7 +13,7 @@ from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import HeldOut, describe_model, load_published
 from pipeline.measure.speed import TURNS, engines_for_speed, measure_speed, prompts_from
-from pipeline.measure.suite.ask import ask
+from pipeline.measure.suite.ask import Marked, ask, prompts
 from pipeline.results import ModelReport, Parity, Result
 from pipeline.stages.evaluate.config import Evaluate
 from pipeline.stages.evaluate.report import ANSWERS_NAME, EvaluateDetails, HarnessScore, Score, scores_of
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def run(context: StageContext) -> Result[EvaluateDetails] | None:
-    """Measures quality in all processes, the rest in the main one. Publishes nothing."""
+    """Measures quality and asks the suite in all processes, the rest in the main one. Publishes nothing."""
     config: Evaluate = context.stage.config
     tokenizer = Tokenizer.load(context.model(config.model))
     data = context.data(config.data, tokenizer)
@@ -39,6 +39,7 @@ def run(context: StageContext) -> Result[EvaluateDetails] | None:
         report, states = _quality(context, name, held_out, reference)
         reference = reference or states
         reports.append(report)
+    suite = _suite(context, names) if config.suite else ()
     if not context.processes.is_main:
         return None
     parity = [check_parity(context.model(name), held_out.batches, choose_device()) for name in names]
@@ -50,7 +51,7 @@ def run(context: StageContext) -> Result[EvaluateDetails] | None:
     if config.speed.batch_sizes:
         reports = _with_speeds(context, reports, held_out)
     details = EvaluateDetails(
-        suite=_suite(context, names) if config.suite else (),
+        suite=suite,
         harness=tuple(score for name in names for score in harness(context, name)),
     )
     return context.result(models=reports, gate=checks, parity=_worst(parity), details=details)
@@ -119,12 +120,14 @@ def _no_harness(context: StageContext, name: str) -> list[HarnessScore]:
 
 
 def _suite(context: StageContext, names: list[str]) -> tuple[Score, ...]:
-    """What each model passes; its answers stay in the stage's folder."""
-    marked = []
+    """What each model passes, asked by all processes; its answers stay in the stage's folder."""
+    processes, marked = context.processes, list[Marked]()
     for name in names:
         log.info("asking %s the suite's prompts", name)
-        marked += ask(context.model(name), context.stage.config.suite, label=name)
-    write_atomically(context.folder / ANSWERS_NAME, msgspec.json.format(msgspec.json.encode(marked), indent=1))
+        own = ask(context.model(name), processes.dealt(prompts(context.stage.config.suite)), label=name)
+        marked += processes.collected(own, Marked)
+    if processes.is_main:
+        write_atomically(context.folder / ANSWERS_NAME, msgspec.json.format(msgspec.json.encode(marked), indent=1))
     return scores_of((one.model, one.task, one.passed) for one in marked)
 
 
