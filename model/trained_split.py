@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from model.collectives import Group
 from model.config import ModelConfig
+from model.formats.base import WeightFormat
 from model.layers import Routing
 from model.linear import Linear
 from model.lora import adapted_layers
@@ -49,25 +50,36 @@ class TrainedSplit(Split):
     def part(self, name: str, shape: Sequence[int]) -> Part:
         return super().part(name, shape) if name.startswith("model.layers.") else Part()
 
+    def check_cut(self, layer: str, shape: Sequence[int], format: WeightFormat[Any]) -> None:
+        """Raise MeshError where a block of a layer's weight [N, K] in the format would be cut."""
+        try:
+            self.part(f"{layer}.weight", shape).check(shape, format)
+        except ValueError as reason:
+            raise MeshError(f"tp_size {self.group.count} cannot cut {layer}: {reason}") from None
 
-def check_trained_split(config: ModelConfig, count: int) -> None:
-    """Raise MeshError, one sentence, unless so many ranks can train a model together, each a part of every layer."""
+
+def check_trained_split(config: ModelConfig, count: int, *, dora: bool = False, rounds: bool = False) -> None:
+    """Raise MeshError, one sentence, unless so many ranks can train a model together, each a part of every layer.
+
+    `dora`: beside it such an adapter is trained; `rounds`: it is trained through rounding.
+    """
     reason = obstacle(config, count)
     if config.experts is not None:
         reason = "does not divide the experts of a model that is trained"
     if config.kind.joins_projections:
         reason = f"does not divide the joined projections of {config.family} in training"
+    if dora:
+        reason = "cuts the rows whose norms DoRA divides by"
+    if rounds:
+        reason = "cuts weights whose rounding is trained, which needs them whole"
     if reason is not None and count > 1:
         raise MeshError(f"tp_size {count} {reason}; shard over more processes instead (dp_shard_size)")
 
 
 def check_parts(model: Transformer, count: int) -> None:
-    """As `check_trained_split`, of what a model carries."""
-    check_trained_split(model.config, count)
-    if count > 1 and any(layer.lora.magnitude is not None for layer in adapted_layers(model).values()):
-        raise MeshError(f"tp_size {count} cuts the rows whose norms DoRA divides by: set dora to false")
-    if count > 1 and any(True for _ in model.model.layers.buffers()):
-        raise MeshError(f"tp_size {count} cuts weights whose rounding is trained, which needs them whole: set it to 1")
+    """As `check_trained_split`, of a model with what it carries."""
+    dora = any(layer.lora.magnitude is not None for layer in adapted_layers(model).values())
+    check_trained_split(model.config, count, dora=dora, rounds=any(True for _ in model.model.layers.buffers()))
 
 
 def take_part(layer: nn.Module, prefix: str, split: TrainedSplit) -> None:
@@ -76,11 +88,9 @@ def take_part(layer: nn.Module, prefix: str, split: TrainedSplit) -> None:
         if (part := split.part(name, parameter.shape)) != Part():
             parameter.data = part.of(parameter.data).clone(memory_format=torch.contiguous_format)
     for name, linear in quantized_layers(layer).items():
+        split.check_cut(f"{prefix}.{name}", linear.shape, linear.format)
         part = split.part(f"{prefix}.{name}.weight", linear.shape)
-        try:
-            linear.weight = weight = part.of_quantized(linear.weight, linear.format)
-        except ValueError as reason:
-            raise MeshError(f"tp_size {split.group.count} cannot cut {prefix}.{name}: {reason}") from None
+        linear.weight = weight = part.of_quantized(linear.weight, linear.format)
         linear.shape, linear.format = weight.shape, linear.format.of(weight)
     for part_of in layer.modules():
         if isinstance(part_of, Linear | QuantizedLinear):

@@ -9,8 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from compress.quantize.round_to_nearest import formats_of_layers
+from model.collectives import Group
 from model.files.checkpoint import load_config
 from model.files.safe_io import CheckpointError
+from model.formats.registry import format_named
+from model.mesh import MeshError, training_mesh
+from model.trained_split import TrainedSplit, check_trained_split
+from model.training_memory import shapes_of
 from pipeline.errors import UserError
 from pipeline.plan import StagePlan, stage_plans
 from pipeline.run_folder import RunFolder
@@ -44,6 +50,8 @@ def preflight(recipe: Recipe, folder: RunFolder, cache: Path) -> None:
     plans = [plan for plan in stage_plans(recipe, cache, imported) if plan.name in unfinished]
     for sentence in long_sequences(plans):
         log.warning("%s", sentence)
+    if reason := undivided(plans, training_mesh(None).tensor):
+        raise UserError(reason)
     if lack := little_room(plans, folder.path):
         raise UserError(lack)
 
@@ -74,6 +82,25 @@ def long_sequences(plans: Sequence[StagePlan]) -> Iterator[str]:
                 f"{plan.name}: the sequence_length of its data is {plan.sequence_length:,}, but its model knows "
                 f"{known:,} positions, and computes those beyond badly; give the data at most that."
             )
+
+
+def undivided(plans: Sequence[StagePlan], tensor: int) -> str | None:
+    """A sentence where so many processes cannot divide the layers of a model that a stage trains, or of its teacher."""
+    for plan in plans if tensor > 1 else ():
+        setup = plan.setup
+        format = format_named(setup.quantization, double=setup.double_quantization)
+        models = [(setup.model, {} if format is None else formats_of_layers(setup.model, format))]
+        models += [] if setup.teacher is None else [(setup.teacher, dict(setup.teacher_formats))]
+        try:
+            dora = setup.adapter is not None and setup.adapter.dora
+            check_trained_split(setup.model, tensor, dora=dora, rounds=setup.rounding is not None)
+            for config, formats in models:
+                split = TrainedSplit(Group(0, tensor), config)
+                for name, one in formats.items():
+                    split.check_cut(name, shapes_of(config)[f"{name}.weight"], one)
+        except MeshError as error:
+            return f"{plan.name}: {error}"
+    return None
 
 
 def little_room(plans: Sequence[StagePlan], folder: Path) -> str | None:

@@ -1,14 +1,18 @@
 """What a run says before its first import: data that is nowhere, a disk too full, what a model is too small for."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from compress.quantize.round_to_nearest import formats_of_layers
+from model.formats.compressed_tensors import Int4
+from model.lora import LoraConfig
 from pipeline.cli import main
 from pipeline.plan import plan_recipe
-from pipeline.preflight import ROOM, little_room, preflight
+from pipeline.preflight import ROOM, little_room, preflight, undivided
 from pipeline.recipe import load_recipe
 from pipeline.run_folder import RunFolder
 from tests.pipeline.tiny_run import write_teacher
@@ -87,6 +91,23 @@ def test_a_disk_without_room_for_checkpoints(
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"1")
     assert little_room(plans, tmp_path / "run") is None
+
+
+def test_processes_that_cannot_divide_the_layers_of_a_model(recipe: Path, tmp_path: Path) -> None:
+    (plan,) = plan_recipe(load_recipe(recipe, []), tmp_path)
+    assert undivided([plan], 2) is None
+    assert undivided([plan], 3) == (
+        "01-gqa: tp_size 3 does not divide the 4 attention heads; shard over more processes instead (dp_shard_size)"
+    )
+    adapted = replace(plan.setup, adapter=LoraConfig(rank=4, dora=True))
+    assert "01-gqa: tp_size 2 cuts the rows whose norms DoRA" in str(undivided([replace(plan, setup=adapted)], 2))
+    base = replace(plan.setup, adapter=LoraConfig(rank=4), quantization="nf4")
+    taught = replace(
+        plan.setup, teacher=plan.setup.model, teacher_formats=formats_of_layers(plan.setup.model, Int4(32))
+    )
+    for setup, layer in ((base, "q_proj"), (taught, "o_proj")):
+        said = undivided([replace(plan, setup=setup)], 2)
+        assert said is not None and said.startswith(f"01-gqa: tp_size 2 cannot cut model.layers.0.self_attn.{layer}: ")
 
 
 def test_a_model_that_is_imported_need_not_be_found_again(recipe: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def dora() -> Transformer:
         (tiny_model, documents([9]), 3, "tp_size 3 does not divide the 4 attention heads; shard over more processes"),
         (lambda: tiny_model("mixtral"), documents([9]), 2, "tp_size 2 does not divide the experts of a model that is"),
         (lambda: tiny_model("phi3"), documents([9]), 2, "tp_size 2 does not divide the joined projections of phi3"),
-        (dora, documents([9]), 2, "tp_size 2 cuts the rows whose norms DoRA divides by: set dora to false"),
+        (dora, documents([9]), 2, "tp_size 2 cuts the rows whose norms DoRA divides by; shard over"),
         (rounded, documents([9]), 2, "tp_size 2 cuts weights whose rounding is trained, which needs them whole"),
         (tiny_model, toy_pairs(), 2, "tp_size 2. divides losses, but pairs of answers need whole documents"),
     ],
