@@ -34,7 +34,7 @@ from kernels.linear.dense import PreparedWeight
 from kernels.linear.experts import arrange_rows, expert_products, stack_experts
 from kernels.linear.leading_rows import linear_of_leading_rows
 from kernels.linear.lora import LoraWeights, lora_add
-from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int6, quantize_int8, quantize_nf4
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.linear.rounded import Rounding, rounded_linear
@@ -262,7 +262,7 @@ def quantized(dtype: torch.dtype) -> None:
     """Every format at every class of rows, and with K that 64 or 32 do not divide; forward and backward."""
     bias = torch.zeros(256, dtype=dtype)
     for k, rows_each in ((1024, (16, 32, 64, 128, 256)), (1030, (1, 64)), (1040, (1,))):
-        for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
+        for quantize in (quantize_nf4, quantize_int4, quantize_int6, quantize_int8, quantize_fp8):
             weight = prepare_quantized_weight(quantize(torch.zeros(256, k)))
             for tokens in rows_each:
                 backward(quantized_linear(rows(tokens, k, dtype=dtype), weight, bias))
@@ -271,7 +271,7 @@ def quantized(dtype: torch.dtype) -> None:
 def products(dtype: torch.dtype) -> None:
     """One row, many rows that the weight is written out for, and many that are rounded as it is; every format. Of
     experts few rows and many, dense and quantized."""
-    for quantize in (quantize_nf4, quantize_int4, quantize_int8, quantize_fp8):
+    for quantize in (quantize_nf4, quantize_int4, quantize_int6, quantize_int8, quantize_fp8):
         weight = prepare_quantized_weight(quantize(torch.zeros(256, 1024)))
         for tokens in (1, 256):
             quantized_linear(rows(tokens, 1024, dtype=dtype, differentiable=False), weight)

@@ -9,6 +9,8 @@ So with LANES = 4 (fewer in a tile of 2 words) and M words a thread, code (i, b)
 - a thread reads neighbouring words, 16 bytes where there are 4, and they hold what it multiplies: from the copy of the
   words in shared memory to the matrix product no element changes its thread;
 - where in a word a code lies is the format's choice: so that bit operations yield pairs b = 0, 1 (`_quantized_pairs`);
+- INT6 has the low four bits as INT4 has its codes, and behind an output's words 16 bits for each of them, with the two
+  bits above its codes in the same order;
 - TILE divides the group, so that one row of scales [N] serves a tile, and scales the sum instead of each weight.
 
 Where no tile of 16 or more fits into a group (NF4 with odd K, small groups) every element has its own scale ("fine").
@@ -30,7 +32,9 @@ from kernels.linear._quantized_pairs import NF4_ORDER, decoded_pairs, nf4_bytes
 from kernels.linear.quantization import (
     NESTED_BLOCK,
     NF4_BLOCK,
+    SIXES,
     Fp8Weight,
+    Int6Weight,
     Int8Weight,
     IntegerWeight,
     NF4Weight,
@@ -49,9 +53,9 @@ class TiledWeight:
     """A quantized matrix [N, K] repacked for the kernels; see above."""
 
     format: str
-    """"nf4", "int4", "int8" or "fp8"."""
+    """"nf4", "int4", "int6", "int8" or "fp8"."""
     words: Tensor
-    """int32 [tiles, N, TILE / codes of a word]."""
+    """int32 [tiles, N, TILE · bits / 32]."""
     scales: Tensor
     """fp32 or fp16 [G, N], [tiles, N, TILE] where fine, [1, N] for a scale a row; u8 [G, N] if doubly quantized."""
     shape: tuple[int, int]
@@ -59,7 +63,7 @@ class TiledWeight:
     group: int
     """Neighbours in a row that share a scale; 1 where fine, 0 for the whole row."""
     zero: int = 0
-    """The code of INT4 that means 0, if it is the same everywhere: 8, or 0 where there are minima."""
+    """The code of INT4 or INT6 that means 0, if it is the same everywhere: 8 or 32, or 0 where there are minima."""
     zeros: Tensor | None = None
     """u8, of the shape of the scales, if it is not."""
     minima: Tensor | None = None
@@ -72,7 +76,7 @@ class TiledWeight:
 
     @property
     def bits(self) -> int:
-        return 4 if self.format in ("nf4", "int4") else 8
+        return {"nf4": 4, "int4": 4, "int6": 6}.get(self.format, 8)
 
 
 def tile_weight(weight: QuantizedWeight) -> TiledWeight:
@@ -97,14 +101,19 @@ def _tiled_rows(format: str, codes: Tensor, scales: Tensor) -> TiledWeight:
 def _tiled_integers(weight: IntegerWeight) -> TiledWeight:
     tile, fine = _tile_of(weight.group)
     of_outputs = partial(_by_group, group=weight.group, tile=tile) if fine else _transposed
-    minima, group = None if weight.minima is None else of_outputs(weight.minima), 1 if fine else weight.group
+    scales, group = of_outputs(weight.scales), 1 if fine else weight.group
+    if isinstance(weight, Int6Weight):
+        words, zero = _words(weight.elements(), "int6", tile), SIXES if weight.zeros is None else 0
+        zeros = None if weight.zeros is None else of_outputs(weight.zeros)
+        return TiledWeight("int6", words, scales, weight.shape, tile, group, zero, zeros)
+    minima = None if weight.minima is None else of_outputs(weight.minima)
     if isinstance(weight, Int8Weight):
         words = _words(weight.codes.view(torch.uint8), "int8", tile)
-        return TiledWeight("int8", words, of_outputs(weight.scales), weight.shape, tile, group, minima=minima)
+        return TiledWeight("int8", words, scales, weight.shape, tile, group, minima=minima)
     words = _words(weight.elements(), "int4", tile)
     zeros = None if weight.zeros is None or minima is not None else of_outputs(weight.zeros)
     zero = 8 if minima is None and zeros is None else 0
-    return TiledWeight("int4", words, of_outputs(weight.scales), weight.shape, tile, group, zero, zeros, minima)
+    return TiledWeight("int4", words, scales, weight.shape, tile, group, zero, zeros, minima)
 
 
 def _tiled_nf4(weight: NF4Weight) -> TiledWeight:
@@ -131,6 +140,10 @@ def _tile_of(group: int) -> tuple[int, bool]:
 
 def _words(codes: Tensor, format: str, tile: int) -> Tensor:
     """Pack u8 codes [N, K] as above."""
+    if format == "int6":
+        low, high = (_words(part, "int4", tile) for part in (codes & 15, codes >> 4))
+        twos = torch.stack([(high >> 4 * code & 3) << 2 * code for code in range(8)]).sum(0, dtype=torch.int32)
+        return torch.cat((low, twos.to(torch.int16).view(torch.int32)), dim=2)
     bits, shifts = _places(format)
     lanes = _lanes(tile * bits // 32)
     padded = F.pad(codes, (0, -codes.shape[1] % tile))
@@ -146,6 +159,12 @@ def _words(codes: Tensor, format: str, tile: int) -> Tensor:
 def tile_codes(weight: TiledWeight) -> Tensor:
     """The codes of a tiled weight, u8 [N, K]: what `tile_weight` was given."""
     n, k = weight.shape
+    if weight.format == "int6":
+        low, twos = weight.words.split([weight.tile // 8, weight.tile // 16], dim=2)
+        wide = twos.contiguous().view(torch.int16).to(torch.int32)
+        high = torch.stack([(wide >> 2 * code & 3) << 4 * code for code in range(8)]).sum(0, dtype=torch.int32)
+        fours, twos = (tile_codes(replace(weight, format="int4", words=words)) for words in (low, high))
+        return fours | twos << 4
     bits, shifts = _places(weight.format)
     words = weight.words.unflatten(2, (_lanes(weight.words.shape[2]), -1))
     codes = torch.tensor(
@@ -216,14 +235,21 @@ def tile_values(
     IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The codes' values before scaling, [N, TILE] in DTYPE. IN_PAIRS: by `decoded_pairs`, which has bf16 alone."""
-    LANES: tl.constexpr = 4 if WORDS > 4 else WORDS
-    HALF: tl.constexpr = 4 if FORMAT == "int4" or FORMAT == "nf4" else 2
-    TILE: tl.constexpr = 2 * HALF * WORDS
+    LOW: tl.constexpr = WORDS // 3 * 2 if FORMAT == "int6" else WORDS
+    LANES: tl.constexpr = 4 if LOW > 4 else LOW
+    HALF: tl.constexpr = 2 if FORMAT == "int8" or FORMAT == "fp8" else 4
+    TILE: tl.constexpr = 2 * HALF * LOW
     OUTPUTS: tl.constexpr = o_n.shape[0]
     p_tile = p_words + tl.cast(tile, tl.int64) * num_outputs * WORDS
-    o_words = o_n[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    o_words = o_n[:, None] * WORDS + tl.arange(0, LOW)[None, :]
     b_words = tl.load(p_tile + o_words, mask=m_n[:, None], other=0, eviction_policy="evict_first")
-    b_words = tl.reshape(b_words, [OUTPUTS, LANES, WORDS // LANES])
+    b_words = tl.reshape(b_words, [OUTPUTS, LANES, LOW // LANES])
+    b_twos = b_words
+    if FORMAT == "int6":
+        o_twos = o_n[:, None] * (2 * WORDS) + tl.arange(0, LOW)[None, :]
+        p_twos = (p_tile + LOW).to(tl.pointer_type(tl.int16)) + o_twos
+        b_twos = tl.load(p_twos, mask=m_n[:, None], other=0, eviction_policy="evict_first").to(tl.int32)
+        b_twos = tl.reshape(b_twos, [OUTPUTS, LANES, LOW // LANES])
     if p_zeros is None:
         b_zeros = tl.full([OUTPUTS, 1], ZERO, tl.int32)
     elif GROUP == 1:
@@ -235,16 +261,16 @@ def tile_values(
     if IN_PAIRS:
         b_values = decoded_pairs(b_words, b_zeros, table, FORMAT)
     else:
-        b_values = _values_one_by_one(b_words, table, FORMAT, HALF)
+        b_values = _values_one_by_one(b_words, b_twos, table, FORMAT, HALF)
     b_values = tl.reshape(tl.permute(b_values, (0, 2, 3, 1, 4)), [OUTPUTS, TILE])
-    if FORMAT == "int4" and not IN_PAIRS:
+    if (FORMAT == "int4" or FORMAT == "int6") and not IN_PAIRS:
         b_values -= b_zeros.to(tl.float32)
     return b_values.to(DTYPE)
 
 
 @triton.jit
-def _values_one_by_one(b_words, table, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """What `decoded_pairs` returns, in any dtype but for INT4 with zeros not yet subtracted."""
+def _values_one_by_one(b_words, b_twos, table, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """What `decoded_pairs` returns, in any dtype but for INT4 and INT6 with zeros not yet subtracted."""
     o_i, o_b = tl.arange(0, HALF)[:, None], tl.arange(0, 2)[None, :]
     shifts = o_i * 8 + o_b * 4 if FORMAT == "nf4" else o_i * (16 // HALF) + o_b * 16
     b_codes = (b_words[:, :, :, None, None] >> shifts[None, None, None, :, :]) & ((1 << (16 // HALF)) - 1)
@@ -253,6 +279,9 @@ def _values_one_by_one(b_words, table, FORMAT: tl.constexpr, HALF: tl.constexpr)
         b_values = tl.reshape(tl.gather(table, tl.ravel(b_codes), 0), b_codes.shape)
     elif FORMAT == "int4":
         b_values = b_codes.to(tl.float32)
+    elif FORMAT == "int6":
+        o_twos = (o_i * 2 + o_b * 8)[None, None, None, :, :]
+        b_values = (b_codes | ((b_twos[:, :, :, None, None] >> o_twos) & 3) << 4).to(tl.float32)
     elif FORMAT == "int8":
         b_values = ((b_codes ^ 128) - 128).to(tl.float32)
     else:

@@ -154,8 +154,11 @@ INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, in
 }
 
 /* The same, compiled for each kind. */
-static void multiply_kind(Kind kind, const Weight *w, const Rows *x, int64_t n, int dtype, char *y, int64_t stride,
+static void multiply_kind(Kind kind, const Weight *all, const Rows *x, int64_t n, int dtype, char *y, int64_t stride,
                           int64_t count) {
+    ALIGNED int8_t codes[widened_bytes(all, OUTPUTS)];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, OUTPUTS, codes, &bytes);
     if (kind.span == MOST_SPAN) {
         if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, MOST_SPAN}, w, x, n, dtype, y, stride, count);
         else if (kind.has_shifts) multiply_outputs((Kind){1, 1, MOST_SPAN}, w, x, n, dtype, y, stride, count);
@@ -225,7 +228,8 @@ int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride,
                     int threads) {
     int64_t span = w->group % MOST_SPAN || x_group % MOST_SPAN ? 32 : MOST_SPAN, most = smaller(rows, BLOCK_ROWS);
     int64_t block = most * (w->k + w->k / span * 3 * (int64_t)sizeof(float)); /* stays in the cache while W passes by */
-    Kind kind = {w->format != INT8, w->minima || w->zeros, span};
+    int has_four = has_four_bits(w->format);
+    Kind kind = {has_four, has_four && (w->minima || w->zeros), span};
     char *memory = calloc(1, OUTPUTS * bytes_of_row(w) + block);
     if (!memory) return 1;
     Weight last = last_outputs(w, memory + block);

@@ -14,7 +14,7 @@ from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import AVX2, DTYPES, NEEDS
 from kernels.common.processor import Needs, processor_features, suits
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
-from kernels.linear.quantization import Int4Weight, Int8Weight
+from kernels.linear.quantization import Int8Weight, IntegerWeight
 
 _SOURCES: dict[str, Needs] = {
     "_rounded.c": (AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},),
@@ -27,7 +27,7 @@ _BLOCK, _SPAN = 32, 64
 def takes(weight: SkinnyWeight | None, group: int) -> bool:
     """Whether rows of which `group` neighbours share a scale are multiplied here as integers."""
     held = None if weight is None else weight.held
-    if not isinstance(held, Int4Weight | Int8Weight) or (isinstance(held, Int8Weight) and held.minima is not None):
+    if not isinstance(held, IntegerWeight) or (isinstance(held, Int8Weight) and held.minima is not None):
         return False
     fits = held.group == _BLOCK or not held.group % _SPAN
     return fits and not held.shape[1] % _SPAN and not group % _BLOCK and _library() is not None

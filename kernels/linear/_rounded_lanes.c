@@ -181,15 +181,23 @@ INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, 
     multiply(is_int8, w, &outputs, x, dtype, y + n * size_of(dtype), rows, count);
 }
 
+/* The same of any format. */
+INLINE void multiply_any(const Weight *all, const char *x, int dtype, char *y, int64_t rows, int64_t n) {
+    int8_t codes[widened_bytes(all, LANES)];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, LANES, codes, &bytes);
+    if (w->format == INT8)
+        multiply_outputs(1, w, x, dtype, y, rows, n);
+    else
+        multiply_outputs(0, w, x, dtype, y, rows, n);
+}
+
 /* `rows` rows of x, as they are rounded, times all of W. */
 static void multiply_rows(const Weight *w, const char *x, int dtype, char *y, int64_t rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += LANES)
-        /* Here, since a parallel loop becomes a function of its own before formats are known. */
-        if (w->format == INT8)
-            multiply_outputs(1, w, x, dtype, y, rows, n);
-        else
-            multiply_outputs(0, w, x, dtype, y, rows, n);
+        /* Formats are asked for in here, since a parallel loop becomes a function of its own before they are known. */
+        multiply_any(w, x, dtype, y, rows, n);
 }
 
 INLINE void store_nibbles(Nibbles *block, int64_t t, const int32_t *q, int32_t sum, float scale) {
@@ -215,7 +223,7 @@ INLINE void round_row(int dtype, const char *x, int64_t k, int64_t group, int is
    memory. */
 int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride, int64_t x_group, char *y, int64_t rows,
                     int threads) {
-    int is_int8 = w->format == INT8;
+    int is_int8 = !has_four_bits(w->format);
     int64_t tile = w->k / BLOCK * bytes_of_block(is_int8), most = smaller(rows, BLOCK_ROWS);
     char *tiles = calloc((most + TOKENS - 1) / TOKENS, tile); /* stay in the cache while all of W passes by */
     if (rows && !tiles) return 1;

@@ -108,7 +108,7 @@ INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, u
 }
 
 /* Columns of y from n on, of all rows of x: a tile, or several, for which rows of W are decoded once. */
-INLINE void columns(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows,
+INLINE void columns_of(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows,
                     int64_t tokens) {
     if (rows <= tokens) {
         tile_of(format, w, n, x, y, rows, tokens);
@@ -120,6 +120,21 @@ INLINE void columns(int format, const Weight *w, int64_t n, const uint16_t *x, u
         decode_row(format, w, smaller(n + i, w->n - 1), 0, w->k, outputs, decoded + i * w->k, STEP, 1);
     for (int64_t t = 0; t < rows; t += MOST_TOKENS)
         tile_of_decoded(w, n, decoded, x + t * w->k, y + t * w->n, rows - t, MOST_TOKENS, outputs);
+}
+
+/* The same of any format. */
+INLINE void columns(const Weight *all, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows, int64_t tokens) {
+    int8_t codes[widened_bytes(all, outputs_of(tokens))];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, outputs_of(tokens), codes, &bytes);
+    switch (format_of(w)) {
+    case NF4: columns_of(NF4, w, n, x, y, rows, tokens); break;
+    case INT4: columns_of(INT4, w, n, x, y, rows, tokens); break;
+    case INT8: columns_of(INT8, w, n, x, y, rows, tokens); break;
+    case FP8: columns_of(FP8, w, n, x, y, rows, tokens); break;
+    case INT4_FROM_MINIMA: columns_of(INT4_FROM_MINIMA, w, n, x, y, rows, tokens); break;
+    case INT8_SIXTEENS: columns_of(INT8_SIXTEENS, w, n, x, y, rows, tokens); break;
+    }
 }
 
 /* How many rows of x a tile has. */
@@ -144,31 +159,27 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
     if (rows && !x) return 1;
     pack_tiles(w->format, inputs, stride, x, rows, w->k, tokens);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = 0; n < w->n; n += outputs_of(tokens))
-        switch (format_of(w)) {
-        case NF4: columns(NF4, w, n, x, y, rows, tokens); break;
-        case INT4: columns(INT4, w, n, x, y, rows, tokens); break;
-        case INT8: columns(INT8, w, n, x, y, rows, tokens); break;
-        case FP8: columns(FP8, w, n, x, y, rows, tokens); break;
-        case INT4_FROM_MINIMA: columns(INT4_FROM_MINIMA, w, n, x, y, rows, tokens); break;
-        case INT8_SIXTEENS: columns(INT8_SIXTEENS, w, n, x, y, rows, tokens); break;
-        }
+    for (int64_t n = 0; n < w->n; n += outputs_of(tokens)) columns(w, n, x, y, rows, tokens);
     free(x);
     return 0;
+}
+
+INLINE void expand_row(const Weight *all, int64_t n, uint16_t *row) {
+    int8_t codes[widened_bytes(all, 1)];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, 1, codes, &bytes);
+    switch (format_of(w)) {
+    case NF4: decode_row(NF4, w, n, 0, w->k, 1, row, STEP, 0); break;
+    case INT4: decode_row(INT4, w, n, 0, w->k, 1, row, STEP, 0); break;
+    case INT8: decode_row(INT8, w, n, 0, w->k, 1, row, STEP, 0); break;
+    case FP8: decode_row(FP8, w, n, 0, w->k, 1, row, STEP, 0); break;
+    case INT4_FROM_MINIMA: decode_row(INT4_FROM_MINIMA, w, n, 0, w->k, 1, row, STEP, 0); break;
+    case INT8_SIXTEENS: decode_row(INT8_SIXTEENS, w, n, 0, w->k, 1, row, STEP, 0); break;
+    }
 }
 
 /* The rows of W from `start` to `stop`, bf16 [stop - start, K]. */
 void expand_rows(const Weight *w, int64_t start, int64_t stop, uint16_t *out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = start; n < stop; n++) {
-        uint16_t *row = out + (n - start) * w->k;
-        switch (format_of(w)) {
-        case NF4: decode_row(NF4, w, n, 0, w->k, 1, row, STEP, 0); break;
-        case INT4: decode_row(INT4, w, n, 0, w->k, 1, row, STEP, 0); break;
-        case INT8: decode_row(INT8, w, n, 0, w->k, 1, row, STEP, 0); break;
-        case FP8: decode_row(FP8, w, n, 0, w->k, 1, row, STEP, 0); break;
-        case INT4_FROM_MINIMA: decode_row(INT4_FROM_MINIMA, w, n, 0, w->k, 1, row, STEP, 0); break;
-        case INT8_SIXTEENS: decode_row(INT8_SIXTEENS, w, n, 0, w->k, 1, row, STEP, 0); break;
-        }
-    }
+    for (int64_t n = start; n < stop; n++) expand_row(w, n, out + (n - start) * w->k);
 }

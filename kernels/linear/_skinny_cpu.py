@@ -30,13 +30,14 @@ from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
     Int4Weight,
+    Int6Weight,
     Int8Weight,
     IntegerWeight,
     NF4Weight,
     QuantizedWeight,
 )
 
-_FORMATS = (NF4Weight, Int4Weight, Int8Weight, Fp8Weight, Tensor)
+_FORMATS = (NF4Weight, Int4Weight, Int6Weight, Int8Weight, Fp8Weight, Tensor)
 _INT4_FROM_MINIMA = len(_FORMATS)
 Held = TypeVar("Held", bound=QuantizedWeight | Tensor)
 _MOST_ROWS, _MOST_ROWS_BY_OUTPUTS = 32, 128
@@ -197,7 +198,8 @@ def _library_with_products(source: _Source) -> Any:
 def _fits(weight: IntegerWeight) -> bool:
     if weight.scales.dtype not in (torch.float32, torch.float16):
         return False
-    if weight.minima is not None and (isinstance(weight, Int8Weight) or weight.minima.dtype != weight.scales.dtype):
+    minima = None if isinstance(weight, Int6Weight) else weight.minima
+    if minima is not None and (isinstance(weight, Int8Weight) or minima.dtype != weight.scales.dtype):
         return False
     return not weight.group % _STEP or (isinstance(weight, Int8Weight) and 2 * weight.group == _STEP)
 

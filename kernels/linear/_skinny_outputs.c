@@ -175,6 +175,22 @@ INLINE void multiply_outputs(int format, const Weight *w, int64_t n, const float
     }
 }
 
+/* The same of any format. */
+INLINE void multiply_any(const Weight *all, int64_t n, const float *x, int64_t x_stride, float *y, int64_t y_stride,
+                         int64_t rows, int64_t count) {
+    ALIGNED int8_t codes[widened_bytes(all, OUTPUTS)];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, OUTPUTS, codes, &bytes);
+    switch (format_of(w)) {
+    case NF4: multiply_outputs(NF4, w, n, x, x_stride, y, y_stride, rows, count); break;
+    case INT4: multiply_outputs(INT4, w, n, x, x_stride, y, y_stride, rows, count); break;
+    case INT8: multiply_outputs(INT8, w, n, x, x_stride, y, y_stride, rows, count); break;
+    case BFLOAT16: multiply_outputs(BFLOAT16, w, n, x, x_stride, y, y_stride, rows, count); break;
+    case INT4_FROM_MINIMA: multiply_outputs(INT4_FROM_MINIMA, w, n, x, x_stride, y, y_stride, rows, count); break;
+    case ASYMMETRIC: multiply_outputs(ASYMMETRIC, w, n, x, x_stride, y, y_stride, rows, count); break;
+    }
+}
+
 /* y [rows, N] of x [rows, K], both fp32. Returns 0, or 1 without memory. */
 int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, int64_t rows, int threads) {
     char *memory = calloc(OUTPUTS, bytes_of_row(w));
@@ -184,15 +200,8 @@ int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, 
     for (int64_t n = 0; n < w->n; n += OUTPUTS) {
         int64_t count = smaller(OUTPUTS, w->n - n), place = count < OUTPUTS ? 0 : n;
         const Weight *from = count < OUTPUTS ? &last : w;
-        /* Here, since a parallel loop becomes a function of its own before formats are known. */
-        switch (format_of(w)) {
-        case NF4: multiply_outputs(NF4, from, place, x, x_stride, y + n, w->n, rows, count); break;
-        case INT4: multiply_outputs(INT4, from, place, x, x_stride, y + n, w->n, rows, count); break;
-        case INT8: multiply_outputs(INT8, from, place, x, x_stride, y + n, w->n, rows, count); break;
-        case BFLOAT16: multiply_outputs(BFLOAT16, from, place, x, x_stride, y + n, w->n, rows, count); break;
-        case INT4_FROM_MINIMA: multiply_outputs(INT4_FROM_MINIMA, from, place, x, x_stride, y + n, w->n, rows, count); break;
-        case ASYMMETRIC: multiply_outputs(ASYMMETRIC, from, place, x, x_stride, y + n, w->n, rows, count); break;
-        }
+        /* Formats are asked for in here, since a parallel loop becomes a function of its own before they are known. */
+        multiply_any(from, place, x, x_stride, y + n, w->n, rows, count);
     }
     free(memory);
     return 0;

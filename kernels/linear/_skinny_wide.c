@@ -168,7 +168,7 @@ INLINE void multiply_block(int format, const Weight *w, int64_t n, int64_t outpu
 }
 
 /* All rows of x times rows of W, from n on. */
-INLINE void multiply(int format, const Weight *w, const float *x, float *y, int64_t rows, int64_t n, int64_t step) {
+INLINE void multiply_by(int format, const Weight *w, const float *x, float *y, int64_t rows, int64_t n, int64_t step) {
     switch (rows) {
     case 1: multiply_direct(format, 4, 1, w, n, x, y); break;
     case 2: multiply_direct(format, 2, 2, w, n, x, y); break;
@@ -179,6 +179,24 @@ INLINE void multiply(int format, const Weight *w, const float *x, float *y, int6
     case 7: multiply_direct(format, 1, 7, w, n, x, y); break;
     case 8: multiply_direct(format, 1, 8, w, n, x, y); break;
     default: multiply_block(format, w, n, smaller(step, w->n - n), x, y, rows);
+    }
+}
+
+INLINE int format_of(const Weight *w) { return w->format == INT4 && w->zeros ? ASYMMETRIC : w->format; }
+
+/* The same of any format. */
+INLINE void multiply(const Weight *all, const float *x, float *y, int64_t rows, int64_t n, int64_t step) {
+    int8_t codes[widened_bytes(all, step)];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, step, codes, &bytes);
+    switch (format_of(w)) {
+    case NF4: multiply_by(NF4, w, x, y, rows, n, step); break;
+    case INT4: multiply_by(INT4, w, x, y, rows, n, step); break;
+    case INT8: multiply_by(INT8, w, x, y, rows, n, step); break;
+    case FP8: multiply_by(FP8, w, x, y, rows, n, step); break;
+    case BFLOAT16: multiply_by(BFLOAT16, w, x, y, rows, n, step); break;
+    case INT4_FROM_MINIMA: multiply_by(INT4_FROM_MINIMA, w, x, y, rows, n, step); break;
+    case ASYMMETRIC: multiply_by(ASYMMETRIC, w, x, y, rows, n, step); break;
     }
 }
 
@@ -196,8 +214,6 @@ INLINE void reorder(const float *x, int64_t x_stride, float *out, int64_t rows, 
                 out[t * k + c + i] = x[t * x_stride + c + (pairs ? i % LANES * 2 + i / LANES : i)];
 }
 
-INLINE int format_of(const Weight *w) { return w->format == INT4 && w->zeros ? ASYMMETRIC : w->format; }
-
 /* y [rows, N] of x [rows, K], both fp32. Returns 0, or 1 without memory. */
 int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, int64_t rows, int threads) {
     float *ordered = malloc(rows * w->k * sizeof *ordered);
@@ -206,22 +222,14 @@ int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, 
     int64_t step = step_of(w, rows);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < w->n; n += step)
-        /* Here, since a parallel loop becomes a function of its own before formats are known. */
-        switch (format_of(w)) {
-        case NF4: multiply(NF4, w, ordered, y, rows, n, step); break;
-        case INT4: multiply(INT4, w, ordered, y, rows, n, step); break;
-        case INT8: multiply(INT8, w, ordered, y, rows, n, step); break;
-        case FP8: multiply(FP8, w, ordered, y, rows, n, step); break;
-        case BFLOAT16: multiply(BFLOAT16, w, ordered, y, rows, n, step); break;
-        case INT4_FROM_MINIMA: multiply(INT4_FROM_MINIMA, w, ordered, y, rows, n, step); break;
-        case ASYMMETRIC: multiply(ASYMMETRIC, w, ordered, y, rows, n, step); break;
-        }
+        /* Formats are asked for in here, since a parallel loop becomes a function of its own before they are known. */
+        multiply(w, ordered, y, rows, n, step);
     free(ordered);
     return 0;
 }
 
 /* A row of W as it is. */
-INLINE void expand_row(int format, const Weight *w, int64_t n, float *out) {
+INLINE void expand_row_of(int format, const Weight *w, int64_t n, float *out) {
     decode_row(format, w, n, out);
     for (int64_t k = 0; k < w->k && has_four_bits(format); k += STEP) {
         Floats even = floats_at(out + k), odd = floats_at(out + k + LANES);
@@ -229,19 +237,23 @@ INLINE void expand_row(int format, const Weight *w, int64_t n, float *out) {
     }
 }
 
+INLINE void expand_row(const Weight *all, int64_t n, float *row) {
+    int8_t codes[widened_bytes(all, 1)];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, 1, codes, &bytes);
+    switch (format_of(w)) {
+    case NF4: expand_row_of(NF4, w, n, row); break;
+    case INT4: expand_row_of(INT4, w, n, row); break;
+    case INT8: expand_row_of(INT8, w, n, row); break;
+    case FP8: expand_row_of(FP8, w, n, row); break;
+    case BFLOAT16: expand_row_of(BFLOAT16, w, n, row); break;
+    case INT4_FROM_MINIMA: expand_row_of(INT4_FROM_MINIMA, w, n, row); break;
+    case ASYMMETRIC: expand_row_of(ASYMMETRIC, w, n, row); break;
+    }
+}
+
 /* The rows of W from `start` to `stop`, fp32 [stop - start, K]. */
 void expand_rows(const Weight *w, int64_t start, int64_t stop, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = start; n < stop; n++) {
-        float *row = out + (n - start) * w->k;
-        switch (format_of(w)) {
-        case NF4: expand_row(NF4, w, n, row); break;
-        case INT4: expand_row(INT4, w, n, row); break;
-        case INT8: expand_row(INT8, w, n, row); break;
-        case FP8: expand_row(FP8, w, n, row); break;
-        case BFLOAT16: expand_row(BFLOAT16, w, n, row); break;
-        case INT4_FROM_MINIMA: expand_row(INT4_FROM_MINIMA, w, n, row); break;
-        case ASYMMETRIC: expand_row(ASYMMETRIC, w, n, row); break;
-        }
-    }
+    for (int64_t n = start; n < stop; n++) expand_row(w, n, out + (n - start) * w->k);
 }

@@ -148,9 +148,12 @@ INLINE void take_sums(uint16_t *y, int64_t stride, int64_t rows, int64_t columns
 INLINE int64_t chunk_of(const Weight *w, int64_t rows) { return rows > ROWS ? w->k : smaller(CHUNK, w->k); }
 
 /* OUTPUTS columns of y from n on, of the rows whose tiles are `packed`. */
-INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed, uint16_t *decoded, uint16_t *y,
+INLINE void multiply_outputs(const Weight *all, int64_t n, const uint16_t *packed, uint16_t *decoded, uint16_t *y,
                              int64_t rows) {
-    int64_t chunk = chunk_of(w, rows);
+    int64_t chunk = chunk_of(all, rows);
+    int8_t codes[widened_bytes(all, OUTPUTS)];
+    Weight bytes;
+    const Weight *w = in_bytes(all, n, OUTPUTS, codes, &bytes);
     for (int64_t k = 0; k < w->k; k += chunk) {
         int64_t end = smaller(k + chunk, w->k);
         switch (format_of(w)) {

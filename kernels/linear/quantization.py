@@ -1,7 +1,8 @@
-"""Weights in 4 and 8 bits: how they are stored, made and read back. Plain PyTorch, exact to the bit.
+"""Weights in 4, 6 and 8 bits: how they are stored, made and read back. Plain PyTorch, exact to the bit.
 
     NF4    w = table[code] · absmax of its 64-block          blocks run through the flattened matrix, across its rows
     INT4   w = (code − zero) · scale of its row and group    zero = 8 everywhere if symmetric
+    INT6   the same, zero = 32
     INT8   w = code · scale of its row and group
     FP8    w = code · scale of its row                       e4m3fn: largest 448, no infinity
 
@@ -10,7 +11,7 @@ quantization"): absmax = dynamic[code] · nested absmax of its 256-block + offse
 instead of zeros, as in GGUF files: w = code · scale + minimum; scales are short there, and code · scale exact in fp32.
 
 Sources: NF4 https://arxiv.org/abs/2305.14314, its bytes as in bitsandbytes; the dynamic codebook
-https://arxiv.org/abs/1511.04561; INT4 and INT8 ranges as in compressed-tensors: scale = 2·absmax / (2^bits − 1).
+https://arxiv.org/abs/1511.04561; ranges of integers as in compressed-tensors: scale = 2·absmax / (2^bits − 1).
 
 Legend: N output features, K input features, G groups of a row, B blocks.
 """
@@ -34,6 +35,8 @@ NF4_TABLE = (
 )  # fmt: skip
 _FP8_MAX = 448.0
 _SYMMETRIC_ZERO = 8
+SIXES = 32
+"""Codes of 6 bits that lie together; and the zero of symmetric ones."""
 _TINIEST = 1e-38
 
 
@@ -131,6 +134,31 @@ class Int4Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class Int6Weight:
+    """A matrix [N, K] in 6-bit integers with a scale for each group of neighbours in a row; the last may be shorter."""
+
+    codes: Tensor
+    """u8 [N, ⌈K/32⌉ · 24]: of each 32 elements 16 bytes of low four bits, byte i has those of element i and above
+    them those of i + 16; then 8 bytes with the other two bits, byte i has those of i, i + 8, i + 16 and i + 24."""
+    scales: Tensor
+    """fp32 or fp16 [N, G]."""
+    shape: tuple[int, int]
+    group: int
+    zeros: Tensor | None = None
+    """u8 [N, G] if asymmetric: the code that means 0. Else it is 32."""
+
+    def elements(self) -> Tensor:
+        """Codes 0..63, u8 [N, K]."""
+        return _sixes(self.codes, self.shape[1])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | Tensor = slice(None)) -> Tensor:
+        """The matrix, or `rows` of it: a slice, or their numbers."""
+        codes = _sixes(self.codes[rows], self.shape[1]).float()
+        codes -= SIXES if self.zeros is None else _of_columns(self, self.zeros[rows])
+        return _on_grid(self, codes, rows).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Int8Weight:
     """A matrix [N, K] in 8-bit integers with a scale for each group of neighbours in a row; the last may be shorter."""
 
@@ -174,7 +202,7 @@ class Fp8Weight:
         return (self.codes[rows].float() * self.scales[rows, None]).to(dtype)
 
 
-IntegerWeight = Int4Weight | Int8Weight
+IntegerWeight = Int4Weight | Int6Weight | Int8Weight
 QuantizedWeight = NF4Weight | IntegerWeight | Fp8Weight
 
 
@@ -220,27 +248,47 @@ def pack_int4(codes: Tensor) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
+def pack_int6(codes: Tensor) -> Tensor:
+    """Codes 0..63, u8 [N, K], as `Int6Weight` holds them."""
+    wide = F.pad(codes, (0, -codes.shape[1] % SIXES)).view(len(codes), -1, SIXES)
+    low, (first, second, third, fourth) = wide & 15, (wide >> 4).view(*wide.shape[:2], 4, 8).unbind(2)
+    fours, twos = low[..., :16] | low[..., 16:] << 4, first | second << 2 | third << 4 | fourth << 6
+    return torch.cat((fours, twos), dim=-1).flatten(1)
+
+
 def quantize_int4(weight: Tensor, *, group: int = 128, symmetric: bool = True) -> Int4Weight:
     """Quantize a matrix [N, K] of floats in groups of `group` neighbours of a row.
 
     Scales are numbers of its dtype, in which files keep them.
     """
+    codes, scales, zeros = _nearest_levels(weight, 4, group, symmetric)
+    return Int4Weight(pack_int4(codes), scales, (weight.shape[0], weight.shape[1]), group, zeros)
+
+
+def quantize_int6(weight: Tensor, *, group: int = 64, symmetric: bool = True) -> Int6Weight:
+    """As `quantize_int4`."""
+    codes, scales, zeros = _nearest_levels(weight, 6, group, symmetric)
+    return Int6Weight(pack_int6(codes), scales, (weight.shape[0], weight.shape[1]), group, zeros)
+
+
+def _nearest_levels(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes u8 [N, K], scales and zeros of groups on grids that cover them."""
     _check_matrix(weight)
     if group < 1:
         raise ValueError(f"a group has at least one element, not {group}")
-    n, k = weight.shape
+    (n, k), most, middle = weight.shape, (1 << bits) - 1, 1 << bits - 1
     wide = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     zeros = None
     if symmetric:
-        scales = _stored_scales(wide.abs().amax(-1) / 7.5, weight.dtype)
-        codes = (wide / scales[..., None]).round().clamp(-8, 7) + _SYMMETRIC_ZERO
+        scales = _stored_scales(wide.abs().amax(-1) / (most / 2), weight.dtype)
+        codes = (wide / scales[..., None]).round().clamp(-middle, middle - 1) + middle
     else:
         lowest, highest = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
-        scales = _stored_scales((highest - lowest) / 15, weight.dtype)
-        zero_codes = (-lowest / scales).round().clamp(0, 15)
-        codes = ((wide / scales[..., None]).round() + zero_codes[..., None]).clamp(0, 15)
+        scales = _stored_scales((highest - lowest) / most, weight.dtype)
+        zero_codes = (-lowest / scales).round().clamp(0, most)
+        codes = ((wide / scales[..., None]).round() + zero_codes[..., None]).clamp(0, most)
         zeros = zero_codes.to(torch.uint8)
-    return Int4Weight(pack_int4(codes.view(n, -1)[:, :k].to(torch.uint8)), scales, (n, k), group, zeros)
+    return codes.view(n, -1)[:, :k].to(torch.uint8), scales, zeros
 
 
 def quantize_int8(weight: Tensor, *, group: int | None = None) -> Int8Weight:
@@ -267,10 +315,11 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 
 
 def quantize_integers(weight: Tensor, *, bits: int, group: int | None, symmetric: bool) -> IntegerWeight:
-    """`quantize_int8` or `quantize_int4`, by the number of bits; a group of None is the whole row."""
-    if bits == 4:
-        return quantize_int4(weight, group=group or weight.shape[1], symmetric=symmetric)
-    return quantize_int8(weight, group=group)
+    """`quantize_int4`, `quantize_int6` or `quantize_int8`, by the number of bits; a group of None is the whole row."""
+    if bits == 8:
+        return quantize_int8(weight, group=group)
+    quantize = quantize_int4 if bits == 4 else quantize_int6
+    return quantize(weight, group=group or weight.shape[1], symmetric=symmetric)
 
 
 def integer_weight(
@@ -283,6 +332,8 @@ def integer_weight(
     n, k = levels.shape
     if bits == 4:
         return Int4Weight(pack_int4(levels), scales.float(), (n, k), group, zeros)
+    if bits == 6:
+        return Int6Weight(pack_int6(levels), scales.float(), (n, k), group, zeros)
     if bits != 8 or zeros is not None:
         raise ValueError(f"{bits} bits are multiplied symmetric alone")
     return Int8Weight((levels ^ 128).view(torch.int8), scales.float(), group)
@@ -297,9 +348,16 @@ def weight_of_codes(codes: Tensor, scales: Tensor, minima: Tensor | None, *, col
 
 def integer_levels(weight: IntegerWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Levels, scales and zeros of which `integer_weight` makes the weight."""
-    if isinstance(weight, Int4Weight):
+    if not isinstance(weight, Int8Weight):
         return weight.elements(), weight.scales, weight.zeros
     return weight.codes.view(torch.uint8) ^ 128, weight.scales, None
+
+
+def signed_levels(weight: IntegerWeight) -> Tensor:
+    """Levels less their zeros, which fit into 8 bits: i8 [N, K], of a weight without minima."""
+    levels, _, zeros = integer_levels(weight)
+    middle = {Int4Weight: _SYMMETRIC_ZERO, Int6Weight: SIXES, Int8Weight: 128}[type(weight)]
+    return (levels - (middle if zeros is None else _of_columns(weight, zeros))).to(torch.int8)
 
 
 def stack_integers(weights: Sequence[IntegerWeight]) -> IntegerWeight | None:
@@ -310,7 +368,7 @@ def stack_integers(weights: Sequence[IntegerWeight]) -> IntegerWeight | None:
     parts: dict[str, Any] = {
         name: torch.cat([getattr(weight, name) for weight in weights]) for name, _ in _dtypes_of_parts(first)
     }
-    if isinstance(first, Int4Weight):
+    if not isinstance(first, Int8Weight):
         parts["shape"] = sum(weight.shape[0] for weight in weights), first.shape[1]
     return replace(first, **parts)
 
@@ -323,7 +381,8 @@ def _dtypes_of_parts(weight: IntegerWeight) -> list[tuple[str, torch.dtype]]:
 def _on_grid(weight: IntegerWeight, codes: Tensor, rows: slice | Tensor) -> Tensor:
     """Codes, fp32, times the scales of their groups; plus the minima."""
     values = codes * _of_columns(weight, weight.scales[rows])
-    return values if weight.minima is None else values + _of_columns(weight, weight.minima[rows])
+    minima = None if isinstance(weight, Int6Weight) else weight.minima
+    return values if minima is None else values + _of_columns(weight, minima[rows])
 
 
 def _of_columns(weight: IntegerWeight, values: Tensor) -> Tensor:
@@ -361,3 +420,10 @@ def _stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _low_nibble_first(codes: Tensor, columns: int) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[:, :columns]
+
+
+def _sixes(codes: Tensor, columns: int) -> Tensor:
+    blocks = codes.unflatten(-1, (-1, SIXES * 6 // 8))
+    fours, twos = blocks[..., :16], blocks[..., 16:]
+    high = torch.cat([twos >> 2 * eighth & 3 for eighth in range(4)], dim=-1)
+    return (torch.cat((fours & 15, fours >> 4), dim=-1) | high << 4).flatten(-2)[..., :columns]

@@ -50,7 +50,7 @@ from kernels.linear.lora import (
     lora_reference,
     wants_gradients,
 )
-from kernels.linear.quantization import QuantizedWeight, pack_int4, pack_nf4
+from kernels.linear.quantization import QuantizedWeight, pack_int4, pack_int6, pack_nf4
 
 PreparedQuantizedWeight = TiledWeight | CpuWeight
 
@@ -77,11 +77,13 @@ _FORWARD_TILES = {
     4: {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 4), 64: Tiles(64, 128, 8, 3)},
     8: {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 3), 64: Tiles(64, 128, 8, 3)},
 }
+_FORWARD_TILES[6] = _FORWARD_TILES[8]
 _BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3)}
 # fp32 goes through no tensor cores, and takes twice the memory.
 _FP32_FORWARD_TILES = {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)}
 _FP32_BACKWARD_TILES = {16: Tiles(16, 32, 4, 2), 32: Tiles(32, 32, 8, 2)}
 _EXPAND_TILES = Tiles(0, 64, 4, 2)
+_PACKED_CODES = {"int4": pack_int4, "int6": pack_int6}
 _WIDE_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -248,7 +250,9 @@ def stored_codes(weight: PreparedQuantizedWeight) -> Tensor:
     codes = tile_codes(weight)
     if weight.format == "nf4":
         return pack_nf4(codes.flatten())
-    return pack_int4(codes) if weight.format == "int4" else codes.contiguous().view(_WIDE_CODES[weight.format])
+    if weight.format in _PACKED_CODES:
+        return _PACKED_CODES[weight.format](codes)
+    return codes.contiguous().view(_WIDE_CODES[weight.format])
 
 
 def quantized_linear(
@@ -393,7 +397,7 @@ def expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
 def decodes_in_pairs(weight: TiledWeight, x: Tensor) -> bool:
     """Whether a kernel makes bf16 of two codes at once, by bit operations in PTX, of which the interpreter has none."""
     # Where every element has its scale it is fp32 that is scaled.
-    return x.dtype == torch.bfloat16 and weight.group != 1 and not is_interpreted(x)
+    return x.dtype == torch.bfloat16 and weight.group != 1 and weight.format != "int6" and not is_interpreted(x)
 
 
 def tensors_of(weight: TiledWeight, dtype: torch.dtype, *, in_pairs: bool = False) -> tuple[Tensor | None, ...]:

@@ -337,7 +337,7 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Of a level: 4 or 8."""
+        """Of a level: 4, 6 or 8."""
 
     def rounded(self, num_inputs: int) -> Self:
         format = dataclasses.replace(self, rounding=self.rounding or ROUNDED_BLOCKS)

@@ -1,6 +1,6 @@
-"""INT4, INT8 and FP8 weights in files, as compressed-tensors holds them for transformers and vLLM.
+"""INT4, INT6, INT8 and FP8 weights in files, as compressed-tensors holds them for transformers and vLLM.
 
-    pack-quantized                         INT4, and INT8 whose activations are not rounded
+    pack-quantized                         INT4, INT6, and INT8 whose activations are not rounded
     NAME_packed        i32 [N, ⌈K·bits/32⌉]: levels, the first in the lowest bits; the level of 0 is 2^(bits−1)
     NAME_scale         [N, G], in the model's dtype
     NAME_zero_point    i32 [⌈N·bits/32⌉, G]: levels of 0, packed along N; not where symmetric
@@ -17,6 +17,7 @@ Source: vllm-project/compressed-tensors.
 Legend: T tokens, N output features, K input features, G groups of a row.
 """
 
+import math
 import re
 from abc import abstractmethod
 from collections import Counter
@@ -27,7 +28,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.linear.quantization import Fp8Weight, Int8Weight, IntegerWeight, quantize_fp8
+from kernels.linear.quantization import SIXES, Fp8Weight, Int8Weight, IntegerWeight, quantize_fp8
 from kernels.linear.rounded import Rounding
 from model.files.safe_io import CheckpointError
 from model.formats.base import (
@@ -148,7 +149,7 @@ class _CompressedTensors(KernelFormat[W]):
 
 
 class _Integers(_CompressedTensors[IntegerWeight], IntegerFormat):
-    """INT4 and INT8, packed."""
+    """INT4, INT6 and INT8, packed."""
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -206,6 +207,20 @@ class Int4(_Integers):
     def of_scheme(cls, weights: dict[str, Any], rounding: Rounding | None) -> Self | None:
         size = weights.get("group_size") if weights.get("strategy") == "group" else None
         return cls(size, weights["symmetric"], rounding=rounding)
+
+
+@dataclass(frozen=True)
+class Int6(Int4):
+    """6 bits a weight, as INT4 has 4."""
+
+    name: ClassVar[str] = "int6"
+    bits: ClassVar[int] = 6
+
+    group: int | None = 64
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        rows, columns = shape
+        return rows * math.ceil(columns / SIXES) * SIXES * self.bits // 8 + self._scale_bytes(shape)
 
 
 @dataclass(frozen=True)
@@ -311,7 +326,7 @@ def _format_of(group: dict[str, Any], layout: str | None) -> "_CompressedTensors
         return None
     if weights.get("strategy") == "tensor" and (group.get("format") or layout) != "pack-quantized":
         weights["strategy"] = "channel"  # one scale for all rows is a scale for each
-    for kind in (Int4, Int8, Fp8):
+    for kind in (Int4, Int6, Int8, Fp8):
         try:
             format: Any = kind.of_scheme(weights, _rounding_of(rounded))
         except ValueError:

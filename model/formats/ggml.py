@@ -18,7 +18,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kernels.linear.quantization import IntegerWeight, integer_levels, pack_int4, stack_integers, weight_of_codes
+from kernels.linear.quantization import (
+    IntegerWeight,
+    integer_levels,
+    pack_int4,
+    signed_levels,
+    stack_integers,
+    weight_of_codes,
+)
 from kernels.linear.rounded import Rounding
 from model.files.safe_io import CheckpointError
 from model.formats.base import ROUNDED_BLOCKS, FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
@@ -77,7 +84,8 @@ class Ggml(KernelFormat[IntegerWeight]):
         zero = self._block.zero
         levels = integer_levels(weight)[0]
         levels = levels if self._has_nibbles else levels + (zero - 128)  # modulo 256
-        minima = None if weight.minima is None else weight.minima.float()
+        minima = self.tensors(weight).get("minima")
+        minima = None if minima is None else minima.float()
         return self._block.repack(Levels(levels, weight.scales.float(), minima, zero))
 
     def quantize(self, dense: Tensor) -> IntegerWeight:
@@ -126,7 +134,7 @@ class Ggml(KernelFormat[IntegerWeight]):
         return [name + _SCALE, name + _MINIMUM, name + _LEVELS]
 
     def to_files(self, name: str, weight: IntegerWeight, dtype: torch.dtype) -> dict[str, Tensor]:
-        parts = {_LEVELS: weight.codes, _SCALE: weight.scales, _MINIMUM: weight.minima}
+        parts = {_LEVELS: weight.codes, _SCALE: weight.scales, _MINIMUM: self.tensors(weight).get("minima")}
         return {name + suffix: part.cpu().contiguous() for suffix, part in parts.items() if part is not None}
 
     def from_files(self, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> IntegerWeight:
@@ -156,9 +164,11 @@ def to_ggml(weight: IntegerWeight, format: WeightFormat[Any]) -> tuple[Ggml, Int
         return format, weight
     if not isinstance(format, IntegerFormat) or weight.group % SMALL_BLOCK or weight.shape[1] % SMALL_BLOCK:
         raise ValueError(f"{format.title} does not fit into GGUF's blocks of {SMALL_BLOCK} integers on a grid")
+    scales, columns = _of_blocks(weight.scales, weight), weight.shape[1]
+    if 4 < format.bits < 8:  # less their zeros these levels fit into 8 bits
+        return Ggml("Q8_0"), weight_of_codes(signed_levels(weight), scales, None, columns=columns, group=SMALL_BLOCK)
     zeros = integer_levels(weight)[2]
     minima = None if zeros is None else _of_blocks(-(zeros * weight.scales), weight)
-    scales, columns = _of_blocks(weight.scales, weight), weight.shape[1]
     target = Ggml("Q8_0" if format.bits == 8 else "Q4_0" if minima is None else "Q4_1")
     return target, weight_of_codes(weight.codes, scales, minima, columns=columns, group=SMALL_BLOCK)
 

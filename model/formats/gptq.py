@@ -42,6 +42,11 @@ class Gptq(IntegerFormat):
     version: int = 1
     """1 is read by more servers, but cannot hold the level 0 as a zero."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (4, 8):
+            raise ValueError(f"{self.title} holds 4 or 8 bits a weight here, not {self.bits}")
+
     @classmethod
     def from_config(cls, entry: dict[str, Any]) -> Self | None:
         version = _VERSIONS.get(entry.get("checkpoint_format") or "gptq")

@@ -16,6 +16,7 @@ FORMATS = {
     "nf4": "model.formats.bitsandbytes:NF4",
     "int8": "model.formats.compressed_tensors:Int8",
     "int4": "model.formats.compressed_tensors:Int4",
+    "int6": "model.formats.compressed_tensors:Int6",
     "fp8": "model.formats.compressed_tensors:Fp8",
     "gptq": "model.formats.gptq:Gptq",
     "awq": "model.formats.awq:Awq",

@@ -12,18 +12,18 @@ from torch import Tensor
 from kernels.linear.quantization import pack_int4
 from model.files.safe_io import CheckpointError
 
-_WORD_BITS = 32
+_WORD_BYTES = 4
 
 
 def num_words(count: int, bits: int) -> int:
     """That hold so many levels."""
-    return math.ceil(count * bits / _WORD_BITS)
+    return math.ceil(count * bits / (8 * _WORD_BYTES))
 
 
 def pack_words(levels: Tensor, bits: int) -> Tensor:
-    """Levels u8 [N, K] of 4 or 8 bits -> i32 [N, ⌈K·bits/32⌉], zeros behind them."""
-    padded = F.pad(levels, (0, -levels.shape[1] % (_WORD_BITS // bits)))
-    codes = padded if bits == 8 else pack_int4(padded)
+    """Levels u8 [N, K] of 4, 6 or 8 bits -> i32 [N, ⌈K·bits/32⌉], zeros behind them; a word may end within a level."""
+    codes = pack_int4(levels) if bits == 4 else levels if bits == 8 else _sixes_in_bytes(levels)
+    codes = F.pad(codes, (0, -codes.shape[1] % _WORD_BYTES))
     return codes.flatten().view(torch.int32).view(len(levels), -1)
 
 
@@ -32,7 +32,22 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     levels = words.flatten().view(torch.uint8).view(len(words), -1)
     if bits == 4:
         levels = torch.stack((levels & 15, levels >> 4), dim=-1).flatten(1)
+    if bits == 6:
+        levels = _bytes_in_sixes(levels)
     return levels[:, :count].contiguous()
+
+
+def _sixes_in_bytes(levels: Tensor) -> Tensor:
+    """Four levels in three bytes."""
+    a, b, c, d = F.pad(levels, (0, -levels.shape[1] % 4)).unflatten(1, (-1, 4)).unbind(2)
+    held = torch.stack((a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2), dim=2).flatten(1)
+    return held[:, : math.ceil(levels.shape[1] * 6 / 8)]
+
+
+def _bytes_in_sixes(held: Tensor) -> Tensor:
+    first, second, third = F.pad(held, (0, -held.shape[1] % 3)).unflatten(1, (-1, 3)).unbind(2)
+    levels = first, first >> 6 | second << 2, second >> 4 | third << 4, third >> 2
+    return torch.stack(levels, dim=2).flatten(1) & 63
 
 
 def stored_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:

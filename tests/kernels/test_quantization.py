@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.linear.quantization import (
     NF4_TABLE,
     Int4Weight,
+    Int6Weight,
     Int8Weight,
     NF4Weight,
     QuantizedWeight,
@@ -19,6 +20,7 @@ from kernels.linear.quantization import (
     nf4_table,
     quantize_fp8,
     quantize_int4,
+    quantize_int6,
     quantize_int8,
     quantize_nf4,
     stack_nf4,
@@ -33,6 +35,8 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4": lambda w: quantize_int4(w, group=32),
     "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
     "int4 from minima": from_minima,
+    "int6": lambda w: in_halves(quantize_int6(w, group=16)),
+    "int6 asymmetric": lambda w: quantize_int6(w, group=32, symmetric=False),
     "int8": quantize_int8,
     "int8 in groups": lambda w: in_halves(quantize_int8(w, group=32)),
     "int8 from minima": lambda w: from_minima(w, 16, bits=5),
@@ -191,6 +195,22 @@ def test_int4_decodes_every_byte() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     values = Int4Weight(codes, torch.tensor([[0.5]]), (1, 512), 512).dequantize().view(256, 2)
     assert values.tolist() == [[((b & 15) - 8) / 2, ((b >> 4) - 8) / 2] for b in range(256)]
+
+
+def test_int6_by_hand() -> None:
+    """−31.5 and 31.5 reach the ends; element 35 is the fourth of a second block, which is filled up."""
+    weight = torch.zeros(1, 36)
+    weight[0, :3], weight[0, 17], weight[0, 35] = torch.tensor([31.5, -31.5, 2.5]), 5.0, -31.5
+    quantized = quantize_int6(weight, group=36)
+    levels = quantized.elements().int()[0] - 32
+    assert quantized.scales.tolist() == [[1.0]] and quantized.codes.shape == (1, 48)
+    assert levels[:3].tolist() == [31, -32, 2] and levels[17] == 5 and levels[35] == -32 and not levels[3:17].any()
+    codes = torch.zeros(1, 24, dtype=torch.uint8)
+    codes[0, 1], codes[0, 16 + 1] = 0x3A, 0b11_00_01_10  # of elements 1 and 17; of 1, 9, 17 and 25
+    whole = Int6Weight(codes, torch.tensor([[0.5]]), (1, 32), 32, torch.tensor([[5]], dtype=torch.uint8))
+    expected = dict.fromkeys(range(32), 0) | {1: 0x2A, 9: 0x10, 17: 0x03, 25: 0x30}
+    assert whole.elements()[0].tolist() == list(expected.values())
+    assert whole.dequantize()[0].tolist() == [(level - 5) / 2 for level in expected.values()]
 
 
 def test_int8_and_fp8_by_hand() -> None:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 import kernels.linear.quantized as module
 from kernels.linear.lora import LoraWeights
-from kernels.linear.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantization import (
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int6,
+    quantize_int8,
+    quantize_nf4,
+)
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from tests.compare import check_all_close, check_close
@@ -20,6 +27,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4": lambda w: quantize_int4(w, group=32, symmetric=False),
     "int8": quantize_int8,
     "fp8": quantize_fp8,
+    "int6": lambda w: quantize_int6(w, group=32, symmetric=False),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
@@ -70,7 +78,9 @@ def test_cpu(product: Product, name: str, shape: tuple[int, int]) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("name", "dtype"), list(zip(QUANTIZERS, (*DTYPES, torch.bfloat16), strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(zip(QUANTIZERS, (*DTYPES, torch.bfloat16, torch.float32), strict=True)), ids=str
+)
 def test_kernels(device: torch.device, product: Product, name: str, dtype: torch.dtype) -> None:
     """Interpreted, three processors: K is split."""
     for tokens, shape in ((1, (72, 256)), (18, (72, 96)), (3, (70, 33))):

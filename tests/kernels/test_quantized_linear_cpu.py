@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 import kernels.linear._quantized_cpu as module
-from kernels.linear.quantization import QuantizedWeight, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
+from kernels.linear.quantization import (
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int6,
+    quantize_int8,
+    quantize_nf4,
+)
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
 
@@ -15,6 +22,7 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "nf4": quantize_nf4,
     "int4": quantize_int4,
     "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
+    "int6": quantize_int6,
     "int8": quantize_int8,
     "fp8": quantize_fp8,
 }
@@ -32,7 +40,7 @@ def test_products(name: str, tokens: int) -> None:
     weight = QUANTIZERS[name](torch.randn(64, 256))
     x, bias = torch.randn(tokens, 256).bfloat16(), torch.randn(64).bfloat16()
     prepared = prepare_quantized_weight(weight)
-    assert (prepared.packed is not None) == name.startswith("int")
+    assert (prepared.packed is not None) == name.startswith(("int4", "int8"))
     check_close(quantized_linear(x, prepared, bias), x.double() @ weight.dequantize(torch.float64).t() + bias)
 
 

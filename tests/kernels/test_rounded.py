@@ -19,6 +19,7 @@ from kernels.linear.quantization import (
     integer_weight,
     quantize_fp8,
     quantize_int4,
+    quantize_int6,
     quantize_int8,
     quantize_nf4,
 )
@@ -31,6 +32,7 @@ from tests.kernels.test_quantized_linear import to
 QUANTIZERS = {
     "int4": lambda w: quantize_int4(w, group=32, symmetric=False),
     "int4 fine": lambda w: quantize_int4(w, group=8),
+    "int6": lambda w: quantize_int6(w, group=32, symmetric=False),
     "int8": quantize_int8,
     "fp8": quantize_fp8,
 }
@@ -161,6 +163,9 @@ INTEGERS = QUANTIZERS | {
     "int4 rows": lambda w: quantize_int4(w, group=w.shape[1]),
     "int4 with zeros": lambda w: quantize_int4(w + 0.5, group=64, symmetric=False),
     "int4 from minima": from_minima,
+    "int6 of 64": quantize_int6,
+    "int6 with zeros": lambda w: quantize_int6(w + 0.5, group=64, symmetric=False),
+    "int6 in groups that do not divide a row": lambda w: quantize_int6(w, group=128, symmetric=False),
     "int8 of 32 in halves": lambda w: in_halves(quantize_int8(w, group=32)),
     "int8 of 64": lambda w: quantize_int8(w, group=64),
 }
@@ -213,7 +218,7 @@ def test_rows_of_bf16_are_those_of_fp32_rounded_at_the_end(name: str) -> None:
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_integer_products_are_exact(bits: int) -> None:
     """Of the largest numbers, and of any below 2^24."""
     levels = torch.randint(0, 1 << bits, (40, 256), dtype=torch.uint8)
@@ -228,7 +233,7 @@ def test_integer_products_are_exact(bits: int) -> None:
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("name", ["int4 of 32", "int4 with zeros", "int4 from minima", "int8"])
+@pytest.mark.parametrize("name", ["int4 of 32", "int4 with zeros", "int4 from minima", "int6", "int8"])
 def test_a_row_has_the_same_bits_beside_any(name: str) -> None:
     weight = prepare_quantized_weight(INTEGERS[name](torch.randn(70, 192)))
     x, rounding = torch.randn(130, 192), Rounding(torch.int8, 32)

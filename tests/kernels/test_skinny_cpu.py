@@ -17,6 +17,7 @@ from kernels.linear.quantization import (
     QuantizedWeight,
     quantize_fp8,
     quantize_int4,
+    quantize_int6,
     quantize_int8,
     quantize_nf4,
 )
@@ -34,6 +35,8 @@ QUANTIZERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4 asymmetric": lambda w: quantize_int4(w, group=32, symmetric=False),
     "int4 in groups that do not divide a row": lambda w: quantize_int4(w, group=96, symmetric=False),
     "int4 from minima": from_minima,
+    "int6": quantize_int6,
+    "int6 asymmetric": lambda w: quantize_int6(w, group=96, symmetric=False),
     "int8": quantize_int8,
     "int8 in groups": lambda w: in_halves(quantize_int8(w, group=32)),
     "int8 in sixteens": lambda w: quantize_int8(w, group=16),

@@ -225,12 +225,14 @@ def test_blocks_are_written_as_they_were(family: str, type: str, sizes: dict[str
         ("gptq", {"group": 32}, "Q4_0"),
         ("awq", {"group": 32}, "Q4_1"),
         ("int8", {}, "Q8_0"),
+        ("int6", {"group": 32}, "Q8_0"),
+        ("int6", {"group": 64, "symmetric": False}, "Q8_0"),
     ],
 )
 def test_levels_on_a_grid_go_into_blocks(format: str, options: dict[str, Any], expected: str, tmp_path: Path) -> None:
     """The same weights, within the rounding of scales and minima to fp16."""
     model_folder(tmp_path / "folder", intermediate_size=128)
-    embeddings = {"*": format_named("int8")} if expected == "Q8_0" else {}
+    embeddings = {"embed_tokens": format_named("int8")} if expected == "Q8_0" else {}
     quantize_folder(tmp_path / "folder", tmp_path / "small", format_named(format, **options), overrides=embeddings)
     tiny_tokenizers.our_tokenizer().save(tmp_path / "small")
     export_gguf(tmp_path / "small", tmp_path / "model.gguf", type="blocks")

@@ -15,9 +15,10 @@ from torch import Tensor
 from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.awq import Awq
-from model.formats.compressed_tensors import Int4
+from model.formats.compressed_tensors import Int4, Int6
 from model.formats.convert import export_quantized
 from model.formats.gptq import Gptq
+from model.formats.registry import format_like
 from model.quantized import quantized_layers
 from serve import LLM
 from serve.sampling_params import SamplingParams
@@ -236,6 +237,10 @@ def test_formats_of_integers_convert_to_the_bit(target: Any) -> None:
     assert torch.equal(target.convert(weight, source).dequantize(), weight.dequantize())
     with pytest.raises(ValueError, match="bits, groups and zeros must agree"):
         Gptq(16).convert(Awq(16).quantize(torch.randn(16, 32)), Awq(16))
+    with pytest.raises(ValueError, match="GPTQ holds 4 or 8 bits a weight here, not 6"):
+        format_like("gptq", Int6(16))
+    with pytest.raises(ValueError, match="holds 4 bits in groups of 16, asymmetric and not 6 bits"):
+        format_like("awq", Int6(16)).convert(Int6(16).quantize(torch.randn(16, 32)), Int6(16))
 
 
 def test_a_zero_that_version_1_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""INT4 as compressed-tensors' pack-quantized: groups or whole rows, symmetric or not."""
+"""INT4 and INT6 as compressed-tensors' pack-quantized: groups or whole rows, symmetric or not."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import CheckpointError, load_model, save_model
-from model.formats.compressed_tensors import Int4
+from model.formats.compressed_tensors import Int4, Int6
 from model.formats.registry import format_named
 from model.quantized import quantized_layers
 from model.transformer import Transformer
@@ -23,8 +23,8 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 FORMATS = pytest.mark.parametrize(
     "format",
-    [Int4(), Int4(16), Int4(32, symmetric=False), Int4(None), Int4(None, symmetric=False)],
-    ids=["32", "16", "32 asymmetric", "rows", "rows asymmetric"],
+    [Int4(), Int4(16), Int4(32, symmetric=False), Int4(None), Int4(None, symmetric=False), Int6(32), Int6(16, False)],
+    ids=["32", "16", "32 asymmetric", "rows", "rows asymmetric", "int6", "int6 asymmetric"],
 )
 
 
@@ -34,35 +34,37 @@ def make_folder(folder: Path, format: Int4, dtype: torch.dtype = torch.float32) 
     return folder / "quantized"
 
 
-def nibbles(words: Tensor) -> Tensor:
-    """Eight levels a word, the first in the lowest bits: i32 [N, W] -> [N, 8·W]."""
-    return torch.stack([(words.long() & 0xFFFFFFFF) >> 4 * part & 15 for part in range(8)], dim=-1).flatten(1)
+def levels_of(words: Tensor, bits: int) -> Tensor:
+    """One after another, from the lowest bit of the first word on: i32 [N, W] -> [N, 32·W // bits]."""
+    stream = torch.stack([words.long() >> bit & 1 for bit in range(32)], dim=-1).flatten(1)
+    levels = stream[:, : stream.shape[1] // bits * bits].unflatten(1, (-1, bits))
+    return (levels << torch.arange(bits)).sum(-1)
 
 
-def unpacked(tensors: dict[str, Tensor], name: str, *, symmetric: bool) -> Tensor:
+def unpacked(tensors: dict[str, Tensor], name: str, format: Int4) -> Tensor:
     """The dense weight by the layout's definition."""
     rows, columns = tensors[f"{name}_shape"].tolist()
     scales = tensors[f"{name}_scale"].float()
-    zeros = torch.full_like(scales, 8)
-    if not symmetric:
-        zeros = nibbles(tensors[f"{name}_zero_point"].t().contiguous()).t()[:rows].float()
+    zeros = torch.full_like(scales, 2 ** (format.bits - 1))
+    if not format.symmetric:
+        zeros = levels_of(tensors[f"{name}_zero_point"].t().contiguous(), format.bits).t()[:rows].float()
     each = columns // scales.shape[1]
-    levels = nibbles(tensors[f"{name}_packed"])[:, :columns]
+    levels = levels_of(tensors[f"{name}_packed"], format.bits)[:, :columns]
     return (levels - zeros.repeat_interleave(each, 1)) * scales.repeat_interleave(each, 1)
 
 
-def dense_twin(folder: Path, *, symmetric: bool) -> Transformer:
+def dense_twin(folder: Path, format: Int4) -> Transformer:
     tensors, model = load_file(folder / "model.safetensors"), tiny_model()
     for name, parameter in model.named_parameters():
         stored = tensors.get(name)
-        parameter.data = unpacked(tensors, name, symmetric=symmetric) if stored is None else stored.float()
+        parameter.data = unpacked(tensors, name, format) if stored is None else stored.float()
     return model
 
 
 @FORMATS
 def test_a_model_computes_with_what_the_files_stand_for(format: Int4, tmp_path: Path) -> None:
     folder = make_folder(tmp_path, format)
-    model, twin = load_model(folder), dense_twin(folder, symmetric=format.symmetric)
+    model, twin = load_model(folder), dense_twin(folder, format)
     assert {layer.format for layer in quantized_layers(model).values()} == {format}
     assert relative_rms(full_logits(model, TOKENS), full_logits(twin, TOKENS)) < 1e-5
     assert relative_rms(full_logits(model.fuse(), TOKENS), full_logits(twin, TOKENS)) < 1e-5
@@ -93,13 +95,15 @@ def test_a_folder_read_and_written_again_holds_the_same_bits(format: Int4, dtype
         (Int4(8), (5, 72)),
         (Int4(None, symmetric=False), (30, 1)),
         (Int4(None), (3, 5)),
+        (Int6(16, symmetric=False), (7, 48)),
+        (Int6(None), (3, 5)),
     ],
 )
 def test_levels_and_scales_survive(format: Int4, shape: tuple[int, int]) -> None:
     rows, columns = shape
     groups = format.num_groups(columns)
-    levels = torch.randint(16, shape, dtype=torch.uint8)
-    zeros = None if format.symmetric else torch.randint(16, (rows, groups), dtype=torch.uint8)
+    levels = torch.randint(format.num_levels, shape, dtype=torch.uint8)
+    zeros = None if format.symmetric else torch.randint(format.num_levels, (rows, groups), dtype=torch.uint8)
     weight = format.pack(levels, torch.rand(rows, groups), zeros)
     tensors = format.to_files("w", weight, torch.bfloat16)
     again = format.unpack(format.from_files("w", torch.Size(shape), tensors.__getitem__))

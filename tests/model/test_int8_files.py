@@ -14,10 +14,10 @@ from torch import Tensor
 from compress.lora import inject, merge_requantized
 from compress.quantize.round_to_nearest import quantize_folder, quantize_model
 from kernels.linear._quantized_tiles import tile_weight
-from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int8
+from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int6, quantize_int8
 from kernels.linear.quantized import stored_codes
 from model.files.checkpoint import CheckpointError, load_model, save_model
-from model.formats.compressed_tensors import Int8
+from model.formats.compressed_tensors import Int6, Int8
 from model.formats.convert import export_quantized
 from model.lora import LoraConfig
 from model.quantized import quantized_layers
@@ -38,7 +38,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def make_folder(
-    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, format: Int8 = INT8, **changes: Any
+    folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32, format: Int6 | Int8 = INT8, **changes: Any
 ) -> Path:
     save_model(tiny_model(family, **changes).to(dtype), folder / "dense")
     quantize_folder(folder / "dense", folder / "int8", format)
@@ -121,7 +121,7 @@ def test_a_weight_of_any_shape_survives(shape: tuple[int, int], group: int | Non
     assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
 
 
-@pytest.mark.parametrize("quantize", [quantize_int8, quantize_fp8, quantize_int4])
+@pytest.mark.parametrize("quantize", [quantize_int8, quantize_fp8, quantize_int4, quantize_int6])
 @pytest.mark.parametrize("shape", [(48, 128), (30, 70), (7, 33)])
 def test_repacked_codes_can_be_read_back(quantize: Any, shape: tuple[int, int]) -> None:
     weight = quantize(torch.randn(shape))
@@ -165,8 +165,8 @@ def test_adapters_train_on_it_and_merge_into_it() -> None:
     assert 0 < relative_rms(full_logits(merged, TOKENS), full_logits(model, TOKENS)) < 0.05
 
 
-@pytest.mark.parametrize("format", [Int8(), Int8(32)], ids=["rows", "groups"])
-def test_transformers_opens_it(format: Int8, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", [Int8(), Int8(32), Int6(32)], ids=["rows", "groups", "int6"])
+def test_transformers_opens_it(format: Int6 | Int8, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 

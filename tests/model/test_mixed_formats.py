@@ -20,7 +20,7 @@ from compress.quantize.round_to_nearest import (
 from model.cost import planned_weight_bytes, weight_bytes
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.bitsandbytes import NF4
-from model.formats.compressed_tensors import Fp8, Int4, Int8
+from model.formats.compressed_tensors import Fp8, Int4, Int6, Int8
 from model.lora import LoraConfig, adapted_layers
 from model.quantized import quantized_layers
 from model.transformer import Transformer
@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Any, Overrides, bool]] = {
     "tied embedding in int8": (Int4(), {"embed_tokens": Int8()}, True),
     "everything in int4": (Int4(32), {"embed_tokens": Int4(32), "lm_head": Int4(32)}, False),
     "q, k and v differ": (Int4(), {"k_proj": Int8(), "*.0.self_attn.v_proj": Int4(16, symmetric=False)}, True),
+    "int6 and what is between": (Int6(32), {"embed_tokens": Int6(), "down_proj": Int4(), "k_proj": Int8()}, True),
     "a dense layer": (Int8(), {"*.layers.0.*": None, "up_proj": Int4(None)}, False),
     "fp8": (Fp8(), {}, False),
     "fp8 and int4": (Int4(), {"down_proj": Fp8(), "embed_tokens": Fp8()}, True),
@@ -53,6 +54,7 @@ ROUNDED: dict[str, tuple[Any, Overrides, bool]] = {
     "int8 activations": (Int8.with_options(activations=True), {}, False),
     "fp8 activations": (Fp8.with_options(activations=True), {}, True),
     "int4 activations": (Int4.with_options(activations=True), {}, False),
+    "int6 activations": (Int6.with_options(group=32, activations=True), {}, False),
     "int8 activations of groups": (Int8.with_options(group=32, activations=True), {}, False),
     "int8 activations and int4": (Int8.with_options(activations=True), {"down_proj": Int4()}, False),
 }

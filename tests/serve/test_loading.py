@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.quantize.round_to_nearest import quantize_folder
 from model.cost import visible_list_bytes
 from model.files.checkpoint import load_model, save_model
-from model.formats.compressed_tensors import Int4, Int8
+from model.formats.compressed_tensors import Int4, Int6, Int8
 from model.formats.ggml import Ggml
 from model.quantized import round_activations
 from model.transformer import Transformer
@@ -77,7 +77,7 @@ def folder_of(path: Path, format: Any, **changes: Any) -> str:
     return str(path / "model")
 
 
-@pytest.mark.parametrize("format", [Int4(), Int8(), Ggml("Q8_0")], ids=str)
+@pytest.mark.parametrize("format", [Int4(), Int6(32), Int8(), Ggml("Q8_0")], ids=str)
 def test_activations_are_rounded_in_all_products(format: Any, tmp_path: Path) -> None:
     """The engine's scores are those of rounded activations; not to the bit, since the order of sums may turn one."""
     folder = folder_of(tmp_path, format)
