@@ -53,6 +53,8 @@ class StagePlan:
     sequence_length: int
     seconds: float | None = None
     """Its steps on this machine, if they were timed; infinite where its memory does not hold one."""
+    measuring_seconds: float | None = None
+    """Likewise what passes held-out text."""
 
 
 def plan_recipe(recipe: Recipe, cache: Path) -> list[StagePlan]:
@@ -104,20 +106,21 @@ def on_gpus(plans: Sequence[StagePlan], gpus: int, budgets: Sequence[int]) -> li
 
 
 def timed(plans: Sequence[StagePlan]) -> list[StagePlan]:
-    """The same with the time of their steps on this machine; UserError for a plan of several processes."""
+    """The same with the time that they take on this machine; UserError for a plan of several processes."""
     if any(plan.setup.processes > 1 for plan in plans):
         raise UserError("--time takes steps in this one process; leave --gpus out.")
-    from pipeline.measure.training_time import training_seconds
+    from pipeline.measure.training_time import measuring_seconds, random_models, training_seconds
     from train.loop import MemoryShortageError
 
     found = []
     for plan in plans:
         log.info("%s: timing a few steps on random weights", plan.name)
+        setup, length, models = plan.setup, plan.sequence_length, random_models(plan.setup)
         try:
-            seconds = training_seconds(plan.setup, plan.sequence_length)
+            seconds, measuring = training_seconds(setup, models, length), measuring_seconds(setup, models, length)
         except MemoryShortageError:
-            seconds = math.inf
-        found.append(replace(plan, seconds=seconds))
+            seconds = measuring = math.inf
+        found.append(replace(plan, seconds=seconds, measuring_seconds=measuring))
     return found
 
 
@@ -157,6 +160,7 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
     lines.append(["micro-batch, tokens", *(f"{plan.setup.training.micro_batch_tokens:,}" for plan in plans)])
     if any(plan.seconds is not None for plan in plans):
         lines.append(["its steps on this machine", *(_duration(plan.seconds) for plan in plans)])
+        lines.append(["held-out text beside them", *(_duration(plan.measuring_seconds) for plan in plans)])
     for budget in budgets:
         cells = [_largest(plan, budget) for plan in plans]
         lines.append([f"largest in {budget / GIB:.4g} GiB", *cells])
@@ -200,7 +204,8 @@ def note(plans: Sequence[StagePlan]) -> str:
         text += ". Where tokens are divided (context), a micro-batch counts as one document"
     if any(plan.seconds is not None for plan in plans):
         text += (
-            ". Time is that of training alone, in one process: what is measured before and after, and what a student "
-            "writes itself, come on top; routers that let tokens pass by take less"
+            ". Time is that of training, and of the held-out text before, during and after it, in one process: what "
+            "calibrates, converts or loads, and what a student writes itself, come on top; routers that let tokens "
+            "pass by take less"
         )
     return f"{text} (the model knows {', '.join(f'{limit:,}' for limit in sorted(limits))} positions)."

@@ -1,8 +1,11 @@
-"""How long a stage trains on this machine: a few of its steps are taken on random weights and tokens, and timed."""
+"""How long a stage trains and measures on this machine: a few of its steps, and of its passes over held-out text, are
+taken on random weights and tokens, and timed.
+"""
 
 import hashlib
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from compress.lora import inject
-from compress.quantize.qat import train_through_rounding
+from compress.quantize.qat import to_quantized, train_through_rounding
 from compress.quantize.round_to_nearest import quantize_model
 from model.config import ModelConfig
 from model.formats.base import WeightFormat
@@ -20,26 +23,34 @@ from model.mesh import choose_device, choose_dtype, training_dtype
 from model.quantized import set_quantized
 from model.training_memory import Setup
 from model.transformer import Transformer
+from pipeline.measure.quality import HeldOut
 from train.config import Loss
 from train.data import TokenizedDocuments
 from train.loop import Trainer
 from train.objectives import LanguageModelling, Objective, objective_of
+from train.packing import held_out_batches
 from train.preference import PreferenceTuning
 from train.tracking import Tracker
 
 DOCUMENTS = 64
 STEPS = 4
 """Of which the first, in which kernels are compiled and memory is fetched, does not count."""
+PASSES = 4
+"""Over one sequence of held-out text each; of them too the first does not count."""
 
 
-def training_seconds(setup: Setup, sequence_length: int) -> float:
-    """All steps of a stage, in one process; measuring before and after, and what a student writes itself, come on top.
+Models = tuple[Transformer, Transformer | None]
+"""What a stage trains, and its teacher."""
+
+
+def training_seconds(setup: Setup, models: Models, sequence_length: int) -> float:
+    """All steps of a stage, in one process, which train its `random_models`; what a student writes itself is not in it.
 
     Steps with routers are timed as without: early every token passes, later fewer do. Raises MemoryShortageError, and
     KeyboardInterrupt where a signal came first, for which training stops in peace.
     """
     training: Any = setup.training
-    model, teacher = random_models(setup)
+    model, teacher = models
     objective = objective_by_settings(training, teacher)
     data = random_documents(setup.model.vocab_size, sequence_length, paired=isinstance(objective, PreferenceTuning))
     short = replace(training, tokens=(STEPS + 1) * training.batch_tokens, evaluate_every_tokens=None)
@@ -59,7 +70,32 @@ def training_seconds(setup: Setup, sequence_length: int) -> float:
     return float(training.steps * training.batch_tokens / statistics.median(stopwatch.tokens_per_s[1:]))
 
 
-def random_models(setup: Setup) -> tuple[Transformer, Transformer | None]:
+def measuring_seconds(setup: Setup, models: Models, sequence_length: int) -> float:
+    """All passes of a stage over held-out text, before, during and after training, in the form that it publishes."""
+    config: Any = setup.training
+    model, teacher = models
+    if setup.rounding is not None:
+        to_quantized(model)
+    model.to(choose_dtype("auto", model.device))
+    data = random_documents(setup.model.vocab_size, sequence_length)
+    batches = held_out_batches(
+        data, sequence_length=sequence_length, batch_tokens=sequence_length, max_tokens=PASSES * sequence_length
+    )
+    asked, measured = [], []
+    for batch in batches:
+        text, began = HeldOut((batch,)), time.monotonic()
+        states = None if teacher is None else text.states(teacher)
+        if states is not None:
+            text.quality_of(states)
+        between = time.monotonic()
+        text.quality(model, states)
+        asked.append((between - began) / len(batch.tokens))
+        measured.append((time.monotonic() - between) / len(batch.tokens))
+    taught = config.teacher_tokens * (teacher is not None)
+    return float(config.measured_tokens * statistics.median(measured[1:]) + taught * statistics.median(asked[1:]))
+
+
+def random_models(setup: Setup) -> Models:
     """What a stage trains, as it is when training begins but for routers, and its teacher."""
     device, training = choose_device(), setup.training
     dtype = training_dtype(training.precision, on_gpu=device.type == "cuda")

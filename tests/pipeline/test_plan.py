@@ -1,22 +1,27 @@
 """`potstill plan`: the stages that train, what they will hold, and what is wrong in one sentence."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from model.cost import planned_weight_bytes
+from model.files.checkpoint import load_config
 from pipeline.cli import main
 from pipeline.errors import UserError
+from pipeline.measure.quality import HeldOut
 from pipeline.plan import GIB, budgets_of, plan_recipe
 from pipeline.recipe import load_recipe
+from pipeline.stages.base import kind_of
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.quantize.config import Quantize, Weights
-from tests.pipeline.tiny_run import write_teacher
+from tests.pipeline.tiny_run import run_stages, write_teacher
 
 
 @pytest.fixture
@@ -132,6 +137,42 @@ def test_the_command_prints_a_table(recipe: Path, capsys: pytest.CaptureFixture[
 def test_what_does_not_fit_is_said(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "--gpu-memory", "0.001 GiB"]) == 0
     assert re.search(r"largest in 0\.001 GiB +does not fit +does not fit", capsys.readouterr().out)
+
+
+BRIEF = {"context_tokens": 64, "new_tokens": 2, "batch_sizes": [1]}
+MEASURED = {
+    "sft": {"model": "teacher"},
+    "qlora": {"model": "teacher", "adapter": {"rank": 4}},
+    "distill": {"teacher": "teacher", "student": {"from": "teacher"}},
+    "gqa": {"model": "teacher", "kv_heads": 1, "compare": ["mean"], "compare_tokens": 256, "long_context": BRIEF},
+    "mod": {"model": "teacher", "speed": BRIEF | {"prefill_tokens": 64}},
+}
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_held_out_text_is_timed_as_often_as_models_pass_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        asked = getattr(HeldOut, name)
+
+        def count(*given: Any, **how: Any) -> Any:
+            passed.append(name)
+            return asked(*given, **how)
+
+        return count
+
+    for name in ("quality", "states"):
+        monkeypatch.setattr(HeldOut, name, counting(name))
+    settings = {"tokens": 2048, "batch_tokens": 256, "micro_batch_tokens": 256, "evaluate_every_tokens": 700}
+    stage = {"data": "text", "held_out_tokens": 512, "out": "made", **settings, **MEASURED[kind]}
+    run_stages(tmp_path, {kind: stage}, serve="made")
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", [])
+    config = recipe.plan()[-1].config
+    has_teacher = kind_of(kind).setup(config, {"teacher": load_config(tmp_path / "teacher")}).teacher is not None
+    assert len(passed) == (config.measured_tokens + config.teacher_tokens * has_teacher) / 512
 
 
 def test_time_is_said_where_it_is_asked_for(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,7 +249,7 @@ def test_time_is_that_of_all_steps_of_which_a_few_are_taken(name: str, monkeypat
     monkeypatch.setattr("train.loop.time", clock)
     monkeypatch.setattr(Trainer, "_save", lambda self: saved.append(self))
     long = replace(setup, training=replace(setup.training, tokens=1000 * setup.training.batch_tokens))
-    found = training_seconds(long, sequence_length=128)
+    found = training_seconds(long, random_models(long), sequence_length=128)
     assert found == pytest.approx(1000) and next(ticks) < 30 and not saved
 
 
@@ -257,7 +257,7 @@ def test_a_signal_ends_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "_save", lambda self: None)
     monkeypatch.setattr(training_time._Stopwatch, "log", lambda *told: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        training_seconds(SETUPS["language"], sequence_length=128)
+        training_seconds(SETUPS["language"], random_models(SETUPS["language"]), sequence_length=128)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:

@@ -72,6 +72,12 @@ class Distill(Recovery):
     """Where the student drafts, it says only so many tokens, those that are most common in `data`: its steps are
     shorter, and it is right a little less often. Alone it says all."""
 
+    @property
+    def teacher_tokens(self) -> int:
+        """With those of a pass that says what is important; of layers by perplexity there is one a layer."""
+        is_cut = any(str(shape) != str(Shape()) for shape in self.student.shapes)
+        return super().teacher_tokens + self.student.importance_tokens * is_cut
+
 
 WIDTH = 64
 """Narrower students have widths that are multiples of this, which kernels and groups of quantized weights divide."""

@@ -43,6 +43,11 @@ class Gqa(Recovery):
     """Training tokens on which heads are compared and projections are fitted."""
     long_context: LongContext = field(default_factory=LongContext, metadata={"weights": False})
 
+    @property
+    def held_out_passes(self) -> int:
+        """Of each method before training, of those that are compared after a little of it, of the result after all."""
+        return len({self.method, *self.compare}) + len(self.compare) + 1
+
     def layer_kv_heads(self, num_layers: int) -> tuple[int, ...]:
         """KV heads for each layer; one number stands for all of them."""
         return self.kv_heads * num_layers if len(self.kv_heads) == 1 else self.kv_heads

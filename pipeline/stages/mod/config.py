@@ -42,3 +42,8 @@ class Mod(Recovery):
     auxiliary_weight: float = setting(0.1, range=(0.0, 100.0))
     """Weight of the loss by which a router's own score predicts whether its token is selected."""
     speed: RoutedSpeed = field(default_factory=RoutedSpeed, metadata={"weights": False})
+
+    @property
+    def held_out_passes(self) -> int:
+        """Before and after training, each time with tokens selected at random too."""
+        return 4

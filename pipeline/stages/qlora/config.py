@@ -38,3 +38,8 @@ class Qlora(Training):
     @property
     def learning_rate_ratio(self) -> float:
         return self.adapter.learning_rate_ratio
+
+    @property
+    def held_out_passes(self) -> int:
+        """The model and its base; base with adapter twice, and each way of merging them; what is published."""
+        return 6 + (self.quantization != NO_FORMAT)

@@ -9,6 +9,9 @@ from pipeline.schema import Recipe
 from pipeline.settings import FRACTION, POSITIVE, redeclared, setting
 from train.config import Loss, TrainingConfig
 
+CURVE_TOKENS = 4_096
+"""Held-out tokens of each point of the curve during training: enough to see it, cheap enough to do often."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -46,6 +49,32 @@ class Training(TrainingConfig):
     gate: Gate = field(default_factory=Gate, metadata={"weights": False})
     out: str = setting("student", weights=False, figures=True)
     """Name under which later stages find the result."""
+
+    @property
+    def measured_tokens(self) -> int:
+        """Held-out tokens that the model passes: before and after training, and at each point of its curve."""
+        return self.held_out_passes * self.held_out_tokens + self._curve_points * self._curve_tokens
+
+    @property
+    def teacher_tokens(self) -> int:
+        """Tokens that a teacher passes, if there is one, besides those of training."""
+        return self.held_out_tokens + self._curve_tokens * (self._curve_points > 0)
+
+    @property
+    def held_out_passes(self) -> int:
+        return 2
+
+    @property
+    def _curve_tokens(self) -> int:
+        return min(CURVE_TOKENS, self.held_out_tokens)
+
+    @property
+    def _curve_points(self) -> int:
+        """One behind each step that crosses a multiple of the interval, and one behind the last."""
+        if self.evaluate_every_tokens is None or not self.steps:
+            return 0
+        crossed = (self.steps - 1) * self.batch_tokens // self.evaluate_every_tokens
+        return min(self.steps, crossed + 1)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model, load_published
 from pipeline.measure.speed import prompts_from
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
-from pipeline.stages.shared.config import Decoding, Recovery, Training
+from pipeline.stages.shared.config import CURVE_TOKENS, Decoding, Recovery, Training
 from pipeline.stages.shared.context import StageContext
 from pipeline.tracking import tracked
 from train.evaluate import TeacherStates
@@ -60,8 +60,6 @@ from train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
-CURVE_TOKENS = 4_096
-"""Held-out tokens of each point of the curve during training: enough to see it, cheap enough to do often."""
 CALIBRATION_TOKENS = 8_192
 """Training tokens on which the thresholds of routers are set."""
 
