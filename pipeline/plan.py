@@ -200,6 +200,8 @@ def note(plans: Sequence[StagePlan]) -> str:
     limits = {plan.setup.model.num_positions for plan in plans}
     if any(plan.setup.shards > 1 for plan in plans):
         text += ". A teacher's embeddings and head are whole in every process"
+    if any(plan.setup.processes > 1 for plan in plans):
+        text += ". Meshes that divide layers (tensor parallel, tp_size) are not counted"
     if any(plan.setup.context > 1 for plan in plans):
         text += ". Where tokens are divided (context), a micro-batch counts as one document"
     if any(plan.seconds is not None for plan in plans):
