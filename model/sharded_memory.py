@@ -119,11 +119,12 @@ class InShards(Arithmetic):
         in_forward = lasting + held + head + kept + layer
         in_backward = lasting + held + head + head_gradient
         peaks = {
+            "embeddings": lasting + held + self._embedding(),
             "forward": in_forward + max(self._arriving(layer) + self._cast(), layer + expanded),
             "teacher": in_forward + taught + max(self._arriving(taught), taught + expanded),
             "loss": in_forward + loss,
             "backward": in_backward + max(map(self._backward, self._extremes())),
-            "ends": in_backward + gradients * self._adds_gradients + self._ends(),
+            "ends": lasting + held + gradients * self._adds_gradients + self._ends(),
             "update": lasting + gradients,
         }
         activations = kept + work + head + head_gradient + 2 * layer + FULL * self._layer_trained
@@ -171,8 +172,16 @@ class InShards(Arithmetic):
         kept = self._kept() - done * kept_by_layer + done * self._share(reduced) * self._adds_gradients
         return kept + max(before + max(working, coming), leaving - kept_by_layer)
 
+    def _embedding(self) -> int:
+        """Before all layers: a head of its own as it came and as it is used, and the embeddings on their way."""
+        table = self._head_weights
+        return self._arriving(table) + 2 * table * (not self.config.tie_word_embeddings)
+
     def _ends(self) -> int:
-        """Behind all layers: the embeddings at work, where they are not the head; or gradients of either leave."""
+        """Behind all layers: gradients of head and embeddings leave, one after the other.
+
+        They are in fp32, so that a gradient lies there as it was computed too; and the head as it is used.
+        """
         gradient = self._head_gradient()
-        at_work = 0 if self.frozen else self._head_weights * (not self.config.tie_word_embeddings) + gradient
-        return max(FULL * self._layer_trained + at_work, self._arriving(gradient))
+        waiting = (self._head_weights + gradient) * (not self.config.tie_word_embeddings)
+        return waiting + gradient + self._arriving(gradient)
