@@ -64,6 +64,7 @@ EVERYTHING = [
     (family, KINDS[(number + processes) % len(KINDS)], processes)
     for number, family in enumerate(FAMILIES)
     for processes in (1, 2)
+    if family != "phi3-partial-longrope"  # knows 64 positions, less than what a run measures a model on
 ]
 GUIDES = ["your-model", "your-data", "sizing", "many-gpus", "serving", "troubleshooting"]
 """In the order in which they are read; what one makes the later ones use."""
