@@ -79,8 +79,9 @@ _FORWARD_TILES = {
 }
 _FORWARD_TILES[6] = _FORWARD_TILES[8]
 _BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3)}
-# fp32 goes through no tensor cores, and takes twice the memory.
-_FP32_FORWARD_TILES = {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)}
+# fp32 goes through no tensor cores, and takes twice the memory. Of six bits 64 outputs spill on an RTX 4090.
+_FP32_FORWARD_TILES = dict.fromkeys((4, 8), {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)})
+_FP32_FORWARD_TILES[6] = _FP32_FORWARD_TILES[8] | {16: Tiles(16, 32, 4, 2)}
 _FP32_BACKWARD_TILES = {16: Tiles(16, 32, 4, 2), 32: Tiles(32, 32, 8, 2)}
 _EXPAND_TILES = Tiles(0, 64, 4, 2)
 _PACKED_CODES = {"int4": pack_int4, "int6": pack_int6}
@@ -350,7 +351,8 @@ def _launch_product(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, adapters: AdapterOperands, out: Tensor, *, gated: bool
 ) -> None:
     (rows, columns), (n, k) = out.shape, weight.shape
-    tiles = _smallest(_FP32_FORWARD_TILES if x.dtype == torch.float32 else _FORWARD_TILES[weight.bits], rows)
+    by_bits = _FP32_FORWARD_TILES if x.dtype == torch.float32 else _FORWARD_TILES
+    tiles = _smallest(by_bits[weight.bits], rows)
     grid = triton.cdiv(columns, tiles.outputs // 2 if gated else tiles.outputs), triton.cdiv(rows, tiles.rows)
     # As many tiles at once as make 16 words an output; where every element brings its scale, one.
     depth = 1 if weight.group == 1 else max(1, _WORDS_AT_ONCE // weight.words.shape[2])
