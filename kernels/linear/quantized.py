@@ -80,7 +80,7 @@ _FORWARD_TILES = {
 _FORWARD_TILES[6] = _FORWARD_TILES[8]
 _BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3)}
 # fp32 goes through no tensor cores, and takes twice the memory. Of six bits 64 outputs spill on an RTX 4090.
-_FP32_FORWARD_TILES = dict.fromkeys((4, 8), {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)})
+_FP32_FORWARD_TILES = dict.fromkeys((4, 8), {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)})  # noqa: RUF024
 _FP32_FORWARD_TILES[6] = _FP32_FORWARD_TILES[8] | {16: Tiles(16, 32, 4, 2)}
 _FP32_BACKWARD_TILES = {16: Tiles(16, 32, 4, 2), 32: Tiles(32, 32, 8, 2)}
 _EXPAND_TILES = Tiles(0, 64, 4, 2)
