@@ -6,8 +6,8 @@ INSTALLED := .venv/.installed
 # Nothing is compiled while installing; what is imported is, once, even where the environment says that it should not be.
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := kernels model compress train serve pipeline bench tests
-# One thread each, and two processes more than a small machine has cores: some always wait for a server or a launch.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+# One thread each, and one process more than a small machine has cores: some always wait for a server or a launch.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Those whose numbers are larger with --all-trials.
 PROMISES := $(shell grep -l "tests.trials\|tests import trials" tests/*/test_*.py)
 

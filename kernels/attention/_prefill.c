@@ -77,7 +77,8 @@ INLINE const void *query_of(const Batch *batch, const Task *task, int64_t row) {
     return at(batch->dtype, batch->q, token * batch->q_token + head * batch->q_head);
 }
 
-/* Turns the rows so that neighbours lie side by side; lanes without a row are zero and see nothing. */
+/* Turns the rows so that neighbours lie side by side, numbers times the scale; lanes without a row are zero and see
+   nothing. */
 INLINE void begin(const Batch *batch, Task *task, bool in_pairs) {
     int64_t rows = task->count * task->heads, d = batch->d, words = in_pairs ? d / 2 : d;
     float query[MOST_D];
@@ -91,7 +92,8 @@ INLINE void begin(const Batch *batch, Task *task, bool in_pairs) {
             memcpy(query, query_of(batch, task, row), sizeof(float) * words);
         else
             for (int64_t c = 0; c < d; c += LANES)
-                put_floats(query + c, load(batch->dtype, at(batch->dtype, query_of(batch, task, row), c)));
+                put_floats(query + c, times(load(batch->dtype, at(batch->dtype, query_of(batch, task, row), c)),
+                                            every(batch->scale)));
         for (int64_t c = 0; c < words; c++) to[c * ROWS] = query[c];
         ((float *)task->top[tile])[lane] = -__builtin_inff();
         ((float *)task->total[tile])[lane] = 0;
@@ -240,7 +242,7 @@ INLINE void attend(const Batch *batch, Task *task, int64_t tile, int64_t first, 
     int64_t high = smaller(KEYS, (latest + STEP - first) / STEP * STEP);
     if (low >= high) return;
     Wide shrink[PARTS];
-    score(task, task->queries + tile * words * ROWS, words, batch->scale, low, high, in_pairs);
+    score(task, task->queries + tile * words * ROWS, words, in_pairs ? batch->scale : 1, low, high, in_pairs);
     if (batch->limit > 0) cap(task, batch->limit, low, high);
     if (first + high - 1 > earliest || first + low <= latest - window)
         hide(task, task->last[tile], window, first, low, high);

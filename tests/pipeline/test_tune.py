@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,7 +152,10 @@ def test_where_choices_add_up_the_first_guess_is_what_trying_everything_finds(tm
 
 def test_choices_are_asked_for_in_the_order_of_the_largest_combinations_that_have_them(tmp_path: Path) -> None:
     space = space_of(tmp_path)
-    memory = {one: space.weight_bytes(one, tmp_path / "cache") for one in space.combinations()}
+    memory = {}
+    for one in space.combinations():
+        with suppress(ValueError):  # heads that groups of weights do not divide
+            memory[one] = space.weight_bytes(one, tmp_path / "cache")
     assert len(singles(space, memory, list(memory))) == sum(map(len, space.choices))
     fitting = sorted((one for one in memory if all(one.choices)), key=lambda one: -memory[one])[5:]
     found = [replace(one, brief=False) for one in singles(space, memory, fitting)]
