@@ -92,7 +92,7 @@ int pairs_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint1
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < rows; t += TOKENS)
             pack(inputs + t * stride, stride, x + t * pairs, smaller(rows - t, TOKENS), pairs);
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(dynamic)
         for (int64_t t = 0; t < rows; t += CHUNK)
             for (int64_t n = 0; n < w->n; n += OUTPUTS)
                 columns(w, n, x + t * pairs, y + t * w->n, smaller(rows - t, CHUNK));

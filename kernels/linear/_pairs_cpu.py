@@ -75,6 +75,8 @@ def _multiplies_tiles() -> bool:
 
 @cache
 def _library() -> Any:
+    if not processor_features() >= NEEDS:  # oneDNN is meant for it, so nothing need be said
+        return None
     library = compiled_by_one(Path(__file__).with_name("_pairs.c"), needs=(NEEDS,))
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p

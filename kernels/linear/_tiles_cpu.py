@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.compiled import compiled
+from kernels.common.processor import processor_features
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress, product_in_c
 
 NEEDS = frozenset({"amx_bf16", "avx512_bf16", "avx512vbmi"})
@@ -30,6 +31,8 @@ def tiled_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
 
 @cache
 def _library() -> Any:
+    if not processor_features() >= NEEDS:  # other forms are meant for it, so nothing need be said
+        return None
     library = compiled(Path(__file__).with_name("_tiles.c"), needs=(NEEDS,))
     if library is None:
         return None
