@@ -20,8 +20,7 @@ from torch import Tensor
 from kernels.attention._cached_rows import CachedRows, values_of_codes
 from kernels.common.compiled import compiled
 from kernels.common.cpu_graph import call
-from kernels.common.floats_cpu import DTYPES, NEEDS, is_plain
-from kernels.common.processor import processor_features
+from kernels.common.floats_cpu import DTYPES, NEEDS, is_plain, multiplies_tiles
 
 _QUERIES = 64
 """Of one task, as in the C source."""
@@ -84,7 +83,7 @@ def takes(q: Tensor, k: CachedRows, v: CachedRows) -> bool:
         is_plain(q)
         and q.shape[2] % 8 == 0
         and q.shape[2] <= 256
-        and not (q.dtype == torch.bfloat16 and _multiplies_tiles())
+        and not (q.dtype == torch.bfloat16 and multiplies_tiles())
         and all(_reads(x, q.dtype) for x in (k, v))
         and _library() is not None
     )
@@ -115,11 +114,6 @@ def _read_by_c(cached: CachedRows) -> _Cached:
     rows, scales = cached
     kind = DTYPES[rows.dtype] if scales is None else _CODES
     return _Cached(kind, *rows.stride()[:2], rows.data_ptr(), None if scales is None else scales.data_ptr())
-
-
-@cache
-def _multiplies_tiles() -> bool:
-    return "amx_bf16" in processor_features()
 
 
 @cache

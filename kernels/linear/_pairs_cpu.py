@@ -7,7 +7,6 @@ Legend: T tokens, K input features, N output features, P panels.
 """
 
 import ctypes
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from kernels.common.compiled_by_one_cpu import compiled_by_one
 from kernels.common.cpu_graph import call
+from kernels.common.floats_cpu import multiplies_tiles
 from kernels.common.processor import processor_features
 
 NEEDS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
@@ -43,14 +43,11 @@ class PairedWeight:
         pairs = self.panels.transpose(1, 2).contiguous()
         return pairs.view(torch.bfloat16).view(-1, k)[:n]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PairedWeight":
-        return PairedWeight(deepcopy(self.panels, memo), self.shape)
-
 
 def prepare_pairs(weight: Tensor) -> PairedWeight | None:
     """Of a weight [N, K] in bf16; None where its shape or the machine does not fit."""
     n, k = weight.shape
-    if weight.dtype != torch.bfloat16 or k % 2 or _multiplies_tiles() or _library() is None:
+    if weight.dtype != torch.bfloat16 or k % 2 or multiplies_tiles() or _library() is None:
         return None
     panels = -(-n // _OUTPUTS)
     whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _OUTPUTS - n)).contiguous()
@@ -67,10 +64,6 @@ def paired_product(x: Tensor, weight: PairedWeight, bias: Tensor | None) -> Tens
     at = _Weight(n, k, weight.panels.data_ptr(), None if bias is None else bias.data_ptr())
     call(_library().pairs_product, at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
     return out
-
-
-def _multiplies_tiles() -> bool:
-    return "amx_bf16" in processor_features()
 
 
 @cache

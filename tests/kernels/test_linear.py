@@ -85,7 +85,7 @@ def test_writing_rows() -> None:
 @pytest.mark.skipif(pairs._library() is None, reason="no C compiler, or a processor without AVX-512 BF16")
 def test_bf16_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy has the same numbers, and so has a row in any company, on any number of threads; rows can be written."""
-    monkeypatch.setattr(pairs, "_multiplies_tiles", lambda: False)
+    monkeypatch.setattr(pairs, "multiplies_tiles", lambda: False)
     whole, x, bias = torch.randn(500, 640).bfloat16(), torch.randn(600, 640).bfloat16(), torch.randn(500).bfloat16()
     prepared = deepcopy(prepare_linear_weight(whole))
     assert isinstance(prepared.held, pairs.PairedWeight) and prepared.shape == (500, 640)

@@ -31,7 +31,7 @@ Make = Callable[..., PagedCase]
 @pytest.fixture(autouse=True)
 def in_bf16_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the processor would multiply tiles of bf16, too."""
-    monkeypatch.setattr(in_c, "_multiplies_tiles", lambda: False)
+    monkeypatch.setattr(in_c, "multiplies_tiles", lambda: False)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str, scope="module")
@@ -145,7 +145,7 @@ def test_strided_queries_and_what_is_left_to_torch(make: Make, monkeypatch: pyte
     assert torch.equal(replace(case, q=wide).attend(), case.attend())
     assert not is_taken(make([(20, 20)], head_dim=12)) and not is_taken(make([(20, 20)], head_dim=264))
     assert not is_taken(make_case([(20, 20)], torch.float16, CPU))
-    monkeypatch.setattr(in_c, "_multiplies_tiles", lambda: True)
+    monkeypatch.setattr(in_c, "multiplies_tiles", lambda: True)
     assert is_taken(case) == (case.q.dtype == torch.float32)
 
 
