@@ -87,7 +87,7 @@ class PassRunner:
         try:
             captured = _CapturedPass(self.model, self.pages, step, self._memory)
         except CaptureError as error:
-            log.info("passes %s adapters run operator by operator: %s", "with" if shape[1] else "without", error)
+            log.debug("passes %s adapters run operator by operator: %s", "with" if shape[1] else "without", error)
             self._refused.add(shape[1])
             return self._compute(step)
         self._captured[shape] = captured

@@ -328,7 +328,7 @@ def _plan(options: argparse.Namespace) -> int:
     from pipeline.plan import budgets_of, gpu_named, note, on_gpus, plan_recipe, plan_table, timed
     from pipeline.plan_serving import serving_plan
     from pipeline.preflight import findings
-    from pipeline.report.terminal import terminal_table
+    from pipeline.report.terminal import print_table
 
     gpu = gpu_named(options.gpu)
     budgets, cache = budgets_of(options.gpu_memory, gpu), options.cache or default_cache()
@@ -343,8 +343,7 @@ def _plan(options: argparse.Namespace) -> int:
         tables.append(serving_plan(recipe, cache, gpus=options.gpus or 1, budgets=budgets, gpu=gpu))
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in tables:
-        console.print(terminal_table(table, width=console.width))
-        console.print(table.note, soft_wrap=True, highlight=False)
+        print_table(console, table)
     for sentence in findings(recipe, plans):
         console.print(f"[yellow]{escape(sentence)}[/]", soft_wrap=True, highlight=False)
     return 0

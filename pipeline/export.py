@@ -12,8 +12,6 @@ from model.formats.registry import FOREIGN_FORMATS
 from pipeline.errors import UserError
 from pipeline.run_folder import resolve_served
 
-MEGABYTE = 1_000_000
-
 
 @dataclass(frozen=True)
 class Target:
@@ -56,8 +54,9 @@ def _name_of(folder: Path) -> str:
 
 def _sentence(folder: Path, out: Path, type: str) -> str:
     from model.files.checkpoint import load_config
+    from pipeline.report.table import count, size
 
     files = out.glob("*.safetensors") if out.is_dir() else [out]
     parameters, num_bytes = load_config(folder).num_parameters(), sum(file.stat().st_size for file in files)
-    size = f"{num_bytes / MEGABYTE:,.1f} MB, {8 * num_bytes / parameters:.2f} bits a weight"
-    return f"{out} holds {folder} in {type}: {parameters / 1e6:,.1f} M parameters in {size}, tokenizer included."
+    held = f"{count(parameters)} parameters in {size(num_bytes)}, {8 * num_bytes / parameters:.2f} bits a weight"
+    return f"{out} holds {folder} in {type}: {held}, tokenizer included."

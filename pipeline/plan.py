@@ -27,7 +27,7 @@ from train.progress import as_duration
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 COMMON_GIB = (16, 24, 48, 80, 141)
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB)")
 PARTS = {
@@ -149,12 +149,13 @@ def budgets_of(gpu_memory: str | None, gpu: Gpu | None = None) -> list[int]:
 
 
 def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
-    """A column a stage; memory, then for each budget the largest micro-batch in tokens."""
-    lines = []
+    """A column a stage: memory, in MiB where it is small, and for each budget the largest micro-batch in tokens."""
+    lines, small = [], max(plan.memory.peak for plan in plans) < GIB
+    unit, in_bytes = ("MiB", MIB) if small else ("GiB", GIB)
     for part, words in PARTS.items():
         sizes = [getattr(plan.memory, part) for plan in plans]
         if any(sizes):
-            lines.append([words, *(f"{size / GIB:,.2f}" for size in sizes)])
+            lines.append([words, *(f"{size / in_bytes:,.2f}" for size in sizes)])
     if any(plan.setup.processes > 1 for plan in plans):
         lines.append(_meshes(plans, max(budgets)))
     lines.append(["micro-batch, tokens", *(f"{plan.setup.training.micro_batch_tokens:,}" for plan in plans)])
@@ -164,7 +165,7 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
     for budget in budgets:
         cells = [_largest(plan, budget) for plan in plans]
         lines.append([f"largest in {budget / GIB:.4g} GiB", *cells])
-    return Table(lines, ["GiB", *(plan.name for plan in plans)])
+    return Table(lines, [unit, *(plan.name for plan in plans)])
 
 
 def _meshes(plans: Sequence[StagePlan], budget: int) -> list[str]:

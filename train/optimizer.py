@@ -51,7 +51,8 @@ def make_optimizer(model: Trained, config: TrainingConfig) -> torch.optim.Optimi
     eight_bit, paged = config.optimizer.endswith("8bit"), config.optimizer.startswith("paged")
     on_gpu = next(parameter.is_cuda for group in groups for parameter in group["params"])
     if paged and not on_gpu:
-        log.info("There is no GPU to keep free: %s leaves its moments where they are.", config.optimizer)
+        adamw = config.optimizer.removeprefix("paged_")
+        log.info("Without a GPU %s is %s: moments are in host memory anyway.", config.optimizer, adamw)
     if not eight_bit and not (paged and on_gpu):
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=EPS, fused=True)
     return AdamW(groups, lr=config.learning_rate, betas=betas, eight_bit=eight_bit, paged=paged and on_gpu)

@@ -58,6 +58,11 @@ class HeldOut:
         return cls(tuple(held_out_batches(data.held_out, **wanted)), group)
 
     @property
+    def num_tokens(self) -> int:
+        """Those that are predicted."""
+        return sum(self._num_labels)
+
+    @property
     def alone(self) -> "HeldOut":
         """The same text, measured by this process without the others."""
         return replace(self, group=ALONE)

@@ -19,8 +19,8 @@ TITLE = "What each model gives for what it takes"
 MOST_LOST = 1.05
 """A model is as good as the first one for the sentence on top if its perplexity is at most so many times as high."""
 _NOTE = (
-    "Lines join the models that no other beats in both; ★ marks those that are on one of the lines. Perplexity on the "
-    "same held-out text; speed of one request."
+    "★ marks a model that no other beats both in perplexity and in weights, speed or cost; lines join them. Perplexity "
+    "on the same held-out text; speed of one request."
 )
 
 

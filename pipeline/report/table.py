@@ -79,7 +79,7 @@ def _latest(known: Quality | None, found: Quality | None) -> Quality | None:
 
 
 def columns(rows: Sequence[ModelReport]) -> list[Column]:
-    """The columns for these rows: the fixed ones, and one for each batch size at which speed was measured."""
+    """The fixed ones, and one for each batch size at which speed was measured; without those that no row fills."""
     fixed = [
         Column("parameters", "Trained numbers; tied embeddings count once.", lambda row: count(row.parameters)),
         Column("weights", "Bytes of the weights as stored.", lambda row: size(row.weight_bytes)),
@@ -96,7 +96,8 @@ def columns(rows: Sequence[ModelReport]) -> list[Column]:
     ]
     sizes = sorted({point.batch_size for row in rows for point in row.speed})
     accepted = Column("accepted", "Drafted tokens that the verifier accepted while serving.", _accepted)
-    return fixed + [_speed_column(batch_size) for batch_size in sizes] + [accepted] * any(row.exact for row in rows)
+    known = [*fixed, *map(_speed_column, sizes), accepted]
+    return [column for column in known if any(column.cell(row) != ABSENT for row in rows)]
 
 
 def models_section(rows: Sequence[ModelReport]) -> Section:

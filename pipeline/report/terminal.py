@@ -24,8 +24,15 @@ def print_sections(console: "Console", sections: Iterable[Section]) -> None:
         if section.tables:
             console.print(f"\n[bold]{escape(section.title)}[/bold]", highlight=False)
         for table in section.tables:
-            console.print(terminal_table(table, width=console.width))
+            print_table(console, table)
         print_conversation(console, section.answers)
+
+
+def print_table(console: "Console", table: Table) -> None:
+    """With its note below it."""
+    console.print(terminal_table(table, width=console.width))
+    if table.note:
+        console.print(Text(table.note), soft_wrap=True)
 
 
 def terminal_table(table: Table, *, width: int) -> RichTable:

@@ -222,7 +222,8 @@ async def _first(*waits) -> bool:  # type: ignore[no-untyped-def]
 async def _drain(engine: EngineClient, drain_s: float, hurry: asyncio.Event) -> None:
     """Refuse what is new, let what runs finish. Calls that are left are failed when the engine stops."""
     engine.draining = True
-    log.info("stopping: %d requests may take up to %g s to finish", engine.num_calls, drain_s)
+    left = f": {engine.num_calls} requests may take up to {drain_s:g} s to finish" if engine.num_calls else ""
+    log.info("stopping%s", left)
     deadline = asyncio.get_running_loop().time() + drain_s
     while engine.num_calls and not hurry.is_set() and not engine.ended.is_set():
         if asyncio.get_running_loop().time() > deadline:

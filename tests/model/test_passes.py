@@ -139,7 +139,7 @@ def test_other_weights_are_seen() -> None:
 def test_what_cannot_be_captured_runs_as_ever(
     model: Callable[[], Transformer], cache: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     counted = Counted(model().fuse())
     captured, plain = (PassRunner(each, pages_of(counted.model, cache)) for each in (counted, counted.model))
     plain._refused = {False, True}

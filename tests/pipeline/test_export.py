@@ -31,8 +31,8 @@ def test_a_model_folder_becomes_one_file(
     assert main(["export", "small", "--to", "gguf:q4_0"]) == 0
     size = (tmp_path / "small-q4_0.gguf").stat().st_size
     said = capsys.readouterr().out
-    assert said.startswith("small-q4_0.gguf holds small in q4_0: 0.2 M parameters in ")
-    assert f" in {size / 1e6:.1f} MB, " in said and said.count("\n") == 1
+    assert said.startswith("small-q4_0.gguf holds small in q4_0: 151.9 k parameters in ")
+    assert f" in {size / 1e3:.0f} kB, " in said and said.count("\n") == 1
     assert main(["export", "small", "--to", "gguf:q4_0"]) == 2
     assert "small-q4_0.gguf is there already" in capsys.readouterr().err
 
@@ -85,7 +85,7 @@ def test_a_quantized_model_keeps_its_integers_in_other_files(
     out = four_bits.parent / "theirs"
     assert main(["export", str(four_bits), "--to", target, "--out", str(out)]) == 0
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    assert f" in {size / 1e6:.1f} MB, " in capsys.readouterr().out
+    assert f" in {size / 1e3:.0f} kB, " in capsys.readouterr().out
     entry = json.loads((out / "config.json").read_text())["quantization_config"]
     assert entry["quant_method"] == target
     names = set(load_file(out / "model.safetensors"))

@@ -126,7 +126,8 @@ def test_adapters_that_are_merged_are_trained_on_an_fp32_base(recipe: Path, tmp_
 def test_the_command_prints_a_table(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "gqa.micro_batch_tokens=512", "--gpu-memory", "2GiB"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"GiB +01-gqa +02-distill", printed)
+    assert re.search(r"MiB +01-gqa +02-distill", printed)  # 0.00 GiB would say nothing
+    assert not re.search(r"peak +0\.00", printed)
     for part in ("weights", "gradients", "optimizer", "activations", "logits and loss", "peak"):
         assert re.search(rf"^ *{part} +\d+\.\d\d +\d+\.\d\d", printed, re.MULTILINE), part
     assert re.search(r"micro-batch, tokens +512 +256", printed)

@@ -110,7 +110,12 @@ def test_the_page_and_the_terminal_show_one_section(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     for words in ("Findings", "[i]first", "1.5", "second", "2.5", "row", "value", "[red]why", "[bold]so"):
         assert words in page and words in shown
-    assert "measured" in page and section_html(Section("Nothing", "to show")) == "" and "Nothing" not in shown
+    assert (
+        "measured" in page
+        and "measured" in shown
+        and section_html(Section("Nothing", "to show")) == ""
+        and "Nothing" not in shown
+    )
 
 
 def test_a_run_that_has_only_begun_has_a_report() -> None:
@@ -224,6 +229,7 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     assert cells["KL"] == ["0.250", "–", "0"]
     assert cells["agreement"] == ["25.0 %", "–", "100 %"]
     assert cells["tokens/s ×1"] == ["10.0", "–", "–"]
+    assert "accepted" not in cells  # nothing was drafted
     (table,) = models_section(rows).tables
     assert len(terminal_table(table, width=200).columns) == len(cells) + 1
     assert len(terminal_table(table, width=60).columns) == len(rows) + 1

@@ -162,7 +162,10 @@ def _check_hidden_loss(stage: DistillStage, cut: Cut) -> None:
 def _measure_start(stage: DistillStage, cut: Cut) -> Start:
     """Measures teacher and pruned student."""
     held_out, original = stage.held_out, load_published(stage.context.model(stage.config.student.origin))
-    log.info("measuring what is here of teacher and student before training, on %d batches", len(held_out.batches))
+    log.info(
+        "measuring what is here of teacher and student before training, on %s held-out tokens",
+        f"{held_out.num_tokens:,}",
+    )
     reference = stage.reference if stage.config.teacher else None
     return Start(
         teacher=held_out.quality_of(reference) if reference else None,

@@ -227,7 +227,9 @@ def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
         _refit(stage)
 
     def measure_all() -> Start:
-        log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
+        log.info(
+            "measuring the parent and what conversion leaves of it, on %s held-out tokens", f"{held_out.num_tokens:,}"
+        )
         converted = {method: _measure_converted(stage, method) for method in _methods(stage.config)}
         return Start(held_out.quality_of(stage.reference), converted)
 

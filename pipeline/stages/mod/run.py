@@ -140,7 +140,7 @@ def _measure_start(stage: ModStage) -> Start:
     """Converts, and measures what is left."""
     converted = stage.context.decided(stage.context.folder / CONVERTED_NAME, Converted, partial(_convert, stage))
     held_out, student = stage.held_out, _routed(stage, stage.parent, converted)
-    log.info("measuring the parent and what conversion leaves of it, on %d batches", len(held_out.batches))
+    log.info("measuring the parent and what conversion leaves of it, on %s held-out tokens", f"{held_out.num_tokens:,}")
     states, capacities = stage.reference, dict.fromkeys(converted.layers, stage.config.capacity)
     return Start(
         **vars(converted),

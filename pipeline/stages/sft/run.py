@@ -51,6 +51,6 @@ def setup(config: Sft, shapes: Mapping[str, ModelConfig]) -> Setup:
 
 def _measure_start(stage: SftStage) -> ModelReport:
     name, held_out = stage.config.model, stage.held_out
-    log.info("measuring %s before training, on %d batches", name, len(held_out.batches))
+    log.info("measuring %s before training, on %s held-out tokens", name, f"{held_out.num_tokens:,}")
     model = load_published(stage.context.model(name))
     return describe_model(name, model, held_out.quality(model))

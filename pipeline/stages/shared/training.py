@@ -138,7 +138,7 @@ class TrainingStage(Generic[C]):
             names = inject(model, adapter, seed=self.config.seed, dense=weights)
         except LoraError as error:
             raise UserError(f"{self.context.stage.kind}: {error}") from None
-        log.info("training %s numbers beside %d layers", f"{trained_numbers(model):,}", len(names))
+        log.info("training an adapter of %s parameters on %d linear layers", f"{trained_numbers(model):,}", len(names))
         return model
 
     # --- training ----------------------------------------------------------------------------------------------------
