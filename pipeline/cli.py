@@ -337,7 +337,7 @@ def _plan(options: argparse.Namespace) -> int:
         plans = on_gpus(plans, options.gpus, budgets)
     if options.time:
         log_to(None, show=True)
-        plans = timed(plans)
+        plans = timed(plans, recipe, cache)
     tables = [replace(plan_table(plans, budgets), note=note(plans))] if plans else []
     if recipe.serve is not None:
         tables.append(serving_plan(recipe, cache, gpus=options.gpus or 1, budgets=budgets, gpu=gpu))

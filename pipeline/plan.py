@@ -4,7 +4,7 @@ What serving takes says pipeline/plan_serving.py.
 
 The arithmetic is that of model/training_memory.py, for one process on a GPU. Models are known by their configurations;
 what a stage publishes has the shape that its settings say. Time is not known by arithmetic: where it is asked for, some
-steps of each stage are taken here, on random weights.
+steps of each stage are taken here, on random weights and its own data.
 """
 
 import logging
@@ -50,6 +50,8 @@ class StagePlan:
     name: str
     setup: Setup
     memory: Memory
+    data: str
+    """In the recipe's name."""
     sequence_length: int
     seconds: float | None = None
     """Its steps on this machine, if they were timed; infinite where its memory does not hold one."""
@@ -84,7 +86,7 @@ def stage_plans(
             if maker is not None and maker.name not in imported:
                 formats = kind_of(maker.kind).formats(maker.config, shapes, cache)
                 setup = replace(setup, teacher_formats=formats)
-            plans.append(StagePlan(stage.name, setup, setup.memory(), recipe.data_set(data).sequence_length))
+            plans.append(StagePlan(stage.name, setup, setup.memory(), data, recipe.data_set(data).sequence_length))
         if stage.out is not None and shape is not None:
             shapes[stage.out], makers[stage.out] = shape, stage
     return plans
@@ -105,19 +107,26 @@ def on_gpus(plans: Sequence[StagePlan], gpus: int, budgets: Sequence[int]) -> li
     return placed
 
 
-def timed(plans: Sequence[StagePlan]) -> list[StagePlan]:
-    """The same with the time that they take on this machine; UserError for a plan of several processes."""
+def timed(plans: Sequence[StagePlan], recipe: Recipe, cache: Path) -> list[StagePlan]:
+    """The same with the time that they take on this machine, on the recipe's data where no stage makes them.
+
+    Raises UserError for a plan of several processes, and ValueError as training would for data that cannot be read.
+    """
     if any(plan.setup.processes > 1 for plan in plans):
         raise UserError("--time takes steps in this one process; leave --gpus out.")
-    from pipeline.measure.training_time import measuring_seconds, random_models, training_seconds
+    from pipeline.data import data_sets
+    from pipeline.measure.training_time import measuring_seconds, random_data, random_models, training_seconds
     from train.loop import MemoryShortageError
 
+    read = {data_set.name: data_set.data for data_set in data_sets(recipe, cache)}
     found = []
     for plan in plans:
         log.info("%s: timing a few steps on random weights", plan.name)
         setup, length, models = plan.setup, plan.sequence_length, random_models(plan.setup)
+        data = read.get(plan.data) or random_data(setup, length)
         try:
-            seconds, measuring = training_seconds(setup, models, length), measuring_seconds(setup, models, length)
+            seconds = training_seconds(setup, models, data.train, length)
+            measuring = measuring_seconds(setup, models, data.held_out, length)
         except MemoryShortageError:
             seconds = measuring = math.inf
         found.append(replace(plan, seconds=seconds, measuring_seconds=measuring))

@@ -1,5 +1,6 @@
 """How long a stage trains and measures on this machine: a few of its steps, and of its passes over held-out text, are
-taken on random weights and tokens, and timed.
+taken on random weights and timed. Of data that are not there yet the tokens are random, too, in documents as long as a
+sequence: those take longer than short ones, among which positions look back less far.
 """
 
 import hashlib
@@ -25,25 +26,25 @@ from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.measure.quality import HeldOut
 from train.config import Loss
-from train.data import TokenizedDocuments
+from train.data import PreparedData, TokenizedDocuments
 from train.loop import Trainer
 from train.objectives import LanguageModelling, Objective, objective_of
 from train.packing import held_out_batches
-from train.preference import PreferenceTuning
+from train.preference import PreferenceTuning, chosen_answers
 from train.tracking import Tracker
 
 DOCUMENTS = 64
 STEPS = 4
 """Of which the first, in which kernels are compiled and memory is fetched, does not count."""
 PASSES = 4
-"""Over one sequence of held-out text each; of them too the first does not count."""
+"""Over one sequence of held-out text each, where there is so much; of them too the first does not count."""
 
 
 Models = tuple[Transformer, Transformer | None]
 """What a stage trains, and its teacher."""
 
 
-def training_seconds(setup: Setup, models: Models, sequence_length: int) -> float:
+def training_seconds(setup: Setup, models: Models, data: TokenizedDocuments, sequence_length: int) -> float:
     """All steps of a stage, in one process, which train its `random_models`; what a student writes itself is not in it.
 
     Steps with routers are timed as without: early every token passes, later fewer do. Raises MemoryShortageError, and
@@ -52,7 +53,6 @@ def training_seconds(setup: Setup, models: Models, sequence_length: int) -> floa
     training: Any = setup.training
     model, teacher = models
     objective = objective_by_settings(training, teacher)
-    data = random_documents(setup.model.vocab_size, sequence_length, paired=isinstance(objective, PreferenceTuning))
     short = replace(training, tokens=(STEPS + 1) * training.batch_tokens, evaluate_every_tokens=None)
     short = replace(short, checkpoint_every_s=1e9)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,22 +67,22 @@ def training_seconds(setup: Setup, models: Models, sequence_length: int) -> floa
             pass
         finally:
             stopwatch.finish()
-    return float(training.steps * training.batch_tokens / statistics.median(stopwatch.tokens_per_s[1:]))
+    return float(training.steps * statistics.median(stopwatch.seconds[1:]))
 
 
-def measuring_seconds(setup: Setup, models: Models, sequence_length: int) -> float:
+def measuring_seconds(setup: Setup, models: Models, data: TokenizedDocuments, sequence_length: int) -> float:
     """All passes of a stage over held-out text, before, during and after training, in the form that it publishes."""
     config: Any = setup.training
     model, teacher = models
     if setup.rounding is not None:
         to_quantized(model)
     model.to(choose_dtype("auto", model.device))
-    data = random_documents(setup.model.vocab_size, sequence_length)
-    batches = held_out_batches(
-        data, sequence_length=sequence_length, batch_tokens=sequence_length, max_tokens=PASSES * sequence_length
-    )
+    answers = chosen_answers(data) if data.paired else data
+    lengths = {"sequence_length": sequence_length, "batch_tokens": sequence_length}
+    batches = held_out_batches(answers, max_tokens=config.held_out_tokens, **lengths)
+    share = min(sum(len(batch.tokens) for batch in batches) / config.held_out_tokens, 1.0)
     asked, measured = [], []
-    for batch in batches:
+    for batch in [batches[0], *batches[: PASSES - 1]]:
         text, began = HeldOut((batch,)), time.monotonic()
         states = None if teacher is None else text.states(teacher)
         if states is not None:
@@ -92,7 +92,8 @@ def measuring_seconds(setup: Setup, models: Models, sequence_length: int) -> flo
         asked.append((between - began) / len(batch.tokens))
         measured.append((time.monotonic() - between) / len(batch.tokens))
     taught = config.teacher_tokens * (teacher is not None)
-    return float(config.measured_tokens * statistics.median(measured[1:]) + taught * statistics.median(asked[1:]))
+    seconds = config.measured_tokens * statistics.median(measured[1:]) + taught * statistics.median(asked[1:])
+    return float(share * seconds)
 
 
 def random_models(setup: Setup) -> Models:
@@ -119,6 +120,13 @@ def random_models(setup: Setup) -> Models:
 def _quantize(model: Transformer, formats: Mapping[str, WeightFormat[Any]]) -> None:
     for name, one in formats.items():
         set_quantized(model, name, one.quantize(model.get_parameter(f"{name}.weight").detach()), one)
+
+
+def random_data(setup: Setup, length: int) -> PreparedData:
+    """For a stage whose data are not there yet."""
+    paired = getattr(setup.training, "preference_loss", None) is not None
+    documents = random_documents(setup.model.vocab_size, length, paired=paired)
+    return PreparedData(documents, documents)
 
 
 def random_documents(vocab_size: int, length: int, *, paired: bool = False) -> TokenizedDocuments:
@@ -153,9 +161,12 @@ class _Stopwatch(Tracker):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.tokens_per_s: list[float] = []
+        self.seconds: list[float] = []
+        self._began = time.monotonic()
 
     def log(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] | None = None) -> None:
-        self.tokens_per_s += (timings or {}).values()
+        now = time.monotonic()
+        self.seconds.append(now - self._began)
+        self._began = now
         if step == STEPS:
             raise _TimedError

@@ -4,8 +4,10 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from model.files.checkpoint import is_quantized
 from model.text.tokenizer import Tokenizer
 from pipeline.data import counts_table, cut_sentence
 from pipeline.errors import GateRefused
+from pipeline.measure.quality import HeldOut
 from pipeline.recipe import RecipeError, load_recipe
 from pipeline.report.page import logged_curves, render
 from pipeline.results import Result
 from pipeline.run_folder import RunFolder
+from pipeline.stages.dpo import run as dpo
 from pipeline.stages.dpo.report import DpoDetails, pairs_table
 from pipeline.stages.dpo.run import pair_figures
 from serve import LLM, SamplingParams
@@ -80,6 +84,26 @@ def test_planted_preferences_are_learnt(finished: tuple[Path, Result[DpoDetails]
     assert logged[0]["loss"] == pytest.approx(0.693147, abs=1e-5), "the adapter begins as nothing"
     assert logged[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and logged[-1]["rewards/accuracies"] > 0.9
     assert logged[-1]["held_out_reward_accuracy"] == found.accuracy.value
+
+
+def test_held_out_answers_are_timed_as_often_as_they_are_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[int] = []
+
+    def counting(weight: int, asked: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*given: Any, **how: Any) -> Any:
+            passed.append(weight)
+            return asked(*given, **how)
+
+        return count
+
+    for name in ("quality", "states"):
+        monkeypatch.setattr(HeldOut, name, counting(1, getattr(HeldOut, name)))
+    monkeypatch.setattr(dpo, "pair_logps", counting(2, dpo.pair_logps))
+    run(tmp_path, tokens="1k", evaluate_every_tokens=512)
+    config = load_recipe(tmp_path / "run" / "recipe.yaml", []).plan()[-1].config
+    assert sum(passed) == config.measured_tokens / config.held_out_tokens
 
 
 def test_what_is_served_prefers_what_was_chosen(finished: tuple[Path, Result[DpoDetails]]) -> None:

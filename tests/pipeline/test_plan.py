@@ -14,6 +14,7 @@ from model.cost import planned_weight_bytes
 from model.files.checkpoint import load_config
 from pipeline.cli import main
 from pipeline.errors import UserError
+from pipeline.measure import training_time
 from pipeline.measure.quality import HeldOut
 from pipeline.plan import GIB, budgets_of, plan_recipe
 from pipeline.recipe import load_recipe
@@ -21,7 +22,7 @@ from pipeline.stages.base import kind_of
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.quantize.config import Quantize, Weights
-from tests.pipeline.tiny_run import run_stages, write_teacher
+from tests.pipeline.tiny_run import run_stages, write_teacher, write_text
 
 
 @pytest.fixture
@@ -176,9 +177,21 @@ def test_held_out_text_is_timed_as_often_as_models_pass_it(
     assert len(passed) == (config.measured_tokens + config.teacher_tokens * has_teacher) / 512
 
 
-def test_time_is_said_where_it_is_asked_for(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(recipe), "--time"]) == 0
+def test_time_is_that_of_the_data_that_are_there(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    asked = training_time.training_seconds
+    monkeypatch.setattr(
+        training_time, "training_seconds", lambda *given: (seen.append(given[2].name), asked(*given))[1]
+    )
+    write_text(tmp_path / "text")
+    source = f"data.text={{source: {tmp_path / 'text'}, sequence_length: 128, held_out: 0.2}}"
+    assert main(["plan", str(recipe), source, "--time", "--cache", str(tmp_path / "cache")]) == 0
     assert re.search(r"its steps on this machine +\d+s +\d+s", capsys.readouterr().out)
+    assert seen == [str(tmp_path / "text")] * 2
+    assert main(["plan", str(recipe), "--time"]) == 2
+    assert "nowhere/at-all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,14 @@ from model.routed import routed_layers
 from model.training_memory import Rounding, Setup, largest_micro_batch, smallest_shards
 from model.transformer import Transformer
 from pipeline.measure import training_time
-from pipeline.measure.training_time import objective_by_settings, random_documents, random_models, training_seconds
+from pipeline.measure.training_time import (
+    measuring_seconds,
+    objective_by_settings,
+    random_data,
+    random_documents,
+    random_models,
+    training_seconds,
+)
 from tests.memory import peak_bytes
 from tests.model.test_families import FAMILIES, SIZES
 from tests.tiny import tiny_config
@@ -245,19 +252,34 @@ TIMED = {name: SETUPS[name] for name in ("language", "two micro-batches", "plain
 @pytest.mark.parametrize("name", TIMED)
 def test_time_is_that_of_all_steps_of_which_a_few_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setup, ticks, saved = TIMED[name], itertools.count(), []
-    clock = SimpleNamespace(monotonic=lambda: 0.5 * next(ticks))  # looked at three times in a step
-    monkeypatch.setattr("train.loop.time", clock)
+    monkeypatch.setattr(training_time, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))  # once a step
     monkeypatch.setattr(Trainer, "_save", lambda self: saved.append(self))
     long = replace(setup, training=replace(setup.training, tokens=1000 * setup.training.batch_tokens))
-    found = training_seconds(long, random_models(long), sequence_length=128)
-    assert found == pytest.approx(1000) and next(ticks) < 30 and not saved
+    found = training_seconds(long, random_models(long), random_data(long, 128).train, 128)
+    assert found == 1000 and next(ticks) < 10 and not saved
+
+
+@pytest.mark.parametrize(("name", "documents"), [("language", 1), ("language", 64), ("dpo", 4)])
+def test_held_out_text_is_timed_as_far_as_there_is_any(
+    name: str, documents: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass takes three seconds by this clock, however many tokens it has."""
+    setup, ticks = SETUPS[name], itertools.count()
+    monkeypatch.setattr(training_time, "DOCUMENTS", documents)
+    monkeypatch.setattr(training_time, "time", SimpleNamespace(monotonic=lambda: 3.0 * next(ticks)))
+    data = random_data(setup, 128).held_out
+    asked = SimpleNamespace(held_out_tokens=32 * 128, measured_tokens=7 * 32 * 128, teacher_tokens=0)
+    there = documents // 2 if data.paired else documents
+    found = measuring_seconds(replace(setup, training=asked), random_models(setup), data, 128)
+    assert found == pytest.approx(7 * 3 * min(there, 32))
 
 
 def test_a_signal_ends_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "_save", lambda self: None)
     monkeypatch.setattr(training_time._Stopwatch, "log", lambda *told: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        training_seconds(SETUPS["language"], random_models(SETUPS["language"]), sequence_length=128)
+        setup = SETUPS["language"]
+        training_seconds(setup, random_models(setup), random_data(setup, 128).train, 128)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:

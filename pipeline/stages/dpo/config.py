@@ -47,6 +47,17 @@ class Dpo(Qlora):
         _ = self.preference_loss
 
     @property
+    def held_out_passes(self) -> int:
+        """With the base's of the same answers; of both answers of all pairs the base's, and of what is published."""
+        return super().held_out_passes + 1 + 2 * 2
+
+    @property
+    def measured_tokens(self) -> int:
+        """With the base's pass over the curve's text, and both answers of all pairs at each of its points."""
+        points = self._curve_points
+        return super().measured_tokens + self._curve_tokens * (points > 0) + 2 * points * self.held_out_tokens
+
+    @property
     def preference_loss(self) -> PreferenceLoss:
         """Raises ValueError for label smoothing where the loss knows none."""
         return PreferenceLoss(self.loss, self.beta, self.label_smoothing)
