@@ -16,6 +16,7 @@ from model.files.safe_io import write_json
 from model.files.tokenizer_source import load_tokenizer
 from model.text.tokenizer import Tokenizer
 from pipeline.report.section import Table
+from pipeline.report.table import FEW_TOKENS, TOO_FEW
 from pipeline.report.terminal import terminal_table
 from pipeline.schema import DataSource, Recipe
 from pipeline.stages.base import kind_of
@@ -98,6 +99,8 @@ def show(data_set: DataSet, console: "Console") -> None:
     for sentence in data_set.source.left_out:
         console.print(Text(f"{sentence}."), soft_wrap=True)
     console.print(terminal_table(counts_table(data_set.data, config.sequence_length), width=console.width))
+    if sentence := few_sentence(data_set.data.held_out):
+        console.print(Text(sentence + "\n"), soft_wrap=True)
     if train.mixture is not None:
         console.print(terminal_table(mixture_table(train, config), width=console.width))
     console.print(terminal_table(lengths_table(train), width=console.width))
@@ -154,6 +157,14 @@ def _learnt(documents: TokenizedDocuments) -> np.ndarray:
     first = np.zeros(len(lengths), dtype=np.int64)
     first[lengths > 0] = documents.labels_mask[documents.offsets[:-1][lengths > 0]]
     return sums[documents.offsets[1:]] - sums[documents.offsets[:-1]] - first
+
+
+def few_sentence(held_out: TokenizedDocuments) -> str:
+    """Where quality would be measured on too few tokens; of pairs that is done on chosen answers."""
+    measured = int(_learnt(held_out)[:: 2 if held_out.paired else 1].sum())
+    if not held_out.num_documents or measured >= FEW_TOKENS:
+        return ""
+    return f"Quality would be measured on {measured:,} held-out tokens, {TOO_FEW}."
 
 
 def mixture_table(documents: TokenizedDocuments, config: DataSource) -> Table:

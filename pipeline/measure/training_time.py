@@ -79,7 +79,7 @@ def measuring_seconds(setup: Setup, models: Models, data: TokenizedDocuments, se
     model.to(choose_dtype("auto", model.device))
     answers = chosen_answers(data) if data.paired else data
     lengths = {"sequence_length": sequence_length, "batch_tokens": sequence_length}
-    batches = held_out_batches(answers, max_tokens=config.held_out_tokens, **lengths)
+    batches = held_out_batches(answers, max_tokens=max(config.held_out_tokens, sequence_length), **lengths)
     share = min(sum(len(batch.tokens) for batch in batches) / config.held_out_tokens, 1.0)
     asked, measured = [], []
     for batch in [batches[0], *batches[: PASSES - 1]]:

@@ -8,6 +8,9 @@ from pipeline.report.section import Section, Table
 from pipeline.results import Estimate, ModelReport, Quality, Result
 
 ABSENT = "–"
+FEW_TOKENS = 1_000
+"""Of held-out text, on fewer of which figures of quality say little; docs/your-data.md wants 8,000 for narrow ones."""
+TOO_FEW = "too few to tell models apart: raise held_out of the data, or give more text"
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,9 @@ def models_section(rows: Sequence[ModelReport]) -> Section:
     """The table that a run ends with: one row a model."""
     shown = columns(rows)
     measured = sorted({row.quality.tokens for row in rows if row.quality})
-    notes = [f"Quality on {' and '.join(f'{tokens:,}' for tokens in measured)} held-out tokens."] if measured else []
+    few = f", {TOO_FEW}" if measured and measured[0] < FEW_TOKENS else ""
+    figures = " and ".join(f"{tokens:,}" for tokens in measured)
+    notes = [f"Quality on {figures} held-out tokens{few}."] if measured else []
     if any(row.exact for row in rows):
         notes.append(
             "A verified pair has its verifier's own distribution by construction; it costs both models' memory."

@@ -1,6 +1,7 @@
 """`potstill data`: its figures are those of the batches that training reads; what is shown as learnt is what is."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from transformers import AutoTokenizer
 from model.files.tokenizer_source import load_tokenizer
 from model.text.tokenizer import Tokenizer
 from pipeline.cli import main
-from pipeline.data import counts_table, cut_sentence, data_sets, histogram, preview
+from pipeline.data import counts_table, cut_sentence, data_sets, few_sentence, histogram, preview
+from pipeline.measure.training_time import random_documents
 from pipeline.recipe import load_recipe
 from pipeline.stages.import_model.config import ModelSource
 from pipeline.stages.import_model.run import import_model
@@ -59,6 +61,15 @@ def test_the_command_shows_counts_lengths_cuts_and_what_is_learnt(
     assert "answers is made by the stage 01-synthesize" in shown
     assert "\x1b" not in shown, "plain text when piped"
     assert "75.0%" in shown, "the weight of the notes"
+    assert shown.count("held-out tokens, too few to tell models apart") == 2
+
+
+def test_quality_on_few_tokens_is_said_beforehand() -> None:
+    text = random_documents(9, 500)  # each has 500 tokens to predict
+    one, two = (replace(text, offsets=text.offsets[: count + 1]) for count in (1, 2))
+    assert few_sentence(one).startswith("Quality would be measured on 500 held-out tokens, too few")
+    assert few_sentence(two) == "" and few_sentence(replace(text, offsets=text.offsets[:1])) == ""
+    assert "on 500 held-out" in few_sentence(replace(two, paired=True)), "of a pair the chosen answer"
 
 
 def test_on_a_terminal_what_is_learnt_is_coloured_and_has_no_brackets(home: Path) -> None:

@@ -235,6 +235,13 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     assert len(terminal_table(table, width=60).columns) == len(rows) + 1
 
 
+@pytest.mark.parametrize(("tokens", "few"), [((999,), True), ((1000,), False), ((999, 5000), True)])
+def test_the_table_says_where_quality_stands_on_few_tokens(tokens: tuple[int, ...], few: bool) -> None:
+    rows = [ModelReport(str(one), 1, 2, 3, replace(quality(None), tokens=one)) for one in tokens]
+    (table,) = models_section(rows).tables
+    assert ("too few to tell models apart" in table.note) == few
+
+
 def test_speeds_stand_in_the_measure_of_whom_they_were_timed_beside() -> None:
     """The machine was twice as fast when the teacher was timed again."""
     one, other = (
