@@ -23,7 +23,7 @@ from model.kv_format import KV_FORMATS
 from model.lora import Lora
 from model.mesh import MeshError
 from model.quantized import quantized_layers
-from model.tensor_parallel import WHOLE, Layout, Split, layers_of_stage, rank_config
+from model.tensor_parallel import WHOLE, Layout, Part, Split, layers_of_stage, rank_config
 from model.transformer import Transformer
 
 FULL = 4
@@ -106,11 +106,12 @@ def _bytes_of_weights(
         if (format := formats.get(name.removesuffix(".weight"))) is None:
             sizes[name] = math.prod(shape) * dtype.itemsize
             continue
+        part = layout.part(name, weight.shape)
         try:
-            layout.part(name, weight.shape).check(weight.shape, format)
+            part.check(weight.shape, format)
         except ValueError as reason:
             raise MeshError(f"{name} cannot be split over ranks: {reason}") from None
-        sizes[name] = format.num_bytes(shape)
+        sizes[name] = (format if part == Part() else format.of_parts()).num_bytes(shape)
     return sizes
 
 

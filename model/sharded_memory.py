@@ -9,6 +9,10 @@
     on their way    a layer's gradients, whole, and once more in fp32 as they are reduced, until those of the next are;
                     at the end those of head and embeddings
 
+Where neighbours divide each layer (model/trained_split.py), all of that is of their parts, and what is sharded among
+those who have the same part; a part that one process alone has is copied as it is used, and no layer waits for the
+next. Embeddings and head are sharded among all. Losses are those of a part of the rows.
+
 Collectives of gloo work on copies of their own; those of NCCL do not.
 
 A process counts that has as many rows as any.
@@ -16,32 +20,73 @@ A process counts that has as many rows as any.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from model.collectives import Group
 from model.cost import FULL
 from model.formats.base import WeightFormat
-from model.training_memory import Arithmetic, Memory, quantized, shapes_of
+from model.tensor_parallel import LAYERS
+from model.trained_split import TrainedSplit, check_trained_split, part_config
+from model.training_memory import Arithmetic, Memory, Setup, quantized, shapes_of
+
+
+def check_divided(setup: Setup) -> None:
+    """Raise MeshError, one sentence, where `setup.tensor` processes cannot divide the layers of its models."""
+    count = setup.tensor
+    if count == 1:
+        return
+    dora = setup.adapter is not None and setup.adapter.dora
+    check_trained_split(setup.model, count, dora=dora, rounds=setup.rounding is not None)
+    models = [(setup.model, Arithmetic(setup).formats())]
+    models += [] if setup.teacher is None else [(setup.teacher, dict(setup.teacher_formats))]
+    for config, formats in models:
+        split = TrainedSplit(Group(0, count), config)
+        for name, one, shape in quantized(config, formats):
+            split.check_cut(name, shape, one)
+
+
+def _of_parts(setup: Setup) -> Setup:
+    """Of the models that one process's layers are."""
+    if setup.tensor == 1:
+        return setup
+    first = Group(0, setup.tensor)
+    teacher = None if setup.teacher is None else part_config(setup.teacher, first)
+    formats = {name: one.of_parts() for name, one in setup.teacher_formats.items()}
+    return replace(setup, model=part_config(setup.model, first), teacher=teacher, teacher_formats=formats)
 
 
 class InShards(Arithmetic):
     """A setup with `shards`."""
 
-    def _held(self, shape: Sequence[int]) -> int:
+    def __init__(self, setup: Setup) -> None:
+        """MeshError as `check_divided`."""
+        check_divided(setup)
+        super().__init__(_of_parts(setup))
+        self.undivided = setup
+        self.owners = setup.shards // setup.tensor
+        """Processes that have the same part of each layer."""
+
+    def formats(self) -> dict[str, WeightFormat[Any]]:
+        formats = super().formats()
+        return formats if self.setup.tensor == 1 else {name: one.of_parts() for name, one in formats.items()}
+
+    def _held(self, name: str, shape: Sequence[int]) -> int:
         """Elements of a tensor that the process has."""
-        count = self.setup.shards
+        count = self.owners if name.startswith(LAYERS) else self.setup.shards
         is_cut = len(shape) > 1 and shape[0] >= count
         return math.prod((-(-shape[0] // count), *shape[1:])) if is_cut else math.prod(shape)
 
     @cached_property
     def trained(self) -> list[int]:
-        return [self._held(shape) for shape in self.trained_shapes]
+        return [self._held(name, shape) for name, shape in self.trained_shapes]
 
     def _weights(self) -> int:
-        formats, total = self._formats(), self._of_teacher()
+        formats, total = self.formats(), self._of_teacher()
         for name, parameter in self.shape.named_parameters():
             format = formats.get(name.removesuffix(".weight"))
-            held = self._held(parameter.shape) * self.stream
+            held = self._held(name, parameter.shape) * self.stream
             total += held if format is None else self._share(self._packed(format, parameter.shape))
         return total
 
@@ -50,24 +95,25 @@ class InShards(Arithmetic):
         return format.num_bytes(shape) + format.prepared_bytes(shape, on_gpu=self.setup.on_gpu)
 
     def _share(self, size: int) -> int:
-        return -(-size // self.setup.shards)
+        """Of a part of a layer."""
+        return -(-size // self.owners)
 
     def _of_teacher(self) -> int:
         """What the process has of it."""
         teacher, total = self.setup.teacher, 0
         for name, shape in shapes_of(teacher).items() if teacher is not None else ():
             whole = self._taught_packed[name]
-            if not name.startswith("model.layers."):
+            if not name.startswith(LAYERS):
                 total += whole
             elif name.removesuffix(".weight") in self.setup.teacher_formats:
                 total += self._share(whole)
             else:
-                total += self.teacher_item * self._held(shape)
+                total += self.teacher_item * self._held(name, shape)
         return total
 
     def _teacher_layer(self) -> int:
         """Of one that is whole."""
-        return sum(size for name, size in self._taught_packed.items() if name.startswith("model.layers.0."))
+        return sum(size for name, size in self._taught_packed.items() if name.startswith(f"{LAYERS}0."))
 
     @cached_property
     def _taught_packed(self) -> dict[str, int]:
@@ -91,7 +137,7 @@ class InShards(Arithmetic):
     @cached_property
     def _layer_weights(self) -> int:
         """Of one layer that is whole."""
-        if self.frozen and (formats := self._formats()):
+        if self.frozen and (formats := self.formats()):
             layers = zip(formats.values(), self._layers(), strict=True)
             stored = sum(self._packed(format, layer.weight.shape) for format, layer in layers)
             return stored // self.config.num_layers + FULL * self._layer_trained
@@ -104,7 +150,8 @@ class InShards(Arithmetic):
         if self.frozen and self.setup.adapter is None:
             return 0
         matrices = sum(layer.weight.numel() for layer in self._layers())
-        return (sum(map(math.prod, self.trained_shapes)) if self.frozen else matrices) // self.config.num_layers
+        trained = sum(math.prod(shape) for _, shape in self.trained_shapes) if self.frozen else matrices
+        return trained // self.config.num_layers
 
     @property
     def _head_weights(self) -> int:
@@ -116,12 +163,14 @@ class InShards(Arithmetic):
         lasting, kept, loss, work = weights + adapters + optimizer, self._kept(), self._loss(), self._work()
         held, head, head_gradient = gradients * self._accumulates, self._head_weights, self._head_gradient()
         layer, taught, expanded = self._layer_weights, self._teacher_layer(), self._expanded()
-        in_forward = lasting + held + head + kept + layer
+        in_forward = lasting + held + head + kept + self._waiting(layer)
         in_backward = lasting + held + head + head_gradient
         peaks = {
             "embeddings": lasting + held + self._embedding(),
-            "forward": in_forward + max(self._arriving(layer) + self._cast(), layer + expanded),
-            "teacher": in_forward + taught + max(self._arriving(taught), taught + expanded),
+            "forward": in_forward + max(self._arriving(self._waiting(layer)) + self._cast(), layer + expanded),
+            "teacher": in_forward
+            + self._waiting(taught)
+            + max(self._arriving(self._waiting(taught)), taught + expanded),
             "loss": in_forward + loss,
             "backward": in_backward + max(map(self._backward, self._extremes())),
             "ends": lasting + held + gradients * self._adds_gradients + self._ends(),
@@ -129,12 +178,20 @@ class InShards(Arithmetic):
         }
         activations = kept + work + head + head_gradient + 2 * layer + FULL * self._layer_trained
         peak = max(peaks.values())
+        host += self._kept_base()
         return Memory(weights, adapters, gradients, optimizer, activations, loss, peak, host, self._checkpoint())
+
+    def _kept_base(self) -> int:
+        """Of a quantized one that is divided: nobody could put its parts together again."""
+        whole = self.undivided
+        layers = quantized(whole.model, Arithmetic(whole).formats()) if whole.tensor > 1 else []
+        return sum(format.num_bytes(shape) for _, format, shape in layers)
 
     @property
     def _accumulates(self) -> bool:
         """Whether gradients live from one micro-batch to the next."""
-        return self.training.micro_batches_per_step * self.setup.context > self.setup.processes
+        together = self.setup.context * self.setup.tensor
+        return self.training.micro_batches_per_step * together > self.setup.processes
 
     @property
     def _adds_gradients(self) -> bool:
@@ -144,13 +201,21 @@ class InShards(Arithmetic):
         """
         return not self._accumulates or self.setup.processes > self.setup.shards
 
+    def _waiting(self, layer: int) -> int:
+        """As it came, or comes before its time: not from the process itself."""
+        return layer if self.owners > 1 else 0
+
     def _arriving(self, size: int) -> int:
         """What is gathered, or reduced, while it is on its way."""
         return size if self.setup.on_gpu else 2 * size
 
+    def _leaving(self, reduced: int) -> int:
+        """A layer's gradients on their way; those that stay are divided by one into a copy."""
+        return self._arriving(reduced) if self.owners > 1 else 2 * reduced
+
     def _cast(self) -> int:
         """The share of a layer that travels in another dtype than it is held in."""
-        if self._gathered_item == self.stream or self._formats():
+        if self._gathered_item == self.stream or self.formats():
             return 0
         return self._share(self._layer_weights)
 
@@ -164,10 +229,10 @@ class InShards(Arithmetic):
         is_followed, kept_by_layer = done + 1 < self.config.num_layers, self._kept_by_layer()
         layer, reduced = self._layer_weights, FULL * self._layer_trained
         own = (FULL if self.frozen else self._gathered_item) * self._layer_trained
-        next_one = layer * is_followed
+        next_one = self._waiting(layer) * is_followed
         working = next_one + layer + max(self._work(), own)
-        coming = layer + (self._arriving(layer) + self._cast()) * is_followed
-        leaving = next_one + self._arriving(reduced) + self._share(reduced)
+        coming = layer + (self._arriving(self._waiting(layer)) + self._cast()) * is_followed
+        leaving = next_one + self._leaving(reduced) + self._share(reduced)
         before = reduced * (done > 0)
         kept = self._kept() - done * kept_by_layer + done * self._share(reduced) * self._adds_gradients
         return kept + max(before + max(working, coming), leaving - kept_by_layer)

@@ -34,7 +34,7 @@ from model.mlp import MLP, Experts
 from model.transformer import Transformer
 
 _MOST_RANKS = 64
-_LAYERS = "model.layers."
+LAYERS = "model.layers."
 ALONE = Group(0, 1)
 _ALL = slice(None)
 
@@ -136,10 +136,10 @@ class Split:
         return [(k[heads], v[heads]) for heads, k, v in held]
 
     def place(self, name: str) -> str | None:
-        if name.startswith(_LAYERS):
-            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+        if name.startswith(LAYERS):
+            number, _, rest = name.removeprefix(LAYERS).partition(".")
             layer = int(number)
-            return f"{_LAYERS}{layer - self._layers.start}.{rest}" if layer in self._layers else None
+            return f"{LAYERS}{layer - self._layers.start}.{rest}" if layer in self._layers else None
         return name if self.stage.index == 0 or name == "model.norm.weight" else None
 
     def part(self, name: str, shape: Sequence[int]) -> Part:

@@ -30,7 +30,7 @@ from model.linear import Linear
 from model.lora import adapted_layers
 from model.mesh import MeshError
 from model.quantized import QuantizedLinear, quantized_layers
-from model.tensor_parallel import Part, Split, obstacle, rank_config
+from model.tensor_parallel import LAYERS, Part, Split, obstacle, rank_config
 from model.transformer import Transformer
 
 
@@ -43,12 +43,12 @@ class TrainedSplit(Split):
         super().__init__(group, config)
 
     def arrange(self, model: Transformer) -> Transformer:
-        part = Transformer(replace(rank_config(self.config, self.group), vocab_size=self.config.vocab_size))
+        part = Transformer(part_config(self.config, self.group))
         connect(part, self.group)
         return part
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
-        return super().part(name, shape) if name.startswith("model.layers.") else Part()
+        return super().part(name, shape) if name.startswith(LAYERS) else Part()
 
     def check_cut(self, layer: str, shape: Sequence[int], format: WeightFormat[Any]) -> None:
         """Raise MeshError where a block of a layer's weight [N, K] in the format would be cut."""
@@ -56,6 +56,11 @@ class TrainedSplit(Split):
             self.part(f"{layer}.weight", shape).check(shape, format)
         except ValueError as reason:
             raise MeshError(f"tp_size {self.group.count} cannot cut {layer}: {reason}") from None
+
+
+def part_config(config: ModelConfig, group: Group) -> ModelConfig:
+    """Of the model that a rank's layers are, with the whole vocabulary."""
+    return replace(rank_config(config, group), vocab_size=config.vocab_size)
 
 
 def check_trained_split(config: ModelConfig, count: int, *, dora: bool = False, rounds: bool = False) -> None:

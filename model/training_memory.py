@@ -14,6 +14,7 @@ attention keeps nothing that grows with the square of a sequence.
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -30,7 +31,8 @@ from model.formats.base import WeightFormat
 from model.formats.registry import NO_FORMAT, format_named
 from model.linear import Linear
 from model.lora import LoraConfig, matching_layers
-from model.mesh import training_dtype
+from model.mesh import MeshError, training_dtype
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
 HALF = 2
@@ -61,7 +63,7 @@ class Memory:
     """Logits of a chunk, hidden states and gradients of the output projection."""
     peak: int
     host: int = 0
-    """Moments in pinned host memory."""
+    """Moments in pinned host memory; and the bytes of a quantized base whose layers are divided, in the main one."""
     checkpoint: int = 0
     """As large as its files: in host memory, pinned beside a GPU, a copy from the first one on, which is written behind
     training. Of processes that hold the same, the first one has it."""
@@ -122,9 +124,11 @@ class Setup:
     """Processes that hold a copy of the models together (train/sharding.py); of training through rounding each one."""
     context: int = 1
     """Among these, processes that compute a micro-batch together, each a part of its tokens (model/context.py)."""
+    tensor: int = 1
+    """Or each a part of every layer (model/trained_split.py)."""
 
     def memory(self) -> Memory:
-        """The arithmetic. Raises LoraError for a target that names no layer."""
+        """The arithmetic. Raises LoraError for a target that names no layer, MeshError for `tensor` that cannot be."""
         if self.rounding is not None:
             kind = import_module("model.rounding_memory").ThroughRounding  # by name: it builds on what is here
         else:
@@ -161,15 +165,19 @@ def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
 def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
     """The setup on so many processes, in the fewest shards whose peak fits `budget` bytes; None if none does.
 
-    Where all of them do not help, they divide the tokens of micro-batches among as few as do.
+    Where all of them do not help, they divide the tokens of micro-batches among as few as do; or each layer, if its
+    models can be divided.
     """
     divisors = [count for count in range(1, processes + 1) if processes % count == 0]
     shards = [1] if setup.rounding is not None else divisors
-    context = [] if setup.whole_documents or setup.rounding is not None else divisors
-    for among, parts in [(count, 1) for count in shards] + [(processes, count) for count in context]:
-        placed = replace(setup, processes=processes, shards=among, context=parts)
-        if placed.memory().peak <= budget:
-            return placed
+    together = [] if setup.whole_documents or setup.rounding is not None else divisors[1:]
+    meshes = [(count, 1, 1) for count in shards]
+    meshes += [(processes, count, 1) for count in together] + [(processes, 1, count) for count in together]
+    for among, context, tensor in meshes:
+        placed = replace(setup, processes=processes, shards=among, context=context, tensor=tensor)
+        with suppress(MeshError):
+            if placed.memory().peak <= budget:
+                return placed
     return None
 
 
@@ -201,6 +209,8 @@ class Arithmetic:
         pieces = 1 if setup.context == 1 else 2
         self.tokens = pieces * -(-setup.training.micro_batch_tokens // (pieces * setup.context))
         """Of a micro-batch, those that the process computes."""
+        self.rows = -(-self.tokens // setup.tensor)
+        """And those whose losses it computes."""
         self.frozen = setup.adapter is not None or setup.routers > 0
         # Of activations, and of weights and the residual stream, which takes the embeddings' dtype.
         self.item = training_dtype(setup.training.precision, on_gpu=setup.on_gpu).itemsize
@@ -220,22 +230,28 @@ class Arithmetic:
         return {} if adapter is None else matching_layers(self.shape, adapter.targets)
 
     @cached_property
-    def trained_shapes(self) -> list[tuple[int, ...]]:
+    def trained_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Of each trained tensor, behind the name of what it belongs to."""
         adapter = self.setup.adapter
         if not self.frozen:
-            return [tuple(parameter.shape) for parameter in self.shape.parameters()]
+            return [(name, tuple(parameter.shape)) for name, parameter in self.shape.named_parameters()]
         if adapter is None:
-            return [(1, self.config.hidden_size), (1,)] * self.setup.routers
-        shapes: list[tuple[int, ...]] = []
-        for layer in self.adapted.values():
+            return [(f"{LAYERS}{number}", shape) for number in range(self.setup.routers) for shape in self._router]
+        shapes: list[tuple[str, tuple[int, ...]]] = []
+        for name, layer in self.adapted.items():
             outputs, inputs = layer.weight.shape
-            shapes += [(adapter.rank, inputs), (outputs, adapter.rank), *[(outputs,)] * adapter.dora]
+            parts = [(adapter.rank, inputs), (outputs, adapter.rank), *[(outputs,)] * adapter.dora]
+            shapes += [(name, shape) for shape in parts]
         return shapes
+
+    @property
+    def _router(self) -> list[tuple[int, ...]]:
+        return [(1, self.config.hidden_size), (1,)]
 
     @cached_property
     def trained(self) -> list[int]:
         """Elements of each trained tensor, as many as the process updates."""
-        return [math.prod(shape) for shape in self.trained_shapes]
+        return [math.prod(shape) for _, shape in self.trained_shapes]
 
     def memory(self) -> Memory:
         weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
@@ -267,7 +283,7 @@ class Arithmetic:
         if not self.frozen:
             return total + FULL * sum(self.trained)
         dtype = torch.float32 if self.stream == FULL else torch.bfloat16
-        return total + planned_weight_bytes(self.config, self._formats(), dtype)
+        return total + planned_weight_bytes(self.config, self.formats(), dtype)
 
     @cached_property
     def taught(self) -> dict[str, int]:
@@ -281,10 +297,10 @@ class Arithmetic:
     def _prepared(self) -> int:
         """Of quantized layers, what products read besides."""
         setup = self.setup
-        layers = quantized(setup.model, self._formats()) + quantized(setup.teacher, setup.teacher_formats)
+        layers = quantized(setup.model, self.formats()) + quantized(setup.teacher, setup.teacher_formats)
         return sum(one.prepared_bytes(shape, on_gpu=setup.on_gpu) for _, one, shape in layers)
 
-    def _formats(self) -> dict[str, WeightFormat[Any]]:
+    def formats(self) -> dict[str, WeightFormat[Any]]:
         """Of the quantized layers of a frozen base, by name."""
         if not self.frozen:
             return {}
@@ -324,7 +340,7 @@ class Arithmetic:
     def _kept(self) -> int:
         """By all layers and the final norm, and what the loss compares besides."""
         size, layers = self.config.hidden_size, self.config.num_layers
-        final = self.tokens * size * (self.stream + self.item) + self._compared()
+        final = size * (self.tokens * self.stream + self.rows * self.item) + self._compared()
         return final + layers * self._kept_by_layer()
 
     def _kept_by_layer(self) -> int:
@@ -417,7 +433,7 @@ class Arithmetic:
         if not self.frozen or self.item == FULL:
             return 0
         matrices = sum(layer.weight.numel() for layer in self._layers()) if self._casts_base else 0
-        return HALF * (sum(map(math.prod, self.trained_shapes)) + matrices) // self.config.num_layers
+        return HALF * (sum(math.prod(shape) for _, shape in self.trained_shapes) + matrices) // self.config.num_layers
 
     @property
     def _casts_base(self) -> bool:
@@ -437,7 +453,7 @@ class Arithmetic:
     def _expanded(self) -> int:
         """Of a quantized weight what products have in their own dtype at a time."""
         setup, most = self.setup, math.inf if self.setup.on_gpu else BLOCK_ELEMENTS_IN_C
-        own, taught = quantized(setup.model, self._formats()), quantized(setup.teacher, setup.teacher_formats)
+        own, taught = quantized(setup.model, self.formats()), quantized(setup.teacher, setup.teacher_formats)
         sizes = [self.item * min(shape.numel(), most) for _, _, shape in own]
         return int(max([0, *sizes, *(self.teacher_item * min(shape.numel(), most) for _, _, shape in taught)]))
 
@@ -455,7 +471,7 @@ class Arithmetic:
 
     def _loss(self) -> int:
         """Buffers of the loss; the gradients of hidden states and of a trained output projection."""
-        config, teacher, tokens = self.config, self.setup.teacher, self.tokens
+        config, teacher, tokens = self.config, self.setup.teacher, self.rows
         heads = [(config, self.stream)] + ([(teacher, self.teacher_item)] if teacher is not None else [])
         total = sum(self._head(head, dtype) for head, dtype in heads)
         if self.setup.on_gpu:
@@ -467,14 +483,14 @@ class Arithmetic:
     @property
     def _rows_of_loss(self) -> int:
         """Whose logits are looked at together: of pairs an answer's, as long as one may be."""
-        return self.tokens // 2 if hasattr(self.training, "preference_loss") else self.tokens
+        return self.rows // 2 if hasattr(self.training, "preference_loss") else self.rows
 
     def _head(self, config: ModelConfig, dtype: int) -> int:
         """Hidden states, the projection where it must be cast, and a chunk of logits."""
         chunk = _streamed_projection._KEPT_LOGITS if self.setup.on_gpu else _projection._LOGITS_PER_CHUNK
         rows = max(1, min(self._rows_of_loss, chunk // config.vocab_size))
         cast = config.vocab_size * config.hidden_size if dtype != self.item else 0
-        return self.item * (self.tokens * config.hidden_size + cast + rows * config.vocab_size)
+        return self.item * (self.rows * config.hidden_size + cast + rows * config.vocab_size)
 
     def _head_gradient(self) -> int:
         return 0 if self.frozen else FULL * self.config.vocab_size * self.config.hidden_size

@@ -179,15 +179,17 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
 
 def _meshes(plans: Sequence[StagePlan], budget: int) -> list[str]:
     """The sizes that accelerate's configuration takes: whoever shares a micro-batch holds the weights together too."""
-    names, cells = ["replicate", "shard", "context"], []
-    if all(plan.setup.context == 1 for plan in plans):
-        names.pop()
-    for plan in plans:
-        setup = plan.setup
-        sizes = [setup.processes // setup.shards, setup.shards // setup.context, setup.context]
-        fits = "" if plan.memory.peak <= budget else ", does not fit"
-        cells.append(" × ".join(map(str, sizes[: len(names)])) + fits)
-    return [f"mesh, {' × '.join(names)}", *cells]
+    meshes = [_sizes(plan.setup) for plan in plans]
+    names = [name for name in meshes[0] if name in ("replicate", "shard") or any(sizes[name] > 1 for sizes in meshes)]
+    cells = [" × ".join(str(sizes[name]) for name in names) for sizes in meshes]
+    fits = ["" if plan.memory.peak <= budget else ", does not fit" for plan in plans]
+    return [f"mesh, {' × '.join(names)}", *map("".join, zip(cells, fits, strict=True))]
+
+
+def _sizes(setup: Setup) -> dict[str, int]:
+    together = setup.context * setup.tensor
+    sizes = {"replicate": setup.processes // setup.shards, "shard": setup.shards // together}
+    return sizes | {"context": setup.context, "tensor": setup.tensor}
 
 
 def _duration(seconds: float | None) -> str:
@@ -210,8 +212,6 @@ def note(plans: Sequence[StagePlan]) -> str:
     limits = {plan.setup.model.num_positions for plan in plans}
     if any(plan.setup.shards > 1 for plan in plans):
         text += ". A teacher's embeddings and head are whole in every process"
-    if any(plan.setup.processes > 1 for plan in plans):
-        text += ". Meshes that divide layers (tensor parallel, tp_size) are not counted"
     if any(plan.setup.context > 1 for plan in plans):
         text += ". Where tokens are divided (context), a micro-batch counts as one document"
     if any(plan.seconds is not None for plan in plans):

@@ -7,16 +7,13 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from compress.quantize.round_to_nearest import formats_of_layers
-from model.collectives import Group
 from model.files.checkpoint import load_config
 from model.files.safe_io import CheckpointError
-from model.formats.registry import format_named
 from model.mesh import MeshError, training_mesh
-from model.trained_split import TrainedSplit, check_trained_split
-from model.training_memory import shapes_of
+from model.sharded_memory import check_divided
 from pipeline.errors import UserError
 from pipeline.plan import StagePlan, stage_plans
 from pipeline.run_folder import RunFolder
@@ -86,18 +83,9 @@ def long_sequences(plans: Sequence[StagePlan]) -> Iterator[str]:
 
 def undivided(plans: Sequence[StagePlan], tensor: int) -> str | None:
     """A sentence where so many processes cannot divide the layers of a model that a stage trains, or of its teacher."""
-    for plan in plans if tensor > 1 else ():
-        setup = plan.setup
-        format = format_named(setup.quantization, double=setup.double_quantization)
-        models = [(setup.model, {} if format is None else formats_of_layers(setup.model, format))]
-        models += [] if setup.teacher is None else [(setup.teacher, dict(setup.teacher_formats))]
+    for plan in plans:
         try:
-            dora = setup.adapter is not None and setup.adapter.dora
-            check_trained_split(setup.model, tensor, dora=dora, rounds=setup.rounding is not None)
-            for config, formats in models:
-                split = TrainedSplit(Group(0, tensor), config)
-                for name, one in formats.items():
-                    split.check_cut(name, shapes_of(config)[f"{name}.weight"], one)
+            check_divided(replace(plan.setup, tensor=tensor))
         except MeshError as error:
             return f"{plan.name}: {error}"
     return None

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from model.collectives import Group
 from model.config import ModelConfig
-from model.tensor_parallel import WHOLE, Layout, Part
+from model.tensor_parallel import LAYERS, WHOLE, Layout, Part
 from model.trained_split import TrainedSplit, connect, is_everywhere, take_part
 from model.transformer import Transformer
 from train.saved_tensors import Place, Span, block_name
-
-LAYERS = "model.layers."
 
 
 def layout_of(config: ModelConfig, group: Group) -> Layout:

@@ -37,12 +37,12 @@ from model.files.checkpoint import load_config, load_model, open_layerwise
 from model.lora import adapted_layers
 from model.mesh import Mesh, choose_dtype
 from model.quantized import quantized_layers
-from model.tensor_parallel import ALONE
+from model.tensor_parallel import ALONE, LAYERS
 from model.transformer import Transformer
 from train.accelerator import this_accelerator
 from train.objectives import Objective, ObjectiveOfModel
 from train.packing import Batch
-from train.parts import LAYERS, Parts, layout_of
+from train.parts import Parts, layout_of
 from train.saved_tensors import Place, Span
 
 if TYPE_CHECKING:

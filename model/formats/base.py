@@ -147,6 +147,10 @@ class WeightFormat(ServingForm[W]):
         """A part of the matrix that `check_narrow` allows, of the same numbers."""
         raise NotImplementedError
 
+    def of_parts(self) -> Self:
+        """The format that parts are in."""
+        return self
+
     # Products
 
     @property

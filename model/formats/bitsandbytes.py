@@ -83,8 +83,11 @@ class NF4(KernelFormat[NF4Weight]):
                 f"blocks of {NF4_BLOCK} weights do not divide the {stop - first} that a rank takes of a row"
             )
 
-    def narrow(self, weight: NF4Weight, rows: slice, columns: slice) -> NF4Weight:
+    def of_parts(self) -> Self:
         """Not doubly quantized: blocks of scales do not follow the part's."""
+        return type(self)(double=False)
+
+    def narrow(self, weight: NF4Weight, rows: slice, columns: slice) -> NF4Weight:
         num_columns = weight.shape[1]
         first, stop, _ = columns.indices(num_columns)
         codes = weight.codes.view(weight.shape[0], num_columns // 2)[rows, first // 2 : stop // 2]

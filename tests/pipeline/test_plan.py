@@ -16,7 +16,7 @@ from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.measure import training_time
 from pipeline.measure.quality import HeldOut
-from pipeline.plan import GIB, budgets_of, plan_recipe
+from pipeline.plan import GIB, budgets_of, plan_recipe, plan_table
 from pipeline.recipe import load_recipe
 from pipeline.stages.base import kind_of
 from pipeline.stages.mod.config import Mod
@@ -226,6 +226,14 @@ def test_each_stage_says_which_mesh_fits(recipe: Path, capsys: pytest.CaptureFix
     assert "embeddings and head are whole in every process" in printed
     assert main(["plan", str(recipe), "--gpus", "4"]) == 2
     assert "like --gpus 8 --gpu-memory 80GiB." in capsys.readouterr().err
+
+
+def test_a_mesh_that_divides_layers_is_shown_by_all_its_sizes(recipe: Path, tmp_path: Path) -> None:
+    first, second = plan_recipe(load_recipe(recipe, []), tmp_path)
+    first = replace(first, setup=replace(first.setup, processes=8, shards=4, tensor=2))
+    second = replace(second, setup=replace(second.setup, processes=8, shards=8))
+    (line,) = [line for line in plan_table([first, second], [GIB]).rows if line[0].startswith("mesh")]
+    assert line == ["mesh, replicate × shard × tensor", "2 × 2 × 2", "1 × 8 × 1"]
 
 
 def test_budgets() -> None:

@@ -1,6 +1,6 @@
 """What a training step takes in each of the processes that torchrun has started, beside what is planned.
 
-torchrun --nproc_per_node 4 -m tests.train.memory_process FOLDER SHARDS[xCONTEXT] NAME …
+torchrun --nproc_per_node 4 -m tests.train.memory_process FOLDER SHARDS[xCONTEXT|tTENSOR] NAME …
 """
 
 import json
@@ -26,13 +26,13 @@ from model.transformer import Transformer
 from pipeline.measure.training_time import objective_by_settings, random_documents, random_models
 from tests.memory import peak_resident_bytes, return_what_is_freed
 from tests.tiny import tiny_config
-from tests.train.sharded_process import ask_for, held_bytes
+from tests.train.sharded_process import ask_for, held_bytes, sizes_of
 from tests.train.test_memory import PreferenceTraining, training
 from train.accelerator import this_accelerator
 from train.loop import Trainer
 from train.objectives import RoutedTraining, RoutingConfig
 from train.preference import PreferenceTuning
-from train.sharding import device_mesh, shard_frozen
+from train.sharding import split_frozen
 from train.tracking import Tracker
 
 FEW, MANY = 64, 256
@@ -119,12 +119,13 @@ def measure(folder: Path, name: str, setup: Setup) -> dict[str, int]:
     if name.startswith("mod"):
         model = routed(model, alone=setup.routers > 0)
     if teacher is not None and setup.shards > 1:
-        mesh = Mesh(setup.processes // setup.shards, setup.shards)
-        shard_frozen(teacher.requires_grad_(False), device_mesh(mesh, torch.device("cpu")))
+        mesh = Mesh(setup.processes // setup.shards, setup.shards // setup.tensor, tensor=setup.tensor)
+        split_frozen(teacher.requires_grad_(False), mesh, torch.device("cpu"))
     objective: Any = objective_by_settings(setup.training, teacher)
     paired = isinstance(objective, PreferenceTuning)
     length = setup.training.micro_batch_tokens // (2 if paired else 1)
-    shards: dict[str, Any] = {"dp_shard_size": None if setup.context > 1 else setup.shards}
+    together = setup.context * setup.tensor
+    shards: dict[str, Any] = {"dp_shard_size": None if together > 1 else setup.shards}
     trainer = Trainer(
         model,
         RoutedTraining(objective, RoutingConfig(0.5)) if name.startswith("mod") else objective,
@@ -151,16 +152,15 @@ def routed(model: Transformer, *, alone: bool) -> Transformer:
 def main(folder: Path, sizes: str, *names: str) -> None:
     torch.set_num_threads(1)
     return_what_is_freed()
-    shard, _, divided = str(sizes).partition("x")
-    context = int(divided or 1)
-    if context > 1:
-        ask_for(int(shard), context)
+    shard, context, tensor = sizes_of(sizes)
+    if context * tensor > 1:
+        ask_for(shard, context, tensor)
     this_accelerator()
     rank, found = this_rank(), {}
     for name in names:
         for layers in (BRIEF, LAYERS):
-            placed = {"processes": rank.count, "shards": int(shard) * context, "context": context}
-            setup = replace(SETUPS[name](layers), on_gpu=False, **placed)
+            placed = {"shards": shard * context * tensor, "context": context, "tensor": tensor}
+            setup = replace(SETUPS[name](layers), on_gpu=False, processes=rank.count, **placed)
             found[name] = measure(folder / f"{sizes}-{name}-{layers}", name, setup)
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
 

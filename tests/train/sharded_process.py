@@ -165,6 +165,12 @@ def held_out(model: Transformer) -> dict[str, float]:
     return {"weights": sum(p.detach().double().abs().sum().item() for p in model.parameters() if p.requires_grad)}
 
 
+def sizes_of(words: str) -> tuple[int, int, int]:
+    """Over how many processes to shard, and among how many to divide tokens, and layers: "2", "2x2", "2t2"."""
+    shard, context, tensor = map(int, SIZES.fullmatch(words).groups("1"))  # type: ignore[union-attr]
+    return shard, context, tensor
+
+
 def main(folder: Path, *jobs: str) -> None:
     """Each job: over how many processes to shard, a folder, the case, and where to stop, if it is to.
 
@@ -173,7 +179,7 @@ def main(folder: Path, *jobs: str) -> None:
     torch.set_num_threads(1)
     for job in jobs:
         sizes, place, name, stop = f"{job}/".split("/")[:4]
-        shard, context, tensor = map(int, SIZES.fullmatch(sizes).groups("1"))  # type: ignore[union-attr]
+        shard, context, tensor = sizes_of(sizes)
         after = int(stop) if stop else None
         if context * tensor == 1:
             run(folder / place, name, shard, after)

@@ -14,14 +14,16 @@ from compress.lora import inject
 from compress.mod import add_routers
 from compress.quantize.round_to_nearest import formats_of_layers
 from model.config import MixtureOfDepths, ModelConfig
+from model.cost import FULL
 from model.experts_config import MixtureOfExperts
 from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
 from model.lora import LoraConfig, LoraError
+from model.mesh import MeshError
 from model.quantized import QuantizedLayer
 from model.routed import routed_layers
-from model.training_memory import Rounding, Setup, largest_micro_batch, smallest_shards
+from model.training_memory import Rounding, Setup, largest_micro_batch, shapes_of, smallest_shards
 from model.transformer import Transformer
 from pipeline.measure import training_time
 from pipeline.measure.training_time import (
@@ -298,6 +300,13 @@ def llama_8b() -> ModelConfig:
     )  # fmt: skip
 
 
+def llama_70b() -> ModelConfig:
+    return tiny_config(
+        hidden_size=8192, intermediate_size=28_672, num_layers=80, vocab_size=128_256, num_query_heads=64,
+        num_kv_heads=8, head_dim=128,
+    )  # fmt: skip
+
+
 def test_a_llama_of_8_billion_weights_in_nf4_fits_where_its_bf16_base_does_not() -> None:
     adapter = LoraConfig(rank=64)
     changes = {"activation_checkpointing": True, "optimizer": "paged_adamw"}
@@ -314,10 +323,7 @@ def test_a_llama_of_8_billion_weights_in_nf4_fits_where_its_bf16_base_does_not()
 
 
 def test_a_llama_of_8_billion_weights_learns_from_one_of_70_on_eight_gpus_of_80_gib() -> None:
-    teacher = tiny_config(
-        hidden_size=8192, intermediate_size=28_672, num_layers=80, vocab_size=128_256, num_query_heads=64,
-        num_kv_heads=8, head_dim=128,
-    )  # fmt: skip
+    teacher = llama_70b()
     setup = Setup(llama_8b(), training(4096, micro_batches=8, activation_checkpointing=True), teacher=teacher)
     placed = smallest_shards(setup, 8, 80 * 2**30)
     assert placed is not None and placed.shards == 4
@@ -326,6 +332,54 @@ def test_a_llama_of_8_billion_weights_learns_from_one_of_70_on_eight_gpus_of_80_
     assert memory.weights == pytest.approx(4 * weights / 4 + 2 * ((taught - heads) / 4 + heads), rel=1e-2)
     assert memory.optimizer == pytest.approx(8 * weights / 4, rel=1e-2)
     assert smallest_shards(setup, 2, 80 * 2**30) is None
+
+
+def test_layers_that_are_too_large_whole_are_divided() -> None:
+    """Of few tokens parts weigh little."""
+    setup = Setup(llama_70b(), training(256, micro_batches=64))
+    whole = replace(setup, processes=64, shards=64)
+    tokens, layers = replace(whole, context=2), replace(whole, tensor=2)
+    budget = layers.memory().peak
+    assert budget < min(whole.memory().peak, tokens.memory().peak)
+    placed = smallest_shards(setup, 64, budget)
+    assert placed is not None and (placed.shards, placed.context, placed.tensor) == (64, 1, 2)
+    # What they hold is the same share, to the vectors; of their layers half is whole in each.
+    assert layers.memory().weights == pytest.approx(whole.memory().weights, rel=1e-3)
+    heads, layer = 128_256 * 8192, 8192 * (2 * 8192 + 2 * 1024 + 3 * 28_672)
+    assert layers.memory().weights == pytest.approx(4 * (2 * heads + 80 * layer) / 64, rel=1e-2)
+    # In bf16 as it came and as it is used, gradients in fp32, and the widest matrix's as it is computed.
+    saved = ((2 * 2 + FULL) * layer + 2 * 8192 * 28_672) / 2
+    recomputed = training(256, micro_batches=64, activation_checkpointing=True)
+    whole, layers = (replace(one, training=recomputed).memory() for one in (whole, layers))
+    assert whole.activations - layers.activations == pytest.approx(saved, rel=0.02)
+
+
+def test_a_base_in_parts_has_scales_of_its_own_and_stays_whole_in_host_memory() -> None:
+    setup = Setup(WIDE, training(FEW), adapter=ADAPTERS["plain"], quantization="nf4", processes=4, shards=4)
+    whole, parts = setup.memory(), replace(setup, tensor=2).memory()
+    blocks = sum(shape.numel() // 64 for name, shape in shapes_of(WIDE).items() if "_proj" in name)
+    bytes_of_scales = 4 * blocks  # in fp32, and once more as GPUs read them; doubly quantized ones are bytes
+    assert parts.weights - whole.weights == pytest.approx((2 * bytes_of_scales - 2 * blocks) / 4, rel=0.05)
+    assert whole.host == 0 and parts.host == pytest.approx(blocks * (32 + 1), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tensor": 3}, "tp_size 3 does not divide the 8 attention heads"),
+        ({"model": EXPERTS}, "tp_size 2 does not divide the experts of a model that is trained"),
+        ({"adapter": ADAPTERS["dora"]}, "tp_size 2 cuts the rows whose norms DoRA divides by"),
+        (
+            {"teacher": tiny_config(num_query_heads=1, num_kv_heads=1)},
+            "tp_size 2 does not divide the 1 attention heads",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_divided_are_refused_and_never_proposed(changes: dict[str, Any], sentence: str) -> None:
+    setup = replace(Setup(TINY, training(), processes=6, shards=6, tensor=2), **changes)
+    with pytest.raises(MeshError, match=sentence):
+        setup.memory()
+    assert smallest_shards(replace(setup, tensor=1), 6, 0) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,6 +14,7 @@ from model.config import MixtureOfDepths
 from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig
 from model.mesh import Mesh, MeshError
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 from tests.ranks import in_ranks
 from tests.tiny import tiny_model
@@ -23,7 +24,7 @@ from train.data import TokenizedDocuments
 from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
 from train.packing import Batch, held_out_batches
 from train.parallel import check_processes
-from train.parts import LAYERS, Parts
+from train.parts import Parts
 
 NARROW = {"num_query_heads": 4, "num_kv_heads": 1, "tie_word_embeddings": True}
 WIDE = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 128}

@@ -16,6 +16,7 @@ from tests import trials
 from tests.forked import end_of, ranks
 from tests.train import memory_process, sharded_process
 from tests.train.sharded_process import CASES, run
+from tests.train.test_memory import PreferenceTraining
 from train.config import TrainingConfig
 from train.tracking import read_metrics
 
@@ -30,8 +31,9 @@ pytestmark = pytest.mark.slow
 def can_be(name: str, processes: int, sizes: str) -> bool:
     """Whether a way to train knows such a mesh."""
     setup = memory_process.SETUPS[name](memory_process.BRIEF)
-    is_divided = "x" in sizes
-    return not (setup.rounding and sizes != "1") and not (setup.whole_documents and is_divided)
+    if "t" in sizes:  # routers see all tokens there
+        return setup.rounding is None and not isinstance(setup.training, PreferenceTraining)
+    return not (setup.rounding and sizes != "1") and not (setup.whole_documents and "x" in sizes)
 
 
 def together(processes: int, module: ModuleType, folder: Path, *words: object) -> None:
@@ -146,10 +148,11 @@ def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path) -> 
         assert max(process[name]["peak"] for process in four) <= 0.35 * alone[name]["peak"]
 
 
-# Sizes of the mesh: over how many processes to shard, and among how many of these to divide the tokens. Two that hold
-# the same have no gradients twice, once where they travel from; nor has one of two parts, with several micro-batches.
-BRIEFLY = ((2, "2", "qlora"), (2, "1x2", "long"))
-MESHES = ((1, "1"), (2, "1"), (2, "2"), (2, "1x2"), (4, "4"), (4, "2"), (4, "2x2"))
+# Sizes of the mesh: over how many processes to shard, among how many to divide tokens (x), or each layer (t). Two that
+# hold the same have no gradients twice, once where they travel from; nor has one of two parts, with several of them.
+BRIEFLY = ((2, "2", "qlora"), (2, "1x2", "long"), (2, "1t2", "qlora"))
+
+MESHES = ((1, "1"), (2, "1"), (2, "2"), (2, "1x2"), (4, "4"), (4, "2"), (4, "2x2"), (2, "1t2"), (4, "2t2"), (4, "1t2"))
 IN_FULL = [(*mesh, name) for mesh in MESHES for name in memory_process.SETUPS if can_be(name, *mesh)]
 
 

@@ -95,7 +95,8 @@ def setup(config: Distill, shapes: Mapping[str, ModelConfig]) -> Setup:
     origin = config.student.origin
     shapes_of_students = [shape_of_student(origin, shapes[origin], shape) for shape in config.student.shapes]
     largest = max(shapes_of_students, key=ModelConfig.num_parameters)
-    return Setup(largest, config, teacher=shapes[config.teacher] if config.teacher else None)
+    teacher = shapes[config.teacher] if config.teacher else None
+    return Setup(largest, config, teacher=teacher, whole_documents=teacher is None)  # of stored distributions
 
 
 def _check_vocabularies(context: StageContext, config: Distill) -> None:
