@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ from model.transformer import Transformer
 
 FULL = 4
 """Bytes of a number in fp32."""
+
+
+@lru_cache(maxsize=16)
+def outline_of(config: ModelConfig) -> Transformer:
+    """The model without any memory, for its names and shapes; it is shared, and nobody changes it."""
+    with torch.device("meta"):
+        return Transformer(config)
+
 
 # --- operations ------------------------------------------------------------------------------------------------------
 
@@ -95,8 +104,8 @@ def _bytes_of_weights(
 
     MeshError, one sentence, where it would cut a quantized one within a block.
     """
+    whole = outline_of(config)
     with torch.device("meta"):
-        whole = Transformer(config)
         held = dict(layout.arrange(whole).named_parameters())
     sizes = {}
     for name, weight in whole.named_parameters():

@@ -26,7 +26,7 @@ from kernels.adamw_8bit import BLOCK
 from kernels.linear._skinny_cpu import BLOCK_ELEMENTS_IN_C
 from kernels.losses import _projection, _streamed_projection
 from model.config import ModelConfig
-from model.cost import FULL, planned_weight_bytes
+from model.cost import FULL, outline_of, planned_weight_bytes
 from model.formats.base import WeightFormat
 from model.formats.registry import NO_FORMAT, format_named
 from model.linear import Linear
@@ -184,8 +184,7 @@ def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
 @lru_cache(maxsize=16)
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
     """Of all its weights, by name."""
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
+    return {name: parameter.shape for name, parameter in outline_of(config).named_parameters()}
 
 
 def quantized(
@@ -218,11 +217,10 @@ class Arithmetic:
         self.teacher_item = self.teacher_dtype.itemsize
         self.stream = self.item if self.frozen and not setup.fp32_base else FULL
 
-    @cached_property
+    @property
     def shape(self) -> Transformer:
         """The model without any memory."""
-        with torch.device("meta"):
-            return Transformer(self.config)
+        return outline_of(self.config)
 
     @cached_property
     def adapted(self) -> dict[str, Any]:

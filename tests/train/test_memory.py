@@ -394,3 +394,13 @@ def test_every_family_is_planned_as_a_student_and_as_its_teacher(name: str) -> N
 def test_a_target_that_names_no_layer_is_refused() -> None:
     with pytest.raises(LoraError, match="matches no layer"):
         Setup(TINY, training(), adapter=LoraConfig(targets=("query",))).memory()
+
+
+def test_a_search_for_what_fits_builds_no_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 layers one takes seconds."""
+    setup = Setup(
+        replace(TINY, num_layers=1, windows=(None,), rope_layers=(True,)), training(), adapter=LoraConfig(rank=4)
+    )
+    built, build = [], Transformer.__init__
+    monkeypatch.setattr(Transformer, "__init__", lambda model, config: (built.append(config), build(model, config))[1])
+    assert largest_micro_batch(setup, 1 << 30) and len(built) == 1
