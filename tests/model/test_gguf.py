@@ -215,6 +215,12 @@ def test_rope_divisors_become_llama3_scaling(tmp_path: Path) -> None:
     import_gguf(tmp_path / "model.gguf", tmp_path / "folder", dtype=torch.float32)
     assert load_model(tmp_path / "folder").config.rope_scaling == scaling
 
+    wrong = [json.dumps(scaling | {"factor": one}) for one in (0, "x", True)]
+    for stated in ("no JSON", "[" * 100_000, "[]", '{"factor": 32}', *wrong):
+        write_gguf(tmp_path / "stated.gguf", "llama", metadata | {"potstill.rope_scaling": stated}, tensors)
+        with pytest.raises(GGUFError, match=r"potstill.rope_scaling is .*; it must be JSON with positive numbers"):
+            import_gguf(tmp_path / "stated.gguf", tmp_path / "stated")
+
     tensors["rope_freqs.weight"] = np.linspace(1, 8, 32, dtype=np.float32)
     write_gguf(tmp_path / "other.gguf", "llama", metadata, tensors)
     with pytest.raises(GGUFError, match=r"rope_freqs.weight does not follow"):

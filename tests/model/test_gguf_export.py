@@ -47,6 +47,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+SHORT = {"factor": 8, "high_freq_factor": 3.5, "original_max_position_embeddings": 32}
+"""Unlike any release of Llama 3."""
 
 
 def model_folder(
@@ -96,10 +98,11 @@ def test_a_model_comes_back_as_it_was(family: str, tied: bool, tmp_path: Path) -
     "changes",
     [
         {"rope_scaling": LLAMA3, "rope_theta": 500_000.0, "head_dim": 64},
+        {"rope_scaling": LLAMA3 | SHORT, "rope_theta": 500.0},
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     ],
-    ids=["llama3", "linear", "biases"],
+    ids=["llama3", "llama3-own-numbers", "linear", "biases"],
 )
 def test_features_of_a_configuration_come_back(changes: dict[str, Any], tmp_path: Path) -> None:
     original = model_folder(tmp_path / "folder", **changes)

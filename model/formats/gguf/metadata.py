@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from model.config_fields import MOST_CHANNELS, is_count, shown
+from model.formats.gguf.names import ROPE_SCALING
 from model.text.gguf_tokenizer import GGUFError
 
 TOKENS, TYPES, SCORES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores"))
@@ -57,6 +58,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tokenizer.ggml.model": _TEXT,
     "tokenizer.ggml.pre": _TEXT,
     "tokenizer.chat_template": _TEXT,
+    ROPE_SCALING: _TEXT,
     TOKENS: _TEXTS,
     "tokenizer.ggml.merges": _TEXTS,
     TYPES: _NUMBERS,

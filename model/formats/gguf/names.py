@@ -33,6 +33,10 @@ NORMS = NormNames("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm
 """By their place in a layer."""
 ROPE_DIVISORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; they become `rope_scaling` in the configuration."""
+ROPE_SCALING = "potstill.rope_scaling"
+"""What the divisors were computed from, as JSON, which only we read: `LLAMA3_SCALING`'s numbers."""
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""That all releases of Llama 3 share; `factor` is theirs alone."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SHARED_GATE = ".shared_expert_gate.weight"
 

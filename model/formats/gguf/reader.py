@@ -3,6 +3,7 @@
 Names and layouts follow llama.cpp's converter from Hugging Face, which this module inverts.
 """
 
+import json
 import logging
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kernels.attention.rotary import rope_frequencies
 from model.config import ModelConfig
+from model.config_fields import shown
 from model.families.registry import FAMILIES
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.files.safe_io import Heard, write_json, write_text
@@ -22,7 +24,15 @@ from model.formats.ggml import Ggml
 from model.formats.gguf.architectures import Architecture, architecture_in
 from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.metadata import check_metadata
-from model.formats.gguf.names import ROPE_DIVISORS, as_in_model, expert_of, gguf_name, is_router
+from model.formats.gguf.names import (
+    LLAMA3_SCALING,
+    ROPE_DIVISORS,
+    ROPE_SCALING,
+    as_in_model,
+    expert_of,
+    gguf_name,
+    is_router,
+)
 from model.text.gguf_tokenizer import GGUFError, chat_template, special_token_ids, tokenizer_config, tokenizer_json
 
 if TYPE_CHECKING:
@@ -196,20 +206,27 @@ def _rope_scaling(
         raise GGUFError(f"{family}.rope.scaling.type is {kind!r}; supported are none and linear.")
     if divisors is None:
         return None
-    # All releases of Llama 3 share the other three numbers; GGUF keeps only the divisors that follow from them.
     given = torch.from_numpy(np.array(divisors.data, dtype=np.float32))
-    scaling = {
-        "rope_type": "llama3",
-        "factor": float(given.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    numbers = {"factor": float(given.max()), **LLAMA3_SCALING}  # files of others keep only what follows from them
+    if (stated := metadata.get(ROPE_SCALING)) is not None:
+        numbers = _stated_numbers(stated, tuple(numbers))
+    scaling = {"rope_type": "llama3", **numbers}
     plain = rope_frequencies(raw["head_dim"], raw["rope_theta"], None)
     expected = plain / rope_frequencies(raw["head_dim"], raw["rope_theta"], scaling)
     if given.shape != expected.shape or not torch.allclose(given, expected, rtol=1e-4):
         raise GGUFError(f"{ROPE_DIVISORS} does not follow Llama 3's rope scaling: not supported.")
     return scaling
+
+
+def _stated_numbers(text: str, names: tuple[str, ...]) -> dict[str, float]:
+    try:
+        stated = json.loads(text)
+    except (ValueError, RecursionError):
+        stated = None
+    numbers: dict[str, Any] = {name: stated.get(name) for name in names} if isinstance(stated, dict) else {}
+    if not numbers or not all(type(one) in (int, float) and 0 < one < 1 << 31 for one in numbers.values()):
+        raise GGUFError(f"{ROPE_SCALING} is {shown(text)}; it must be JSON with positive numbers {', '.join(names)}.")
+    return numbers
 
 
 def _dequantized(tensor: "ReaderTensor", data: np.ndarray) -> Tensor:

@@ -4,6 +4,7 @@ Matrices take the type that is asked for, everything else is fp32. As in llama.c
 logits keeps more bits where others have 4, and rows that blocks of 256 do not divide are stored in blocks of 32.
 """
 
+import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -33,7 +34,16 @@ from model.files.safe_io import sync_file
 from model.formats.ggml import to_ggml
 from model.formats.gguf.architectures import architecture_of, check_fits
 from model.formats.gguf.blocks import BLOCK_TYPES
-from model.formats.gguf.names import ROPE_DIVISORS, as_stored, expert_of, gguf_name, is_router, stored_shape
+from model.formats.gguf.names import (
+    LLAMA3_SCALING,
+    ROPE_DIVISORS,
+    ROPE_SCALING,
+    as_stored,
+    expert_of,
+    gguf_name,
+    is_router,
+    stored_shape,
+)
 from model.quantized import quantized_layers
 from model.text.gguf_tokenizer import GGUFError
 from model.text.gguf_vocabulary import tokenizer_metadata
@@ -197,7 +207,10 @@ def _metadata(config: ModelConfig) -> dict[str, Any]:
     }
     if config.rope_scaling and config.rope_scaling["rope_type"] == "linear":
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope_scaling["factor"])}
-    return {f"{architecture.name}.{name}": value for name, value in fields.items()}
+    metadata = {f"{architecture.name}.{name}": value for name, value in fields.items()}
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
+        metadata[ROPE_SCALING] = json.dumps({name: config.rope_scaling[name] for name in ("factor", *LLAMA3_SCALING)})
+    return metadata
 
 
 def _tensors(folder: Path, config: ModelConfig, type: FileType) -> list[StoredTensor]:
