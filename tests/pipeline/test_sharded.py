@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from pipeline.cli import main
 from pipeline.stages.base import read_result
+from tests.compare import relative_rms
 from tests.forked import end_of, ranks
 from tests.model.test_mesh import launched
 from tests.pipeline.tiny_run import RECIPE, ROOT, run_stages, write_teacher, write_text
@@ -45,16 +46,21 @@ WITHOUT_CHANCE = {"qlora": STAGES["qlora"] | {"model": "teacher", "adapter": {"r
 DIVIDED = {name: STAGES[name] for name in ("gqa", "distill")} | WITHOUT_CHANCE
 BY_LAYERS = {"distill": STAGES["distill"]}
 KILLED = {"distill": STAGES["distill"] | {"checkpoint_every_s": 0, "tokens": "6k"}}
+IN_SHARDS_OF_TWO = ("fsdp", "--num_processes", "2")
+BY_LAYERS_OF_TWO = (
+    "fsdp_tensor",
+    *("--num_processes", "2", "--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2"),
+)
 
 
 def stages(wanted: dict[str, dict]) -> list[dict[str, dict]]:
     return [{name: TRAINING | settings} for name, settings in wanted.items()]
 
 
-def arguments(home: Path, folder: str, wanted: dict[str, dict]) -> list[str]:
+def arguments(home: Path, folder: str, wanted: dict[str, dict], teacher: str = "teacher") -> list[str]:
     last = list(wanted.values())[-1]["out"]
     words = ["run", str(RECIPE), f"stages={json.dumps(stages(wanted))}", f"serve={{model: {last}}}"]
-    words += [f"models.teacher.from={home / 'teacher'}", f"data.text.source={home / 'text'}"]
+    words += [f"models.teacher.from={home / teacher}", f"data.text.source={home / 'text'}"]
     return [*words, "--folder", str(home / folder), "--cache", str(home / "cache")]
 
 
@@ -110,8 +116,7 @@ def test_so_does_one_that_divides_tokens(home: Path) -> None:
 
 def test_one_that_divides_layers_makes_about_the_same(home: Path) -> None:
     """To the rounding of a teacher in bf16, whose products are sums of rounded parts; tests/train has it in fp32."""
-    words = ("--num_processes", "2", "--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2")
-    forked(arguments(home, "layers", BY_LAYERS), 2, environment("fsdp_tensor", *words))
+    forked(arguments(home, "layers", BY_LAYERS), 2, environment(*BY_LAYERS_OF_TWO))
     one, many = (next((home / folder).glob("??-distill")) for folder in ("one", "layers"))
     losses = [
         [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] for folder in (one, many)
@@ -122,8 +127,23 @@ def test_one_that_divides_layers_makes_about_the_same(home: Path) -> None:
         assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-3)
 
 
+def test_beside_a_base_in_nf4_it_makes_what_one_process_makes(home: Path) -> None:
+    """Of which no block of 64 weights is cut."""
+    write_teacher(home / "wide", hidden_size=64, intermediate_size=128, head_dim=32)
+    run_stages(home, *stages(WITHOUT_CHANCE), serve="adapted", teacher=home / "wide", folder="wide alone")
+    forked(arguments(home, "wide layers", WITHOUT_CHANCE, "wide"), 2, environment(*BY_LAYERS_OF_TWO))
+    for key, (actual, expected) in check_measured(home / "wide alone", home / "wide layers", "qlora").items():
+        assert relative_rms(actual, expected) < 1e-4, key
+
+
 def check(one: Path, many: Path, name: str) -> None:
-    """The losses of one process in the stage of this name to 1e-5, its weights, and what is measured of them."""
+    """As `check_measured`, and each of its weights."""
+    for key, (actual, expected) in check_measured(one, many, name).items():
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-5, msg=f"{name}: {key}")
+
+
+def check_measured(one: Path, many: Path, name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The losses of one process in the stage of this name to 1e-5, and what is measured; the weights of both."""
     one, many = (next(folder.glob(f"??-{name}")) for folder in (one, many))
     logs = read_metrics(one / "metrics.jsonl"), read_metrics(many / "metrics.jsonl")
     assert len(logs[0]) == len(logs[1]) > 4
@@ -139,17 +159,19 @@ def check(one: Path, many: Path, name: str) -> None:
     published = [next((folder / "model").glob("*model.safetensors")) for folder in (one, many)]
     weights = [load_file(path) for path in published]
     assert weights[0].keys() == weights[1].keys()
-    for key, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][key], tensor, rtol=2**-7, atol=1e-5, msg=f"{name}: {key}")
     if name not in ("qlora", "mod"):  # an adapter has another file, and thresholds are numbers in it
         first, second = (json.loads((folder / "model" / "config.json").read_text()) for folder in (one, many))
         assert first == second
+    return {key: (weights[1][key], tensor) for key, tensor in weights[0].items()}
 
 
-def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weights(home: Path) -> None:
-    variables = environment("fsdp", "--num_processes", "2")
-    forked(arguments(home, "straight", KILLED), 2, variables)
-    words, lines = arguments(home, "killed", KILLED), home / "killed" / "01-distill" / "metrics.jsonl"
+@pytest.mark.parametrize("launch", [IN_SHARDS_OF_TWO, BY_LAYERS_OF_TWO], ids=["shards", "layers"])
+def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weights(
+    launch: tuple[str, ...], home: Path, tmp_path: Path
+) -> None:
+    variables, killed = environment(*launch), tmp_path / "killed"
+    forked(arguments(home, str(tmp_path / "straight"), KILLED), 2, variables)
+    words, lines = arguments(home, str(killed), KILLED), killed / "01-distill" / "metrics.jsonl"
     moments = random.Random(0)
     for rank, count in ((1, 2), (0, 7)):
         with ranks(2, main, words, log=home / "log", environment=variables) as started:
@@ -161,7 +183,7 @@ def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weight
             started[rank].kill()
             assert all(end_of(started))
     forked(words, 2, variables)
-    straight = home / "straight" / "01-distill"
+    straight = tmp_path / "straight" / "01-distill"
     assert lines.read_text() == (straight / "metrics.jsonl").read_text()
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (straight, lines.parent)]
     assert weights[0] == weights[1]

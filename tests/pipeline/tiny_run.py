@@ -8,7 +8,7 @@ import random
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -75,10 +75,12 @@ def run_stages(
     return run_recipe(recipe, RunFolder(home / folder), cache=home / "cache", processes=Processes())
 
 
-def write_teacher(folder: Path, *, seed: int = 0, layers: int = 3, tokens: int = 320, rows: int = 320) -> Path:
+def write_teacher(
+    folder: Path, *, seed: int = 0, layers: int = 3, tokens: int = 320, rows: int = 320, **sizes: int
+) -> Path:
     """A model folder in Hugging Face's layout: 32 wide, random weights that make clear choices.
 
-    `tokens` of its tokenizer, `rows` of its embedding.
+    `tokens` of its tokenizer, `rows` of its embedding, other `sizes` by their names in `ModelConfig`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -106,7 +108,7 @@ def write_teacher(folder: Path, *, seed: int = 0, layers: int = 3, tokens: int =
         eos_token_ids=(2,),
         initializer_range=0.3,
     )
-    model = Transformer(config)
+    model = Transformer(replace(config, **sizes))  # type: ignore[arg-type]
     model.initialize(seed)
     save_model(model, folder)
     tokenizer.save(str(folder / "tokenizer.json"))

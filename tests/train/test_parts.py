@@ -1,4 +1,4 @@
-"""Layers that ranks divide: their gradients, put together, are those of the whole model."""
+"""Layers that ranks divide: their gradients, put together, are those of the whole model, in fp64."""
 
 from typing import Any
 
@@ -77,9 +77,10 @@ def batch() -> Batch:
 def gradients(name: str, group: Group) -> tuple[float, GRADIENTS]:
     """Of the whole loss, whatever the rank computes of it."""
     torch.manual_seed(0)
-    model, asked, over = MODELS[name](), objective(name), batch()
-    parts = [Parts(one, group) for one in (model, *([asked.teacher] if isinstance(asked, Distillation) else []))]
-    for part, one in zip(parts, (model, getattr(asked, "teacher", None)), strict=False):
+    model, asked, over = MODELS[name]().double(), objective(name), batch()
+    taught = [asked.teacher.double()] if isinstance(asked, Distillation) else []
+    parts = [Parts(one, group) for one in (model, *taught)]
+    for part, one in zip(parts, (model, *taught), strict=True):
         for number in range(len(one.model.layers)):
             part.take(one, number)
         part.connect(one)
@@ -102,10 +103,10 @@ COUNTS = [(name, count) for name in MODELS for count in (2, 4) if (name, count) 
 def test_gradients_are_those_of_the_whole_model(name: str, count: int) -> None:
     expected, whole = gradients(name, Group(0, 1))
     for loss, found in in_ranks(count, lambda group: gradients(name, group)):
-        assert loss == pytest.approx(expected, rel=1e-6)
+        assert loss == pytest.approx(expected, rel=1e-8)
         assert found.keys() == whole.keys()
         for key, gradient in whole.items():
-            torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+            torch.testing.assert_close(found[key], gradient, rtol=0, atol=1e-12 * gradient.abs().max().item())
 
 
 def rounded() -> Transformer:
