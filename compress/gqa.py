@@ -33,6 +33,7 @@ from torch import Tensor
 
 from compress.prune.depth import PackedBatch
 from compress.residual_stream import ResidualStream, layers_of
+from model.collectives import ALONE, Group
 from model.config import ModelConfig
 from model.layers import Linear, SelfAttention
 from model.transformer import Transformer
@@ -122,11 +123,17 @@ def num_units(config: ModelConfig, layer: int, kv_heads: int) -> int:
 
 @torch.no_grad()
 def head_moments(
-    model: Transformer, batches: Sequence[PackedBatch], units: Sequence[int], *, skip: int = 0
+    model: Transformer,
+    batches: Sequence[PackedBatch],
+    units: Sequence[int],
+    *,
+    skip: int = 0,
+    group: Group = ALONE,
 ) -> Iterator[HeadMoments | None]:
     """Yield each layer's moments on the text, in order; None for the first `skip` layers, which only pass it on.
 
     units: how many heads of each layer are grouped (`num_units`).
+    group: the processes that do the same, each with the batches dealt to it, of which it may have none.
 
     One layer at a time sees all text, so that only the residual streams [T, D] and one layer's moments are held.
     """
@@ -137,6 +144,8 @@ def head_moments(
             if moments is not None:
                 _add_moments(moments, layer.self_attn, stream.normed(layer), units[number])
             stream.pass_on(layer)
+        if moments is not None:
+            _add_up(moments, group, model.device)
         yield moments
 
 
@@ -161,6 +170,12 @@ def _add_moments(moments: HeadMoments, attention: SelfAttention, normed: Tensor,
     moments.keys.add_(torch.einsum("itp,jtp->ijp", keys, keys.conj()).cpu())
     energy = _complex_pairs(queries, dim=-1).abs().square().sum(1)
     moments.queries.add_(energy.unflatten(0, (units, -1)).sum(1).cpu())
+
+
+def _add_up(moments: HeadMoments, group: Group, device: torch.device) -> None:
+    """Over the processes of a group, which have had other tokens."""
+    for part in (moments.values, torch.view_as_real(moments.keys), moments.queries):
+        part.copy_(group.sum(part.to(device)))
 
 
 def _as_units(heads: Tensor, units: int) -> Tensor:

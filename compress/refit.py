@@ -18,6 +18,7 @@ import torch
 
 from compress.prune.depth import PackedBatch
 from compress.residual_stream import ResidualStream, layers_of
+from model.collectives import ALONE, Group
 from model.layers import DecoderLayer
 from model.transformer import Transformer
 
@@ -25,25 +26,33 @@ RIDGE = 0.1
 """λ as a part of the mean energy of an output; measured on SmolLM2-135M with 8,000 tokens, between 0.01 and 1."""
 
 
-def refit_outputs(model: Transformer, parent: Transformer, batches: Sequence[PackedBatch]) -> None:
-    """Changes `o_proj` of every layer of `model` in place; both models lie on one device. ValueError with routers."""
+def refit_outputs(
+    model: Transformer, parent: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE
+) -> None:
+    """Changes `o_proj` of every layer of `model` in place; both models lie on one device. ValueError with routers.
+
+    `group`: the processes that do the same, each with the batches dealt to it, of which it may have none.
+    """
     if parent.config.mixture_of_depths is not None:
         raise ValueError("output projections can be fitted again only where every token passes every layer")
     streams = [(ResidualStream(model, batch), ResidualStream(parent, batch)) for batch in batches]
     for layer, parent_layer in zip(layers_of(model), layers_of(parent), strict=True):
-        _refit(layer, parent_layer, streams)
+        _refit(layer, parent_layer, streams, group)
         for stream, _ in streams:
             stream.pass_on(layer)
 
 
 @torch.no_grad()
 def _refit(
-    layer: DecoderLayer, parent_layer: DecoderLayer, streams: Sequence[tuple[ResidualStream, ResidualStream]]
+    layer: DecoderLayer,
+    parent_layer: DecoderLayer,
+    streams: Sequence[tuple[ResidualStream, ResidualStream]],
+    group: Group,
 ) -> None:
     """Replaces one layer's output projection; the parent's streams go through `parent_layer`."""
     projection = layer.self_attn.o_proj
     start = projection.weight.double().T
-    squares, products = start.new_zeros(len(start), len(start)), torch.zeros_like(start)
+    squares, products = start.new_zeros(len(start), len(start)), start.new_zeros(start.shape)
     for own, parents in streams:
         heads = own.attended(layer).double()
         parents.pass_on(parent_layer)
@@ -52,6 +61,7 @@ def _refit(
             wanted -= projection.bias.double()
         squares += heads.T @ heads
         products += heads.T @ wanted
+    squares, products = group.sum(squares), group.sum(products)
     ridge = RIDGE * squares.diagonal().mean()
     squares.diagonal().add_(ridge)
     projection.weight.copy_(torch.linalg.solve(squares, products + ridge * start).T)

@@ -22,6 +22,7 @@ from model.files.checkpoint import load_model, save_model
 from model.kv_format import KV_FORMATS
 from model.transformer import Transformer
 from tests.compress.conversions import Text, convert, difference, plans_for, texts
+from tests.ranks import in_ranks
 from tests.tiny import tiny_model
 
 METHODS = get_args(Method)
@@ -215,6 +216,17 @@ def test_calibration_skips_what_is_known_and_packs_documents_apart() -> None:
     assert alone is not None
     for name in ("values", "keys", "queries"):
         assert torch.allclose(getattr(alone, name), getattr(second, name), rtol=1e-5, atol=1e-4), name
+
+
+def test_processes_with_a_part_of_the_text_each_find_the_moments_of_all() -> None:
+    """One of the three has no text."""
+    model, text = tiny_model(), [*texts(50, 30), *texts(40, 7)]
+    one = list(head_moments(model, text, [4, 2]))
+    for many in in_ranks(3, lambda group: list(head_moments(model, text[group.index :: 3], [4, 2], group=group))):
+        for expected, moments in zip(one, many, strict=True):
+            assert expected is not None and moments is not None
+            for name in ("values", "keys", "queries", "outputs"):
+                torch.testing.assert_close(getattr(moments, name), getattr(expected, name), rtol=1e-12, atol=1e-12)
 
 
 def text_of(text: Text, document: int) -> Text:

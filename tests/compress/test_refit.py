@@ -9,8 +9,10 @@ import compress.refit
 from compress.gqa import group_kv_heads
 from compress.refit import refit_outputs
 from compress.residual_stream import ResidualStream, layers_of
+from model.collectives import ALONE, Group
 from model.transformer import Transformer
 from tests.compress.conversions import difference, plans_for, texts
+from tests.ranks import in_ranks
 from tests.tiny import tiny_model
 
 TEXT = [*texts(300, 200), *texts(400, 100)]
@@ -68,6 +70,22 @@ def test_it_is_the_best_projection_there_is(monkeypatch: pytest.MonkeyPatch) -> 
                 weight.add_(sign * step)
                 assert distances(fitted, parent)[0] > after[0]
                 weight.sub_(sign * step)
+
+
+def test_processes_with_a_part_of_the_text_each_fit_as_one_with_all() -> None:
+    """One of the three has no text."""
+    parent = tiny_model(num_kv_heads=4)
+    converted = group_kv_heads(parent, plans_for(parent, 1, "subspace"))
+
+    def fitted(group: Group) -> Transformer:
+        own = copy.deepcopy(converted)
+        refit_outputs(own, parent, TEXT[group.index :: group.count], group)
+        return own
+
+    assert len(TEXT) == 2
+    one, many = fitted(ALONE), in_ranks(3, fitted)
+    assert all(difference(one, other) < 1e-6 < difference(converted, other) for other in many)
+    assert all(difference(many[0], other) == 0 for other in many)
 
 
 def test_a_heavy_ridge_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

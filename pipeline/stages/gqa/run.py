@@ -122,19 +122,19 @@ def _groupings(config: Gqa) -> list[Method]:
 
 
 def _calibrate(stage: GqaStage) -> None:
-    """Writes the plan of each layer for each method."""
+    """Has the plan of each layer written for each method; all processes share the text, and the main one writes."""
     config, parent, folder = stage.config, stage.parent, stage.context.folder / PLANS_NAME
-    layers = parent.config.num_layers
+    processes, layers = stage.context.processes, parent.config.num_layers
     known = next((layer for layer in range(layers) if not _is_planned(_plan_path(folder, layer), config)), layers)
-    if known == layers:
+    if (known := processes.agree(known)) == layers:
         return
     log.info("comparing heads on %s tokens", f"{config.calibration_tokens:,}")
-    text = stage.training_text(config.calibration_tokens)
+    text = processes.dealt(stage.training_text(config.calibration_tokens))
     kv_heads = config.layer_kv_heads(layers)
     units = [num_units(parent.config, layer, wanted) for layer, wanted in enumerate(kv_heads)]
-    found = head_moments(parent, text, units, skip=known)
+    found = head_moments(parent, text, units, skip=known, group=processes.group)
     for layer, moments in enumerate(found):
-        if moments is None:
+        if moments is None or not processes.is_main:
             continue
         plans = {method: plan_layer(method, kv_heads[layer], moments) for method in _groupings(config)}
         _save_plans(_plan_path(folder, layer), plans)
@@ -193,15 +193,18 @@ def _converted(stage: GqaStage, parent: Transformer, method: str) -> Transformer
 
 
 def _refit(stage: GqaStage) -> None:
-    """Writes the fitted projections of each method that wants them."""
+    """Has the fitted projections written of each method that wants them, likewise."""
+    processes = stage.context.processes
+    text = processes.dealt(stage.training_text(stage.config.calibration_tokens))
     for method in _methods(stage.config):
         path = _refitted_path(stage, method)
-        if method.endswith(REFIT) and not path.exists():
+        if method.endswith(REFIT) and processes.agree(int(not path.exists())):
             log.info("fitting the output projections of %s", method.removesuffix(REFIT))
             fitted = _converted(stage, stage.parent, method.removesuffix(REFIT))
-            refit_outputs(fitted, stage.parent, stage.training_text(stage.config.calibration_tokens))
+            refit_outputs(fitted, stage.parent, text, processes.group)
             weights = {name: weight for name, weight in fitted.state_dict().items() if name.endswith("o_proj.weight")}
-            write_tensors(path, weights)
+            if processes.is_main:
+                write_tensors(path, weights)
 
 
 def _refitted_path(stage: GqaStage, method: str) -> Path:
@@ -222,9 +225,10 @@ def _trainable(stage: GqaStage, method: str) -> Transformer:
 def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
     """What is known before training, and by method the quality after the small budget."""
     context, held_out = stage.context, stage.held_out
-    if context.processes.is_main:
-        _calibrate(stage)
-        _refit(stage)
+    _calibrate(stage)
+    context.processes.wait()
+    _refit(stage)
+    context.processes.wait()
 
     def measure_all() -> Start:
         log.info(
