@@ -141,8 +141,9 @@ def counts_table(data: PreparedData, sequence_length: int) -> Table:
         learnt = _learnt(documents)
         without = int((learnt == 0).sum())
         share = f"{learnt.sum() / max(documents.num_tokens, 1):.1%}"
-        of_pairs = " of pairs" if documents.paired else ""
-        unit = f"documents{of_pairs}" if documents is data.train else f"windows{of_pairs} of {sequence_length:,}"
+        unit = "documents" if documents is data.train else f"windows of {sequence_length:,}"
+        if documents.paired:
+            unit = "answers, two a pair"
         figures = (documents.num_documents, documents.num_tokens, learnt.sum(), without)
         rows.append([f"{name}, {unit}", *(f"{figure:,}" for figure in figures), share])
     return Table(rows, ["", "number", "tokens", "learnt", "without any learnt", "share learnt"])

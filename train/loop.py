@@ -391,6 +391,8 @@ class Trainer:
                 with signals.interruptible(), self._autocast():
                     found = self.evaluate(model)
                 self._record(found, {})
+                figures = ", ".join(f"{name.removeprefix('held_out_')} {value:.3f}" for name, value in found.items())
+                log.info("held-out text after step %d of %d: %s", self.counters.step, self.steps, figures)
             except StopRequested:
                 stop = True
             model.train()

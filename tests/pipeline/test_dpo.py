@@ -26,6 +26,7 @@ from pipeline.run_folder import RunFolder
 from pipeline.stages.dpo import run as dpo
 from pipeline.stages.dpo.report import DpoDetails, pairs_table
 from pipeline.stages.dpo.run import pair_figures
+from pipeline.stages.shared import training
 from serve import LLM, SamplingParams
 from tests.pipeline.tiny_run import RECIPE, ROOT, WORDS, run_stages, write_teacher
 from tests.train.toy import toy_pairs
@@ -104,6 +105,15 @@ def test_held_out_answers_are_timed_as_often_as_they_are_passed(
     run(tmp_path, tokens="1k", evaluate_every_tokens=512)
     config = load_recipe(tmp_path / "run" / "recipe.yaml", []).plan()[-1].config
     assert sum(passed) == config.measured_tokens / config.held_out_tokens
+
+
+def test_chosen_answers_that_lost_name_what_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(training, "describe_loss", lambda before, after: "by a little")
+    run(tmp_path, tokens=256, evaluate_every_tokens=None, beta=0.3)
+    assert "training made preferred worse: by a little; where answers are driven far apart" in caplog.text
+    assert "a larger beta than 0.3, a lower learning_rate than 0.01 or fewer tokens" in caplog.text
 
 
 def test_what_is_served_prefers_what_was_chosen(finished: tuple[Path, Result[DpoDetails]]) -> None:
@@ -200,7 +210,7 @@ def test_what_is_cut_of_pairs_is_said_before_they_are_trained_on() -> None:
     assert cut_sentence(some, 16).startswith(
         "Of 3 pairs 2 have an answer that ends with the sequence_length of 16, 0 are"
     )
-    assert counts_table(PreparedData(some, whole), 16).rows[0][:4] == ["train, documents of pairs", "6", "118", "94"]
+    assert counts_table(PreparedData(some, whole), 16).rows[0][:4] == ["train, answers, two a pair", "6", "118", "94"]
 
 
 @pytest.mark.parametrize(

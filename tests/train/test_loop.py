@@ -174,7 +174,10 @@ def test_a_finished_run_does_nothing_more(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == lines
 
 
-def test_evaluation_runs_when_its_tokens_are_crossed_and_at_the_end(tmp_path: Path) -> None:
+def test_evaluation_runs_when_its_tokens_are_crossed_and_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     seen: list[bool] = []
 
     def evaluate(model: Transformer) -> dict[str, float]:
@@ -186,6 +189,7 @@ def test_evaluation_runs_when_its_tokens_are_crossed_and_at_the_end(tmp_path: Pa
     assert [line["step"] for line in lines] == [5, 10, STEPS]
     assert seen == [False] * 3
     assert result.metrics["held_out_loss"] == 3.0
+    assert f"held-out text after step 5 of {STEPS}: loss 1.000" in caplog.messages
 
 
 def checkpoint_names(folder: Path) -> list[str]:

@@ -72,6 +72,14 @@ class DpoStage(QloraStage[Dpo]):
     def objective(self) -> PreferenceTuning:
         return PreferenceTuning(self.config.preference_loss)
 
+    def remedy(self) -> str:
+        config = self.config
+        return (
+            "where answers are driven far apart, chosen ones become less likely too: a larger beta than "
+            f"{config.beta:g}, a lower learning_rate than {config.learning_rate:g} or fewer tokens keep it nearer to "
+            "its base"
+        )
+
     # --- held-out answers ---------------------------------------------------------------------------------------------
 
     def _held_out(self, max_tokens: int) -> HeldOut:

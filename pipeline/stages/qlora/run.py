@@ -195,6 +195,7 @@ def _measure_merges(stage: QloraStage[Q], model: Transformer) -> list[MergedQual
     }
     if stage.config.quantization != NO_FORMAT:
         ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE).to(model.dtype)
+    log.info("measuring base and adapter side by side, and merged")
     held_out = stage.for_trained(stage.held_out)
     states = held_out.states(model)
     rows = []
