@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.prune.depth import PackedBatch
+from compress.prune.depth import PackedBatch, added_up
 from compress.residual_stream import ResidualStream, layers_of
 from model.collectives import ALONE, Group
 from model.config import ModelConfig
@@ -174,8 +174,9 @@ def _add_moments(moments: HeadMoments, attention: SelfAttention, normed: Tensor,
 
 def _add_up(moments: HeadMoments, group: Group, device: torch.device) -> None:
     """Over the processes of a group, which have had other tokens."""
-    for part in (moments.values, torch.view_as_real(moments.keys), moments.queries):
-        part.copy_(group.sum(part.to(device)))
+    parts = moments.values, torch.view_as_real(moments.keys), moments.queries
+    for part, whole in zip(parts, added_up(group, device, *parts), strict=True):
+        part.copy_(whole)
 
 
 def _as_units(heads: Tensor, units: int) -> Tensor:

@@ -4,6 +4,9 @@
                          arXiv 2407.14679; ShortGPT, arXiv 2403.03853): one forward pass for all layers
     perplexity increase  exp(nll without layer l) - exp(nll): half a forward pass a layer
 
+Several processes, a `group`, may do the same, each with the batches dealt to it, of which it may have none: sums are
+added up over all.
+
 Legend: T tokens, D hidden size.
 """
 
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from kernels.losses.linear_cross_entropy import IGNORE_LABEL, linear_cross_entropy
 from model.attention import PackedAttention
+from model.collectives import ALONE, Group
 from model.transformer import Transformer
 
 
@@ -32,10 +36,10 @@ class PackedBatch(Protocol):
     def labels(self) -> Tensor: ...
 
 
-def block_influence(model: Transformer, batches: Sequence[PackedBatch]) -> list[float]:
+def block_influence(model: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE) -> list[float]:
     """How much each layer turns the residual stream: 0 leaves it as it is, 2 reverses it."""
     num_layers = model.config.num_layers
-    cosines, tokens = torch.zeros(num_layers, dtype=torch.float64), 0
+    cosines, tokens = torch.zeros(num_layers, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for batch in batches:
         trace = _trace(model, batch)
         streams = [_stream(*parts).float() for parts in trace.inputs]
@@ -43,14 +47,20 @@ def block_influence(model: Transformer, batches: Sequence[PackedBatch]) -> list[
             similarity = torch.cosine_similarity(streams[number], streams[number + 1], dim=-1)
             cosines[number] += similarity.sum().double().cpu()
         tokens += len(batch.tokens)
-    return [1 - cosine / tokens for cosine in cosines.tolist()]
+    cosines, tokens = added_up(group, model.device, cosines, tokens)
+    return (1 - cosines / tokens).tolist()
+
+
+def added_up(group: Group, device: torch.device, *sums: Tensor) -> list[Tensor]:
+    """What the processes of a group, each on its device, have found of their batches; on the CPU."""
+    return [group.sum(one.to(device)).cpu() for one in sums]
 
 
 @torch.no_grad()
-def perplexity_increase(model: Transformer, batches: Sequence[PackedBatch]) -> list[float]:
+def perplexity_increase(model: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE) -> list[float]:
     """How much the perplexity rises when each layer alone is left out."""
     num_layers = model.config.num_layers
-    totals, labels = torch.zeros(num_layers + 1, dtype=torch.float64), 0
+    totals, labels = torch.zeros(num_layers + 1, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for batch in batches:
         trace, wanted = _trace(model, batch), batch.labels.to(model.device)
         # Without layer n, its input goes straight to layer n + 1; the layers before it need not run again.
@@ -59,7 +69,8 @@ def perplexity_increase(model: Transformer, batches: Sequence[PackedBatch]) -> l
             loss = linear_cross_entropy(hidden, model.head_weight, wanted, soft_cap=model.config.logit_soft_cap)
             totals[left_out] += loss.double().cpu()
         labels += int((wanted != IGNORE_LABEL).sum())
-    perplexities = (totals / max(labels, 1)).exp().tolist()
+    totals, labels = added_up(group, model.device, totals, labels)
+    perplexities = (totals / labels.clamp(min=1)).exp().tolist()
     return [perplexity - perplexities[-1] for perplexity in perplexities[:-1]]
 
 

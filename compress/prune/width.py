@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.prune.depth import PackedBatch
+from compress.prune.depth import PackedBatch, added_up
 from compress.residual_stream import ResidualStream, layers_of
+from model.collectives import ALONE, Group
 from model.config import ModelConfig
 from model.transformer import Transformer
 
@@ -72,8 +73,11 @@ class KeptWidth:
 
 
 @torch.no_grad()
-def width_importance(model: Transformer, batches: Sequence[PackedBatch]) -> WidthImportance:
-    """Measures everything in one pass. ValueError for a model with routers: each layer would see other tokens."""
+def width_importance(model: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE) -> WidthImportance:
+    """Measures everything in one pass. ValueError for a model with routers: each layer would see other tokens.
+
+    `group`: the processes that do the same, each with the batches dealt to it, of which it may have none.
+    """
     config = model.config
     if config.mixture_of_depths is not None:
         raise ValueError("a model with routers cannot be made narrower")
@@ -81,7 +85,7 @@ def width_importance(model: Transformer, batches: Sequence[PackedBatch]) -> Widt
     heads = torch.zeros(layers, config.num_query_heads * config.head_dim, dtype=torch.float64)
     neurons = torch.zeros(layers, config.intermediate_size, dtype=torch.float64)
     normed = torch.zeros(layers, 2, width, dtype=torch.float64)
-    powers, tokens = torch.zeros(2 * layers + 1, width, dtype=torch.float64), 0
+    powers, tokens = torch.zeros(2 * layers + 1, width, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for batch in batches:
         stream, starts = ResidualStream(model, batch), batch.cu_seqlens.tolist()
         for number, layer in enumerate(layers_of(model)):
@@ -93,6 +97,7 @@ def width_importance(model: Transformer, batches: Sequence[PackedBatch]) -> Widt
             normed[number] += torch.stack([_squared_means(read[name], starts) for name in (_NORMED, _MLP_NORMED)])
         powers[-1] += _relative_squares(stream.value)
         tokens += len(batch.tokens)
+    heads, neurons, normed, powers, tokens = added_up(group, model.device, heads, neurons, normed, powers, tokens)
     sizes = heads.unflatten(1, (config.num_query_heads, config.head_dim)).sum(-1)
     return WidthImportance(sizes.sqrt(), neurons.sqrt(), normed.sqrt().sum(1), powers / tokens)
 

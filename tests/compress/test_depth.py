@@ -1,5 +1,6 @@
 """Depth pruning: importance against its definition, and pruned models against models that skip the same layers."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from compress.prune.depth import block_influence, keep_layers, perplexity_increa
 from model.attention import PackedAttention
 from model.families.registry import FAMILIES
 from model.transformer import Transformer
+from tests.ranks import in_ranks
 from tests.tiny import full_logits, tiny_model
 
 TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -79,6 +81,15 @@ def test_perplexity_increase_is_that_of_the_model_without_the_layer(family: str)
     assert perplexity_increase(model, batches()) == pytest.approx(expected, rel=1e-3)
     untouched = tiny_model(family, seed=1, num_layers=4)
     assert torch.equal(hidden_of(model), hidden_of(untouched)), "measuring changed the model"
+
+
+@pytest.mark.parametrize("measure", [block_influence, perplexity_increase])
+def test_processes_with_a_part_of_the_text_each_measure_what_one_does(measure: Measure) -> None:
+    """One of the three has no text."""
+    model, text = tiny_model(seed=1, num_layers=4), batches()
+    one = measure(model, text)
+    for many in in_ranks(3, lambda group: measure(copy.deepcopy(model), text[group.index :: 3], group)):
+        assert many == pytest.approx(one, rel=1e-12)
 
 
 @pytest.mark.parametrize("measure", [block_influence, perplexity_increase])

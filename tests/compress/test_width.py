@@ -1,5 +1,6 @@
 """Width pruning against transformers: importances from its own hooks, and models that it opens or masks itself."""
 
+import copy
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from compress.prune.width import KeptWidth, WidthImportance, keep_width, prune_w
 from model.config import ConfigError
 from model.files.checkpoint import load_model, save_model
 from model.transformer import Transformer
-from tests.compress.test_depth import PackedText
+from tests.compress.test_depth import PackedText, batches
 from tests.model.test_families import TOKENS, their_logits, their_model
+from tests.ranks import in_ranks
 from tests.tiny import full_logits, tiny_config, tiny_model
 
 STARTS = [0, 17, 48]
@@ -112,6 +114,15 @@ def opened(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def test_processes_with_a_part_of_the_text_each_measure_what_one_does() -> None:
+    """One of the three has no text."""
+    model = tiny_model()
+    one = width_importance(model, batches())
+    for many in in_ranks(3, lambda group: width_importance(copy.deepcopy(model), batches()[group.index :: 3], group)):
+        for found, expected in zip(many, one, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(("family", "cut"), [*product(FAMILIES, list(CUTS)[:4]), ("llama-tied", "odd")])

@@ -78,28 +78,32 @@ def _narrow(whole: ModelConfig, shape: Shape) -> ModelConfig:
 
 
 def measure_importance(stage: Stage, whole: ModelConfig) -> Importance:
-    """What the main process measures once, in every process; nothing where nothing leaves."""
+    """What all processes measure together once, and the main one keeps; nothing where nothing leaves."""
     shapes, path = stage.config.student.shapes, stage.context.folder / IMPORTANCE_NAME
     fewer_layers = any((shape.layers or whole.num_layers) < whole.num_layers for shape in shapes)
     narrower = any(shape.is_narrow for shape in shapes)
     if not fewer_layers and not narrower:
         return {}
-    if stage.context.processes.is_main and not path.exists():
-        write_tensors(path, _measure(stage, fewer_layers=fewer_layers, narrower=narrower))
-    stage.context.processes.wait()
+    processes = stage.context.processes
+    if processes.agree(int(not path.exists())):
+        found = _measure(stage, fewer_layers=fewer_layers, narrower=narrower)
+        if processes.is_main:
+            write_tensors(path, found)
+    processes.wait()
     return load_file(path)
 
 
 def _measure(stage: Stage, *, fewer_layers: bool, narrower: bool) -> dict[str, Tensor]:
-    student, found = stage.config.student, {}
-    origin, text = load_published(stage.context.model(student.origin)), stage.training_text(student.importance_tokens)
+    student, processes, found = stage.config.student, stage.context.processes, {}
+    origin = load_published(stage.context.model(student.origin))
+    text, group = processes.dealt(stage.training_text(student.importance_tokens)), processes.group
     if fewer_layers:
         log.info("measuring the importance of layers by %s", student.importance)
         measure = block_influence if student.importance == "block_influence" else perplexity_increase
-        found["layers"] = torch.tensor(measure(origin, text), dtype=torch.float64)
+        found["layers"] = torch.tensor(measure(origin, text, group), dtype=torch.float64)
     if narrower:
         log.info("measuring the importance of heads, neurons and channels")
-        found |= width_importance(origin, text)._asdict()
+        found |= width_importance(origin, text, group)._asdict()
     return found
 
 
