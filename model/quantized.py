@@ -62,7 +62,7 @@ class QuantizedLayer(nn.Module):
             return self._packing.unpack(self.packed)[0]  # type: ignore[union-attr]
         if self._prepared is None:
             self._prepared = self.format.prepare(self._weight)
-            self._weight = self.format.release(self._weight)
+            self._weight = self.format.release(self._weight, self._prepared)
         return self._prepared
 
     @property

@@ -22,6 +22,7 @@ from kernels.linear._skinny_cpu import (
     takes_rows,
 )
 from kernels.linear._tiles_cpu import has_tiles, tiled_product
+from kernels.linear._turned_cpu import TurnedWeight
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -44,8 +45,8 @@ _PACKED_GROUPS = (32, 64, 128, 256)
 class CpuWeight:
     """A quantized matrix as `prepare_for_cpu` returns it."""
 
-    held: QuantizedWeight
-    skinny: SkinnyWeight[QuantizedWeight] | None = None
+    held: QuantizedWeight | TurnedWeight
+    skinny: SkinnyWeight[QuantizedWeight | TurnedWeight] | None = None
     """As `_skinny_cpu` takes it; None if it does not."""
     packed: Tensor | None = None
     """As torch's packed product wants it; None if there is no such product, or no need."""

@@ -35,12 +35,12 @@ typedef struct {
     int32_t *offsets;     /* [K / span, T]: what symmetric sums begin with */
 } Rows;
 
-/* A span of OUTPUTS rows of W as unsigned bytes, four of every row in a register. */
-INLINE void decode(const Kind kind, const uint8_t *codes, int64_t stride, __m512i *out) {
+/* A span of OUTPUTS rows of W, from byte `at` of each on, as unsigned bytes, four of every row in a register. */
+INLINE void decode(const Kind kind, const Weight *w, const uint8_t *block, int64_t at, __m512i *out) {
     const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
     UNROLLED(int i = 0; i < kind.span / 4; i += kind.has_four_bits ? 8 : 4) {
         __m512i fours[4];
-        transpose(codes + (kind.has_four_bits ? 2 * i : 4 * i), stride, PIECE, fours);
+        read_codes(w, block, at + (kind.has_four_bits ? 2 * i : 4 * i), fours);
         UNROLLED(int j = 0; j < 4; j++) {
             if (!kind.has_four_bits) {
                 out[i + j] = _mm512_xor_si512(fours[j], sign);
@@ -96,16 +96,16 @@ INLINE void fetch_numbers(const Weight *w, const void *numbers, int64_t n) {
 /* All rows of x times OUTPUTS of W, whose codes, scales and shifts [G, OUTPUTS] these are, added to y [T, OUTPUTS]. */
 INLINE void multiply(const Kind kind, const Weight *w, const uint8_t *codes, const float *scales, const float *shifts,
                      const Rows *x, float *y) {
-    int64_t stride = bytes_of(w->format, w->k), at = 0, step = bytes_of(w->format, kind.span);
-    const uint8_t *next = codes + AHEAD * stride;
-    for (int64_t k = 0; k < w->k; k += kind.span, at += x->rows, codes += step) {
+    int64_t at = 0, step = bytes_of(w->format, kind.span), byte = 0;
+    const uint8_t *next = codes + AHEAD * bytes_of(w->format, w->k);
+    for (int64_t k = 0; k < w->k; k += kind.span, at += x->rows, byte += step) {
         __m512i weights[MOST_SPAN / 4];
         int64_t group = k / w->group * OUTPUTS, t = 0;
         __m512 scale = _mm512_loadu_ps(scales + group);
         __m512 shift = kind.has_shifts ? _mm512_loadu_ps(shifts + group) : _mm512_setzero_ps();
         fetch(next, OUTPUTS * step);
         next += OUTPUTS * step;
-        decode(kind, codes, stride, weights);
+        decode(kind, w, codes, byte, weights);
         for (; t + TOKENS <= x->rows; t += TOKENS)
             multiply_span(kind, TOKENS, weights, scale, shift, x, at + t, y + t * OUTPUTS);
         for (; t + 4 <= x->rows; t += 4) multiply_span(kind, 4, weights, scale, shift, x, at + t, y + t * OUTPUTS);

@@ -14,6 +14,7 @@ from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import AVX2, DTYPES, NEEDS
 from kernels.common.processor import Needs, processor_features, suits
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
+from kernels.linear._turned_cpu import TurnedWeight
 from kernels.linear.quantization import Int8Weight, IntegerWeight
 
 _SOURCES: dict[str, Needs] = {
@@ -27,6 +28,7 @@ _BLOCK, _SPAN = 32, 64
 def takes(weight: SkinnyWeight | None, group: int) -> bool:
     """Whether rows of which `group` neighbours share a scale are multiplied here as integers."""
     held = None if weight is None else weight.held
+    held = held.rest if isinstance(held, TurnedWeight) else held
     if not isinstance(held, IntegerWeight) or (isinstance(held, Int8Weight) and held.minima is not None):
         return False
     fits = held.group == _BLOCK or not held.group % _SPAN

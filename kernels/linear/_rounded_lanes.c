@@ -183,9 +183,9 @@ INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, 
 
 /* The same of any format. */
 INLINE void multiply_any(const Weight *all, const char *x, int dtype, char *y, int64_t rows, int64_t n) {
-    int8_t codes[widened_bytes(all, LANES)];
+    _Alignas(4) int8_t codes[rows_bytes(all, LANES)];
     Weight bytes;
-    const Weight *w = in_bytes(all, n, LANES, codes, &bytes);
+    const Weight *w = in_rows(all, n, LANES, codes, &bytes);
     if (w->format == INT8)
         multiply_outputs(1, w, x, dtype, y, rows, n);
     else

@@ -124,9 +124,9 @@ INLINE void columns_of(int format, const Weight *w, int64_t n, const uint16_t *x
 
 /* The same of any format. */
 INLINE void columns(const Weight *all, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows, int64_t tokens) {
-    int8_t codes[widened_bytes(all, outputs_of(tokens))];
+    _Alignas(4) int8_t codes[rows_bytes(all, outputs_of(tokens))];
     Weight bytes;
-    const Weight *w = in_bytes(all, n, outputs_of(tokens), codes, &bytes);
+    const Weight *w = in_rows(all, n, outputs_of(tokens), codes, &bytes);
     switch (format_of(w)) {
     case NF4: columns_of(NF4, w, n, x, y, rows, tokens); break;
     case INT4: columns_of(INT4, w, n, x, y, rows, tokens); break;
@@ -165,9 +165,9 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
 }
 
 INLINE void expand_row(const Weight *all, int64_t n, uint16_t *row) {
-    int8_t codes[widened_bytes(all, 1)];
+    _Alignas(4) int8_t codes[rows_bytes(all, 1)];
     Weight bytes;
-    const Weight *w = in_bytes(all, n, 1, codes, &bytes);
+    const Weight *w = in_rows(all, n, 1, codes, &bytes);
     switch (format_of(w)) {
     case NF4: decode_row(NF4, w, n, 0, w->k, 1, row, STEP, 0); break;
     case INT4: decode_row(INT4, w, n, 0, w->k, 1, row, STEP, 0); break;

@@ -1,12 +1,14 @@
 """Products of a few rows with a weight, and its rows expanded, where C compiles that suits the processor.
 
-    bf16 rows    `_skinny.c`        AVX-512 BF16 and VBMI     quantized weights
-    fp32 rows    `_skinny_wide.c`   AVX2, FMA, F16C; or NEON  quantized weights, or numbers in bf16
-                 `_skinny_outputs.c`   AVX-512 (F, BW, VL)    all of these but FP8
+    bf16 rows    `_skinny.c`          AVX-512 BF16 and VBMI     quantized weights
+                 `_skinny_pairs.c`    AVX-512 BF16              turned weights (`_turned_cpu`), any number of rows
+    fp32 rows    `_skinny_wide.c`     AVX2, FMA, F16C; or NEON  quantized weights, or numbers in bf16
+                 `_skinny_outputs.c`  AVX-512 (F, BW, VL)       all of these but FP8
 
 (With AMX `_tiles_cpu` multiplies all but single rows in bf16.)
 
-The weight is read as it is stored, so preparing it copies nothing, and W is `dequantize` in the dtype of x to the bit.
+A weight that is not turned is read as it is stored, so preparing it copies nothing. W is `dequantize` in the dtype of x
+to the bit; of turned weights, beside up to 32 rows in bf16, in fp32.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -24,8 +26,10 @@ from torch import Tensor
 
 from kernels.common.compiled_by_one_cpu import compiled_by_one
 from kernels.common.cpu_graph import call
-from kernels.common.floats_cpu import AVX2, NEEDS
+from kernels.common.floats_cpu import AVX2, NEEDS, multiplies_tiles
 from kernels.common.processor import Needs, processor_features
+from kernels.linear import _turned_cpu
+from kernels.linear._turned_cpu import TurnedWeight, turned
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -39,7 +43,7 @@ from kernels.linear.quantization import (
 
 _FORMATS = (NF4Weight, Int4Weight, Int6Weight, Int8Weight, Fp8Weight, Tensor)
 _INT4_FROM_MINIMA = len(_FORMATS)
-Held = TypeVar("Held", bound=QuantizedWeight | Tensor)
+Held = TypeVar("Held", bound=QuantizedWeight | TurnedWeight | Tensor)
 _MOST_ROWS, _MOST_ROWS_BY_OUTPUTS = 32, 128
 """Measured with `python -m bench.kernels.decode`: with more rows `linear_in_blocks` costs less."""
 BLOCK_ELEMENTS_IN_C = 1 << 21
@@ -52,7 +56,7 @@ class WeightAddress(ctypes.Structure):
     """`Weight` of weights.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("format", "n", "k", "group", "is_half")),
+        *((name, ctypes.c_int64) for name in ("format", "n", "k", "group", "is_half", "is_turned")),
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "minima")),
     )
 
@@ -90,6 +94,7 @@ _SOURCES = {torch.bfloat16: _Source("_skinny.c", (NEEDS_BF16,)), torch.float32: 
 NEEDS_OUTPUTS = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
 _OUTPUTS = _Source("_skinny_outputs.c", (NEEDS_OUTPUTS,))
 """Where it runs it is faster for fp32 rows, but not for weights in FP8."""
+_PAIRS = _Source("_skinny_pairs.c", (AVX2 | _turned_cpu.NEEDS,))
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -97,7 +102,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     return dtype in _SOURCES and _library(dtype) is not None
 
 
-def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight[QuantizedWeight] | None:
+def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight[QuantizedWeight | TurnedWeight] | None:
     """None where the weight's shape or the machine does not fit. NF4 must not be doubly quantized."""
     k = weight.shape[1]
     step = NF4_BLOCK if isinstance(weight, NF4Weight) else _STEP
@@ -107,7 +112,9 @@ def prepare_skinny(weight: QuantizedWeight) -> SkinnyWeight[QuantizedWeight] | N
         return None
     fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
     whole: dict[str, Any] = {name: field.contiguous() for name, field in fields.items() if isinstance(field, Tensor)}
-    held = replace(weight, **whole)
+    held: QuantizedWeight | TurnedWeight = replace(weight, **whole)
+    if isinstance(held, IntegerWeight) and _library_of_pairs() is not None:
+        held = turned(held)
     return SkinnyWeight(held, _address(held))
 
 
@@ -163,13 +170,16 @@ def takes_rows(x: Tensor, weight: SkinnyWeight) -> bool:
     if not multiplies(x.dtype):
         return False
     library = product_library(x.dtype, weight)
-    return x.shape[0] <= (_MOST_ROWS if library is _library(x.dtype) else _MOST_ROWS_BY_OUTPUTS)
+    if library is _library(x.dtype):
+        return x.shape[0] <= _MOST_ROWS
+    return library is _library_of_pairs() or x.shape[0] <= _MOST_ROWS_BY_OUTPUTS
 
 
 def product_library(dtype: torch.dtype, weight: SkinnyWeight) -> Any:
     """The C form that multiplies rows in this dtype with a weight fastest."""
-    by_outputs = dtype == torch.float32 and not isinstance(weight.held, Fp8Weight) and _library_of_outputs()
-    return by_outputs or _library(dtype)
+    if dtype == torch.bfloat16:
+        return _library_of_pairs() if isinstance(weight.held, TurnedWeight) else _library(dtype)
+    return (not isinstance(weight.held, Fp8Weight) and _library_of_outputs()) or _library(dtype)
 
 
 @cache
@@ -184,6 +194,13 @@ def _library(dtype: torch.dtype) -> Any:
 @cache
 def _library_of_outputs() -> Any:
     return _library_with_products(_OUTPUTS) if processor_features() >= NEEDS_OUTPUTS else None
+
+
+@cache
+def _library_of_pairs() -> Any:
+    """None where weights are not turned."""
+    is_meant = processor_features() >= _turned_cpu.NEEDS and not multiplies_tiles()
+    return _library_with_products(_PAIRS) if is_meant else None
 
 
 def _library_with_products(source: _Source) -> Any:
@@ -208,12 +225,16 @@ def _scales(weight: QuantizedWeight) -> Tensor:
     return weight.absmax if isinstance(weight, NF4Weight) else weight.scales
 
 
-def _address(weight: QuantizedWeight | Tensor) -> WeightAddress:
+def _address(weight: QuantizedWeight | TurnedWeight | Tensor) -> WeightAddress:
     n, k = weight.shape
+    if isinstance(weight, TurnedWeight):
+        at = _address(weight.rest)
+        at.n, at.is_turned, at.codes = n, True, weight.panels.data_ptr()
+        return at
     if isinstance(weight, Tensor):
-        return WeightAddress(_FORMATS.index(Tensor), n, k, k, False, weight.data_ptr())
+        return WeightAddress(_FORMATS.index(Tensor), n, k, k, False, False, weight.data_ptr())
     group = NF4_BLOCK if isinstance(weight, NF4Weight) else getattr(weight, "group", k)
     scales, zeros, minima = _scales(weight), getattr(weight, "zeros", None), getattr(weight, "minima", None)
     format = _FORMATS.index(type(weight)) if minima is None else _INT4_FROM_MINIMA
-    at = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, scales, zeros, minima))
-    return WeightAddress(format, n, k, group, scales.dtype == torch.float16, *at)
+    places = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, scales, zeros, minima))
+    return WeightAddress(format, n, k, group, scales.dtype == torch.float16, False, *places)

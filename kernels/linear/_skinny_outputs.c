@@ -21,16 +21,16 @@ enum { CHUNK = 64, TOKENS = 8, BLOCK_ROWS = 64 };
 static const float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 static const float AROUND_ZERO[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
+/* Inputs whose codes are so many bytes. */
+INLINE int inputs_of(int format, const int bytes) {
+    return format == BFLOAT16 ? bytes / 2 : has_four_bits(format) ? 2 * bytes : bytes;
+}
+
 /* INT8 in groups of 16 is as INT8 here: no piece of 16 bytes has two groups. */
 INLINE int format_of(const Weight *w) { return w->format == INT4 && w->zeros ? ASYMMETRIC : w->format; }
 
 /* Whether something is added to the codes of a group, or subtracted from them. */
 INLINE int has_shifts(int format) { return format == INT4_FROM_MINIMA || format == ASYMMETRIC; }
-
-/* Inputs whose codes are so many bytes. */
-INLINE int inputs_of(int format, const int bytes) {
-    return format == BFLOAT16 ? bytes / 2 : has_four_bits(format) ? 2 * bytes : bytes;
-}
 
 /* The number that a code of four bits stands for, which is the lowest of each lane: a look-up reads no more of it. */
 INLINE __m512 value_of_4bit(int format, __m512i codes, __m512 scale, __m512 shift) {
@@ -60,8 +60,8 @@ INLINE __m512 value_at(int format, __m512i codes, const int i, __m512 scale, __m
 
 /* OUTPUTS rows of W from n on. */
 typedef struct {
+    const Weight *weight;
     const uint8_t *codes;
-    int64_t stride, group;        /* bytes from row to row; inputs that share a scale */
     const float *scales, *shifts; /* [G, OUTPUTS]: what codes are multiplied by, and what is added or subtracted */
 } Block;
 
@@ -69,17 +69,22 @@ typedef struct {
    even and odd ones. */
 INLINE void decode(int format, const Block *w, int64_t start, int64_t stop, float *weights, const float *x, __m512 *sums) {
     const int step = inputs_of(format, PIECE), each = inputs_of(format, 4);
-    const uint8_t *from = w->codes + bytes_of(format, start), *next = from + OUTPUTS * w->stride;
-    for (int64_t k = start; k < stop; k += step, from += PIECE) {
+    const int is_turned = w->weight->is_turned;
+    int64_t at = bytes_of(format, start), stride = bytes_of(format, w->weight->k), group = w->weight->group;
+    const uint8_t *next = w->codes + OUTPUTS * stride + (is_turned ? OUTPUTS * at : at);
+    for (int64_t k = start; k < stop; k += step, at += PIECE) {
         __m512 scale = _mm512_setzero_ps(), shift = _mm512_setzero_ps();
-        if (format != BFLOAT16) scale = _mm512_loadu_ps(w->scales + k / w->group * OUTPUTS);
-        if (has_shifts(format)) shift = _mm512_loadu_ps(w->shifts + k / w->group * OUTPUTS);
+        if (format != BFLOAT16) scale = _mm512_loadu_ps(w->scales + k / group * OUTPUTS);
+        if (has_shifts(format)) shift = _mm512_loadu_ps(w->shifts + k / group * OUTPUTS);
         /* The same lines of the next outputs, a quarter of them now: the processor's own prefetch ends with a page. */
-        UNROLLED(int i = 0; i < OUTPUTS / 4; i++)
-            _mm_prefetch(next + (i + k / step % 4 * OUTPUTS / 4) * w->stride, _MM_HINT_T1);
-        next += PIECE;
+        if (is_turned)
+            UNROLLED(int i = 0; i < OUTPUTS * PIECE; i += CACHE_LINE) _mm_prefetch(next + i, _MM_HINT_T1);
+        else
+            UNROLLED(int i = 0; i < OUTPUTS / 4; i++)
+                _mm_prefetch(next + (i + k / step % 4 * OUTPUTS / 4) * stride, _MM_HINT_T1);
+        next += is_turned ? OUTPUTS * PIECE : PIECE;
         __m512i fours[4];
-        transpose(from, w->stride, PIECE, fours);
+        read_codes(w->weight, w->codes, at, fours);
         UNROLLED(int i = 0; i < 4; i++) {
             if (format == INT8) fours[i] = _mm512_xor_si512(fours[i], _mm512_set1_epi8(-128));
             UNROLLED(int j = 0; j < each; j++) {
@@ -161,7 +166,7 @@ INLINE void multiply_outputs(int format, const Weight *w, int64_t n, const float
                              int64_t y_stride, int64_t rows, int64_t count) {
     int64_t constants = format == BFLOAT16 ? 1 : groups_of(w) * OUTPUTS, stride = bytes_of(w->format, w->k);
     ALIGNED float scales[constants], shifts[has_shifts(format) ? constants : 1], sums[BLOCK_ROWS * OUTPUTS];
-    Block block = {w->codes + n * stride, stride, w->group, scales, shifts};
+    Block block = {w, w->codes + n * stride, scales, shifts};
     constants_by_lanes(format, w, n, scales, shifts);
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
         int64_t most = smaller(BLOCK_ROWS, rows - first);

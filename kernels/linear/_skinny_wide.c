@@ -186,9 +186,9 @@ INLINE int format_of(const Weight *w) { return w->format == INT4 && w->zeros ? A
 
 /* The same of any format. */
 INLINE void multiply(const Weight *all, const float *x, float *y, int64_t rows, int64_t n, int64_t step) {
-    int8_t codes[widened_bytes(all, step)];
+    _Alignas(4) int8_t codes[rows_bytes(all, step)];
     Weight bytes;
-    const Weight *w = in_bytes(all, n, step, codes, &bytes);
+    const Weight *w = in_rows(all, n, step, codes, &bytes);
     switch (format_of(w)) {
     case NF4: multiply_by(NF4, w, x, y, rows, n, step); break;
     case INT4: multiply_by(INT4, w, x, y, rows, n, step); break;
@@ -238,9 +238,9 @@ INLINE void expand_row_of(int format, const Weight *w, int64_t n, float *out) {
 }
 
 INLINE void expand_row(const Weight *all, int64_t n, float *row) {
-    int8_t codes[widened_bytes(all, 1)];
+    _Alignas(4) int8_t codes[rows_bytes(all, 1)];
     Weight bytes;
-    const Weight *w = in_bytes(all, n, 1, codes, &bytes);
+    const Weight *w = in_rows(all, n, 1, codes, &bytes);
     switch (format_of(w)) {
     case NF4: expand_row_of(NF4, w, n, row); break;
     case INT4: expand_row_of(INT4, w, n, row); break;

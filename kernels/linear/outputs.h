@@ -10,7 +10,7 @@
 
 #include "weights.h"
 
-enum { OUTPUTS = 16, PIECE = 16, CACHE_LINE = 64 };
+enum { OUTPUTS = TURNED, PIECE = 16, CACHE_LINE = 64 };
 #define ALIGNED __attribute__((aligned(CACHE_LINE)))
 
 INLINE int64_t groups_of(const Weight *w) { return (w->k + w->group - 1) / w->group; }
@@ -35,6 +35,15 @@ INLINE void transpose(const uint8_t *from, int64_t stride, int64_t count, __m512
         __m512i low = pairs[i / 2], high = pairs[i / 2 + 2]; /* of rows */
         out[i] = i % 2 ? _mm512_unpackhi_epi64(low, high) : _mm512_unpacklo_epi64(low, high);
     }
+}
+
+/* PIECE bytes of each of OUTPUTS rows of codes, from byte `at` of a row on; `block` is where the codes of the rows begin. */
+INLINE void read_codes(const Weight *w, const uint8_t *block, int64_t at, __m512i *out) {
+    if (!w->is_turned) {
+        transpose(block + at, bytes_of(w->format, w->k), PIECE, out);
+        return;
+    }
+    UNROLLED(int i = 0; i < 4; i++) out[i] = _mm512_loadu_si512(block + OUTPUTS * (at + 4 * i));
 }
 
 /* Numbers [OUTPUTS, G] of fp32, fp16 or bytes, which have so many bytes, as fp32 [G, OUTPUTS]. */
@@ -72,7 +81,8 @@ static Weight last_outputs(const Weight *w, char *memory) {
     Weight last = *w;
     last.scales = copied(w->scales, n, count, numbers, &memory);
     last.minima = copied(w->minima, n, count, numbers, &memory);
-    last.codes = copied(w->codes, n, count, bytes_of(w->format, w->k), &memory);
+    last.codes = w->is_turned ? w->codes + n * bytes_of(w->format, w->k) /* whole, and zero beyond the end */
+                              : copied(w->codes, n, count, bytes_of(w->format, w->k), &memory);
     last.zeros = copied(w->zeros, n, count, groups_of(w), &memory);
     return last;
 }

@@ -25,7 +25,14 @@ from kernels.linear.quantization import (
     quantize_integers,
     stack_integers,
 )
-from kernels.linear.quantized import TiledWeight, expand, prepare_quantized_weight, quantized_linear, stored_codes
+from kernels.linear.quantized import (
+    TiledWeight,
+    expand,
+    prepare_quantized_weight,
+    quantized_linear,
+    shares_codes,
+    stored_codes,
+)
 from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.linear.rounded import Rounding, rounded_linear
@@ -165,8 +172,8 @@ class WeightFormat(ServingForm[W]):
     def prepare(self, weight: W) -> Any:
         return weight
 
-    def release(self, weight: W) -> W:
-        """The weight, once prepared, without what the prepared one holds too."""
+    def release(self, weight: W, prepared: Any) -> W:
+        """The weight without what the prepared one holds too."""
         return weight
 
     def restore(self, weight: W, prepared: Any) -> W:
@@ -242,7 +249,7 @@ class WeightFormat(ServingForm[W]):
 
 
 class KernelFormat(WeightFormat[W]):
-    """A format that `kernels.linear.quantized` multiplies with. On a GPU only the repacked codes are kept."""
+    """A format that `kernels.linear.quantized` multiplies with. Where codes are repacked only those are kept."""
 
     rounding: Rounding | None = None
     """How activations are rounded before they are multiplied; None: not at all."""
@@ -260,8 +267,10 @@ class KernelFormat(WeightFormat[W]):
     def prepare(self, weight: W) -> Any:
         return prepare_quantized_weight(weight)
 
-    def release(self, weight: W) -> W:
-        return dataclasses.replace(weight, codes=weight.codes.new_empty(0)) if weight.codes.is_cuda else weight
+    def release(self, weight: W, prepared: Any) -> W:
+        if shares_codes(prepared):
+            return weight
+        return dataclasses.replace(weight, codes=weight.codes.new_empty(0, *weight.codes.shape[1:]))
 
     def restore(self, weight: W, prepared: Any) -> W:
         return weight if weight.codes.numel() else dataclasses.replace(weight, codes=stored_codes(prepared))

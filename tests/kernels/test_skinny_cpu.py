@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kernels.linear._skinny_cpu as products
 from kernels.linear._skinny_cpu import SkinnyWeight, expanded_rows, multiplies, prepare_skinny, skinny_product
+from kernels.linear._turned_cpu import TurnedWeight
 from kernels.linear.quantization import (
     Fp8Weight,
     Int8Weight,
@@ -21,7 +22,7 @@ from kernels.linear.quantization import (
     quantize_int8,
     quantize_nf4,
 )
-from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, shares_codes
 from tests.compare import check_close
 from tests.kernels.integers import from_minima, in_halves
 
@@ -83,13 +84,13 @@ def test_rows_are_the_dequantized_ones_to_the_bit(quantize: Quantize, shape: tup
 @EACH
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 65])
 def test_products_of_any_number_of_rows(quantize: Quantize, n: int, dtype: torch.dtype) -> None:
-    """Each row alone against fp64, and the same bits whatever rows are beside it."""
+    """Each row alone against fp64, and the same bits whatever up to 32 rows are beside it."""
     weight = with_random_codes(quantize(torch.randn(n, 320)))
     x = torch.randn(33, 320).to(dtype)
     expected = x.double() @ weight.dequantize(torch.float64).t()
-    every = skinny_product(x, prepared(weight))
-    check_close(every, expected)
-    for rows in range(33):
+    check_close(skinny_product(x, prepared(weight)), expected)
+    every = skinny_product(x[:32], prepared(weight))
+    for rows in range(32):
         y = skinny_product(x[:rows], prepared(weight))
         assert y.shape == (rows, n) and torch.equal(y, every[:rows])
 
@@ -134,12 +135,40 @@ def test_the_largest_scales() -> None:
             assert torch.equal(expanded_rows(prepared(weight), dtype, slice(0, 1)), weight.dequantize(dtype))
 
 
+TURNED = {name: make for name, make in QUANTIZERS.items() if name.startswith("int")}
+turns = pytest.mark.skipif(products._library_of_pairs() is None, reason="weights are turned only for AVX-512 BF16")
+
+
+@turns
+@pytest.mark.parametrize("quantize", TURNED.values(), ids=TURNED)
+@pytest.mark.parametrize("shape", [(64, 256), (7, 64), (1, 192), (130, 1088)], ids=str)
+def test_turned_weights_are_the_same_numbers(quantize: Quantize, shape: tuple[int, int]) -> None:
+    weight = with_random_codes(quantize(torch.randn(shape)))
+    held = prepared(weight).held
+    assert isinstance(held, TurnedWeight) and held.shape == weight.shape
+    assert torch.equal(held.codes, weight.codes) and held.codes.dtype == weight.codes.dtype
+    for rows in (slice(None), slice(shape[0] // 3, shape[0] // 2), torch.tensor([shape[0] - 1, 0, 0])):
+        assert torch.equal(held.dequantize(torch.bfloat16, rows), weight.dequantize(torch.bfloat16, rows))
+
+
+@turns
+@pytest.mark.parametrize("quantize", TURNED.values(), ids=TURNED)
+@pytest.mark.parametrize("n", [1, 49, 200])
+def test_many_rows_of_bf16_are_multiplied_with_a_weight_in_bf16(quantize: Quantize, n: int) -> None:
+    """The products of chunks of rows, in fp32."""
+    weight, x = with_random_codes(quantize(torch.randn(n, 320))), torch.randn(300, 320).bfloat16()
+    y, expected = skinny_product(x, prepared(weight)), x.double() @ weight.dequantize(torch.bfloat16).double().t()
+    check_close(y, expected)
+    for rows in (33, 40, 257):
+        assert torch.equal(skinny_product(x[:rows], prepared(weight)), y[:rows])
+
+
 @ALL
 @EACH
-def test_prepared_weights_share_the_codes_and_are_copied_whole(quantize: Quantize, dtype: torch.dtype) -> None:
+def test_codes_are_held_once_and_prepared_weights_are_copied_whole(quantize: Quantize, dtype: torch.dtype) -> None:
     weight, x = quantize(torch.randn(32, 128)), torch.randn(3, 128).to(dtype)
     ready = prepare_quantized_weight(weight)
-    assert ready.held.codes.data_ptr() == weight.codes.data_ptr() and ready.packed is None
+    assert ready.packed is None and shares_codes(ready) == (ready.held.codes.data_ptr() == weight.codes.data_ptr())
     other, expected = copy.deepcopy(ready), quantized_linear(x, ready)
     weight.codes.view(torch.uint8).zero_()
     assert torch.equal(quantized_linear(x, other), expected)

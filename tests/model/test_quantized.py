@@ -105,6 +105,16 @@ def test_weights_in_tiles_are_packed_too(shape: tuple[int, int]) -> None:
     assert tiled.tile == held[0].tile and tiled.arrived.data_ptr() % 64 == packing.pack(held).data_ptr() % 64
 
 
+@pytest.mark.parametrize("format", [Int4(32, symmetric=False), Int8()], ids=lambda format: format.title)
+def test_a_layer_holds_its_codes_once(format: Any) -> None:
+    """As files have them, or turned."""
+    weight = format.quantize(torch.randn(48, 128))
+    layer, stored = QuantizedLinear(weight, format), weight.codes.clone()
+    layer(torch.randn(3, 128))
+    assert len(layer._weight.codes) == 0 or layer._weight.codes is layer._prepared.held.codes
+    assert torch.equal(layer.weight.codes, stored) and torch.equal(layer.weight.dequantize(), weight.dequantize())
+
+
 @pytest.mark.gpu
 def test_a_layer_moves_between_devices() -> None:
     weight = quantize_nf4(torch.randn(48, 128))
