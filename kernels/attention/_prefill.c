@@ -131,10 +131,7 @@ INLINE void copy_pair(const Batch *batch, const int64_t *slots, int64_t head, fl
         memcpy(k + i * batch->d / 2, key, sizeof(uint16_t) * batch->d);
         values[i] = slots[i] < 0 ? nothing : row_of(&batch->v, slots[i], head);
     }
-    for (int64_t c = 0; c < batch->d; c++) {
-        uint32_t pair = values[0][c] | (uint32_t)values[1][c] << 16;
-        memcpy(v + c, &pair, sizeof pair);
-    }
+    for (int64_t c = 0; c < batch->d; c += LANES) put_in_pairs(values[0] + c, values[1] + c, v + c);
 }
 
 /* Keys and values of KEYS positions; where no row of the task looks they are zero, whatever lies there. */
@@ -170,7 +167,8 @@ INLINE void score(
         Wide sums[STEP][PARTS] = {0};
         const float *key = task->k + j * words;
         for (int64_t c = 0; c < words; c++) {
-            const Wide *query = (const Wide *)(queries + c * ROWS);
+            Wide query[PARTS];
+            UNROLLED(int w = 0; w < PARTS; w++) query[w] = ((const Wide *)(queries + c * ROWS))[w];
             UNROLLED(int i = 0; i < STEP; i++)
                 UNROLLED(int w = 0; w < PARTS; w++)
                     sums[i][w] = plus_product(in_pairs, sums[i][w], query[w], key[i * words + c]);

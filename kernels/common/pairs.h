@@ -28,12 +28,20 @@ INLINE Wide paired(Wide first, Wide second) {
     return (Wide)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), halves);
 }
 
+/* Of 8 neighbours each: the first of either, the second, and so on. */
+INLINE void put_in_pairs(const uint16_t *first, const uint16_t *second, void *to) {
+    __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)first));
+    __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)second));
+    _mm256_storeu_si256(to, _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
+}
+
 #else
 
 enum { HAS_PAIRS = false };
 
 INLINE Wide plus_pairs(Wide sum, Wide a, float b) { return sum; }
 INLINE Wide paired(Wide first, Wide second) { return first; }
+INLINE void put_in_pairs(const uint16_t *first, const uint16_t *second, void *to) {}
 
 #endif
 
