@@ -66,6 +66,11 @@ def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
     return _packed_by_torch(weight) if taken is None else CpuWeight(taken.held, taken)
 
 
+def shares_codes(prepared: object) -> bool:
+    """Whether a prepared weight reads the codes that it was made of where they are."""
+    return isinstance(prepared, CpuWeight) and not isinstance(prepared.held, TurnedWeight)
+
+
 def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
     n, k = weight.shape
     # torch checks neither, and reads beyond the end of its tensors.

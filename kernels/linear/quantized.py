@@ -40,7 +40,6 @@ from kernels.linear._quantized_tiles import (
     tile_values,
     tile_weight,
 )
-from kernels.linear._turned_cpu import TurnedWeight
 from kernels.linear.lora import (
     AdapterOperands,
     LoraWeights,
@@ -243,11 +242,6 @@ def _expand_kernel(
 def prepare_quantized_weight(weight: QuantizedWeight) -> PreparedQuantizedWeight:
     """Repack a weight for the device on which it lies."""
     return tile_weight(weight) if runs_triton(weight.codes) else prepare_for_cpu(weight)
-
-
-def shares_codes(weight: PreparedQuantizedWeight) -> bool:
-    """Whether it reads the codes of the weight that was prepared where they are."""
-    return isinstance(weight, CpuWeight) and not isinstance(weight.held, TurnedWeight)
 
 
 def stored_codes(weight: PreparedQuantizedWeight) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from kernels.linear._quantized_cpu import shares_codes
 from kernels.linear.dense import linear
 from kernels.linear.lora import LoraWeights, Slots, lora_add
 from kernels.linear.quantization import (
@@ -25,14 +26,7 @@ from kernels.linear.quantization import (
     quantize_integers,
     stack_integers,
 )
-from kernels.linear.quantized import (
-    TiledWeight,
-    expand,
-    prepare_quantized_weight,
-    quantized_linear,
-    shares_codes,
-    stored_codes,
-)
+from kernels.linear.quantized import TiledWeight, expand, prepare_quantized_weight, quantized_linear, stored_codes
 from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.linear.rounded import Rounding, rounded_linear

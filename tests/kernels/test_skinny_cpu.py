@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels.linear._skinny_cpu as products
+from kernels.linear._quantized_cpu import shares_codes
 from kernels.linear._skinny_cpu import SkinnyWeight, expanded_rows, multiplies, prepare_skinny, skinny_product
 from kernels.linear._turned_cpu import TurnedWeight
 from kernels.linear.quantization import (
@@ -22,7 +23,7 @@ from kernels.linear.quantization import (
     quantize_int8,
     quantize_nf4,
 )
-from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, shares_codes
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
 from tests.kernels.integers import from_minima, in_halves
 
