@@ -158,7 +158,7 @@ static void multiply_kind(Kind kind, const Weight *all, const Rows *x, int64_t n
                           int64_t count) {
     ALIGNED int8_t codes[widened_bytes(all, OUTPUTS)];
     Weight bytes;
-    const Weight *w = in_bytes(all, n, OUTPUTS, codes, &bytes);
+    const Weight *w = outputs_in_bytes(all, n, codes, &bytes);
     if (kind.span == MOST_SPAN) {
         if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, MOST_SPAN}, w, x, n, dtype, y, stride, count);
         else if (kind.has_shifts) multiply_outputs((Kind){1, 1, MOST_SPAN}, w, x, n, dtype, y, stride, count);

@@ -185,7 +185,7 @@ INLINE void multiply_any(const Weight *all, int64_t n, const float *x, int64_t x
                          int64_t rows, int64_t count) {
     ALIGNED int8_t codes[widened_bytes(all, OUTPUTS)];
     Weight bytes;
-    const Weight *w = in_bytes(all, n, OUTPUTS, codes, &bytes);
+    const Weight *w = outputs_in_bytes(all, n, codes, &bytes);
     switch (format_of(w)) {
     case NF4: multiply_outputs(NF4, w, n, x, x_stride, y, y_stride, rows, count); break;
     case INT4: multiply_outputs(INT4, w, n, x, x_stride, y, y_stride, rows, count); break;

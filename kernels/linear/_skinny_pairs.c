@@ -9,8 +9,8 @@
        8 bits          in the highest bits of an integer they become a float of 2^24 times their code, whose lower half is
                        zero; so x is multiplied with 2^-24 first (below 2e-31 it becomes 0)
 
-   A span of inputs sums up to x * (offset + code), and  scale * (that - (offset + zero) * sum of x)  is added to y. For more
-   rows than DIRECT_ROWS a panel of W becomes `dequantize(torch.bfloat16)` in the cache, of eight bits times 2^24.
+   A span of inputs sums up to x * (offset + code), and  scale * (that - (offset + zero) * sum of x)  is added to y. For
+   more rows than DIRECT_ROWS a panel of W becomes `dequantize(torch.bfloat16)` in the cache, of eight bits times 2^24.
 
    Legend: T rows of x, N outputs, K inputs (a multiple of 32), G groups of a row of W.
 */
@@ -45,7 +45,7 @@ INLINE __m512i words_at(const uint8_t *codes, const int word) {
     return _mm512_loadu_si512(codes + word * OUTPUTS * sizeof(uint32_t));
 }
 
-/* A pair of every output of those that begin at `codes`: 128 more than their codes, or of eight bits 2^24 times as large. */
+/* A pair of every output of those that begin at `codes`: 128 more than their codes, of eight bits 2^24 times as large. */
 INLINE __m512i codes_at(const Kind kind, const uint8_t *codes, const int pair) {
     const __m512i fours = _mm512_set1_epi32(0x000f000f), twos = _mm512_set1_epi32(0x00300030);
     const __m512i exponent = _mm512_set1_epi32(0x43004300), high = _mm512_set1_epi32(0xff000000);
@@ -54,7 +54,8 @@ INLINE __m512i codes_at(const Kind kind, const uint8_t *codes, const int pair) {
         return _mm512_ternarylogic_epi32(_mm512_srli_epi32(words_at(codes, 0), 4 * pair), fours, exponent, and_then_or);
     if (kind.bits == 6) {
         const int four = pair / 2, byte = pair % 2 * 8, two = byte + four / 2 * 2 - 4; /* where the bits are wanted */
-        __m512i low = _mm512_srli_epi32(words_at(codes, four % 4), byte + four / 4 * 4), upper = words_at(codes, 4 + four % 2);
+        __m512i low = _mm512_srli_epi32(words_at(codes, four % 4), byte + four / 4 * 4);
+        __m512i upper = words_at(codes, 4 + four % 2);
         upper = two < 0 ? _mm512_slli_epi32(upper, -two) : _mm512_srli_epi32(upper, two);
         low = _mm512_ternarylogic_epi32(low, fours, exponent, and_then_or);
         return _mm512_ternarylogic_epi32(upper, twos, low, and_then_or);
@@ -62,12 +63,13 @@ INLINE __m512i codes_at(const Kind kind, const uint8_t *codes, const int pair) {
     __m512i words = words_at(codes, 0), first = _mm512_slli_epi32(words, pair ? 16 : 24);
     __m512i second = pair ? words : _mm512_slli_epi32(words, 8);
     if (pair) first = _mm512_and_si512(first, high);
-    __m512i halves[2] = {(__m512i)_mm512_cvtepi32_ps(first), (__m512i)_mm512_cvtepi32_ps(_mm512_and_si512(second, high))};
-    return _mm512_or_si512(_mm512_srli_epi32(halves[0], 16), halves[1]);
+    first = (__m512i)_mm512_cvtepi32_ps(first);
+    second = (__m512i)_mm512_cvtepi32_ps(_mm512_and_si512(second, high));
+    return _mm512_or_si512(_mm512_srli_epi32(first, 16), second);
 }
 
-/* STEP numbers of x as words that are the pairs of a weight's words: inputs 0 and 4, 1 and 5, … of each eight, or of six and
-   eight bits 0 and 2, 1 and 3 of each four. */
+/* STEP numbers of x as words that are the pairs of a weight's words: inputs 0 and 4, 1 and 5, … of each eight, or of six
+   and eight bits 0 and 2, 1 and 3 of each four. */
 INLINE __m512i paired_inputs(const int bits, __m512i x) {
     if (bits == 4) return _mm512_unpacklo_epi16(x, _mm512_shuffle_epi32(x, _MM_PERM_DCDC));
     if (bits == 8) {

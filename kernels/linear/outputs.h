@@ -37,7 +37,7 @@ INLINE void transpose(const uint8_t *from, int64_t stride, int64_t count, __m512
     }
 }
 
-/* PIECE bytes of each of OUTPUTS rows of codes, from byte `at` of a row on; `block` is where the codes of the rows begin. */
+/* PIECE bytes of each of OUTPUTS rows of codes, from byte `at` of a row on; their codes begin at `block`. */
 INLINE void read_codes(const Weight *w, const uint8_t *block, int64_t at, __m512i *out) {
     if (!w->is_turned) {
         transpose(block + at, bytes_of(w->format, w->k), PIECE, out);
@@ -66,6 +66,39 @@ INLINE void by_lanes(const uint8_t *from, int64_t groups, const int size, float 
 INLINE void numbers_by_lanes(const Weight *w, const void *numbers, int64_t n, float *out) {
     const uint8_t *from = (const uint8_t *)place_of(w, numbers, n * groups_of(w));
     w->is_half ? by_lanes(from, groups_of(w), 2, out) : by_lanes(from, groups_of(w), 4, out);
+}
+
+/* The zeros of OUTPUTS rows from n on in a group of six bits, each in all bytes of its lane. */
+INLINE __m512i zeros_of_sixes(const Weight *w, int64_t n, int64_t group) {
+    if (!w->zeros) return _mm512_set1_epi8(SIXES);
+    ALIGNED uint32_t zeros[OUTPUTS];
+    for (int i = 0; i < OUTPUTS; i++) zeros[i] = w->zeros[(n + i) * groups_of(w) + group] * 0x01010101u;
+    return _mm512_load_si512(zeros);
+}
+
+/* SIXES codes of OUTPUTS rows less their zeros: of turned words in six bits, those in eight. */
+INLINE void widen_words(const uint8_t *from, __m512i zeros, uint8_t *out) {
+    const __m512i fours = _mm512_set1_epi32(0x0f0f0f0f), twos = _mm512_set1_epi32(0x30303030);
+    const int either_and = 0xca; /* a ? b : c */
+    UNROLLED(int i = 0; i < 8; i++) {
+        __m512i low = _mm512_srli_epi32(_mm512_loadu_si512(from + i % 4 * CACHE_LINE), i / 4 * 4);
+        __m512i high = _mm512_loadu_si512(from + (4 + i % 2) * CACHE_LINE);
+        high = i < 4 ? _mm512_slli_epi32(high, 4 - i / 2 * 2) : _mm512_srli_epi32(high, i / 2 * 2 - 4);
+        __m512i codes = _mm512_ternarylogic_epi32(fours, low, _mm512_and_si512(high, twos), either_and);
+        _mm512_storeu_si512(out + i * CACHE_LINE, _mm512_sub_epi8(codes, zeros));
+    }
+}
+
+/* `in_bytes` of OUTPUTS rows; of a turned weight, turned. */
+INLINE const Weight *outputs_in_bytes(const Weight *w, int64_t n, int8_t *codes, Weight *out) {
+    if (w->format != INT6 || !w->is_turned) return in_bytes(w, n, OUTPUTS, codes, out);
+    const uint8_t *from = w->codes + n * bytes_of(INT6, w->k);
+    for (int64_t k = 0; k < w->k; k += SIXES, from += SIXES_BYTES * OUTPUTS)
+        widen_words(from, zeros_of_sixes(w, n, k / w->group), (uint8_t *)codes + k * OUTPUTS);
+    place_rows(w, n, INT8, codes, out);
+    out->is_turned = 1;
+    out->zeros = NULL;
+    return out;
 }
 
 /* `count` rows of `bytes` each of a tensor from row n on, copied to where `to` is, which moves on to the next place. */

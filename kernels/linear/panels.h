@@ -1,8 +1,8 @@
 /* Rows of bf16 times a panel of PANEL_OUTPUTS outputs, for x86 processors with AVX-512 BF16.
 
-   Of a panel, [K / 2, PANEL_OUTPUTS], a word is a pair of inputs, and a lane an output: a register of words times the same
-   pair of a row of x in every lane adds to 16 sums. A tile of TILE_ROWS rows has 24 registers of sums. They begin with k = 0
-   and the bias: a row of y has the same bits whatever rows are beside it.
+   Of a panel, [K / 2, PANEL_OUTPUTS], a word is a pair of inputs, and a lane an output: a register of words times the
+   same pair of a row of x in every lane adds to 16 sums. A tile of TILE_ROWS rows has 24 registers of sums. They begin
+   with k = 0 and the bias: a row of y has the same bits whatever rows are beside it.
 
    Legend: T rows of x, N outputs, K inputs (even).
 */
