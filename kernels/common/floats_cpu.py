@@ -3,6 +3,8 @@
 The C side is `floats.h`.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ def is_plain(x: Tensor) -> bool:
     return x.is_cpu and x.dtype in DTYPES and x.stride(-1) == 1
 
 
+@cache
 def multiplies_tiles() -> bool:
     """Whether the processor multiplies tiles of bf16 (AMX)."""
     return "amx_bf16" in processor_features()
