@@ -9,9 +9,9 @@ One thread, and its processor time; of each part the least of all steps. On a ma
 longer, so compare figures of one run.
 
 Host time is a step's less what passes in the C forms of products and attention; without these it is all of the step. In
-reading a long prompt it holds the dense model's products, which are torch's. `least_products_ms` is what reading each
-weight once takes, and multiplying with it, at this thread's ceilings (bench/serve/ceilings.py): the larger of both is
-what no product comes below, unless weights stay in a cache from step to step.
+reading a long prompt it holds the dense model's products where they are torch's. `least_products_ms` is what reading
+each weight once takes, and multiplying with it, at this thread's ceilings (bench/serve/ceilings.py): the larger of both
+is what no product comes below, unless weights stay in a cache from step to step.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import kernels.attention._decode_cpu as attention
 import kernels.attention._prefill_cpu as prefill
+import kernels.linear._pairs_cpu as pairs
 import kernels.linear._rounded_cpu as integers
 import kernels.linear._skinny_cpu as products
 import kernels.linear._tiles_cpu as tiles
@@ -100,6 +101,8 @@ def clock(seconds: dict[str, float]) -> None:
     for library, name in (
         (products._library(DTYPE), "skinny_product"),
         (products._library_of_outputs() if torch.float32 == DTYPE else None, "skinny_product"),
+        (products._library_of_pairs() if torch.bfloat16 == DTYPE else None, "skinny_product"),
+        (pairs._library(), "pairs_product"),
         (tiles._library(), "tiled_product"),
         (integers._library(), "rounded_product"),
         (attention._library(DTYPE), "attend_decode"),
