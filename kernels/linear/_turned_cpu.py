@@ -1,8 +1,8 @@
 """Integer weights whose codes are turned once, at load: for C products in which a lane is an output, on CPUs with
 AVX-512 BF16 and no AMX.
 
-Beside codes in rows, which must be turned as they are read, a step of decoding takes a quarter to a third of the time.
-They are in memory once, and become rows again for whoever asks.
+Codes in rows are turned each time they are read. Turned ones lie in memory instead, not beside, and become rows again
+for whoever asks.
 
 Legend: T tokens, K input features, N output features, P panels.
 """
