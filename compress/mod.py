@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch, keep_layers
 from model.attention import PackedAttention
+from model.collectives import ALONE, Group
 from model.config import MixtureOfDepths
 from model.layers import Routing
 from model.routed import routed_layers
@@ -65,28 +67,40 @@ def set_thresholds(model: Transformer, thresholds: Sequence[float]) -> None:
 
 
 class _Quantiles:
-    """Selects the best-scored part of all tokens at each layer, and keeps where that cuts."""
+    """Selects the best-scored part of all processes' tokens at each layer, and keeps where that cuts."""
 
-    def __init__(self, capacity: float) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: float, group: Group) -> None:
+        self.capacity, self.group = capacity, group
         self.thresholds: dict[int, float] = {}
 
     def __call__(self, layer: int, scores: Tensor) -> Tensor:
-        self.thresholds[layer] = torch.quantile(scores.double(), 1 - self.capacity).item()
+        self.thresholds[layer] = torch.quantile(self._everyones(scores).double(), 1 - self.capacity).item()
         return scores > self.thresholds[layer]
+
+    def _everyones(self, scores: Tensor) -> Tensor:
+        """`[T]` of this process's tokens -> those of all."""
+        lengths = self.group.gather(torch.tensor([[len(scores)]], device=scores.device)).flatten().tolist()
+        padded = F.pad(scores, (0, max(lengths) - len(scores)))
+        parts = self.group.gather(padded[:, None])[..., 0]
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
 @torch.no_grad()
-def calibrate(model: Transformer, batches: Sequence[PackedBatch]) -> None:
+def calibrate(model: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE) -> None:
     """Sets the thresholds under which each routed layer selects its capacity of the tokens in `batches`.
 
     One forward pass over all of them at once: a layer's scores are those that the layers before it leave.
+    group: the processes that do the same, each with the batches dealt to it, of which it may have none.
     """
     mixture = model.config.mixture_of_depths
     if mixture is None:
         raise RoutingError("the model has no routers")
-    rule = _Quantiles(mixture.capacity)
-    _forward(model, _joined(batches), rule)
+    rule = _Quantiles(mixture.capacity, group)
+    if batches:
+        _forward(model, _joined(batches), rule)
+    else:
+        for layer in mixture.layers:
+            rule(layer, torch.empty(0, device=model.device))
     set_thresholds(model, [rule.thresholds[layer] for layer in mixture.layers])
 
 

@@ -8,6 +8,9 @@ given little and yet missed most.
 
 A router is then the ridge regression of the cost's logarithm on x / rms(x), which is all that a router sees.
 
+Several processes, a `group`, may do the same, each with every n-th batch, of which it may have none:
+they find the same routers as one with all of them.
+
 Legend: T tokens, D hidden size.
 """
 
@@ -21,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.prune.depth import PackedBatch
+from compress.prune.depth import PackedBatch, added_up
 from kernels.attention._flash_cpu import attend_masked, visible_keys
 from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention
+from model.collectives import ALONE, Group
 from model.config import ModelConfig, Route
 from model.kv_format import NormRope
 from model.layers import DecoderLayer
@@ -40,7 +44,7 @@ _DEVIATION = 0.25
 
 
 class TokenCosts(NamedTuple):
-    """One layer's tokens of all batches."""
+    """One layer's tokens of the process's batches."""
 
     inputs: Tensor
     """x / rms(x) of the residual stream that the router sees, `[T, D]` bf16, on the CPU."""
@@ -48,12 +52,16 @@ class TokenCosts(NamedTuple):
     """`[T]` fp32."""
 
 
-def skipping_costs(model: Transformer, batches: Sequence[PackedBatch], route: Route, seed: int = 0) -> list[TokenCosts]:
+def skipping_costs(
+    model: Transformer, batches: Sequence[PackedBatch], route: Route, group: Group = ALONE, *, seed: int = 0
+) -> list[TokenCosts]:
     """The cost of each token's absence from what `route` names, for every layer. Leaves the model frozen."""
     model.requires_grad_(False)
-    generator = torch.Generator(model.device).manual_seed(seed)
-    found: list[list[TokenCosts]] = [[] for _ in range(model.config.num_layers)]
-    for batch in batches:
+    nothing = TokenCosts(torch.empty(0, model.config.hidden_size, dtype=torch.bfloat16), torch.empty(0))
+    found = [[nothing] for _ in range(model.config.num_layers)]
+    for turn, batch in enumerate(batches):
+        number = turn * group.count + group.index  # what is drawn of a batch does not depend on whose it is
+        generator = torch.Generator(model.device).manual_seed(seed + number)
         for layer, costs in zip(found, _batch_costs(model, batch, route, generator), strict=True):
             layer.append(costs)
     return [TokenCosts(*(torch.cat(part) for part in zip(*layer, strict=True))) for layer in found]
@@ -130,23 +138,35 @@ class _Parts(PackedAttention):
         ]
 
 
+def mean_costs(costs: Sequence[TokenCosts], device: torch.device, group: Group = ALONE) -> list[float]:
+    """Of each layer, over the tokens of all processes, which compute on this device of theirs."""
+    totals = torch.stack([layer.costs.double().sum() for layer in costs])
+    tokens = torch.tensor([len(layer.costs) for layer in costs], dtype=torch.float64)
+    totals, tokens = added_up(group, device, totals, tokens)
+    return (totals / tokens).tolist()
+
+
 @torch.no_grad()
-def fit_routers(model: Transformer, costs: Sequence[TokenCosts]) -> None:
+def fit_routers(model: Transformer, costs: Sequence[TokenCosts], group: Group = ALONE) -> None:
     """Sets the routers of `model` to predict `costs`, given for all of its layers."""
+    means = mean_costs(costs, model.device, group)
     for layer in routed_layers(model):
-        weight, bias = _fit(costs[layer.layer])
+        weight, bias = _fit(costs[layer.layer], means[layer.layer], model.device, group)
         layer.router.weight.copy_(weight[None])
         layer.router.bias.fill_(bias)
 
 
-def _fit(costs: TokenCosts) -> tuple[Tensor, float]:
-    """Weight `[D]` and bias of a router whose scores on these tokens have the mean 0."""
+def _fit(costs: TokenCosts, mean_cost: float, device: torch.device, group: Group) -> tuple[Tensor, float]:
+    """Weight `[D]` and bias of a router whose scores on all tokens have the mean 0."""
     inputs, paid = costs.inputs.double(), costs.costs.double()
-    wanted = (paid + _SMALLEST_COST * paid.mean() + torch.finfo(torch.float32).tiny).log()
-    center = inputs.mean(0)
-    inputs = inputs - center
-    covariance = inputs.mT @ inputs / len(inputs)
-    covariance.diagonal().add_(_RIDGE * covariance.diagonal().mean())
-    weight = torch.linalg.solve(covariance, inputs.mT @ (wanted - wanted.mean()) / len(inputs))
-    weight *= _DEVIATION / (inputs @ weight).std().clamp_min(1e-12)
+    wanted = (paid + _SMALLEST_COST * mean_cost + torch.finfo(torch.float32).tiny).log()
+    tokens = torch.tensor(len(inputs), dtype=torch.float64)
+    tokens, center, middle = added_up(group, device, tokens, inputs.sum(0), wanted.sum())
+    center, middle = center / tokens, middle / tokens
+    inputs, wanted = inputs - center, wanted - middle
+    covariance, products = (x / tokens for x in added_up(group, device, inputs.mT @ inputs, inputs.mT @ wanted))
+    ridge = _RIDGE * covariance.diagonal().mean()
+    weight = torch.linalg.solve(covariance + ridge * torch.eye(len(covariance), dtype=torch.float64), products)
+    deviation = (weight @ covariance @ weight * tokens / (tokens - 1)).sqrt()
+    weight *= _DEVIATION / deviation.clamp_min(1e-12)
     return weight, -float(center @ weight)

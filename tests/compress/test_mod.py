@@ -1,5 +1,6 @@
 """Routers for a finished model: the start is the parent, thresholds select the capacity, work is counted right."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,15 @@ from compress.mod import (
     measure_selections,
     set_thresholds,
 )
-from compress.token_costs import TokenCosts, fit_routers, skipping_costs
+from compress.token_costs import TokenCosts, fit_routers, mean_costs, skipping_costs
 from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention
+from model.collectives import ALONE, Group
 from model.config import MixtureOfDepths
 from model.cost import flops_per_token
 from model.kv_format import NormRope
 from model.transformer import Transformer
+from tests.ranks import in_ranks
 from tests.tiny import full_logits, tiny_config, tiny_model
 from train.packing import Batch
 
@@ -63,6 +66,29 @@ def test_calibrated_thresholds_select_the_capacity(capacity: float) -> None:
     # What the first layer leaves is what the second is calibrated on, so both are met.
     assert ((selected.float().mean(1) - capacity).abs() < 0.005).all()
     assert model.config.mixture_of_depths.thresholds == tuple(model.model.layers[n].threshold for n in (1, 3))
+
+
+@pytest.mark.parametrize("route", ["attention", "block"])
+def test_processes_with_a_part_of_the_text_each_find_the_routers_of_one_with_all(route: str) -> None:
+    """One of the three has no text."""
+    parent, text = tiny_model(num_layers=4), batches(2, tokens=100)
+
+    def converted(group: Group) -> tuple[Transformer, list[float]]:
+        own, part = copy.deepcopy(parent), text[group.index :: group.count]
+        costs = skipping_costs(own, part, route, group)
+        model = add_routers(own, MixtureOfDepths(route, (1, 3), 0.25))
+        fit_routers(model, costs, group)
+        calibrate(model, part, group)
+        return model, mean_costs(costs, own.device, group)
+
+    one, means = converted(ALONE)
+    for many, mean in in_ranks(3, converted):
+        assert mean == pytest.approx(means, rel=1e-12)
+        for name in ("weight", "bias"):
+            found, expected = (getattr(model.model.layers[3].router, name) for model in (many, one))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        thresholds = [model.config.mixture_of_depths.thresholds for model in (many, one)]
+        assert thresholds[0] == pytest.approx(thresholds[1], rel=1e-5, abs=1e-6) and 0 not in thresholds[1]
 
 
 def test_which_layers() -> None:

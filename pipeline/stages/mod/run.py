@@ -23,7 +23,7 @@ from compress.mod import (
     measure_selections,
     set_thresholds,
 )
-from compress.token_costs import fit_routers, skipping_costs
+from compress.token_costs import fit_routers, mean_costs, skipping_costs
 from model.config import MixtureOfDepths, ModelConfig
 from model.cost import flops_per_token
 from model.files.checkpoint import load_config, load_model
@@ -116,29 +116,30 @@ def _check(model: ModelConfig, config: Mod) -> None:
 
 
 def _convert(stage: ModStage) -> Converted:
-    """Chooses the layers, fits the routers, and keeps these."""
-    config, parent = stage.config, stage.parent
-    text = stage.training_text(config.calibration_tokens)
+    """Chooses the layers and fits the routers; all processes share the text, and the main one keeps these."""
+    config, parent, processes = stage.config, stage.parent, stage.context.processes
+    text, group = processes.dealt(stage.training_text(config.calibration_tokens)), processes.group
     costs = None
     if config.start == "fitted" or config.least_important is not None:
         log.info("estimating on %s tokens what each one's absence costs", f"{config.calibration_tokens:,}")
         exact = load_model(stage.context.model(config.model), device=parent.device)
-        costs = skipping_costs(exact, text, config.route)  # type: ignore[arg-type]
+        costs = skipping_costs(exact, text, config.route, group)  # type: ignore[arg-type]
     layers = named_layers(config, parent.config.num_layers)
     if config.least_important is not None and costs is not None:
-        layers = least_important([float(own.costs.mean()) for own in costs], config.least_important)
+        layers = least_important(mean_costs(costs, parent.device, group), config.least_important)
     student = add_routers(parent, _mixture(config, layers))
     if config.start == "fitted" and costs is not None:
-        fit_routers(student, costs)
-    calibrate(student, text)
+        fit_routers(student, costs, group)
+    calibrate(student, text, group)
     routers = {name: weight.contiguous() for name, weight in student.state_dict().items() if ".router." in name}
-    write_tensors(stage.context.folder / ROUTERS_NAME, routers)
+    if processes.is_main:
+        write_tensors(stage.context.folder / ROUTERS_NAME, routers)
     return Converted(layers, student.config.mixture_of_depths.thresholds if student.config.mixture_of_depths else ())
 
 
 def _measure_start(stage: ModStage) -> Start:
     """Converts, and measures what is left."""
-    converted = stage.context.decided(stage.context.folder / CONVERTED_NAME, Converted, partial(_convert, stage))
+    converted = stage.context.measured(stage.context.folder / CONVERTED_NAME, Converted, partial(_convert, stage))
     held_out, student = stage.held_out, _routed(stage, stage.parent, converted)
     log.info("measuring the parent and what conversion leaves of it, on %s held-out tokens", f"{held_out.num_tokens:,}")
     states, capacities = stage.reference, dict.fromkeys(converted.layers, stage.config.capacity)
