@@ -138,6 +138,9 @@ class PreferenceLoss:
     """How dear it is to leave the reference."""
     label_smoothing: float = setting(0.0, range=(0.0, 0.5))
     """Of `sigmoid`: the part of the pairs whose answers are taken to stand the wrong way round."""
+    nll_weight: float = setting(0.0, range=(0.0, 1e3), later=True)
+    """Of the chosen answer's negative log-likelihood, a mean over its tokens, beside the preference: what keeps it
+    likely while the two are driven apart (TRL's `rpo_alpha`)."""
 
     def __post_init__(self) -> None:
         check(self)

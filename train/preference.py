@@ -3,13 +3,16 @@
     h = (log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r))          of a chosen answer c and a rejected one r
     sigmoid   −(1 − ε) log σ(β h) − ε log σ(−β h)                        ε: the part of the labels that are wrong
     ipo       (h − 1 / 2β)²                                              log π: a token's mean instead of the sum
+    both      + α (− log π(c) / |c|)                                      α: nll_weight; |c|: tokens of c
 
+Without α both may make chosen answers less likely too, and rejected ones by more.
 π_ref is the model without its adapters, which are taken off for a second pass: no other model is held.
 Log-probabilities are sums over an answer's tokens, from hidden states and output projection by `linear_cross_entropy`,
 so the logits of a batch never exist.
 
 Sources: DPO https://arxiv.org/abs/2305.18290, its label smoothing (cDPO) https://ericmitchell.ai/cdpo.pdf, IPO
-https://arxiv.org/abs/2310.12036; a token's mean in IPO as in TRL.
+https://arxiv.org/abs/2310.12036; a token's mean in IPO as in TRL; α of chosen answers: Iterative Reasoning Preference
+Optimization https://arxiv.org/abs/2404.19733, where each pair counts alike (TRL takes a batch's mean over tokens).
 
 Legend: T tokens, S sequences, P pairs; sequences 2p and 2p + 1 of a batch are the chosen and the rejected answer of a
 pair, each behind its prompt.
@@ -40,11 +43,13 @@ class PreferenceTuning:
 
     def __call__(self, model: Transformer, batch: Batch, progress: float = 1.0) -> ObjectiveOutput:
         """Sums over the pairs of a batch; the metrics are named as in TRL."""
+        labels = labels_of_sequences(batch)
         with torch.no_grad(), without_lora(model):
-            reference = self._logps(model, batch)
-        logps = self._logps(model, batch)
+            reference = self._taken(sequence_logps(model, batch), labels)
+        sums = sequence_logps(model, batch)
+        logps, nll = self._taken(sums, labels), (-sums / labels)[::2]
         rewards = self.loss.beta * (logps - reference)
-        losses = preference_losses(rewards[0] - rewards[1], self.loss)
+        losses = preference_losses(rewards[0] - rewards[1], nll, self.loss)
         chosen, rejected = rewards.detach()
         metrics = {
             "rewards/chosen": chosen.sum(),
@@ -53,19 +58,22 @@ class PreferenceTuning:
             "rewards/accuracies": (chosen > rejected).float().sum(),
             "logps/chosen": logps[0].detach().sum(),
             "logps/rejected": logps[1].detach().sum(),
+            "nll_loss": nll.detach().sum(),
         }
         return ObjectiveOutput(losses.sum(), len(losses), metrics)
 
-    def _logps(self, model: Transformer, batch: Batch) -> Tensor:
-        """Of chosen and rejected answers as the loss takes them, fp32 [2, P]."""
-        sums = sequence_logps(model, batch)
-        if self.loss.kind == "ipo":
-            sums = sums / labels_of_sequences(batch)
-        return sums.view(-1, 2).t()
+    def _taken(self, sums: Tensor, labels: Tensor) -> Tensor:
+        """Log-probabilities [S] as the loss takes them, of chosen and rejected answers, fp32 [2, P]."""
+        return (sums / labels if self.loss.kind == "ipo" else sums).view(-1, 2).t()
 
 
-def preference_losses(margins: Tensor, loss: PreferenceLoss) -> Tensor:
-    """Of each pair, from the margin β h of its rewards; any shape and float dtype."""
+def preference_losses(margins: Tensor, nll: Tensor, loss: PreferenceLoss) -> Tensor:
+    """Of each pair, from the margin β h of its rewards and its chosen answer's nats a token; any shape, float dtype."""
+    found = _driving_apart(margins, loss)
+    return found + loss.nll_weight * nll if loss.nll_weight else found
+
+
+def _driving_apart(margins: Tensor, loss: PreferenceLoss) -> Tensor:
     if loss.kind == "ipo":
         return ((margins - 0.5) / loss.beta).square()  # (h − 1/2β)², of β h
     wrong = loss.label_smoothing

@@ -85,6 +85,7 @@ def test_planted_preferences_are_learnt(finished: tuple[Path, Result[DpoDetails]
     assert logged[0]["loss"] == pytest.approx(0.693147, abs=1e-5), "the adapter begins as nothing"
     assert logged[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and logged[-1]["rewards/accuracies"] > 0.9
     assert logged[-1]["held_out_reward_accuracy"] == found.accuracy.value
+    assert logged[-1]["held_out_nll_loss"] == pytest.approx(found.nll, rel=0.01), "by bf16 of what is published"
 
 
 def test_held_out_answers_are_timed_as_often_as_they_are_passed(
@@ -113,6 +114,7 @@ def test_chosen_answers_that_lost_name_what_keeps_them(
     monkeypatch.setattr(training, "describe_loss", lambda before, after: "by a little")
     run(tmp_path, tokens=256, evaluate_every_tokens=None, beta=0.3)
     assert "training made preferred worse: by a little; where answers are driven far apart" in caplog.text
+    assert "a larger nll_weight than 0 teaches them beside that" in caplog.text
     assert "a larger beta than 0.3, a lower learning_rate than 0.01 or fewer tokens" in caplog.text
 
 
@@ -143,7 +145,7 @@ def test_the_report_says_what_was_learnt(finished: tuple[Path, Result[DpoDetails
     home, result = finished
     folder = RunFolder(home / "run")
     page = render(folder.recipe(), [result], logged_curves(folder, folder.recipe()))
-    for text in ("Preferences: 01-dpo", "Rewards while training", "Reward accuracy", "Adapter: 01-dpo"):
+    for text in ("Preferences: 01-dpo", "Rewards while training", "Reward accuracy", "NLL of", "Adapter: 01-dpo"):
         assert text in page
     base, preferred = pairs_table(result).rows
     assert (base[0], preferred[0]) == ("preferred, before", "preferred")
@@ -183,6 +185,11 @@ def test_figures_of_pairs_are_those_of_their_formulas() -> None:
     assert (found.pairs, found.likelier_before, found.likelier) == (4, 0.5, 0.75)
     assert found.accuracy.value == 0.75 and found.accuracy.low == pytest.approx(0.3006, abs=1e-3)
     assert found.margin.value == pytest.approx(0.5 * (2 + 1 - 0.5 + 1) / 4)
+    assert found.nll == pytest.approx((10 + 9 + 20 + 7) / 2 / 4)
+    assert found.nll_before == pytest.approx((11 + 9 + 20 + 7) / 2 / 4)
+    taught = pair_figures(logps, reference, torch.full((4, 2), 2), PreferenceLoss(beta=0.5, nll_weight=2.0))
+    assert taught.loss == pytest.approx(found.loss + 2 * found.nll)
+    assert taught.loss_before == pytest.approx(found.loss_before + 2 * found.nll_before)
     by_token = pair_figures(logps, reference, torch.full((4, 2), 2), PreferenceLoss("ipo", beta=0.5))
     assert by_token.margin.value == pytest.approx(found.margin.value / 2)
     assert by_token.loss_before == pytest.approx(1.0)

@@ -32,7 +32,11 @@ from train.preference import (
 )
 from train.sampler import Sampler
 
-LOSSES = [PreferenceLoss(), PreferenceLoss(beta=0.7, label_smoothing=0.2), PreferenceLoss("ipo", beta=0.3)]
+LOSSES = [
+    PreferenceLoss(),
+    PreferenceLoss(beta=0.7, label_smoothing=0.2, nll_weight=1.5),
+    PreferenceLoss("ipo", beta=0.3, nll_weight=0.5),
+]
 
 
 def batch_of_pairs(lengths: list[int]) -> Batch:
@@ -73,6 +77,8 @@ def plain_loss(model: Transformer, base: Transformer, batch: Batch, loss: Prefer
         else:
             right = torch.sigmoid(loss.beta * (gained[chosen] - gained[chosen + 1]))
             total = total - (1 - loss.label_smoothing) * right.log() - loss.label_smoothing * (1 - right).log()
+        # TRL of a batch of one pair: losses + rpo_alpha * nll_loss, a mean over the chosen answer's tokens.
+        total = total + loss.nll_weight * -policy[chosen] / counts[chosen]
     return total
 
 
@@ -142,7 +148,7 @@ def test_adapters_come_back_whatever_happens() -> None:
 def test_metrics_are_those_of_the_pairs() -> None:
     batch, model = batch_of_pairs([20, 13, 9, 24, 6, 31]), trained_model()
     with torch.no_grad():
-        policy, _ = plain_logps(model, batch)
+        policy, counts = plain_logps(model, batch)
         with without_lora(model):
             reference, _ = plain_logps(model, batch)
     chosen, rejected = (0.1 * (policy - reference)).view(-1, 2).t()
@@ -154,6 +160,7 @@ def test_metrics_are_those_of_the_pairs() -> None:
         "rewards/accuracies": (chosen > rejected).sum(),
         "logps/chosen": policy[::2].sum(),
         "logps/rejected": policy[1::2].sum(),
+        "nll_loss": (-policy / counts)[::2].sum(),
     }
     assert found.keys() == expected.keys()
     for name, value in expected.items():

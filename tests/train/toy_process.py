@@ -11,6 +11,7 @@ import torch
 
 from model.transformer import Transformer
 from tests.train.toy import STEPS, adapted_model, toy_pairs, toy_trainer, weights_hash
+from train.config import PreferenceLoss
 from train.loop import Trainer
 from train.preference import PreferenceTuning
 
@@ -54,7 +55,7 @@ def run(
     trainer: Trainer = toy_trainer(
         Path(folder),
         model=adapted_model() if adapted else None,
-        objective=PreferenceTuning() if paired else None,
+        objective=PreferenceTuning(PreferenceLoss(nll_weight=1.0)) if paired else None,
         data=toy_pairs() if paired else None,
         evaluate=evaluate,
         evaluate_every_tokens=500,

@@ -35,6 +35,8 @@ class Dpo(Qlora):
     beta: float = redeclared(PreferenceLoss, "beta", 0.1)
     """How dear it is to leave the reference: a larger one stays nearer to it."""
     label_smoothing: float = redeclared(PreferenceLoss, "label_smoothing", 0.0)
+    nll_weight: float = redeclared(PreferenceLoss, "nll_weight", 0.0)
+    """Of the chosen answers' negative log-likelihood beside the preference, which alone makes them less likely too."""
     gate: PreferenceGate = field(default_factory=PreferenceGate, metadata={"weights": False})
     held_out_tokens: int = redeclared(Training, "held_out_tokens", 32_768)
     """Of chosen answers and their prompts; the rejected ones are measured beside them."""
@@ -60,7 +62,7 @@ class Dpo(Qlora):
     @property
     def preference_loss(self) -> PreferenceLoss:
         """Raises ValueError for label smoothing where the loss knows none."""
-        return PreferenceLoss(self.loss, self.beta, self.label_smoothing)
+        return PreferenceLoss(self.loss, self.beta, self.label_smoothing, self.nll_weight)
 
 
 def mistakes(config: Dpo, recipe: Recipe) -> Iterator[tuple[str, str]]:

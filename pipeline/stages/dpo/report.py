@@ -10,13 +10,14 @@ from pipeline.results import Estimate, Result
 from pipeline.stages.qlora.report import QloraDetails, QloraResult
 from pipeline.stages.qlora.report import sections as of_adapters
 
-_COLUMNS = ("model", "chosen likelier", "reward accuracy", "95 %", "reward margin", "loss")
+_COLUMNS = ("model", "chosen likelier", "reward accuracy", "95 %", "reward margin", "NLL of chosen", "loss")
 _MEANINGS = (
     "pairs whose chosen answer has the higher log-probability",
     "pairs whose chosen answer gained more log-probability on the reference than the rejected one",
     "of the reward accuracy (Wilson)",
     "mean difference of the two rewards, β times what each answer gained, in nats",
-    "mean loss of a pair; log 2 = 0.693 where nothing is learnt",
+    "negative log-likelihood of chosen answers, nats a token, of all pairs alike",
+    "mean loss of a pair: the preference's, log 2 = 0.693 where nothing is learnt, and nll_weight × the column before",
 )
 _REWARDS = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
 
@@ -45,6 +46,10 @@ class PairFigures:
     """Of the rewards, nats."""
     loss: float
     loss_before: float
+    nll: float | None = None
+    """Of chosen answers by the model that was trained, nats a token, a mean over pairs; None in results of old."""
+    nll_before: float | None = None
+    """The same by the reference."""
 
 
 @dataclass(frozen=True)
@@ -106,27 +111,46 @@ def pairs_table(result: DpoResult) -> Table:
     interval = f"{found.accuracy.low:.1%} to {found.accuracy.high:.1%}"
     margin = f" ± {found.margin.margin:.3f}" if found.margin.margin is not None else ""
     rows = [
-        [before.label, f"{found.likelier_before:.1%}", "–", "–", "0", f"{found.loss_before:.3f}"],
+        [
+            before.label,
+            f"{found.likelier_before:.1%}",
+            "–",
+            "–",
+            "0",
+            _nats(found.nll_before),
+            f"{found.loss_before:.3f}",
+        ],
         [
             after.label,
             f"{found.likelier:.1%}",
             f"{found.accuracy.value:.1%}",
             interval,
             f"{found.margin.value:.3f}{margin}",
+            _nats(found.nll),
             f"{found.loss:.3f}",
         ],
     ]
     return Table(rows, _COLUMNS, _MEANINGS, note=f"{found.pairs:,} held-out pairs.")
 
 
+def _nats(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
 def _charts(logged: Sequence[Mapping[str, float]]) -> list[Lines]:
-    """Rewards of the batches as they were trained on, and the part of the pairs that were right."""
+    """Rewards of batches as they were trained on; the part of the pairs that were right and the chosen answers' NLL."""
     rows = [row for row in logged if "rewards/accuracies" in row]
 
-    def line(name: str, key: str) -> Series:
-        return Series(name, [(row["tokens"], row[key]) for row in rows])
+    def line(name: str, key: str, *, marked: bool = False) -> Series:
+        return Series(name, [(row["tokens"], row[key]) for row in rows if key in row], marked=marked)
 
-    rewards = Lines("Rewards while training", [line(name, key) for key, name in _REWARDS.items()], "tokens", "nats")
-    held = [(row["tokens"], row["held_out_reward_accuracy"]) for row in rows if "held_out_reward_accuracy" in row]
-    shares = [line("trained on", "rewards/accuracies"), Series("held out", held, marked=True)]
-    return [rewards, Lines("Reward accuracy", shares, "tokens", "part of the pairs", from_zero=True)]
+    def both(key: str, held_out: str) -> list[Series]:
+        return [line("trained on", key), line("held out", held_out, marked=True)]
+
+    rewards = [line(name, key) for key, name in _REWARDS.items()]
+    shares = both("rewards/accuracies", "held_out_reward_accuracy")
+    return [
+        Lines("Rewards while training", rewards, "tokens", "nats"),
+        Lines("Reward accuracy", shares, "tokens", "part of the pairs", from_zero=True),
+        Lines("NLL of chosen answers", both("nll_loss", "held_out_nll_loss"), "tokens", "nats a token"),
+    ]

@@ -75,9 +75,9 @@ class DpoStage(QloraStage[Dpo]):
     def remedy(self) -> str:
         config = self.config
         return (
-            "where answers are driven far apart, chosen ones become less likely too: a larger beta than "
-            f"{config.beta:g}, a lower learning_rate than {config.learning_rate:g} or fewer tokens keep it nearer to "
-            "its base"
+            "where answers are driven far apart, chosen ones become less likely too: a larger nll_weight than "
+            f"{config.nll_weight:g} teaches them beside that (1 is usual); a larger beta than {config.beta:g}, a lower "
+            f"learning_rate than {config.learning_rate:g} or fewer tokens keep it nearer to its base"
         )
 
     # --- held-out answers ---------------------------------------------------------------------------------------------
@@ -111,8 +111,9 @@ class DpoStage(QloraStage[Dpo]):
             return None
 
         def measure_both(model: Transformer) -> dict[str, float]:
-            found = self.pair_figures(pair_logps(model, self.pairs))
+            found = self.pair_figures(logps := pair_logps(model, self.pairs))
             pairs = {"reward_accuracy": found.accuracy.value, "reward_margin": found.margin.value, "loss": found.loss}
+            pairs["nll_loss"] = float(chosen_nll(logps, labels_of_pairs(self.pairs)).mean())
             return measure(model) | {f"held_out_{name}": value for name, value in pairs.items()}
 
         return measure_both
@@ -139,12 +140,20 @@ def pair_figures(logps: Tensor, reference: Tensor, labels: Tensor, loss: Prefere
     rewards = loss.beta * (gained / labels if loss.kind == "ipo" else gained)
     margins = rewards[:, 0] - rewards[:, 1]
     pairs, right = len(margins), int((margins > 0).sum())
+    nll, nll_before = (chosen_nll(answers, labels) for answers in (logps, reference))
     return PairFigures(
         pairs=pairs,
         likelier_before=float((reference[:, 0] > reference[:, 1]).double().mean()),
         likelier=float((logps[:, 0] > logps[:, 1]).double().mean()),
         accuracy=Share(right / pairs, *wilson(right, pairs)),
         margin=estimate(margins.tolist(), [1.0] * pairs),
-        loss=float(preference_losses(margins, loss).mean()),
-        loss_before=float(preference_losses(torch.zeros_like(margins), loss).mean()),
+        nll=float(nll.mean()),
+        nll_before=float(nll_before.mean()),
+        loss=float(preference_losses(margins, nll, loss).mean()),
+        loss_before=float(preference_losses(torch.zeros_like(margins), nll_before, loss).mean()),
     )
+
+
+def chosen_nll(logps: Tensor, labels: Tensor) -> Tensor:
+    """Nats a token of each chosen answer, fp64 [P], from log-probabilities of both and how many labels they have."""
+    return -logps[:, 0].double() / labels[:, 0]
