@@ -116,8 +116,10 @@ class Setup:
     """Whether a frozen base that is not quantized is in fp32, as trained weights are, whatever products are in."""
     rounding: Rounding | None = None
     """Or train through rounding, in fp32."""
+    routed: bool = False
+    """Whether routers that are not in `model` yet choose among the tokens of each document."""
     whole_documents: bool = False
-    """Whether no two processes can share a micro-batch."""
+    """Whether no two processes can share a micro-batch: its losses are those of whole documents."""
     on_gpu: bool = True
     processes: int = 1
     shards: int = 1
@@ -165,14 +167,16 @@ def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
 def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
     """The setup on so many processes, in the fewest shards whose peak fits `budget` bytes; None if none does.
 
-    Where all of them do not help, they divide the tokens of micro-batches among as few as do; or each layer, if its
-    models can be divided.
+    Where all of them do not help, they divide the tokens of micro-batches among as few as do, unless routers are to see
+    all; or each layer, if its models can be divided.
     """
     divisors = [count for count in range(1, processes + 1) if processes % count == 0]
     shards = [1] if setup.rounding is not None else divisors
     together = [] if setup.whole_documents or setup.rounding is not None else divisors[1:]
     meshes = [(count, 1, 1) for count in shards]
-    meshes += [(processes, count, 1) for count in together] + [(processes, 1, count) for count in together]
+    if not setup.routed and setup.model.mixture_of_depths is None:
+        meshes += [(processes, count, 1) for count in together]
+    meshes += [(processes, 1, count) for count in together]
     for among, context, tensor in meshes:
         placed = replace(setup, processes=processes, shards=among, context=context, tensor=tensor)
         with suppress(MeshError):

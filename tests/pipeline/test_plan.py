@@ -228,6 +228,26 @@ def test_each_stage_says_which_mesh_fits(recipe: Path, capsys: pytest.CaptureFix
     assert "like --gpus 8 --gpu-memory 80GiB." in capsys.readouterr().err
 
 
+def test_routers_see_all_tokens_of_a_document_so_layers_are_divided_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In mod, and behind it: the second stage would divide tokens, were there no routers in its base."""
+    training = {"data": "text", "tokens": 4096, "batch_tokens": 1024, "micro_batch_tokens": 256}
+    after = {"model": "routed", "adapter": {"rank": 4}, "quantization": "none", "out": "adapted", **training}
+    raw = {
+        "name": "planned",
+        "models": {"teacher": {"from": str(write_teacher(tmp_path / "teacher"))}},
+        "data": {"text": {"source": "nowhere/at-all", "sequence_length": 128}},
+        "stages": [{"mod": {"model": "teacher", "out": "routed", **training}}, {"qlora": after}],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    arguments = ["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu-memory"]
+    assert main([*arguments, "0.001GiB"]) == 0
+    assert re.search(r"mesh, replicate × shard × tensor +1 × 2 × 2 +4 × 1 × 1", capsys.readouterr().out)
+    assert main([*arguments, "0.0006GiB"]) == 0
+    assert re.search(r"mesh, replicate × shard × tensor +1 × 4 × 1, does not fit +1 × 2 × 2", capsys.readouterr().out)
+
+
 def test_a_mesh_that_divides_layers_is_shown_by_all_its_sizes(recipe: Path, tmp_path: Path) -> None:
     first, second = plan_recipe(load_recipe(recipe, []), tmp_path)
     first = replace(first, setup=replace(first.setup, processes=8, shards=4, tensor=2))

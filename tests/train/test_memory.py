@@ -346,6 +346,7 @@ def test_layers_that_are_too_large_whole_are_divided() -> None:
     assert budget < min(whole.memory().peak, tokens.memory().peak)
     placed = smallest_shards(setup, 64, budget)
     assert placed is not None and (placed.shards, placed.context, placed.tensor) == (64, 1, 2)
+    assert smallest_shards(replace(setup, whole_documents=True), 64, budget) is None
     # What they hold is the same share, to the vectors; of their layers half is whole in each.
     assert layers.memory().weights == pytest.approx(whole.memory().weights, rel=1e-3)
     heads, layer = 128_256 * 8192, 8192 * (2 * 8192 + 2 * 1024 + 3 * 28_672)

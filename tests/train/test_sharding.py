@@ -16,7 +16,6 @@ from tests import trials
 from tests.forked import end_of, ranks
 from tests.train import memory_process, sharded_process
 from tests.train.sharded_process import CASES, run
-from tests.train.test_memory import PreferenceTraining
 from train.config import TrainingConfig
 from train.tracking import read_metrics
 
@@ -31,9 +30,9 @@ pytestmark = pytest.mark.slow
 def can_be(name: str, processes: int, sizes: str) -> bool:
     """Whether a way to train knows such a mesh."""
     setup = memory_process.SETUPS[name](memory_process.BRIEF)
-    if "t" in sizes:  # routers see all tokens there
-        return setup.rounding is None and not isinstance(setup.training, PreferenceTraining)
-    return not (setup.rounding and sizes != "1") and not (setup.whole_documents and "x" in sizes)
+    if "x" in sizes and setup.routed:
+        return False
+    return sizes == "1" or (not setup.rounding and not (setup.whole_documents and ("x" in sizes or "t" in sizes)))
 
 
 def together(processes: int, module: ModuleType, folder: Path, *words: object) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -95,7 +96,17 @@ def setup(config: Mod, shapes: Mapping[str, ModelConfig]) -> Setup:
     adapter = LoraConfig(rank=config.adapter_rank) if config.train == "adapters" else None
     routers = config.least_important or len(named_layers(config, parent.num_layers))
     trained = routers if config.train == "router" else 0
-    return Setup(parent, config, teacher=parent, adapter=adapter, routers=trained, fp32_base=True, whole_documents=True)
+    return Setup(parent, config, teacher=parent, adapter=adapter, routers=trained, fp32_base=True, routed=True)
+
+
+def shape(config: Mod, shapes: Mapping[str, ModelConfig], cache: Path) -> ModelConfig:
+    """What it publishes. Of layers that are chosen by a measurement the number is known."""
+    parent = shapes[config.model]
+    _check(parent, config)
+    layers = named_layers(config, parent.num_layers)
+    if config.least_important is not None:
+        layers = tuple(range(config.least_important))
+    return replace(parent, mixture_of_depths=_mixture(config, layers))
 
 
 def _check(model: ModelConfig, config: Mod) -> None:
