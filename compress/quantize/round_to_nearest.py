@@ -3,7 +3,7 @@
 A folder is quantized tensor by tensor, so that memory holds the small model (of one shard) and one dense weight.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,15 @@ class QuantizationError(ValueError):
     """A model that cannot be quantized; the sentence says why."""
 
 
+class UnevenRowsError(QuantizationError):
+    """A layer that its format cannot hold because groups do not divide its rows."""
+
+    def __init__(self, layer: str, reason: ValueError, format: WeightFormat[Any], rows: Collection[int]) -> None:
+        """`rows`: weights of a row, of all layers in this format."""
+        super().__init__(f"{layer} cannot be quantized: {reason}")
+        self.layer, self.format, self.rows = layer, format, rows
+
+
 Overrides = Mapping[str, WeightFormat[Any] | None]
 """Formats of the layers that shell patterns name, by full name or its end: "lm_head", "*.layers.0.*", "embed_tokens";
 of several patterns the last holds. None leaves a layer dense."""
@@ -37,7 +46,8 @@ def formats_of_layers(
     """By name, of the layers that will be quantized, in the model's order: the decoder's projections, in `format`.
 
     Embedding and head only where `overrides` names them; the head of tied embeddings is the embedding. Raises
-    QuantizationError for a pattern that matches nothing, and for a layer that its format cannot hold.
+    QuantizationError for a pattern that matches nothing, and for a layer that its format cannot hold;
+    UnevenRowsError where that is by the length of its rows.
     """
     with torch.device("meta"):
         modules = {name: m for name, m in Transformer(config).named_modules() if isinstance(m, Linear | Embedding)}
@@ -48,13 +58,15 @@ def formats_of_layers(
             raise QuantizationError(f"The pattern {pattern!r} names no layer of this model.")
         formats |= dict.fromkeys(named, other)
     chosen = {name: one for name in modules if (one := formats.get(name)) is not None}
+    rows = {name: modules[name].weight.shape[1] for name in chosen}
     for name, one in chosen.items():
         if isinstance(modules[name], Embedding) and not one.holds_embeddings:
             raise QuantizationError(f"{one.title} holds no embeddings; leave {name} dense, or choose another format.")
         try:
-            one.check_row(modules[name].weight.shape[1])
+            one.check_row(rows[name])
         except ValueError as reason:
-            raise QuantizationError(f"{name} cannot be quantized: {reason}") from None
+            alike = {rows[other] for other, format in chosen.items() if format == one}
+            raise UnevenRowsError(name, reason, one, alike) from None
     return chosen
 
 

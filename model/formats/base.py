@@ -369,6 +369,11 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
             raise ValueError(f"{self.title}: groups of {self.rounding.group} do not divide {num_inputs} activations.")
         return num_inputs // group
 
+    def dividing_group(self, *lengths: int) -> int | None:
+        """The largest groups, not above its own, that divide rows of all these lengths; None for whole rows."""
+        whole = math.gcd(*lengths)
+        return self.group and max(size for size in range(1, self.group + 1) if whole % size == 0)
+
     def groups_of(self, name: str, num_inputs: int) -> int:
         """`num_groups` of a stored weight; CheckpointError names it."""
         try:
@@ -410,7 +415,9 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
         first, stop, _ = columns.indices(num_columns)
         if self.group and (first % self.group or (stop % self.group and stop < num_columns)):
             raise ValueError(
-                f"groups of {self.group} weights do not divide the {stop - first} that a rank takes of a row"
+                f"groups of {self.group} weights do not divide the {stop - first} that a rank takes of a row; fewer "
+                f"ranks take more, and weights that were quantized with weights.group: "
+                f"{math.gcd(self.group, first, stop)} can be split so"
             )
 
     def narrow(self, weight: IntegerWeight, rows: slice, columns: slice) -> IntegerWeight:

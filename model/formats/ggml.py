@@ -162,8 +162,18 @@ def to_ggml(weight: IntegerWeight, format: WeightFormat[Any]) -> tuple[Ggml, Int
     """
     if isinstance(format, Ggml):
         return format, weight
-    if not isinstance(format, IntegerFormat) or weight.group % SMALL_BLOCK or weight.shape[1] % SMALL_BLOCK:
+    if not isinstance(format, IntegerFormat):
         raise ValueError(f"{format.title} does not fit into GGUF's blocks of {SMALL_BLOCK} integers on a grid")
+    if weight.shape[1] % SMALL_BLOCK:
+        raise ValueError(
+            f"GGUF's blocks of {SMALL_BLOCK} do not divide rows of {weight.shape[1]} weights; the dense model "
+            "that it was made from can be written, with such rows in F16"
+        )
+    if weight.group % SMALL_BLOCK:
+        raise ValueError(
+            f"GGUF's blocks of {SMALL_BLOCK} do not divide groups of {weight.group}; they do if it is quantized with "
+            f"weights.group: {SMALL_BLOCK}"
+        )
     scales, columns = _of_blocks(weight.scales, weight), weight.shape[1]
     if 4 < format.bits < 8:  # less their zeros these levels fit into 8 bits
         return Ggml("Q8_0"), weight_of_codes(signed_levels(weight), scales, None, columns=columns, group=SMALL_BLOCK)

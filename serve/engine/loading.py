@@ -159,7 +159,10 @@ def _load(
     with ReadingProgress(f"loading {folder}", _weight_bytes(folder)) as progress:
         model = load_model(folder, dtype=dtype, device=device, heard=progress.heard, layout=layout)
     if config.activations != "auto":
-        round_activations(model)
+        try:
+            round_activations(model)
+        except ValueError as reason:
+            raise ValueError(f"{reason} Leave activations at auto.") from None
     return model
 
 

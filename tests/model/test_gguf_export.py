@@ -369,6 +369,10 @@ def test_weights_that_are_quantized_or_too_large_are_refused(tmp_path: Path) -> 
     tiny_tokenizers.our_tokenizer().save(tmp_path / "quantized")
     sentence = refusal(tmp_path / "quantized", tmp_path / "model.gguf", type="blocks")
     assert sentence.endswith("weight cannot be written: NF4 does not fit into GGUF's blocks of 32 integers on a grid.")
+    quantize_folder(tmp_path / "folder", tmp_path / "fine", format_named("int4", group=16))
+    tiny_tokenizers.our_tokenizer().save(tmp_path / "fine")
+    sentence = refusal(tmp_path / "fine", tmp_path / "model.gguf", type="blocks")
+    assert "blocks of 32 do not divide groups of 16; they do if it is quantized with weights.group: 32." in sentence
     assert "are in no blocks" in refusal(tmp_path / "folder", tmp_path / "model.gguf", type="blocks")
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = 1e6

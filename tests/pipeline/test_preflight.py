@@ -71,6 +71,7 @@ def test_groups_that_do_not_divide_the_model_of_an_earlier_stage(
     two = tmp_path / "recipe.yaml"
     two.write_text(yaml.safe_dump(raw))
     told = "model.layers.0.self_attn.q_proj cannot be quantized: INT4: groups of 24 do not divide rows of 32 weights."
+    told += " Set weights.group: 16."
     assert said_before_anything(two, tmp_path, capsys) == f"potstill: quantize: {told}"
     assert main(["plan", str(two)]) == 2 and told in capsys.readouterr().err
 

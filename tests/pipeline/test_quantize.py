@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from pipeline.errors import UserError
 from pipeline.recipe import load_recipe
 from pipeline.results import Result
 from pipeline.stages.base import kind_of, read_result
+from pipeline.stages.quantize.config import Quantize, Weights
+from pipeline.stages.quantize.run import formats
 from pipeline.stages.shared import training
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
@@ -26,7 +29,7 @@ from tests.compare import check_close
 from tests.forked import end_of, ranks
 from tests.pipeline.tiny_run import RECIPE, run_stages
 from tests.serve.test_kv_cache_dtype import FixedAttention
-from tests.tiny import full_logits
+from tests.tiny import full_logits, tiny_config
 
 STAGE: dict[str, Any] = {
     "model": "teacher",
@@ -239,6 +242,43 @@ def test_mistakes_are_one_sentence(changes: dict[str, Any], sentence: str, tmp_p
     with pytest.raises(UserError, match=sentence) as caught:
         run(tmp_path, compare=[], **changes)
     assert "\n" not in str(caught.value).strip()
+
+
+EVEN: dict[str, Any] = {"model": "teacher", "embeddings": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told", "then"),
+    [
+        ({}, "weights.group: 16", {"weights": Weights(group=16)}),
+        (
+            {"weights": Weights(activations=True)},
+            "weights.group: 16 and weights.activations: false",
+            {"weights": Weights(group=16)},
+        ),
+        ({"weights": Weights("ggml")}, "weights: {format: int8}", {"weights": Weights("int8")}),
+        ({"weights": Weights(group=7)}, "weights: {format: int8}", {"weights": Weights("int8")}),
+        (
+            {"weights": Weights("int8"), "layers": {"*.up_proj": "int4"}},
+            'layers: {"*.up_proj": int8}',
+            {"layers": {"*.up_proj": "int8"}},
+        ),
+        (
+            {"weights": Weights("int8"), "average_bits": 9.0, "larger": "int6", "layers": {"lm_head": "none"}},
+            "larger: int8",
+            {"larger": "int8"},
+        ),
+        ({"weights": Weights("int8"), "embeddings": "int4"}, "embeddings: int8", {"embeddings": "int8"}),
+    ],
+)
+def test_rows_that_groups_do_not_divide_name_what_works(
+    changes: dict[str, Any], told: str, then: dict[str, Any], tmp_path: Path
+) -> None:
+    shapes = {"teacher": tiny_config(hidden_size=48, intermediate_size=80)}
+    config = Quantize(data="text", **EVEN | changes)
+    with pytest.raises(UserError, match=re.escape(f"Set {told}.") + "$"):
+        formats(config, shapes, tmp_path)
+    assert formats(replace(config, **then), shapes, tmp_path)
 
 
 def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:

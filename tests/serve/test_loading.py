@@ -98,5 +98,8 @@ def test_activations_are_rounded_in_all_products(format: Any, tmp_path: Path) ->
 
 
 def test_what_cannot_round_activations_is_said(tmp_path: Path) -> None:
+    odd = folder_of(tmp_path / "odd", Int4(8), hidden_size=40, intermediate_size=80)
+    with pytest.raises(ValueError, match=r"32 do not divide 40 activations\. Leave activations at auto\.$"):
+        load_models(EngineConfig(odd, activations="int8"))
     with pytest.raises(ValueError, match="has none"):
         load_models(EngineConfig(folder_of(tmp_path, Int8()).replace("model", "dense"), activations="int8"))

@@ -18,13 +18,13 @@ from typing import TypeVar
 
 from compress.lora import merge, merge_requantized
 from compress.mod import calibrate
-from compress.quantize.round_to_nearest import quantize_folder
+from compress.quantize.round_to_nearest import UnevenRowsError, quantize_folder
 from model.config import ModelConfig
 from model.cost import quantized_size
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
 from model.files.checkpoint import load_config, replace_config, save_model
-from model.formats.registry import NO_FORMAT, format_named
+from model.formats.registry import DEFAULT_FORMAT, NO_FORMAT, format_named
 from model.lora import LoraConfig, adapted_layers
 from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
@@ -121,7 +121,10 @@ def _make_base(stage: QloraStage[Q], base: Path) -> None:
             _link_files(source.folder, folder, leave_out=(MANIFEST_NAME, "README.md"))
             return
         log.info("quantizing %s to %s", config.model, format.title)
-        quantize_folder(source.folder, folder, format)
+        try:
+            quantize_folder(source.folder, folder, format)
+        except UnevenRowsError as error:
+            raise UserError(f"{error} Set quantization: {DEFAULT_FORMAT}, whose blocks run across rows.") from None
         Tokenizer.load(source.folder).save(folder)
         _calibrate_base(stage, folder)
 

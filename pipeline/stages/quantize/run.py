@@ -25,7 +25,7 @@ from compress.quantize.cache import calibrated_cache_scales
 from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
 from compress.quantize.methods import METHODS
 from compress.quantize.qat import RANK, quantized_copy, to_quantized, train_through_rounding
-from compress.quantize.round_to_nearest import QuantizationError, formats_of_layers
+from compress.quantize.round_to_nearest import QuantizationError, UnevenRowsError, formats_of_layers
 from compress.quantize.sensitivity import choose_formats, rounding_costs
 from compress.residual_stream import layers_of
 from model.collectives import ALONE, Group
@@ -34,7 +34,7 @@ from model.cost import quantized_size
 from model.files.cache_scales import with_cache_scheme
 from model.files.checkpoint import dense_sources, load_model, open_layerwise, tensor_shapes
 from model.formats.base import IntegerFormat, WeightFormat
-from model.formats.registry import format_named
+from model.formats.registry import DEFAULT_FINER, format_named
 from model.layers import DecoderLayer
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, set_quantized
@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 ROUNDED_NAME, COSTS_NAME = "rounded", "costs.json"
 COST_TOKENS = 2_048
 """Of text: enough to tell which layers rounding costs most."""
+LEAST_GROUP = 8
+"""Smaller ones of four bits, with a scale in fp32 each, take more memory than rows of eight bits."""
 
 
 class QuantizeStage(RecoveryStage[Quantize]):
@@ -190,8 +192,29 @@ def _formats(
             entry = one.entry_of_layers(formats, PUBLISHED_DTYPE, ())
             with_cache_scheme(entry, [(torch.ones(1), torch.ones(1))] if config.has_static_cache else [])
         return formats
+    except UnevenRowsError as error:
+        raise UserError(f"quantize: {error} Set {_fitting(config, error)}.") from None
     except ValueError as error:
         raise UserError(f"quantize: {error}") from None
+
+
+def _fitting(config: Quantize, error: UnevenRowsError) -> str:
+    """Settings with which the rows of all layers of the format divide; the finer one has a scale a row."""
+    format, rows = error.format, error.rows
+    if error.layer.endswith(("embed_tokens", "lm_head")):
+        return f"embeddings: {DEFAULT_FINER}"
+    if format.name != config.weights.format:
+        pattern = next((pattern for pattern, name in config.layers.items() if name == format.name), None)
+        return f"larger: {DEFAULT_FINER}" if pattern is None else f'layers: {{"{pattern}": {DEFAULT_FINER}}}'
+    if not isinstance(format, IntegerFormat):
+        return f"weights: {{format: {DEFAULT_FINER}}}"
+    settings = []
+    if (group := format.dividing_group(*rows)) != format.group:
+        enough = group is None or group >= LEAST_GROUP
+        settings.append(f"weights.group: {group}" if enough else f"weights: {{format: {DEFAULT_FINER}}}")
+    if format.rounding and math.gcd(*rows) % (format.rounding.group or 1):
+        settings.append("weights.activations: false")
+    return " and ".join(settings)
 
 
 def _check_method(config: Quantize, shape: ModelConfig) -> None:
