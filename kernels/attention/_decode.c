@@ -20,13 +20,12 @@ INLINE __m512 exp2_lanes(__m512 x) {
 }
 
 INLINE void score(const Batch *batch, int heads, const uint16_t *q, const uint16_t *k, const int64_t *slots,
-                  int64_t count, float scores[HEADS][CHUNK]) {
+                  int64_t count, float *scores) {
     for (int64_t j = 0; j < count; j += KEYS) {
         const uint16_t *key[KEYS];
         __m512 sums[HEADS][KEYS];
         UNROLLED(int i = 0; i < KEYS; i++) {
             key[i] = k + slots[smaller(j + i, count - 1)] * batch->k_stride;
-            _mm_prefetch((const char *)(k + slots[smaller(j + i + AHEAD, count - 1)] * batch->k_stride), _MM_HINT_T0);
             UNROLLED(int h = 0; h < heads; h++) sums[h][i] = _mm512_setzero_ps();
         }
         for (int64_t c = 0; c < batch->d; c += 32) {
@@ -37,7 +36,7 @@ INLINE void score(const Batch *batch, int heads, const uint16_t *q, const uint16
                 UNROLLED(int i = 0; i < KEYS; i++) sums[h][i] = _mm512_dpbf16_ps(sums[h][i], query, keys[i]);
             }
         }
-        UNROLLED(int h = 0; h < heads; h++) _mm_storeu_ps(scores[h] + j, sums_of_lanes(sums[h]));
+        UNROLLED(int h = 0; h < heads; h++) _mm_storeu_ps(scores + h * CHUNK + j, sums_of_lanes(sums[h]));
     }
 }
 
@@ -60,17 +59,17 @@ INLINE float exponentiate(float *scores, int64_t count, float scale, float *high
 }
 
 INLINE void mix(const Batch *batch, int heads, const uint16_t *v, const int64_t *slots, int64_t count,
-                float p[HEADS][CHUNK], float *out, int64_t out_stride) {
+                const float *p, float *out, int64_t out_stride, bool begins) {
     __m512 sums[HEADS][COLUMNS / 16];
     UNROLLED(int h = 0; h < heads; h++)
-        UNROLLED(int c = 0; c < COLUMNS / 16; c++) sums[h][c] = _mm512_setzero_ps();
+        UNROLLED(int c = 0; c < COLUMNS / 16; c++)
+            sums[h][c] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(out + h * out_stride + 16 * c);
     for (int64_t j = 0; j < count; j++) {
         const uint16_t *value = v + slots[j] * batch->v_stride;
-        _mm_prefetch((const char *)(v + slots[smaller(j + AHEAD, count - 1)] * batch->v_stride), _MM_HINT_T0);
         UNROLLED(int c = 0; c < COLUMNS / 16; c++) {
             __m512 values = widen(_mm256_loadu_si256((const __m256i *)(value + 16 * c)));
             UNROLLED(int h = 0; h < heads; h++)
-                sums[h][c] = _mm512_fmadd_ps(_mm512_set1_ps(p[h][j]), values, sums[h][c]);
+                sums[h][c] = _mm512_fmadd_ps(_mm512_set1_ps(p[h * CHUNK + j]), values, sums[h][c]);
         }
     }
     UNROLLED(int h = 0; h < heads; h++)

@@ -10,7 +10,7 @@ typedef float Number;
 enum { PAIR = 2, REGISTERS = COLUMNS / LANES };
 
 INLINE void score_heads(const Batch *batch, const int heads, const float *q, const float *k, const int64_t *slots,
-                        int64_t count, float scores[][CHUNK]) {
+                        int64_t count, float *scores) {
     for (int64_t j = 0; j < count; j += KEYS) {
         const float *key[KEYS];
         Floats sums[PAIR][KEYS];
@@ -25,17 +25,17 @@ INLINE void score_heads(const Batch *batch, const int heads, const float *q, con
                     sums[h][i] = times_plus(query, floats_at(key[i] + c), sums[h][i]);
             }
         UNROLLED(int h = 0; h < heads; h++)
-            UNROLLED(int i = 0; i < KEYS; i++) scores[h][j + i] = sum_of_lanes(sums[h][i]);
+            UNROLLED(int i = 0; i < KEYS; i++) scores[h * CHUNK + j + i] = sum_of_lanes(sums[h][i]);
     }
 }
 
 INLINE void score(const Batch *batch, int heads, const float *q, const float *k, const int64_t *slots, int64_t count,
-                  float scores[HEADS][CHUNK]) {
+                  float *scores) {
     for (int h = 0; h < heads; h += PAIR)
         if (heads - h == 1)
-            score_heads(batch, 1, q + h * batch->d, k, slots, count, scores + h);
+            score_heads(batch, 1, q + h * batch->d, k, slots, count, scores + h * CHUNK);
         else
-            score_heads(batch, PAIR, q + h * batch->d, k, slots, count, scores + h);
+            score_heads(batch, PAIR, q + h * batch->d, k, slots, count, scores + h * CHUNK);
 }
 
 INLINE float exponentiate(float *scores, int64_t count, float scale, float *highest) {
@@ -55,13 +55,14 @@ INLINE float exponentiate(float *scores, int64_t count, float scale, float *high
 }
 
 INLINE void mix(const Batch *batch, int heads, const float *v, const int64_t *slots, int64_t count,
-                float p[HEADS][CHUNK], float *out, int64_t out_stride) {
+                const float *p, float *out, int64_t out_stride, bool begins) {
     for (int h = 0; h < heads; h++) {
         Floats sums[REGISTERS];
-        UNROLLED(int c = 0; c < REGISTERS; c++) sums[c] = every(0);
+        UNROLLED(int c = 0; c < REGISTERS; c++)
+            sums[c] = begins ? every(0) : floats_at(out + h * out_stride + LANES * c);
         for (int64_t j = 0; j < count; j++) {
             const float *value = v + slots[j] * batch->v_stride;
-            Floats weight = every(p[h][j]);
+            Floats weight = every(p[h * CHUNK + j]);
             UNROLLED(int c = 0; c < REGISTERS; c++)
                 sums[c] = times_plus(weight, floats_at(value + LANES * c), sums[c]);
         }

@@ -18,13 +18,14 @@
 #ifndef DECODE_H
 #define DECODE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "../common/inline.h"
 #include "../common/wide.h"
 
-enum { CHUNK = 256, HEADS = 4, KEYS = 4, COLUMNS = 64, AHEAD = 16 };
+enum { CHUNK = 256, HEADS = 4, MOST_HEADS = 16, KEYS = 4, BLOCK = 16, COLUMNS = 64, LINE = 64 };
 
 typedef struct {
     int64_t table;     /* row of the block tables */
@@ -59,9 +60,10 @@ INLINE float *part_of(const Batch *batch, int64_t part, int64_t head) {
     return batch->plan->parts + (part * batch->heads + head) * (batch->d + 2);
 }
 
-/* Scores of `heads` neighbouring query heads at keys [0, count) of these slots; each row is filled up to whole KEYS. */
+/* Scores of `heads` neighbouring query heads at the keys of `count` slots, CHUNK from head to head; each head's are
+   filled up to whole KEYS. */
 INLINE void score(const Batch *batch, int heads, const Number *q, const Number *k, const int64_t *slots, int64_t count,
-                  float scores[HEADS][CHUNK]);
+                  float *scores);
 
 /* Puts scores, still without their scale, under the cap; those up to whole registers must be readable. */
 INLINE void cap(float *scores, int64_t count, float limit) {
@@ -76,37 +78,94 @@ INLINE void cap(float *scores, int64_t count, float limit) {
 /* Scores become probabilities times 2^-highest. Returns their sum; scores from `count` on must be readable. */
 INLINE float exponentiate(float *scores, int64_t count, float scale, float *highest);
 
-/* COLUMNS columns of the sums of values, for `heads` neighbouring query heads. */
-INLINE void mix(const Batch *batch, int heads, const Number *v, const int64_t *slots, int64_t count,
-                float p[HEADS][CHUNK], float *out, int64_t out_stride);
+/* Adds the values of `count` slots to COLUMNS columns of the sums of `heads` neighbouring query heads, or begins them. */
+INLINE void mix(const Batch *batch, int heads, const Number *v, const int64_t *slots, int64_t count, const float *p,
+                float *out, int64_t out_stride, bool begins);
 
 /* One head of one query, from its parts. */
 INLINE void merge(const Batch *batch, const Sequence *owner, int64_t query, int64_t head);
 
-/* `heads` query heads from `head` on, which share a key/value head, of one query over the keys of these slots. */
-INLINE void attend(const Batch *batch, int heads, int64_t token, int64_t head, int64_t kv_head, const int64_t *slots,
-                   int64_t count, float *out) {
-    float p[HEADS][CHUNK];
+/* How many heads from `head` on are worked on at once: they share a key/value head. */
+INLINE int64_t at_once(const Batch *batch, int64_t head, int64_t end) {
+    int64_t group = batch->heads / batch->kv_heads;
+    return smaller(HEADS, smaller(end - head, group - head % group));
+}
+
+/* Has one key/value head's numbers of these slots brought near. */
+INLINE void fetch(const Batch *batch, const Number *numbers, int64_t stride, const int64_t *slots, int64_t count) {
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t c = 0; c < batch->d; c += LINE / sizeof(Number))
+            __builtin_prefetch(numbers + slots[j] * stride + c);
+}
+
+INLINE void score_heads_at_once(const Batch *batch, int64_t heads, const Number *q, const Number *k, const int64_t *slots,
+                                int64_t count, float *scores) {
+    switch (heads) {
+    case 1: score(batch, 1, q, k, slots, count, scores); break;
+    case 2: score(batch, 2, q, k, slots, count, scores); break;
+    case 3: score(batch, 3, q, k, slots, count, scores); break;
+    default: score(batch, 4, q, k, slots, count, scores);
+    }
+}
+
+INLINE void mix_heads_at_once(const Batch *batch, int64_t heads, const Number *v, const int64_t *slots, int64_t count,
+                              const float *p, float *out, bool begins) {
     int64_t width = batch->d + 2;
-    const Number *q = batch->q + token * batch->q_stride + head * batch->d;
-    score(batch, heads, q, batch->k + kv_head * batch->d, slots, count, p);
-    if (batch->limit > 0)
-        for (int h = 0; h < heads; h++) cap(p[h], count, batch->limit);
-    UNROLLED(int h = 0; h < heads; h++)
-        out[h * width + batch->d + 1] = exponentiate(p[h], count, batch->scale, out + h * width + batch->d);
     for (int64_t c = 0; c < batch->d; c += COLUMNS)
-        mix(batch, heads, batch->v + kv_head * batch->d + c, slots, count, p, out + c, width);
+        switch (heads) {
+        case 1: mix(batch, 1, v + c, slots, count, p, out + c, width, begins); break;
+        case 2: mix(batch, 2, v + c, slots, count, p, out + c, width, begins); break;
+        case 3: mix(batch, 3, v + c, slots, count, p, out + c, width, begins); break;
+        default: mix(batch, 4, v + c, slots, count, p, out + c, width, begins);
+        }
+}
+
+/* Query heads [first, end) of one query over the keys of these slots: BLOCK after BLOCK, each for all heads, so that
+   what lies together in memory is read together. */
+INLINE void attend(const Batch *batch, int64_t token, int64_t first, int64_t end, const int64_t *slots, int64_t count,
+                   float *out) {
+    float p[MOST_HEADS * CHUNK];
+    int64_t d = batch->d, width = d + 2, group = batch->heads / batch->kv_heads;
+    const Number *q = batch->q + token * batch->q_stride;
+    for (int64_t j = 0; j < count; j += BLOCK)
+        for (int64_t head = first, heads; head < end; head += heads) {
+            int64_t keys = smaller(BLOCK, count - j), next = j + keys;
+            const Number *k = batch->k + head / group * d;
+            heads = at_once(batch, head, end);
+            fetch(batch, k, batch->k_stride, slots + next, smaller(BLOCK, count - next));
+            score_heads_at_once(batch, heads, q + head * d, k, slots + j, keys, p + (head - first) * CHUNK + j);
+        }
+    for (int64_t h = 0; first + h < end; h++) {
+        if (batch->limit > 0) cap(p + h * CHUNK, count, batch->limit);
+        out[h * width + d + 1] = exponentiate(p + h * CHUNK, count, batch->scale, out + h * width + d);
+    }
+    for (int64_t j = 0; j < count; j += BLOCK)
+        for (int64_t head = first, heads; head < end; head += heads) {
+            int64_t keys = smaller(BLOCK, count - j), next = j + keys, h = head - first;
+            const Number *v = batch->v + head / group * d;
+            heads = at_once(batch, head, end);
+            fetch(batch, v, batch->v_stride, slots + next, smaller(BLOCK, count - next));
+            mix_heads_at_once(batch, heads, v, slots + j, keys, p + h * CHUNK + j, out + h * width, !j);
+        }
+}
+
+/* Where keys and values of `count` positions from `first` on lie. */
+INLINE void find_slots(const Plan *plan, const int32_t *table, int64_t first, int64_t count, int64_t *slots) {
+    for (int64_t j = 0; j < count;) {
+        int64_t within = (first + j) % plan->page, stop = smaller(count, j + plan->page - within);
+        int64_t slot = table[(first + j) / plan->page] * plan->page + within;
+        while (j < stop) slots[j++] = slot++;
+    }
 }
 
 /* What the queries of a sequence find in one chunk of its keys. */
 INLINE void attend_chunk(const Batch *batch, int64_t task) {
     const Plan *plan = batch->plan;
     const Sequence *owner = plan->sequences + plan->owners[task];
-    int64_t first = plan->numbers[task] * CHUNK, slots[CHUNK], group = batch->heads / batch->kv_heads;
+    int64_t first = plan->numbers[task] * CHUNK, slots[CHUNK];
     int64_t skipped = plan->numbers[task] - owner->first_key / CHUNK;
     const int32_t *table = plan->tables + owner->table * plan->table_stride;
-    for (int64_t j = 0; j < CHUNK && first + j < owner->length; j++)
-        slots[j] = table[(first + j) / plan->page] * plan->page + (first + j) % plan->page;
+    find_slots(plan, table, first, smaller(CHUNK, owner->length - first), slots);
     for (int64_t query = 0; query < owner->queries; query++) {
         int64_t end = owner->length - owner->queries + query + 1; /* one past the query's own key */
         int64_t low = plan->window ? larger(0, end - plan->window - first) : 0, high = smaller(CHUNK, end - first);
@@ -115,18 +174,10 @@ INLINE void attend_chunk(const Batch *batch, int64_t task) {
             for (int64_t head = 0; head < batch->heads; head++) part_of(batch, part, head)[batch->d] = -__builtin_inff();
             continue;
         }
-        for (int64_t kv_head = 0; kv_head < batch->kv_heads; kv_head++)
-            for (int64_t done = 0; done < group;) {
-                int64_t head = kv_head * group + done, heads = smaller(HEADS, group - done);
-                float *out = part_of(batch, part, head);
-                switch (heads) {
-                case 1: attend(batch, 1, token, head, kv_head, slots + low, count, out); break;
-                case 2: attend(batch, 2, token, head, kv_head, slots + low, count, out); break;
-                case 3: attend(batch, 3, token, head, kv_head, slots + low, count, out); break;
-                default: attend(batch, 4, token, head, kv_head, slots + low, count, out);
-                }
-                done += heads;
-            }
+        for (int64_t head = 0; head < batch->heads; head += MOST_HEADS) {
+            int64_t last = smaller(batch->heads, head + MOST_HEADS);
+            attend(batch, token, head, last, slots + low, count, part_of(batch, part, head));
+        }
     }
 }
 

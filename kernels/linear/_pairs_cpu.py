@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.common.compiled_by_one_cpu import compiled_by_one
 from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import multiplies_tiles
+from kernels.common.large_pages import in_large_pages
 from kernels.common.processor import processor_features
 
 NEEDS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
@@ -52,7 +53,7 @@ def prepare_pairs(weight: Tensor) -> PairedWeight | None:
     panels = -(-n // _OUTPUTS)
     whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _OUTPUTS - n)).contiguous()
     pairs = whole.view(torch.int32).view(panels, _OUTPUTS, k // 2)
-    return PairedWeight(pairs.transpose(1, 2).contiguous(), (n, k))
+    return PairedWeight(in_large_pages(pairs.transpose(1, 2)), (n, k))
 
 
 def paired_product(x: Tensor, weight: PairedWeight, bias: Tensor | None) -> Tensor:

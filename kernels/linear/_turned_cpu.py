@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.common.large_pages import in_large_pages
 from kernels.linear.quantization import Int8Weight, IntegerWeight
 
 NEEDS = frozenset({"avx512_bf16", "avx512f", "avx512bw", "avx512vl"})
@@ -57,5 +58,5 @@ def turned(weight: IntegerWeight) -> TurnedWeight:
     """Of a weight whose rows of codes are whole words."""
     n, _ = weight.shape
     rows = F.pad(weight.codes.contiguous(), (0, 0, 0, -n % _OUTPUTS)).view(torch.int32)
-    panels = rows.view(-1, _OUTPUTS, rows.shape[1]).transpose(1, 2).contiguous()
+    panels = in_large_pages(rows.view(-1, _OUTPUTS, rows.shape[1]).transpose(1, 2))
     return TurnedWeight(panels, replace(weight, codes=weight.codes.new_empty(0, weight.codes.shape[1])), weight.shape)
