@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,10 @@ class Manifest:
         for name in ("created", "versions", "gates"):
             del identity[name]
         return _hash_of(identity)
+
+    def repeatable(self) -> "Manifest":
+        """What any repetition says too, of the same digest: for an artifact that becomes files of another one."""
+        return replace(self, created="", versions={}, gates={})
 
     def to_json(self) -> str:
         """The one spelling of this manifest, closed by a hash over all of it."""

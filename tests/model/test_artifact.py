@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ def test_the_digest_is_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model.files.artifact, "_versions", lambda: {"torch": "9.9"})
     same = publish_contents(tmp_path / "b", gates={"kl": 0.4})
     assert same.digest == first.digest == open_artifact(tmp_path / "a").digest
+    within = [replace(one, created=str(number)).repeatable() for number, one in enumerate((first, same))]
+    assert within[0].to_json() == within[1].to_json() and within[0].digest == first.digest
     others = [
         publish_contents(tmp_path / "c", stage="prune"),
         publish_contents(tmp_path / "d", recipe={"tokens": 21}),

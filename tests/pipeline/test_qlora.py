@@ -100,10 +100,13 @@ def test_each_way_of_merging_is_measured(finished: tuple[Path, Result]) -> None:
     assert rows["merged"].kl.value < rows["requantized"].kl.value
 
 
-def test_the_server_says_over_http_what_the_trainer_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_says_over_http_what_the_trainer_knows(
+    finished: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The base in NF4, its adapter unmerged: log-probabilities of a text, and of what is greedily written after it.
 
-    They are compared with those of the very model that was trained, as training in fp32 left it.
+    They are compared with those of the very model that was trained, as training in fp32 left it. That it is trained for
+    the second time shows in no digest.
     """
     models: list[Transformer] = []
 
@@ -113,8 +116,11 @@ def test_the_server_says_over_http_what_the_trainer_knows(tmp_path: Path, monkey
             return super().train(model, **named)
 
     monkeypatch.setattr("pipeline.stages.qlora.run.QloraStage", Keeping)
-    run(tmp_path)
-    (trained,), folder = models, tmp_path / "run" / "01-qlora" / "model"
+    home, first = finished
+    assert run(home, "again")[-1].output == first.output
+    (trained,), folder = models, home / "again" / "01-qlora" / "model"
+    assert open_artifact(folder.parent / "base").created != open_artifact(home / "run" / "01-qlora" / "base").created
+    assert open_artifact(folder / "base").digest == open_artifact(folder.parent / "base").digest
     tokens, written = list(range(3, 75)), 8
     options = ["--dtype", "float32", "--kv-cache-bytes", "16M", "--max-model-len", "256", "--served-model-name", "own"]
     with running_server(folder, tmp_path / "log", *options) as server:

@@ -24,6 +24,7 @@ from model.cost import quantized_size
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.artifact import MANIFEST_NAME, is_artifact, open_artifact, publish
 from model.files.checkpoint import load_config, replace_config, save_model
+from model.files.safe_io import write_text
 from model.formats.registry import DEFAULT_FORMAT, NO_FORMAT, format_named
 from model.lora import LoraConfig, adapted_layers
 from model.mesh import choose_device
@@ -226,7 +227,9 @@ def _write_adapter(model: Transformer, adapter: LoraConfig, base: Path, tokenize
     """The adapter for peft, and below it the base that it needs."""
     save_adapter(model, folder, adapter, base=BASE_NAME)
     tokenizer.save(folder)
-    _link_files(base, folder / BASE_NAME)
+    _link_files(base, folder / BASE_NAME, leave_out=(MANIFEST_NAME,))
+    # Its own one holds a time, with which the same training would give another digest whenever it is done.
+    write_text(folder / BASE_NAME / MANIFEST_NAME, open_artifact(base, verify=False).repeatable().to_json())
     _link_or_copy(base / GENERATION_NAME, folder / GENERATION_NAME)
 
 
