@@ -100,8 +100,9 @@ def run_pass(model: PagedModel, pages: KVPages, step: Pass) -> Tensor:
 
 
 def _is_small(step: Pass) -> bool:
-    few = len(step.tokens) <= _MOST_TOKENS and step.tokens.is_cpu and not runs_triton(step.tokens)
-    return few and int(step.cu_seqlens.diff().max()) <= MOST_QUERIES_TO_GROUP
+    if len(step.tokens) > _MOST_TOKENS or not step.tokens.is_cpu or runs_triton(step.tokens):
+        return False
+    return len(step.tokens) <= MOST_QUERIES_TO_GROUP or int(step.cu_seqlens.diff().max()) <= MOST_QUERIES_TO_GROUP
 
 
 def _plan(model: PagedModel, pages: KVPages, step: Pass) -> PagedBatch:

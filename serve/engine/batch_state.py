@@ -170,8 +170,10 @@ class BatchState:
 
         counted `[N]`: the rows whose tokens are counted, −1 for the others; None: nobody's.
         """
-        last = (tokens >= 0).sum(dim=1, keepdim=True).sub_(1).clamp_min_(0)
-        self.feed[rows, 0] = tokens.gather(1, last)[:, 0].clamp_min(0)
+        latest = tokens
+        if tokens.shape[1] > 1:
+            latest = tokens.gather(1, (tokens >= 0).sum(dim=1, keepdim=True).sub_(1).clamp_min_(0))
+        self.feed[rows, 0] = latest[:, 0].clamp_min(0)
         if counted is not None:
             count_tokens(self._counts, counted, tokens)
         if self.text is not None:

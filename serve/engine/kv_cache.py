@@ -59,6 +59,10 @@ class BlockTable:
         self.digests: list[bytes] = []
         """Digests of the leading full pages, as many as were needed so far."""
 
+    def slot(self, position: int) -> int:
+        """Of the token there, among all slots of the pages."""
+        return int(self.ids[position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
+
     def digest(self, page: int, tokens: Sequence[int]) -> bytes:
         """The digest of full page number `page` of a sequence that begins with `tokens`."""
         for number in range(len(self.digests), page + 1):

@@ -6,6 +6,7 @@ T tokens, R rows whose hidden states are wanted, N of them whose logits are, B s
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -353,17 +354,21 @@ class Runner:
     def flatten(self, inputs: list[SequenceInput], sampled: list[int], ahead: int = 0) -> Step:
         """What `run` computes; its tables reach as many tokens further as are `ahead`."""
         lengths = [len(item.tokens) for item in inputs]
-        cu_seqlens = np.zeros(len(inputs) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=cu_seqlens[1:])
-        kv_lengths = np.array([item.start for item in inputs], dtype=np.int32) + np.array(lengths, dtype=np.int32)
-        block_tables = np.zeros((len(inputs), pages_for(int(kv_lengths.max()) + ahead)), dtype=np.int32)
+        ends = [item.start + length for item, length in zip(inputs, lengths, strict=True)]
+        kv_lengths = np.array(ends, dtype=np.int32)
+        cu_seqlens = np.array([0, *accumulate(lengths)], dtype=np.int32)
+        block_tables = np.zeros((len(inputs), pages_for(max(ends) + ahead)), dtype=np.int32)
         for row, item in enumerate(inputs):
             num_pages = min(item.table.num_pages, block_tables.shape[1])
             block_tables[row, :num_pages] = item.table.ids[:num_pages]
         tokens = np.array([token for item in inputs for token in item.tokens], dtype=np.int64)
-        owner = np.repeat(np.arange(len(inputs)), lengths)
-        positions = np.arange(len(tokens)) + (kv_lengths - cu_seqlens[1:])[owner]
-        slots = block_tables[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+        if len(tokens) == len(inputs):  # of a token each, numbers cost less than arrays
+            positions = np.array([item.start for item in inputs], dtype=np.int64)
+            slots = np.array([item.table.slot(item.start) for item in inputs], dtype=np.int64)
+        else:
+            owner = np.repeat(np.arange(len(inputs)), lengths)
+            positions = np.arange(len(tokens)) + (kv_lengths - cu_seqlens[1:])[owner]
+            slots = block_tables[owner, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
         others = self._adapters(inputs, lengths), self._listing(inputs), _wanted_rows(inputs, lengths)
         return Step(tokens, positions, slots, block_tables, cu_seqlens, kv_lengths, *others, sampled)
 

@@ -283,6 +283,8 @@ class Sampler:
 
     def meant(self, counts: Tensor, batch_rows: Tensor, k: int) -> Tensor:
         """How many of k draft tokens are meant, int32 `[g]`, from what `meant_by` says."""
+        if not k:
+            return torch.zeros_like(counts, dtype=torch.int32)
         known = self.state.draft_counts[batch_rows]
         return torch.where(counts < 0, torch.minimum(known, -1 - counts), counts).clamp(max=k).int()
 
