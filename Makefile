@@ -8,8 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := kernels model compress train serve pipeline bench tests
 # One thread each, and one process more than a small machine has cores: some always wait for a server or a launch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
-# Those whose numbers are larger with --all-trials.
-PROMISES := $(shell grep -l "tests.trials\|tests import trials" tests/*/test_*.py)
+# Those whose numbers are larger with --all-trials, and the engine's: then all their rows run again with recorded graphs.
+PROMISES := $(shell grep -l "tests.trials\|tests import trials\|make_engine" tests/*/test_*.py)
 
 .PHONY: install demo test test-cluster soak check machine-code lint types fast bench bench-gpu clean
 
@@ -25,7 +25,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 demo: $(INSTALLED)   ## distil a student from a real teacher, measure it, talk to it
 	$(BIN)/potstill run configs/demo.yaml
 
-test: $(INSTALLED)   ## the whole suite, the engine's once more through the path of CUDA graphs
+test: $(INSTALLED)   ## the whole suite, the engine's through the path of CUDA graphs too
 	$(PYTEST) --recorded-graphs tests
 
 test-cluster: $(INSTALLED)   ## replicas on a Ray cluster of this machine; installs Ray, 80 MB, which all other tests do without
@@ -34,7 +34,7 @@ test-cluster: $(INSTALLED)   ## replicas on a Ray cluster of this machine; insta
 
 soak: $(INSTALLED)   ## half an hour of mixed traffic with engines killed and stopped, then every promise in full numbers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) --write
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all-trials --timeout 1800 $(PROMISES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all-trials --recorded-graphs --timeout 1800 $(PROMISES)
 
 check: lint types fast   ## what to run before a commit
 

@@ -1,13 +1,15 @@
-"""`--recorded-graphs`: what makes engines runs a second time, through the path of CUDA graphs (recorded_graphs.py)."""
+"""`--recorded-graphs`: what makes engines runs through the path of CUDA graphs as well (recorded_graphs.py)."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 
 from serve.engine import engine, ranks
+from tests import trials
 from tests.ranks import FollowerThread
 from tests.serve.recorded_graphs import recorded_graphs
 
@@ -22,14 +24,37 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without those that are not to run again, whole tests or single rows of them."""
+    """Without those that are not to run again, whole tests or single rows of them; of many rows each runs one way."""
     items[:] = [item for item in items if not (is_recorded(item) and item.get_closest_marker("eager"))]
+    if not trials.in_full:
+        left_out = set(other_ways(items))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def is_recorded(item: pytest.Item) -> bool:
     return (
         isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("_graphs", False)
     )
+
+
+def other_ways(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """What need not run of tests with several rows: of each row the way that its values have been tried more often.
+
+    So every row runs, every test both ways, and every value both ways where two rows have it. A break of one way shows
+    in any row that takes it; what takes one row's values and one way together, `--all-trials` finds.
+    """
+    tests: dict[Any, dict[Any, dict[bool, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "_graphs" in item.callspec.params:
+            row = tuple((name, repr(value)) for name, value in item.callspec.params.items() if name != "_graphs")
+            tests[item.parent, item.originalname][row][is_recorded(item)] = item
+    for rows in tests.values():
+        both = {row: ways for row, ways in rows.items() if len(ways) == 2}
+        tried = Counter[Any]()
+        for row, ways in both.items() if len(both) > 1 else ():
+            way = min(ways, key=lambda way: (sum(tried[way, value] for value in row), tried[way]))
+            tried.update([way, *((way, value) for value in row)])
+            yield ways[not way]
 
 
 @pytest.fixture(autouse=True)
