@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -23,6 +24,7 @@ from kernels.losses.linear_distillation import DivergenceKind, linear_distillati
 from tests.compare import check_all_close, check_close, check_slopes
 from tests.kernels.losses import LOGITS, choose_logits, use_small_tiles, wide
 from tests.paged import PagedCase, grow_trees, hide_slots, make_case
+from tests.trials import covering
 
 CPU = torch.device("cpu")
 # One that most scores feel, and Gemma's, under which nearly all lie in its straight part.
@@ -85,13 +87,19 @@ def test_gradients_on_the_cpu_are_slopes() -> None:
     check_slopes(lambda *x: (flash_attention(*x, borders, window=9, soft_cap=1.5) * grad).sum(), tuple(leaves))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "cap"), [(torch.float32, 1.5), (torch.bfloat16, 1.5), (torch.float16, 50.0)], ids=str
+DTYPES: tuple[tuple[torch.dtype, float], ...] = (
+    (torch.float32, 1.5),
+    (torch.bfloat16, 1.5),
+    (torch.float16, 50.0),
 )
-@pytest.mark.parametrize("options", [{"window": None}, {"window": 20}, {"causal": False}], ids=str)
+SEEN: tuple[dict[str, Any], ...] = ({"window": None}, {"window": 20}, {"causal": False})
+
+
+@pytest.mark.parametrize(("of", "options"), covering(product(DTYPES, SEEN)), ids=str)
 def test_packed_in_triton(
-    device: torch.device, dtype: torch.dtype, options: dict[str, Any], cap: float, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, of: tuple[torch.dtype, float], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dtype, cap = of
     tile = Tile(16, 16, 4, 2)
     monkeypatch.setattr(flash_tiles, "choose_tiles", lambda *_: Tiles(tile, tile, tile))
     scale = SCALE if dtype == torch.float32 else 0.3
@@ -159,10 +167,16 @@ def test_c_is_exact_from_the_smallest_to_the_largest_scores(cap: float) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=3e-6, atol=0)
 
 
-@pytest.mark.parametrize("what", ["plain", "int8", "hidden slots", "trees", "batch-invariant", "many rows"])
-@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 1.5), (torch.bfloat16, 50.0)], ids=str)
-@WINDOWS
-def test_pages_in_triton(device: torch.device, what: str, dtype: torch.dtype, window: int | None, cap: float) -> None:
+PAGES = ("plain", "int8", "hidden slots", "trees", "batch-invariant", "many rows")
+
+
+@pytest.mark.parametrize(
+    ("what", "of", "window"),
+    covering(product(PAGES, [(torch.float32, 1.5), (torch.bfloat16, 50.0)], [None, 20])),
+    ids=str,
+)
+def test_pages_in_triton(device: torch.device, what: str, of: tuple[torch.dtype, float], window: int | None) -> None:
+    dtype, cap = of
     stored = torch.int8 if what == "int8" else None
     case = make_case(SEQUENCES[:6], dtype, device, stored=stored)
     case = {"hidden slots": hide_slots, "trees": grow_trees}.get(what, lambda it: it)(case)
@@ -184,7 +198,7 @@ def test_under_a_mask_as_torch_has_it() -> None:
     assert not torch.allclose(result, attend_masked(q, k, v, seen))
 
 
-@pytest.fixture(params=LOGITS)
+@pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_logits(monkeypatch, request.param)
     use_small_tiles(monkeypatch)
@@ -240,7 +254,12 @@ def test_gradients_of_losses_are_slopes() -> None:
     check_slopes(lambda *x: linear_distillation(*x, *teacher, labels, **options).loss, leaves)
 
 
-@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 2.0), (torch.bfloat16, 30.0)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "dtype", "cap"),
+    [(way, *of) for way, of in covering(product(LOGITS, [(torch.float32, 2.0), (torch.bfloat16, 30.0)]))],
+    ids=str,
+    indirect=["way"],
+)
 @pytest.mark.usefixtures("way")
 def test_losses_in_triton(device: torch.device, dtype: torch.dtype, cap: float) -> None:
     check_cross_entropy(device, dtype, cap)

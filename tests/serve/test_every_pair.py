@@ -1,6 +1,7 @@
 """Every pair of the engine's features: what a busy engine says with both is what a plain one says to a request alone.
 
-A row is an engine; which features it has is a pairwise design over all of them (pairs.py). On each, requests of all
+A row is an engine; which features it has is a pairwise design over all of them (pairs.py), of which a run of the tests
+takes as many rows as have every feature, and `--all-trials` all. On each, requests of all
 kinds (a pairwise design too) run at once; labels of some are stored, and a draft whose weights can be replaced is given
 others meanwhile. A plain engine has the same weights, cache format, routers and adapters, since those decide what is
 said, and nothing else: no draft, no shared prefixes, whole prompts, pages enough, nothing stored.
@@ -40,6 +41,7 @@ from tests.serve.pairs import Row, pairs_of, pairwise
 from tests.serve.test_speculation import noisy_twin, p_value
 from tests.serve.toys import drain, make_engine, random_prompts, toy_tokenizer
 from tests.tiny import tiny_model
+from tests.trials import covering
 
 SHARED, OWN_LAYERS = "shared cache", "early_exit"
 BESIDE = "+model"
@@ -97,6 +99,7 @@ def can_be(row: Row) -> bool:
 
 
 ROWS = pairwise(ENGINES, can_be)
+TRIED = covering(ROWS, dict.items)
 REQUEST_ROWS = pairwise(REQUESTS)
 
 
@@ -288,7 +291,7 @@ def marked(number: int, row: Row) -> Any:
     return pytest.param(row, marks=marks, id="-".join(map(str, row.values())))
 
 
-@pytest.mark.parametrize("row", [marked(number, row) for number, row in enumerate(ROWS)])
+@pytest.mark.parametrize("row", [marked(number, row) for number, row in enumerate(TRIED)])
 def test_both_change_nothing(row: Row, folders: dict[str, str], tmp_path: Path) -> None:
     check_row(row, folders, tmp_path / "labels")
 
@@ -315,7 +318,7 @@ def test_every_pair_occurs() -> None:
 
 def test_a_fast_row_has_five_at_once() -> None:
     """A grammar through an adapter, several choices, keys and values in 8 bits, and routed layers."""
-    assert any(row["adapters"] and row["kv"] != "auto" and row["route"] for row in ROWS[:NUM_FAST])
+    assert any(row["adapters"] and row["kv"] != "auto" and row["route"] for row in TRIED[:NUM_FAST])
     assert any(wanted["output"] != "text" and wanted["n"] > 1 and wanted["adapted"] for wanted in REQUEST_ROWS)
 
 

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.serve.test_routed import routed_model
 from tests.serve.test_speculation import noisy_twin
 from tests.serve.toys import drain, generate, greedy, greedy_oracle, join, make_engine, random_prompts
 from tests.tiny import tiny_model
+from tests.trials import covering
 
 pytestmark = pytest.mark.eager
 PROMPTS = random_prompts(6, seed=1)
@@ -75,14 +77,13 @@ def test_replayed_steps_say_what_full_passes_say() -> None:
     assert counts["captures"] <= 4 and counts["replays"] > 15  # 8, 4, 2 sequences and one
 
 
-@pytest.mark.parametrize("draft", [None, "equal", "ngram", "routed", "routed equal", "routed ngram"])
-def test_the_kernels_of_a_gpu_are_captured(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_routed", "draft"), covering(product([False, True], [None, "equal", "ngram"])))
+def test_the_kernels_of_a_gpu_are_captured(is_routed: bool, draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the interpreter, whose kernels launch as a GPU's do; nothing in their wrappers may change or be read."""
-    kind = (draft or "").removeprefix("routed").strip()
-    model = routed_model("block", **SMALL) if (draft or "").startswith("routed") else tiny_model(seed=3, **ONE_LAYER)
-    source = {"equal": model, "ngram": "ngram"}.get(kind)
+    model = routed_model("block", **SMALL) if is_routed else tiny_model(seed=3, **ONE_LAYER)
+    source = {None: None, "equal": model, "ngram": "ngram"}[draft]
     params = [
-        SamplingParams(**{**vars(p), "max_tokens": 9 if kind else 6, "ignore_eos": True}) for p in mixed_params(9)[:3]
+        SamplingParams(**{**vars(p), "max_tokens": 9 if draft else 6, "ignore_eos": True}) for p in mixed_params(9)[:3]
     ]
     with monkeypatch.context() as eager:
         eager.setattr(engine_module, "graphs_on", lambda device: None)
@@ -120,7 +121,8 @@ def test_lists_of_visible_slots_follow_sequences_through_captured_steps(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("route", "weights"), [("attention", "nf4"), ("attention", "adapters"), ("mlp", "adapters"), ("block", "none")]
+    ("route", "weights"),
+    covering([("attention", "nf4"), ("attention", "adapters"), ("mlp", "adapters"), ("block", "none")]),
 )
 def test_a_long_prompt_waits_for_no_routed_layer(route: str, weights: str, tmp_path: Path) -> None:
     """Nothing is read back of a prompt that is longer than what is computed whole, and its unused rows do no harm."""

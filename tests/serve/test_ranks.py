@@ -5,6 +5,7 @@ import re
 import signal
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from serve.config import EngineConfig
 from serve.engine import ranks
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
-from tests import trials
 from tests.model.test_tensor_parallel import SHAPE, tiny_model_in, write_adapter
 from tests.ranks import IdleFollower
 from tests.serve.http_server import children_of, running_server, save_tiny_folder
 from tests.serve.toys import drain, greedy
 from tests.tiny import tiny_model
+from tests.trials import covering
 
 PROMPTS = [list(range(20, 60)), [*range(20, 50), 7], [5, 6, 7, 5, 6, 7, 5, 6], [9]]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 24, "num_pages": 6}
@@ -114,18 +115,11 @@ MODELS = {
 }
 
 
-QUICK = [("dense", 2, 1), ("nf4", 2, 1), ("int4", 2, 2), ("routed attention", 2, 1), ("routed block", 1, 2)]
-SLOW = [("dense", 4, 1), ("nf4", 2, 2), ("int4", 1, 2), ("routed attention", 2, 2), ("routed block", 4, 1)]
-ALL = [(name, *sizes) for name in MODELS for sizes in ((2, 1), (4, 1), (1, 2), (2, 2))]
-MORE = [one for one in ALL if one not in QUICK] if trials.in_full else SLOW
-
-
 @pytest.mark.usefixtures("follower_threads")
-@pytest.mark.parametrize(
-    ("name", "count", "stages"), QUICK + [pytest.param(*one, marks=pytest.mark.slow) for one in MORE]
-)
-def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: str, count: int, stages: int) -> None:
+@pytest.mark.parametrize(("name", "sizes"), covering(product(MODELS, [(2, 1), (4, 1), (1, 2), (2, 2)])))
+def test_any_model_and_draft_says_what_one_process_says(tmp_path: Path, name: str, sizes: tuple[int, int]) -> None:
     """In chunks, with shared prefixes and preemption; four ranks share two KV heads."""
+    count, stages = sizes
     folder = save_tiny_folder(tmp_path / "model", MODELS[name]())
     expected = said(serve(folder), greedy(30))
     drafts = {None, "ngram", str(folder)} if name == "nf4" else {"ngram", None if stages > 1 else "ngram"}

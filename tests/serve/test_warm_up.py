@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from serve.engine.warm_up import warm_up
 from tests.serve.recorded_graphs import recorded_graphs
 from tests.serve.toys import generate, greedy, greedy_oracle, make_engine, random_prompts
 from tests.tiny import tiny_model
+from tests.trials import covering
 
 pytestmark = pytest.mark.eager
 KINDS = 15
@@ -33,10 +35,15 @@ def test_no_request_of_a_day_compiles_a_kernel() -> None:
     assert {kind: late for kind, (_, late) in found.items() if late} == {}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"max_model_len": 2}, {"max_num_batched_tokens": 8}, {"num_pages": 2, "max_model_len": 20}], ids=str
-)
-@pytest.mark.parametrize("drafts", [False, True])
+ENGINES: list[dict[str, int]] = [
+    {},
+    {"max_model_len": 2},
+    {"max_num_batched_tokens": 8},
+    {"num_pages": 2, "max_model_len": 20},
+]
+
+
+@pytest.mark.parametrize(("options", "drafts"), covering(product(ENGINES, [False, True])), ids=str)
 def test_it_fits_every_engine_and_leaves_no_trace(options: dict, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "graphs_on", lambda device: recorded_graphs())
     model = tiny_model(seed=3)
@@ -72,11 +79,14 @@ def test_on_a_cpu_no_draft_waits_for_a_pass_that_prepares(early_exit: bool) -> N
     assert engine.stats().num_draft_tokens and not any(prepared[2:])  # the first two read the prompt
 
 
+CACHES: list[dict[str, Any]] = [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"max_model_len": 2}]
+KINDS_OF_DRAFT = ("model", "ngram", "suffix", "early_exit")
+KINDS_OF_MODEL = ("llama", "mixtral", "block", "mlp")
+
+
 @pytest.mark.parametrize(
-    "options", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"max_model_len": 2}], ids=str
+    ("options", "draft", "kind"), covering(product(CACHES, KINDS_OF_DRAFT, KINDS_OF_MODEL)), ids=str
 )
-@pytest.mark.parametrize("draft", ["model", "ngram", "suffix", "early_exit"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "block", "mlp"])
 def test_it_fits_every_draft_on_a_cpu(options: dict, draft: str, kind: str) -> None:
     """Of dense models, experts, and such as route tokens past attention or not."""
     model: Any = tiny_model("mixtral" if kind == "mixtral" else "llama", seed=3)

@@ -1,6 +1,6 @@
 """What a training step takes in each of the processes that torchrun has started, beside what is planned.
 
-torchrun --nproc_per_node 4 -m tests.train.memory_process FOLDER SHARDS[xCONTEXT|tTENSOR] NAME …
+torchrun --nproc_per_node 4 -m tests.train.memory_process FOLDER SHARDS[xCONTEXT|tTENSOR] LAYERS NAME …
 """
 
 import json
@@ -37,10 +37,12 @@ from train.tracking import Tracker
 
 FEW, MANY = 64, 256
 """Tokens of a micro-batch."""
+MOST_MICRO_BATCHES = 4
+"""In a step; else each process takes two, of which the second adds to gradients."""
 
 
 def steps(tokens: int = FEW, **changes: Any) -> Any:
-    return training(tokens, micro_batches=4, **changes)
+    return training(tokens, **changes)
 
 
 def config(hidden_size: int, layers: int) -> ModelConfig:
@@ -109,8 +111,8 @@ SETUPS = {
     "quantize, all": rounded("all"),
 }
 """Of each way to train one whose models weigh more than what a process takes anyway, by their layers."""
-LAYERS, BRIEF = 12, 2
-"""Those that are measured, and before them what makes a process allocate what it does once for all."""
+BRIEF = 2
+"""Layers that are run before those that are measured: a process allocates then what it does once for all."""
 
 
 def measure(folder: Path, name: str, setup: Setup) -> dict[str, int]:
@@ -149,7 +151,7 @@ def routed(model: Transformer, *, alone: bool) -> Transformer:
     return model
 
 
-def main(folder: Path, sizes: str, *names: str) -> None:
+def main(folder: Path, sizes: str, measured: int, *names: str) -> None:
     torch.set_num_threads(1)
     return_what_is_freed()
     shard, context, tensor = sizes_of(sizes)
@@ -158,12 +160,14 @@ def main(folder: Path, sizes: str, *names: str) -> None:
     this_accelerator()
     rank, found = this_rank(), {}
     for name in names:
-        for layers in (BRIEF, LAYERS):
+        for layers in (BRIEF, measured):
             placed = {"shards": shard * context * tensor, "context": context, "tensor": tensor}
             setup = replace(SETUPS[name](layers), on_gpu=False, processes=rank.count, **placed)
+            step = min(MOST_MICRO_BATCHES, 2 * rank.count // (context * tensor)) * setup.training.micro_batch_tokens
+            setup = replace(setup, training=replace(setup.training, tokens=2 * step, batch_tokens=step))
             found[name] = measure(folder / f"{sizes}-{name}-{layers}", name, setup)
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -37,6 +37,7 @@ from pipeline.measure.training_time import (
 from tests.memory import peak_bytes
 from tests.model.test_families import FAMILIES, SIZES
 from tests.tiny import tiny_config
+from tests.trials import covering
 from train.config import Loss, PreferenceLoss, TrainingConfig
 from train.loop import Trainer
 from train.objectives import Distillation, LanguageModelling, Objective, RoutedTraining, RoutingConfig
@@ -194,7 +195,13 @@ def check(setup: Setup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.peak == pytest.approx(loaded + peak_bytes(trainer.train), rel=0.1)
 
 
-@pytest.mark.parametrize("name", SETUPS)
+def settings_of(name: str) -> set[tuple[str, str]]:
+    setup = SETUPS[name]
+    of_training = {f"training.{key}": value for key, value in vars(setup.training).items()}
+    return {(key, repr(value)) for key, value in {**vars(setup), **of_training}.items() if key != "training"}
+
+
+@pytest.mark.parametrize("name", covering(SETUPS, settings_of))
 def test_the_plan_is_within_a_tenth_of_the_measured_peak(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

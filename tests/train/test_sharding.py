@@ -21,8 +21,20 @@ from train.tracking import read_metrics
 
 HANDED_ON = ("8 bits", "gqa", "qlora")
 DIVIDED = ("distill", "gqa")
-BY_LAYERS = ("distill", "gqa", "mod", "qlora")
-FEWER = ("gqa", "qlora")
+PLACES = {
+    "groups": ("distill", "qlora"),
+    "down": HANDED_ON,
+    "up": HANDED_ON,
+    "parts": DIVIDED,
+    "halves": DIVIDED,
+    "layers": ("distill", "gqa", "mod", "qlora"),
+    "fewer": ("gqa", "qlora"),
+}
+"""Of what `folder` makes besides the cases by one process and by four: each in some place, and in each place one."""
+TRIED = trials.covering((place, name) for place, names in PLACES.items() for name in names)
+
+LAYERS = trials.trials(8, 12)
+"""Of models whose memory is measured: of small parts of few layers the process itself would be much."""
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +53,26 @@ def together(processes: int, module: ModuleType, folder: Path, *words: object) -
         assert not any(end_of(started)), log.read_text()[-3000:]
 
 
+def tried_in(*places: str) -> list[tuple[str, str]]:
+    return [row for row in TRIED if row[0] in places]
+
+
+def names_in(place: str) -> list[str]:
+    return [name for _, name in tried_in(place)]
+
+
+STOPS = {("down", "4"): "/2", ("down", "2"): "/4", ("fewer", "2t2"): "/2", ("fewer", "1t2"): "/4"}
+
+
+def jobs_in(**sizes: str) -> list[str]:
+    """Of each place by this mesh."""
+    return [
+        f"{mesh}/{place}/{name}{STOPS.get((place, mesh), '')}"
+        for place, mesh in sizes.items()
+        for name in names_in(place)
+    ]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of each case, and four: in one group, or in two that hold the same; and checkpoints.
@@ -51,18 +83,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     for name in CASES:
         run(folder / "one", name)
-    for name in HANDED_ON:
+    for name in names_in("up"):
         run(folder / "up", name, stop=3)
-    jobs = [f"4/four/{name}" for name in CASES] + [f"2/groups/{name}" for name in ("distill", "qlora")]
-    jobs += [f"4/down/{name}/2" for name in HANDED_ON] + [f"4/up/{name}" for name in HANDED_ON]
-    jobs += [f"2x2/parts/{name}" for name in DIVIDED] + [f"2t2/layers/{name}" for name in BY_LAYERS]
-    together(4, sharded_process, folder, *jobs, *(f"2t2/fewer/{name}/2" for name in FEWER))
-    jobs = [f"2/down/{name}/4" for name in HANDED_ON] + [f"1x2/halves/{name}" for name in DIVIDED]
-    together(2, sharded_process, folder, *jobs, *(f"1t2/fewer/{name}/4" for name in FEWER))
-    for name in HANDED_ON:
-        run(folder / "down", name)
-    for name in FEWER:
-        run(folder / "fewer", name)
+    jobs = [f"4/four/{name}" for name in CASES]
+    together(
+        4,
+        sharded_process,
+        folder,
+        *jobs,
+        *jobs_in(groups="2", down="4", up="4", parts="2x2", layers="2t2", fewer="2t2"),
+    )
+    together(2, sharded_process, folder, *jobs_in(down="2", halves="1x2", fewer="1t2"))
+    for place in ("down", "fewer"):
+        for name in names_in(place):
+            run(folder / place, name)
     return folder
 
 
@@ -85,20 +119,17 @@ def test_four_processes_train_as_one(name: str, folder: Path) -> None:
     check(folder, "four", name)
 
 
-@pytest.mark.parametrize("name", ["distill", "qlora"])
+@pytest.mark.parametrize("name", names_in("groups"))
 def test_so_do_two_groups_of_two(name: str, folder: Path) -> None:
     check(folder, "groups", name)
 
 
-@pytest.mark.parametrize("place", ["halves", "parts"])
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize(("place", "name"), tried_in("halves", "parts"))
 def test_processes_that_have_a_part_of_the_tokens_each_train_as_one(place: str, name: str, folder: Path) -> None:
     check(folder, place, name)
 
 
-@pytest.mark.parametrize(
-    ("place", "name"), [("layers", name) for name in BY_LAYERS] + [("fewer", name) for name in FEWER]
-)
+@pytest.mark.parametrize(("place", "name"), tried_in("layers", "fewer"))
 def test_processes_that_have_a_part_of_each_layer_train_as_one(place: str, name: str, folder: Path) -> None:
     """Products are sums in another order; in fp64 gradients are the same (tests/train/test_parts.py).
 
@@ -120,8 +151,7 @@ def test_a_process_of_four_holds_a_quarter_of_a_frozen_base_and_of_its_adapter_a
         assert planned.optimizer == pytest.approx(held["moments"], rel=0.05)
 
 
-@pytest.mark.parametrize("place", ["down", "up"])
-@pytest.mark.parametrize("name", HANDED_ON)
+@pytest.mark.parametrize(("place", "name"), tried_in("down", "up"))
 def test_a_checkpoint_resumes_on_another_number_of_processes(place: str, name: str, folder: Path) -> None:
     check(folder, place, name)
 
@@ -131,7 +161,7 @@ def measured(folder: Path, processes: int, sizes: str, names: Sequence[str]) -> 
 
     Each is what is planned, and so are the weights.
     """
-    together(processes, memory_process, folder, sizes, *names)
+    together(processes, memory_process, folder, sizes, LAYERS, *names)
     found = [json.loads((folder / f"{processes}-{rank}.json").read_text()) for rank in range(processes)]
     misses = [
         f"{name} in process {rank}: {part} {process[name][part]:,}, not {process[name][truth]:,}"
