@@ -116,3 +116,11 @@ class Counters:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     speculative_tokens: float = 0.0
+
+    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
+        """One that was verified."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1

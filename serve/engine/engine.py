@@ -7,7 +7,7 @@ A step is launched and read apart. On CUDA it is launched before the host has re
 the device goes from step to step without waiting for the host. What a sequence emits is the same: only that it ends by
 a token or a string is noticed one step late, and the token computed for it meanwhile is thrown away. Of a model in
 stages each computes another step, of other sequences, and what the last stage has found is drawn from when it is read.
-Steps with draft tokens are read at once: how many of those were accepted decides where the next step begins. Launching
+Otherwise steps with draft tokens are read at once: how many were accepted decides where the next step begins. Launching
 a step changes no sequence before it has succeeded, so it may be repeated; what it found is committed when it is read.
 """
 
@@ -116,7 +116,7 @@ class Engine:
         self.draft: Draft | None = None
         if kind is not None:
             self._add_draft(kind, models)
-        self.num_groups = config.pipeline_parallel_size if self.draft is None else 1
+        self.num_groups = config.pipeline_parallel_size
         """Among how many steps sequences are divided, each under way in another stage of the model."""
         self.max_pending = self.num_groups - 1 or int(self.device.type == "cuda" and self.ranks is None)
         """The most steps that are launched and not read when the next one is planned, where that can be."""
@@ -240,8 +240,8 @@ class Engine:
             self._copy_pages(schedule.copies)
             self._compute(schedule.chunks, outputs)
             self._counters.num_steps += 1
-            drafted = any(chunk.num_drafts for chunk in schedule.chunks)
-            self._read(outputs, num_left=0 if drafted else self.max_pending)
+            must_know = self.num_groups == 1 and any(chunk.num_drafts for chunk in schedule.chunks)
+            self._read(outputs, num_left=0 if must_know else self.max_pending)
         elif self._pending:  # whoever runs takes part in one of them
             self._read(outputs, num_left=len(self._pending) - 1)
         self.cache.drop_branches()
@@ -250,14 +250,15 @@ class Engine:
     def _schedule(self, outputs: list[RequestOutput]) -> Schedule:
         if self.draft is None:
             return self.scheduler.schedule(num_groups=self.num_groups)
-        if self.draft.reads_tokens:
+        if self.draft.reads_tokens and self.num_groups == 1:
             self._read(outputs)
         decoding = [sequence for sequence in self.scheduler.running if sequence.num_pending == 1]
         if decoding:
             self.draft_length.begin_step(decoding)
-        if self.draft_length.is_drafting:
+        if self.draft_length.is_drafting and self.num_groups == 1:
             self._read(outputs)
-        schedule = self.scheduler.schedule(self.draft_length if self.draft_length.is_drafting else None)
+        asked = self.draft_length if self.draft_length.is_drafting else None
+        schedule = self.scheduler.schedule(asked, num_groups=self.num_groups)
         if decoding:
             mean = sum(chunk.num_drafts for chunk in schedule.chunks) / len(decoding)
             self._counters.speculative_tokens += 0.1 * (mean - self._counters.speculative_tokens)
@@ -308,13 +309,15 @@ class Engine:
         if self.draft is None:
             return work
         asked = [(item.sequence, item.chunk.num_drafts) for item in work if item.chunk.num_drafts]
-        wanted = [Wanted(sequence, k, self.draft_length.takes_at_hand(sequence)) for sequence, k in asked]
+        for sequence, _ in asked:
+            sequence.quotes = self.draft_length.takes_at_hand(sequence)
+        wanted = [Wanted(sequence, k, sequence.quotes) for sequence, k in asked]
         if not wanted:
             return work
         self.state.add(sequence for sequence, _ in asked)
         drafts = self.draft.propose(wanted)
         work = [Work(item.chunk, item.sequence, drafts.get(item.sequence.id, NO_DRAFT)) for item in work]
-        if any(item.draft.others for item in work):
+        if any(item.draft.others for item in work):  # their pages are given back at the end of this step
             self._give_branches(work)
         return work
 
@@ -322,10 +325,10 @@ class Engine:
         """Choose which other paths of the drafts are verified too, as far as there is room, and give them pages."""
         num_rows = sum(item.chunk.num_tokens + item.draft.num_tokens for item in work)
         copies: list[tuple[int, int]] = []
+        may_branch = self.labels is None and not self.runner.pages.visible and self.num_groups == 1
         for item in work:
             offered, item.draft = item.draft.others, replace(item.draft, others=())
-            is_plain = self.labels is None and item.sequence.params.logprobs is None and not self.runner.pages.visible
-            for way in offered if is_plain else ():
+            for way in offered if may_branch and item.sequence.params.logprobs is None else ():
                 way = way._replace(tokens=way.tokens[: self.draft_length.tokens_of(way, num_rows)])
                 found = self.scheduler.branch(item.sequence, item.chunk.start, len(way.tokens), num_rows)
                 if found is not None:
@@ -374,7 +377,7 @@ class Engine:
                 self.state.add(sequences)
                 who = steps.members(sequences)
             launch, launcher = partial(self._launch_uniform, steps, who, work), steps
-        if self.draft is None or not all_single:
+        if self.draft is None or self.num_groups > 1 or not all_single:
             return launch()
         # Prompts would blur what decoding costs.
         num_rows = sum(1 + item.num_draft_rows for item in work)
@@ -389,9 +392,10 @@ class Engine:
     def _launch_ragged(self, work: list[Work]) -> PendingStep:
         if self.uniform_steps is not None:
             self.uniform_steps.interrupt()
+        if self.num_groups > 1:
+            return PendingStep(under_way=UnderWay.launch(work, self.runner))
         inputs, sampled, places = lay_out(work, self.runner.feed.shape[1])
-        end = self.runner.begin(inputs, sampled)
-        return PendingStep(under_way=UnderWay.of(end, places)) if self.num_groups > 1 else self._draw(places, *end())
+        return self._draw(places, *self.runner.run(inputs, sampled))
 
     def _draw(self, places: list[Place], hidden: Tensor, logits: Tensor | None) -> PendingStep:
         """Launch what is asked of the rows of a pass."""
@@ -409,7 +413,12 @@ class Engine:
     # Committing what a step found
 
     def _end(self, under_way: UnderWay, outputs: list[RequestOutput]) -> list[Sampled]:
-        """Draw from a pass that has been through all stages; where that raises, for each sequence alone."""
+        """Draw from a pass that has been through all stages, and read that."""
+        with under_way.measured(None if self.draft is None else self.draft_length.target_costs):
+            return [sampled for step in self._draw_left(under_way, outputs) for sampled in step.read()]
+
+    def _draw_left(self, under_way: UnderWay, outputs: list[RequestOutput]) -> list[PendingStep]:
+        """Likewise without reading; where that raises, draw for each sequence alone."""
         found, places, steps = under_way.end(), under_way.places_left(), list[PendingStep]()
         try:
             steps.append(self._draw(places, *found))
@@ -424,7 +433,7 @@ class Engine:
         for place in under_way.places_left():
             if place.item.samples:
                 self._drawn(place.item.sequence)
-        return [sampled for step in steps for sampled in step.read()]
+        return steps
 
     def _read(self, outputs: list[RequestOutput], *, num_left: int = 0) -> None:
         """Read and commit the pending steps, all but the latest `num_left`."""
@@ -471,10 +480,9 @@ class Engine:
 
     def _observe(self, sampled: Sampled) -> None:
         """Let the draft and all counters know what became of a proposal, and take the pages of the way that it took."""
-        sequence, counters = sampled.sequence, self._counters
-        item = self._branched.get(sequence.id)
+        sequence, item = sampled.sequence, self._branched.get(sampled.sequence.id)
         num_drafted, num_accepted = sampled.num_drafted, sampled.num_accepted
-        if self.draft is not None:
+        if self.draft is not None and not sequence.quotes:
             self.draft.observe(sequence, num_drafted, sampled.num_on_path)
             self.draft_length.observe(sequence, num_drafted, sampled.num_on_path)
         if item is not None:
@@ -484,11 +492,7 @@ class Engine:
                 self.draft.moved(sequence)
         sequence.num_drafted += num_drafted
         sequence.num_accepted += num_accepted
-        counters.num_drafts += 1
-        counters.num_draft_tokens += num_drafted
-        counters.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            counters.accepted_per_position[position] += 1
+        self._counters.count_draft(num_drafted, num_accepted)
 
 
 def _decodes(work: Work) -> bool:

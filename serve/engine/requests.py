@@ -149,6 +149,8 @@ class Sequence:
     """Kept for training, with consent."""
     num_drafted: int = 0
     num_accepted: int = 0
+    quotes: bool = False
+    """Whether its latest draft tokens were what the draft had at hand."""
     recent_accepted: float = 0.0
     """Decaying count of accepted draft tokens."""
     recent_rejected: float = 0.0

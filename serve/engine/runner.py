@@ -3,7 +3,9 @@
 T tokens, R rows whose hidden states are wanted, N of them whose logits are, B sequences of this pass, P pages.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -20,7 +22,7 @@ from model.passes import PagedModel, Pass, PassRunner
 from model.tensor_parallel import ALONE
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import feed_reference, resolve, upload
-from serve.engine.drafts.length import PassTimer
+from serve.engine.drafts.length import PassCosts, PassTimer
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, Branch, pages_for
 from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
@@ -168,14 +170,31 @@ class UnderWay(NamedTuple):
     places: list[Place]
     num_returns: list[int]
     """Of each sequence then; see `BlockTable`."""
+    launch_s: float
+    """What it took the host to launch it."""
 
     @classmethod
-    def of(cls, end: Callable[[], Found], places: list[Place]) -> "UnderWay":
-        return cls(end, places, [place.item.sequence.table.num_returns for place in places])
+    def launch(cls, work: list[Work], runner: "Runner") -> "UnderWay":
+        began = time.perf_counter()
+        inputs, sampled, places = lay_out(work, runner.feed.shape[1])
+        end, returns = runner.begin(inputs, sampled), [item.sequence.table.num_returns for item in work]
+        return cls(end, places, returns, time.perf_counter() - began)
 
     def places_left(self) -> list[Place]:
         """Of those that have kept their pages: who has ended has no more to say, who was preempted says it later."""
         return [p for p, n in zip(self.places, self.num_returns, strict=True) if p.item.sequence.table.num_returns == n]
+
+    @contextmanager
+    def measured(self, costs: PassCosts | None) -> Iterator[None]:
+        """Record what it costs the host, launched before and ended within this context, the wait for others included.
+
+        Of what decodes alone, as without stages; and nothing where nobody asks.
+        """
+        began, work = time.perf_counter(), [place.item for place in self.places]
+        yield
+        if costs is not None and all(item.chunk.num_tokens == 1 for item in work):
+            num_rows = sum(1 + item.num_draft_rows for item in work)
+            costs.record(num_rows, self.launch_s + time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,10 @@ def test_two_processes_say_what_one_says_until_one_of_them_is_killed(tmp_path: P
 
 @pytest.mark.slow
 def test_so_do_processes_in_stages(tmp_path: Path) -> None:
-    """Two stages of two; ranks in other numbers are threads below."""
+    """Two stages of two, with a draft; ranks in other numbers are threads below."""
     folder = save_tiny_folder(tmp_path / "model", tiny_model(seed=3))
     others = children_of(os.getpid())
-    llm = serve(folder, 2, 2)
+    llm = serve(folder, 2, 2, draft="ngram", num_speculative_tokens=3)
     followers = sorted(set(children_of(os.getpid())) - set(others))
     assert said(llm, greedy(24)) == said(serve(folder), greedy(24))
     for number in range(2):

@@ -4,6 +4,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from serve.engine.engine import Engine
 from serve.engine.scheduler import Schedule
 from serve.llm import LLM
 from serve.sampling_params import SamplingParams
+from tests import trials
 from tests.serve.http_server import save_tiny_folder
 from tests.serve.test_overlap import PROMPTS, mixed_params, news
+from tests.serve.test_speculation import noisy_twin
 from tests.serve.test_token_mask import Alternating
 from tests.serve.toys import drain, greedy
 from tests.tiny import tiny_model
@@ -33,7 +37,9 @@ def few_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_folder(tmp_path_factory.mktemp("stages") / "model", tiny_model(seed=3, num_layers=3))
+    home, model = tmp_path_factory.mktemp("stages"), tiny_model(seed=3, num_layers=3)
+    save_tiny_folder(home / "twin", noisy_twin(model, noise=0.002))
+    return save_tiny_folder(home / "model", model)
 
 
 @contextmanager
@@ -46,9 +52,12 @@ def engine_of(folder: Path, stages: int, **options: Any) -> Iterator[Engine]:
         engine.close()
 
 
-def ask(engine: Engine) -> None:
-    for number, (prompt, params) in enumerate(zip(PROMPTS, mixed_params(16), strict=True)):
-        engine.add_request(str(number), prompt, params)
+def ask(engine: Engine, max_tokens: int = 16, **changes: Any) -> None:
+    """With a draft, what has neither a seed nor likeliest tokens is only distributed alike, so it gets a seed there."""
+    for number, (prompt, params) in enumerate(zip(PROMPTS, mixed_params(max_tokens), strict=True)):
+        if engine.draft is not None and not params.is_greedy:
+            params = replace(params, seed=number)
+        engine.add_request(str(number), prompt, replace(params, **changes))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +72,42 @@ def test_the_output_is_that_of_one_process(folder: Path, stages: int, options: d
             ask(engine)
             results.append(news(engine))
             assert (engine.stats().num_preemptions > 0) == ("num_pages" in options)
+    assert results[0] == results[1]
+
+
+DRAFTS = {"ngram": {"draft": "ngram"}, "suffix": {"draft": "suffix"}, "model": {}, "both": {"draft": "suffix"}}
+
+
+def drafting(kind: str, folder: Path) -> dict[str, Any]:
+    """Options of an engine with such a draft; a model is one that is mostly right."""
+    twin = str(folder.with_name("twin"))
+    models = {"model": {"draft": twin}, "both": {"draft_model": twin}}
+    return DRAFTS[kind] | models.get(kind, {})
+
+
+SCARCE = {"num_pages": 7, "max_model_len": 110}
+
+
+FEW = [("suffix", 2, {"num_speculative_tokens": None}), ("both", 3, SCARCE)]
+ALL = [
+    (kind, stages, {"num_speculative_tokens": length} | room)
+    for kind, stages, length in product(DRAFTS, (2, 3), (None, 3))
+    for room in ({}, SCARCE, {"max_num_batched_tokens": 9})
+]
+
+
+@pytest.mark.parametrize(("kind", "stages", "options"), ALL if trials.in_full else FEW, ids=str)
+def test_so_is_it_with_a_draft(folder: Path, kind: str, stages: int, options: dict[str, Any]) -> None:
+    """Greedy and seeded, with penalties, several choices and log-probabilities; of few tokens, so texts repeat."""
+    results, few = list[Any](), dict.fromkeys((7, 9, 11, 12), 30.0)
+    options = {"num_speculative_tokens": 3} | options | drafting(kind, folder)
+    for count in (1, stages):
+        with engine_of(folder, count, **options) as engine:
+            ask(engine, 10, logit_bias=few)
+            results.append(news(engine))
+            stats = engine.stats()
+            assert (stats.num_preemptions > 0) == ("num_pages" in options)
+            assert stats.num_accepted_tokens > 0
     assert results[0] == results[1]
 
 
@@ -91,12 +136,14 @@ class Meetings:
             self.num_met += stage
 
 
+@pytest.mark.parametrize("length", [0, 2], ids=["decoding", "drafting"])
 def test_a_stage_computes_a_step_while_the_next_computes_the_one_before(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits for the other in the midst of its pass: one after the other they would never meet."""
     pass_on = ShardedTransformer.pass_on
-    with engine_of(folder, 2) as engine:
+    options = drafting("model", folder) | {"num_speculative_tokens": length} if length else {}
+    with engine_of(folder, 2, **options) as engine:
         meetings = Meetings(1, 9)
 
         def watched(model: ShardedTransformer, delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -105,10 +152,10 @@ def test_a_stage_computes_a_step_while_the_next_computes_the_one_before(
 
         monkeypatch.setattr(ShardedTransformer, "pass_on", watched)
         for number in range(8):
-            engine.add_request(str(number), [5 + number] * 5, greedy(6))
+            engine.add_request(str(number), [5 + number] * 5, greedy(6 + 10 * length))
         drain(engine)
     assert meetings.num_met == 9
-    assert meetings.sizes == [8 * 5, *[4] * 10], "all prompts, then the two halves in turn"
+    assert meetings.sizes[:11] == [8 * 5, *[4 * (1 + length)] * 10], "all prompts, then the two halves in turn"
 
 
 def plans_of(engine: Engine) -> list[Schedule]:
@@ -150,11 +197,13 @@ class Failing(Alternating):
         return super().allowed(output)
 
 
-def test_who_ends_or_is_masked_meanwhile(folder: Path) -> None:
+@pytest.mark.parametrize("kind", [None, *(("ngram", "both") if trials.in_full else ())])
+def test_who_ends_or_is_masked_meanwhile(folder: Path, kind: str | None) -> None:
     """An abort amid a pass is final, what raises while a token is drawn ends one request, and the others go on."""
     results = []
+    options = drafting(kind, folder) | {"num_speculative_tokens": 2} if kind else {}
     for count in (1, 2):
-        with engine_of(folder, count) as engine:
+        with engine_of(folder, count, **options) as engine:
             ask(engine)
             engine.add_request("gone", [9] * 7, greedy(50, n=2))
             told = [output for _ in range(5) for output in engine.step() if output.request_id != "gone"]
@@ -166,7 +215,7 @@ def test_who_ends_or_is_masked_meanwhile(folder: Path) -> None:
             engine.set_token_mask("failing", Failing())
             answers = news(engine)
         tokens, _, reason, *_ = answers.pop(("failing", 0))
-        assert len(tokens) == 3 and reason == "error"
+        assert (len(tokens) == 3 or (kind and len(tokens) < 3)) and reason == "error"
         assert answers.pop(("gone", 0))[2] == answers.pop(("gone", 1))[2] == "abort"
         whole = {key: [] for key in answers}
         for output in told:

@@ -93,7 +93,7 @@ class Draft(Protocol):
         ...
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Hear what became of a proposal, before the accepted tokens join the sequence."""
+        """Hear what became of a proposal of its passes, before the accepted tokens join the sequence."""
         ...
 
     def moved(self, sequence: Sequence) -> None:

@@ -462,8 +462,6 @@ class AdaptiveLength:
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Learn from one verification of what passes of the draft have given."""
-        if self.takes_at_hand(sequence):
-            return
         self._num_observed += 1
         if num_accepted:
             self._num_kept = KEPT_STEPS

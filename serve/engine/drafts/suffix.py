@@ -107,8 +107,6 @@ class SuffixDraft:
         self.first_tokens = 1 if self.model is None else self.model.first_tokens
         self._texts: WeakKeyDictionary[BlockTable, Text] = WeakKeyDictionary()
         self._records = [Record(INITIAL_WEIGHT * a, INITIAL_WEIGHT * (1 - a)) for a in INITIAL_ACCEPTANCES]
-        self._asked_model: set[int] = set()
-        """Ids of the sequences whose latest draft is the model's."""
         self._instead = [Record() for _ in INITIAL_ACCEPTANCES]
         """Of the text's guesses, by level, that differ from the model's: what became of their first tokens."""
         self._offers: WeakKeyDictionary[BlockTable, int] = WeakKeyDictionary()
@@ -144,7 +142,6 @@ class SuffixDraft:
 
     def propose(self, wanted: list[Wanted]) -> dict[int, DraftTree]:
         asked = [one for one in wanted if not one.at_hand]
-        self._asked_model = {one.sequence.id for one in asked}
         drafts = self.model.propose(asked) if self.model is not None and asked else {}
         if self.reads_drafts:
             drafts = {
@@ -169,7 +166,7 @@ class SuffixDraft:
         return replace(draft, others=(OtherWay(tuple(text.guess), taken, self._acceptance(text)),))
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        if self.model is not None and sequence.id in self._asked_model:
+        if self.model is not None:
             self.model.observe(sequence, num_drafted, num_accepted)
 
     def moved(self, sequence: Sequence) -> None:
