@@ -33,7 +33,7 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     The trainer's side is one packed forward; the server's is the real engine with its pages and chunks, asked for the
     log-probabilities of its prompts.
     """
-    prompts = _prompts(batches)
+    prompts = prompts_of(batches)
     model = load_model(folder, dtype=torch.float32, device=device)
     trained = [_log_probabilities(model, prompt) for prompt in prompts]
     is_rounded = any(layer.format.rounds_activations for layer in quantized_layers(model).values())
@@ -57,8 +57,8 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     )
 
 
-def _prompts(batches: Sequence[Batch]) -> list[list[int]]:
-    """The beginnings of the first few sequences."""
+def prompts_of(batches: Sequence[Batch]) -> list[list[int]]:
+    """What both sides read: the beginnings of the first few sequences."""
     prompts = []
     for batch in batches:
         for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):

@@ -24,6 +24,7 @@ from model.mesh import choose_device, choose_dtype, training_dtype
 from model.quantized import set_quantized
 from model.training_memory import Setup
 from model.transformer import Transformer
+from pipeline.measure.parity import prompts_of
 from pipeline.measure.quality import HeldOut
 from train.config import Loss
 from train.data import PreparedData, TokenizedDocuments
@@ -71,7 +72,10 @@ def training_seconds(setup: Setup, models: Models, data: TokenizedDocuments, seq
 
 
 def measuring_seconds(setup: Setup, models: Models, data: TokenizedDocuments, sequence_length: int) -> float:
-    """All passes of a stage over held-out text, before, during and after training, in the form that it publishes."""
+    """All passes of a stage over held-out text, before, during and after training, in the form that it publishes.
+
+    With those of the trainer's side and the server's when they are compared.
+    """
     config: Any = setup.training
     model, teacher = models
     if setup.rounding is not None:
@@ -92,8 +96,9 @@ def measuring_seconds(setup: Setup, models: Models, data: TokenizedDocuments, se
         asked.append((between - began) / len(batch.tokens))
         measured.append((time.monotonic() - between) / len(batch.tokens))
     taught = config.teacher_tokens * (teacher is not None)
-    seconds = config.measured_tokens * statistics.median(measured[1:]) + taught * statistics.median(asked[1:])
-    return float(share * seconds)
+    compared = 2 * sum(map(len, prompts_of(batches)))
+    seconds = (share * config.measured_tokens + compared) * statistics.median(measured[1:])
+    return float(seconds + share * taught * statistics.median(asked[1:]))
 
 
 def random_models(setup: Setup) -> Models:

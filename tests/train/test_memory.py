@@ -26,6 +26,7 @@ from model.routed import routed_layers
 from model.training_memory import Rounding, Setup, largest_micro_batch, shapes_of, smallest_shards
 from model.transformer import Transformer
 from pipeline.measure import training_time
+from pipeline.measure.parity import PARITY_SEQUENCES, PARITY_TOKENS
 from pipeline.measure.training_time import (
     measuring_seconds,
     objective_by_settings,
@@ -275,7 +276,7 @@ def test_time_is_that_of_all_steps_of_which_a_few_are_taken(name: str, monkeypat
 def test_held_out_text_is_timed_as_far_as_there_is_any(
     name: str, documents: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pass takes three seconds by this clock, however many tokens it has."""
+    """Each pass takes three seconds by this clock, however many tokens it has; parity adds two over its prompts."""
     setup, ticks = SETUPS[name], itertools.count()
     monkeypatch.setattr(training_time, "DOCUMENTS", documents)
     monkeypatch.setattr(training_time, "time", SimpleNamespace(monotonic=lambda: 3.0 * next(ticks)))
@@ -283,7 +284,8 @@ def test_held_out_text_is_timed_as_far_as_there_is_any(
     asked = SimpleNamespace(held_out_tokens=32 * 128, measured_tokens=7 * 32 * 128, teacher_tokens=0)
     there = documents // 2 if data.paired else documents
     found = measuring_seconds(replace(setup, training=asked), random_models(setup), data, 128)
-    assert found == pytest.approx(7 * 3 * min(there, 32))
+    compared = min(there, PARITY_SEQUENCES) * PARITY_TOKENS / 128
+    assert found == pytest.approx(3 * (7 * min(there, 32) + 2 * compared))
 
 
 def test_a_signal_ends_timing(monkeypatch: pytest.MonkeyPatch) -> None:
