@@ -86,6 +86,11 @@ class TrainingConfig:
         return math.ceil(self.tokens / self.batch_tokens)
 
     @property
+    def compared_steps(self) -> int:
+        """Steps of other models, which are trained briefly to be compared."""
+        return 0
+
+    @property
     def micro_batches_per_step(self) -> int:
         return self.batch_tokens // self.micro_batch_tokens
 

@@ -68,7 +68,7 @@ def training_seconds(setup: Setup, models: Models, data: TokenizedDocuments, seq
             pass
         finally:
             stopwatch.finish()
-    return float(training.steps * statistics.median(stopwatch.seconds[1:]))
+    return float((training.steps + training.compared_steps) * statistics.median(stopwatch.seconds[1:]))
 
 
 def measuring_seconds(setup: Setup, models: Models, data: TokenizedDocuments, sequence_length: int) -> float:

@@ -1,7 +1,6 @@
 """`potstill plan`: the stages that train, what they will hold, and what is wrong in one sentence."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ from pipeline.measure.quality import HeldOut
 from pipeline.plan import GIB, budgets_of, plan_recipe, plan_table
 from pipeline.recipe import load_recipe
 from pipeline.stages.base import kind_of
+from pipeline.stages.distill import run as distill
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.quantize.config import Quantize, Weights
 from tests.pipeline.tiny_run import run_stages, write_teacher, write_text
+from train.loop import Trainer
 
 
 @pytest.fixture
@@ -145,7 +146,15 @@ BRIEF = {"context_tokens": 64, "new_tokens": 2, "batch_sizes": [1]}
 MEASURED = {
     "sft": {"model": "teacher"},
     "qlora": {"model": "teacher", "adapter": {"rank": 4}},
-    "distill": {"teacher": "teacher", "student": {"from": "teacher"}},
+    "distill": {
+        "teacher": "teacher",
+        "student": {
+            "from": "teacher",
+            "importance_tokens": 512,
+            "candidates": [{"layers": 1}, {"mlp": 32}],
+            "candidate_tokens": 300,
+        },
+    },
     "gqa": {"model": "teacher", "kv_heads": 1, "compare": ["mean"], "compare_tokens": 256, "long_context": BRIEF},
     "mod": {"model": "teacher", "speed": BRIEF | {"prefill_tokens": 64}},
 }
@@ -155,26 +164,26 @@ MEASURED = {
 def test_held_out_text_is_timed_as_often_as_models_pass_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passed: list[str] = []
+    """And steps are as many as are taken, those of models that are compared among them."""
+    called: list[str] = []
 
-    def counting(name: str) -> Callable[..., Any]:
-        asked = getattr(HeldOut, name)
+    def count(place: Any, name: str) -> None:
+        asked = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given, **how: (called.append(name), asked(*given, **how))[1])
 
-        def count(*given: Any, **how: Any) -> Any:
-            passed.append(name)
-            return asked(*given, **how)
-
-        return count
-
-    for name in ("quality", "states"):
-        monkeypatch.setattr(HeldOut, name, counting(name))
+    count(HeldOut, "quality")
+    count(HeldOut, "states")
+    count(distill, "measure_importance")
+    count(Trainer, "_run_step")
     settings = {"tokens": 2048, "batch_tokens": 256, "micro_batch_tokens": 256, "evaluate_every_tokens": 700}
     stage = {"data": "text", "held_out_tokens": 512, "out": "made", **settings, **MEASURED[kind]}
     run_stages(tmp_path, {kind: stage}, serve="made")
     recipe = load_recipe(tmp_path / "run" / "recipe.yaml", [])
     config = recipe.plan()[-1].config
     has_teacher = kind_of(kind).setup(config, {"teacher": load_config(tmp_path / "teacher")}).teacher is not None
-    assert len(passed) == (config.measured_tokens + config.teacher_tokens * has_teacher) / 512
+    steps = called.count("_run_step")
+    assert steps == config.steps + config.compared_steps
+    assert len(called) - steps == (config.measured_tokens + config.teacher_tokens * has_teacher) / 512
 
 
 def test_time_is_that_of_the_data_that_are_there(

@@ -1,5 +1,6 @@
 """Settings of the stage `distill`."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
@@ -71,6 +72,15 @@ class Distill(Recovery):
     draft_vocabulary: int | None = setting(None, weights=False, later=True, count=True, range=COUNTS)
     """Where the student drafts, it says only so many tokens, those that are most common in `data`: its steps are
     shorter, and it is right a little less often. Alone it says all."""
+
+    @property
+    def held_out_passes(self) -> int:
+        """With those of candidates, before and after their training."""
+        return super().held_out_passes + 2 * len(self.student.candidates)
+
+    @property
+    def compared_steps(self) -> int:
+        return len(self.student.candidates) * math.ceil(self.student.candidate_tokens / self.batch_tokens)
 
     @property
     def teacher_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Settings of the stage `gqa`."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,10 @@ class Gqa(Recovery):
     def held_out_passes(self) -> int:
         """Of each method before training, of those that are compared after a little of it, of the result after all."""
         return len({self.method, *self.compare}) + len(self.compare) + 1
+
+    @property
+    def compared_steps(self) -> int:
+        return len(self.compare) * math.ceil(self.compare_tokens / self.batch_tokens)
 
     def layer_kv_heads(self, num_layers: int) -> tuple[int, ...]:
         """KV heads for each layer; one number stands for all of them."""
