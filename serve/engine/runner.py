@@ -381,7 +381,7 @@ class Runner:
             num_pages = min(item.table.num_pages, block_tables.shape[1])
             block_tables[row, :num_pages] = item.table.ids[:num_pages]
         tokens = np.array([token for item in inputs for token in item.tokens], dtype=np.int64)
-        if len(tokens) == len(inputs):  # of a token each, numbers cost less than arrays
+        if set(lengths) == {1}:  # numbers cost less than arrays
             positions = np.array([item.start for item in inputs], dtype=np.int64)
             slots = np.array([item.table.slot(item.start) for item in inputs], dtype=np.int64)
         else:
