@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.common.compiled_by_one_cpu import compiled_by_one
 from kernels.common.cpu_graph import call
 from kernels.common.floats_cpu import multiplies_tiles
-from kernels.common.large_pages import in_large_pages
+from kernels.common.large_pages_cpu import in_large_pages
 from kernels.common.processor import processor_features
 
 NEEDS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})

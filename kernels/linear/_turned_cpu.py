@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.common.large_pages import in_large_pages
+from kernels.common.large_pages_cpu import in_large_pages
 from kernels.linear.quantization import Int8Weight, IntegerWeight
 
 NEEDS = frozenset({"avx512_bf16", "avx512f", "avx512bw", "avx512vl"})

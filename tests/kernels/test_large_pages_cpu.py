@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernels.common import large_pages
-from kernels.common.large_pages import in_large_pages
+from kernels.common import large_pages_cpu
+from kernels.common.large_pages_cpu import in_large_pages
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int32, torch.int8]
 
 
 @pytest.fixture(autouse=True)
 def nothing_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_pages, "_areas", [])
-    monkeypatch.setattr(large_pages, "_AREA", 1 << 20)
+    monkeypatch.setattr(large_pages_cpu, "_areas", [])
+    monkeypatch.setattr(large_pages_cpu, "_AREA", 1 << 20)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,7 +37,7 @@ def test_none_is_written_over_by_a_later_one() -> None:
 
 def test_small_matrices_share_a_large_page() -> None:
     first, second = (in_large_pages(torch.ones(100, 1000)) for _ in range(2))
-    assert first.data_ptr() % large_pages._PAGE == 0
+    assert first.data_ptr() % large_pages_cpu._PAGE == 0
     assert second.data_ptr() - first.data_ptr() == -(-first.nbytes // 64) * 64
 
 
@@ -49,7 +49,7 @@ def test_what_is_small_or_larger_than_an_area_is_kept_too() -> None:
 
 def test_memory_is_freed_with_the_last_tensor_in_it() -> None:
     first, second = in_large_pages(torch.ones(100, 1000)), in_large_pages(torch.ones(100, 1000))
-    gone = weakref.ref(large_pages._areas[0]._memory)
+    gone = weakref.ref(large_pages_cpu._areas[0]._memory)
     in_large_pages(torch.ones(1 << 20))  # begins another area
     del first
     gc.collect()
