@@ -4,11 +4,15 @@ What one process makes, 2 and 4 make too, over gloo; whichever of them is killed
 weights.
 """
 
+import importlib
 import json
+import os
 import random
+import signal
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from safetensors.torch import load_file
 
 from pipeline.cli import main
 from pipeline.stages.base import read_result
+from tests import trials
 from tests.compare import relative_rms
 from tests.forked import end_of, ranks
 from tests.model.test_mesh import launched
@@ -187,3 +192,47 @@ def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weight
     assert lines.read_text() == (straight / "metrics.jsonl").read_text()
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (straight, lines.parent)]
     assert weights[0] == weights[1]
+
+
+NARROWER = {"from": "teacher", "layers": 2, "mlp": 32}
+CALIBRATED = {
+    "gqa": ({}, {"compress.gqa._add_moments": 40, "compress.refit._refit": 2}),
+    "mod": ({}, {"compress.token_costs._batch_costs": 3, "compress.token_costs._fit": 1, "compress.mod._joined": 1}),
+    "distill": ({"student": NARROWER}, {"compress.prune.depth._trace": 3, "compress.prune.width._squared_means": 20}),
+}
+"""Of each kind that passes text before it trains, its settings, and which call in which number is somebody's last."""
+
+
+def dying(words: list[str], rank: int, function: str, number: int) -> int:
+    """A run of which this process kills itself in that call, if it has this rank."""
+    module, _, name = function.rpartition(".")
+    place, left = importlib.import_module(module), number
+    original = getattr(place, name)
+
+    def counted(*given: Any, **how: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*given, **how)
+
+    setattr(place, name, counted)
+    return main(words)
+
+
+@pytest.mark.skipif(not trials.in_full, reason="tried with --all-trials")
+@pytest.mark.parametrize("kind", CALIBRATED)
+def test_so_it_does_where_one_is_killed_amid_calibration(kind: str, home: Path, tmp_path: Path) -> None:
+    changes, calls = CALIBRATED[kind]
+    wanted, variables = {kind: STAGES[kind] | {"tokens": "1k"} | changes}, environment(*IN_SHARDS_OF_TWO)
+    forked(arguments(home, str(tmp_path / "straight"), wanted), 2, variables)
+    words = arguments(home, str(tmp_path / "killed"), wanted)
+    for number, (function, last) in enumerate(calls.items()):
+        rank = number % 2
+        with ranks(2, dying, words, rank, function, last, log=tmp_path / "log", environment=variables) as started:
+            assert end_of(started)[rank] == -signal.SIGKILL, function
+    assert not list((tmp_path / "killed").glob("*/metrics.jsonl"))
+    forked(words, 2, variables)
+    stages = [tmp_path / folder / f"01-{kind}" for folder in ("straight", "killed")]
+    for name in ("metrics.jsonl", "model/model.safetensors", "model/config.json"):
+        assert (stages[0] / name).read_bytes() == (stages[1] / name).read_bytes(), name
