@@ -9,7 +9,7 @@ SOURCES := kernels model compress train serve pipeline bench tests
 # One thread each, and one process more than a small machine has cores: some always wait for a server or a launch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Those whose numbers are larger with --all-trials, and the engine's: then all their rows run again with recorded graphs.
-PROMISES := $(shell grep -l "tests.trials\|tests import trials\|make_engine" tests/*/test_*.py)
+PROMISES := $(shell grep -l "tests.trials\|tests import trials\|make_engine\|mark.covering" tests/*/test_*.py)
 
 .PHONY: install demo test test-cluster soak check machine-code lint types fast bench bench-gpu clean
 

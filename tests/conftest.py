@@ -37,12 +37,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = set(_rows_left_out(items))
+    items[:] = [item for item in items if item not in left_out]
     _slow_files_first(items)
     if not torch.cuda.is_available():
         _skip([item for item in items if item.get_closest_marker("gpu")], "needs an NVIDIA GPU")
     if not (config.getoption("--compile-again") or trials.in_full):
         compiled = (item for item in items if item.get_closest_marker("machine_code"))
         _skip(filter(compiled_before.passed_before, compiled), "its machine code passed, and nothing of it has changed")
+
+
+def _rows_left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of tests that are marked as `covering`, by `trials.covering` over the values of their parameters."""
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("covering"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in tests.values():
+        yield from set(rows) - set(trials.covering(rows, lambda item: trials.by_column(item.callspec.params.values())))
 
 
 def _slow_files_first(items: list[pytest.Item]) -> None:

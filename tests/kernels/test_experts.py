@@ -34,6 +34,7 @@ def check(x: Tensor, dense: list[Tensor], prepared: list, chosen: Tensor) -> Non
     assert torch.equal(again, y)
 
 
+@pytest.mark.covering
 @ALL
 @DTYPES
 def test_every_format_and_dtype(device: torch.device, quantize: Quantize, dtype: torch.dtype) -> None:

@@ -270,6 +270,7 @@ SWEEP = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tiles", SWEEP.values(), ids=SWEEP)
 @pytest.mark.parametrize("mask", TRITON_MASKS.values(), ids=TRITON_MASKS)
 def test_triton_tiles_agree(

@@ -46,6 +46,7 @@ def test_on_the_cpu(shape: tuple[int, int, int, int], dtype: torch.dtype, tokens
     check_everything(torch.device("cpu"), shape, dtype, tokens)
 
 
+@pytest.mark.covering
 @DTYPES
 @SHAPES
 def test_in_triton(device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:

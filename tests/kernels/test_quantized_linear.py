@@ -108,6 +108,7 @@ def test_cpu_reads_every_fp8_code() -> None:
         assert torch.equal(expanded, weight.dequantize(dtype, rows=slice(1, 4)))
 
 
+@pytest.mark.covering
 # The Triton kernels.
 @ALL
 @DTYPES
@@ -117,6 +118,7 @@ def test_kernel_in_every_format_and_dtype(device: torch.device, quantize: Quanti
         check(rows(device, tokens, 256, dtype=dtype), weight, bias if tokens != 3 else None)
 
 
+@pytest.mark.covering
 @ALL
 @pytest.mark.parametrize("k", [64 * 3, 96, 70, 33, 5])
 def test_kernel_with_odd_sizes(device: torch.device, quantize: Quantize, k: int) -> None:

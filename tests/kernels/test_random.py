@@ -103,6 +103,7 @@ def test_draws_are_those_of_the_cpu(device: torch.device, count: int) -> None:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("sampling_form")
 @pytest.mark.parametrize("count", [1, 127, 128, 3001])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])  # all equal, as of a model, nearly one-hot

@@ -37,6 +37,7 @@ def on(device: torch.device, parts: tuple[Tensor, ...]) -> list[Tensor]:
     return [part.to(device) for part in parts]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
 @pytest.mark.parametrize("vocabulary", [1, 5, 100, WIDE])
 def test_distributions_are_those_of_a_sort(device: torch.device, vocabulary: int, spread: float) -> None:

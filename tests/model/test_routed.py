@@ -294,6 +294,7 @@ class Recorder:
 # --- served as trained -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])

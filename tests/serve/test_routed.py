@@ -45,6 +45,7 @@ def expected(model: Transformer) -> list[list[int]]:
     return [greedy_oracle(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,6 +65,7 @@ def test_the_fused_form_too(model: Transformer, expected: list[list[int]]) -> No
     assert generate(make_engine(fused), PROMPTS, greedy(NUM_TOKENS)) == expected
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("draft", ["equal", "twin", "dense", "ngram"])
 def test_a_routed_target_verifies(model: Transformer, expected: list[list[int]], draft: str) -> None:
     route = model.config.mixture_of_depths.route
