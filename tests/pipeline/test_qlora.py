@@ -231,6 +231,10 @@ def test_the_defaults_are_those_of_the_paper() -> None:
         ({"adapter": {"targets": ["gate_prjo"]}}, "gate_prjo"),
         ({"quantization": "none", "adapter": {"init": "loftq"}}, "loftq"),
         ({"quantization": "none", "publish": "requantized"}, "requantized"),
+        (
+            {"quantization": "int6"},
+            "groups of 64 do not divide rows of 32 weights. Set quantization: nf4, whose blocks",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
