@@ -14,7 +14,7 @@ _PAGE = 2 << 20
 _AREA = 64 << 20
 """Bytes that are asked for at once; the system gives them as they are filled."""
 _ALIGNMENT = 64
-_LEAST = 1 << 16
+_LEAST = 1 << 12
 """Less is read too fast to matter."""
 
 

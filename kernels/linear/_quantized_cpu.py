@@ -71,6 +71,12 @@ def shares_codes(prepared: object) -> bool:
     return isinstance(prepared, CpuWeight) and not isinstance(prepared.held, TurnedWeight)
 
 
+def rest_of(prepared: object) -> QuantizedWeight | None:
+    """What a turned weight holds besides codes; None of other weights."""
+    held = prepared.held if isinstance(prepared, CpuWeight) else None
+    return held.rest if isinstance(held, TurnedWeight) else None
+
+
 def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
     n, k = weight.shape
     # torch checks neither, and reads beyond the end of its tensors.

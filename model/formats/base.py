@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.linear._quantized_cpu import shares_codes
+from kernels.linear._quantized_cpu import rest_of, shares_codes
 from kernels.linear.dense import linear
 from kernels.linear.lora import LoraWeights, Slots, lora_add
 from kernels.linear.quantization import (
@@ -264,7 +264,8 @@ class KernelFormat(WeightFormat[W]):
     def release(self, weight: W, prepared: Any) -> W:
         if shares_codes(prepared):
             return weight
-        return dataclasses.replace(weight, codes=weight.codes.new_empty(0, *weight.codes.shape[1:]))
+        rest: Any = rest_of(prepared)
+        return rest or dataclasses.replace(weight, codes=weight.codes.new_empty(0, *weight.codes.shape[1:]))
 
     def restore(self, weight: W, prepared: Any) -> W:
         return weight if weight.codes.numel() else dataclasses.replace(weight, codes=stored_codes(prepared))
