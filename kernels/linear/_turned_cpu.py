@@ -19,8 +19,6 @@ from kernels.linear.quantization import Int8Weight, IntegerWeight
 
 NEEDS = frozenset({"avx512_bf16", "avx512f", "avx512bw", "avx512vl"})
 """Of what multiplies rows in bf16 with such weights, `_skinny_pairs.c`."""
-_NUMBERS = ("scales", "zeros", "minima")
-"""Of groups, where a weight has them."""
 _OUTPUTS = 16
 """Of a panel, as `TURNED` in `weights.h`."""
 
@@ -45,8 +43,7 @@ class TurnedWeight:
         if isinstance(rows, slice):
             rows = torch.arange(*rows.indices(self.shape[0]))
         codes = self._rows(self.panels[rows // _OUTPUTS, :, rows % _OUTPUTS])
-        parts = {name: getattr(self.rest, name) for name in _NUMBERS if hasattr(self.rest, name)}
-        parts = {name: part if part is None else part[rows] for name, part in parts.items()}
+        parts = {name: part[rows] for name, part in _beside_codes(self.rest).items()}
         weight = replace(self.rest, codes=codes, **parts)
         if not isinstance(weight, Int8Weight):
             weight = replace(weight, shape=(len(rows), self.shape[1]))
@@ -62,7 +59,12 @@ def turned(weight: IntegerWeight) -> TurnedWeight:
     n, _ = weight.shape
     rows = F.pad(weight.codes.contiguous(), (0, 0, 0, -n % _OUTPUTS)).view(torch.int32)
     panels = in_large_pages(rows.view(-1, _OUTPUTS, rows.shape[1]).transpose(1, 2))
-    numbers = {name: getattr(weight, name, None) for name in _NUMBERS}
-    beside: dict[str, Any] = {name: in_large_pages(tensor) for name, tensor in numbers.items() if tensor is not None}
+    beside: dict[str, Any] = {name: in_large_pages(tensor) for name, tensor in _beside_codes(weight).items()}
     rest = replace(weight, codes=weight.codes.new_empty(0, weight.codes.shape[1]), **beside)
     return TurnedWeight(panels, rest, weight.shape)
+
+
+def _beside_codes(weight: IntegerWeight) -> dict[str, Any]:
+    """Scales of groups, and zeros or minima, by name, where a weight has them."""
+    named = ((name, getattr(weight, name, None)) for name in ("scales", "zeros", "minima"))
+    return {name: tensor for name, tensor in named if tensor is not None}
