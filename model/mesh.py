@@ -6,7 +6,7 @@ knows its rank before that.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +66,11 @@ class Mesh:
     def together(self) -> int:
         """Processes that compute a micro-batch together."""
         return self.context * self.tensor
+
+    @property
+    def undivided(self) -> "Mesh":
+        """As many shares, all of whole layers."""
+        return replace(self, shard=self.shard * self.tensor, tensor=1)
 
 
 def training_mesh(shard: int | None, environment: Mapping[str, str] = os.environ) -> Mesh:

@@ -19,7 +19,6 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -103,7 +102,7 @@ class Sharded:
             parts.take(twin, number)
             shard_module(layer, self.mesh, policy=matrices, reshards=mesh.reshards)
             self._lend(lender)
-        all_of_copy = device_mesh(replace(mesh, shard=mesh.shard * mesh.tensor, tensor=1), accelerator.device)
+        all_of_copy = device_mesh(mesh.undivided, accelerator.device)
         uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         if twin.lm_head is not None:
             shard_module(twin.model.embed_tokens, all_of_copy, policy=uncast, reshards=mesh.reshards)
@@ -263,18 +262,28 @@ def split_frozen(model: Transformer, mesh: Mesh, device: torch.device) -> None:
 def load_frozen(folder: Path, mesh: Mesh) -> Transformer:
     """A published model in shards, on this process's device in the dtype that this multiplies fast.
 
-    It is read layer by layer, so that no process ever holds it all, unless it carries an adapter.
+    It is read layer by layer, so that no process ever holds it all; one that carries an adapter lies whole in host
+    memory before.
     """
     device = this_accelerator().device
     layout = layout_of(load_config(folder), tensor_group(mesh, device))
-    how: Any = {"dtype": choose_dtype("auto", device), "device": device, "layout": layout}
+    how: Any = {"dtype": choose_dtype("auto", device), "layout": layout}
     if base_folder(folder) != folder:
         model = load_model(folder, **how).requires_grad_(False)
-        shard_frozen(model, device_mesh(mesh, device))
+        load_layer = _moving(model, device)
     else:
-        model, load_layer = open_layerwise(folder, **how)
-        shard_frozen(model, device_mesh(mesh, device), load_layer)
+        model, load_layer = open_layerwise(folder, device=device, **how)
+    shard_frozen(model, device_mesh(mesh, device), load_layer)
     return model
+
+
+def _moving(model: Transformer, device: torch.device) -> Callable[[int], None]:
+    """What moves a layer of a model to the device, where all but its layers lie from now on."""
+    for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
+        if module is not None:
+            module.to(device)
+    layers = cast("Any", model.model.layers)
+    return lambda number: layers[number].to(device)
 
 
 @cache

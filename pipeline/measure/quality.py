@@ -19,7 +19,7 @@ from model.cost import kv_bytes_per_token, num_weights, weight_bytes
 from model.files.checkpoint import load_model
 from model.kv_format import choose_kv_format
 from model.layers import Routing
-from model.mesh import choose_device, choose_dtype
+from model.mesh import Mesh, choose_device, choose_dtype
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Quality
@@ -152,8 +152,15 @@ def _attention_over(kv_cache_dtype: str, model: Transformer) -> AttentionOf:
     return partial(PagedAttention.over_documents, kv_format=kv_format)
 
 
-def load_published(folder: Path) -> Transformer:
-    """A model as it is published, on this process's device, in the dtype that this multiplies fast."""
+def load_published(folder: Path, mesh: Mesh | None = None) -> Transformer:
+    """A model as it is published, on this process's device, in the dtype that this multiplies fast.
+
+    `mesh`: of processes that load it together; in shards, if it asks for them.
+    """
+    if mesh is not None and not mesh.is_whole:
+        from train.sharding import load_frozen
+
+        return load_frozen(folder, mesh)
     device = choose_device()
     return load_model(folder, dtype=choose_dtype("auto", device), device=device)
 

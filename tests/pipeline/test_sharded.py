@@ -25,6 +25,7 @@ from tests import trials
 from tests.compare import relative_rms
 from tests.forked import end_of, ranks
 from tests.model.test_mesh import launched
+from tests.pipeline.test_dpo import make_pairs
 from tests.pipeline.tiny_run import RECIPE, ROOT, run_stages, write_teacher, write_text
 from tests.trials import covering
 from train.tracking import read_metrics
@@ -144,6 +145,41 @@ def test_one_that_divides_layers_makes_about_the_same(home: Path) -> None:
         assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-3)
 
 
+PREFERRED = {
+    "dpo": {"model": "teacher", "adapter": {"rank": 4}, "gate": {"min_reward_accuracy": 0.01}, "out": "preferred"},
+    "evaluate": {"model": "preferred", "against": "teacher", "data": "prose", "held_out_tokens": 512},
+}
+
+
+def test_pairs_and_an_evaluation_give_what_one_process_finds(tmp_path: Path) -> None:
+    """Of an adapter beside its base, both of which are measured in shards."""
+    write_teacher(tmp_path / "teacher")
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, make_pairs(64, seed=0))))
+    evaluate = PREFERRED["evaluate"] | {"speed": {"batch_sizes": []}}
+    asked = [{"dpo": TRAINING | PREFERRED["dpo"] | {"micro_batch_tokens": 256}}, {"evaluate": evaluate}]
+    words = ["run", str(RECIPE), f"stages={json.dumps(asked)}", "serve={model: preferred}"]
+    words += [f"models.teacher.from={tmp_path / 'teacher'}", f"data.text.source={tmp_path / 'text.jsonl'}"]
+    prose = {"source": str(write_text(tmp_path / "text")), "sequence_length": 64, "held_out": 0.2}
+    words += [
+        f"data.prose={json.dumps(prose)}",
+        "data.text.preference=true",
+        "data.text.chat=true",
+        "data.text.max_documents=null",
+    ]
+    words += ["--cache", str(tmp_path / "cache"), "--folder"]
+    for folder, processes in (("one", 1), ("many", 2)):
+        forked([*words, str(tmp_path / folder)], processes, environment(*IN_SHARDS_OF_TWO) if processes > 1 else {})
+    for stage in ("01-dpo", "02-evaluate"):
+        one, many = (read_result(tmp_path / folder / stage) for folder in ("one", "many"))
+        for expected, model in zip(one.models, many.models, strict=True):  # type: ignore[union-attr]
+            assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-3)
+            assert (model.parameters, model.weight_bytes) == (expected.parameters, expected.weight_bytes)
+    pairs = [read_result(tmp_path / folder / "01-dpo").details.held_out for folder in ("one", "many")]  # type: ignore
+    assert pairs[0].pairs == pairs[1].pairs > 4
+    assert pairs[1].nll_before == pytest.approx(pairs[0].nll_before, rel=1e-5)
+    assert pairs[1].nll == pytest.approx(pairs[0].nll, rel=1e-2)
+
+
 def test_beside_a_base_in_nf4_it_makes_what_one_process_makes(home: Path) -> None:
     """Of which no block of 64 weights is cut."""
     write_teacher(home / "wide", hidden_size=64, intermediate_size=128, head_dim=32)
@@ -169,6 +205,8 @@ def check_measured(one: Path, many: Path, name: str) -> dict[str, tuple[torch.Te
         assert losses == pytest.approx({key: expected[key] for key in losses}, rel=1e-5), name
     measured = [[model.quality for model in read_result(folder).models] for folder in (one, many)]  # type: ignore
     assert all(measured[0])
+    sizes = [[(m.parameters, m.weight_bytes) for m in read_result(folder).models] for folder in (one, many)]  # type: ignore
+    assert sizes[0] == sizes[1], name
     for expected, quality in zip(*measured, strict=True):
         assert quality.tokens == expected.tokens
         assert quality.nll.value == pytest.approx(expected.nll.value, rel=1e-3), name

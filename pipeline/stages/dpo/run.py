@@ -7,7 +7,7 @@ The reference of the loss, and of the held-out comparison, is the model with its
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class DpoStage(QloraStage[Dpo]):
         """As every stage with an adapter loads one; it is kept here to be asked without."""
         self.model = super().load_adapted(base, adapter, dense=dense)
         if not self.mesh.is_whole:
-            _ = self.reference  # while every process has it whole
+            _ = self.reference, self.reference_logps  # while every process has it whole
         return self.model
 
     def objective(self) -> PreferenceTuning:
@@ -122,9 +122,12 @@ class DpoStage(QloraStage[Dpo]):
         """Of log-probabilities [P, 2] of chosen and rejected answers."""
         return pair_figures(logps, self.reference_logps, labels_of_pairs(self.pairs), self.config.preference_loss)
 
-    def examine(self, published: Transformer, details: Any) -> tuple[Any, Sequence[Check]]:
-        """Adds what is known of pairs; the accuracy's bound is held against the low end of its interval."""
-        found = self.pair_figures(pair_logps(published, self.pairs))
+    def examine(self, published: Transformer) -> Callable[[Any], tuple[Any, Sequence[Check]]]:
+        """Adds what is known of pairs, which every process measures."""
+        return partial(self._with_pairs, self.pair_figures(pair_logps(published, self.pairs)))
+
+    def _with_pairs(self, found: PairFigures, details: Any) -> tuple[Any, Sequence[Check]]:
+        """The accuracy's bound is held against the low end of its interval."""
         shortened, left_out = count_unfit(self.data.train, self.sequence_length)
         trained = TrainedPairs(len(cut(self.data.train, self.sequence_length)) // 2, shortened, left_out)
         details = DpoDetails(**vars(details), trained=trained, held_out=found)

@@ -150,7 +150,7 @@ def _measure_start(stage: QloraStage[Q], base: Path) -> Start:
     held_out, config = stage.held_out, stage.config
     log.info("measuring the base, on %s held-out tokens", f"{held_out.num_tokens:,}")
     folders = {config.model: stage.context.model(config.model), f"{config.out}, before": base}
-    models = {name: load_published(folder) for name, folder in folders.items()}
+    models = {name: stage.load_shared(folder) for name, folder in folders.items()}
     dense, frozen = (describe_model(name, model, held_out.quality(model)) for name, model in models.items())
     return Start((dense, frozen))
 

@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.files.checkpoint import load_model
 from model.text.tokenizer import Tokenizer
 from model.training_memory import Setup
-from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model, load_published
+from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
 from pipeline.results import ModelReport, Result, TrainingDetails
 from pipeline.stages.sft.config import Sft
 from pipeline.stages.shared.context import StageContext
@@ -52,5 +52,5 @@ def setup(config: Sft, shapes: Mapping[str, ModelConfig]) -> Setup:
 def _measure_start(stage: SftStage) -> ModelReport:
     name, held_out = stage.config.model, stage.held_out
     log.info("measuring %s before training, on %s held-out tokens", name, f"{held_out.num_tokens:,}")
-    model = load_published(stage.context.model(name))
+    model = stage.load_shared(stage.context.model(name))
     return describe_model(name, model, held_out.quality(model))

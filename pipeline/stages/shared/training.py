@@ -125,6 +125,10 @@ class TrainingStage(Generic[C]):
         most = max(tokens, length)
         return held_out_batches(self.data.train, sequence_length=length, batch_tokens=length, max_tokens=most)
 
+    def load_shared(self, folder: Path) -> Transformer:
+        """A published model as all processes measure it together: in shards where training is, of whole layers."""
+        return load_published(folder, self.mesh.undivided)
+
     def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
         """The frozen model in `base`, in the dtype of products, with a fresh adapter.
 
@@ -261,8 +265,9 @@ class TrainingStage(Generic[C]):
             write(candidate)
         context.processes.wait()
         log.info("measuring %s after training", config.out)
-        published = load_published(candidate)
+        published = self.load_shared(candidate)
         quality = self._quality(published, None if training.steps else untrained)
+        examined = self.examine(published)
         context.processes.wait()  # all have read what moves when it is published
         if not context.processes.is_main:
             return None
@@ -276,7 +281,7 @@ class TrainingStage(Generic[C]):
         if worse:
             log.warning("training made %s worse: %s; %s", config.out, worse, self.remedy())
         parity = check_parity(candidate, self.held_out.batches, published.device)
-        found, own_checks = self.examine(published, details())
+        found, own_checks = examined(details())
         checks = (*check_gate(config.gate, quality, known), *more_checks, *own_checks)
         for check in checks:
             log.info("%s", describe(check))
@@ -297,9 +302,12 @@ class TrainingStage(Generic[C]):
             details=replace(found, steps=training.steps, skipped_steps=training.skipped),
         )
 
-    def examine(self, published: Transformer, details: D) -> tuple[D, Sequence[Check]]:
-        """What a kind measures of what is published beside its quality, and what it asks of that."""
-        return details, ()
+    def examine(self, published: Transformer) -> Callable[[D], tuple[D, Sequence[Check]]]:
+        """What a kind measures, in all processes, of what is published beside its quality, and what it asks of that.
+
+        Returns what adds it to the details.
+        """
+        return lambda details: (details, ())
 
     def remedy(self) -> str:
         """What may help where training has made a model worse."""
@@ -336,9 +344,7 @@ class RecoveryStage(TrainingStage[R]):
         """As it is asked in training and for comparisons: in shards where the student is trained in shards."""
         if self.mesh.is_whole:
             return self.parent
-        from train.sharding import load_frozen
-
-        return load_frozen(self.context.model(str(self.teacher_name)), self.mesh)
+        return load_published(self.context.model(str(self.teacher_name)), self.mesh)
 
     @cached_property
     def parent(self) -> Transformer:

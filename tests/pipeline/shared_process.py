@@ -1,0 +1,51 @@
+"""What each of the processes that torchrun has started holds, and finds, where a model is measured in shards.
+
+torchrun --nproc_per_node 2 -m tests.pipeline.shared_process FOLDER MODEL …
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from model.collectives import ALONE, Group
+from model.mesh import Mesh, this_rank
+from model.transformer import Transformer
+from pipeline.measure.quality import HeldOut, load_published
+from tests.memory import peak_resident_bytes, return_what_is_freed
+from tests.pipeline.test_quality import batch
+from tests.train.sharded_process import held_bytes
+from train.accelerator import this_accelerator
+
+BATCHES = (batch(1, 30, 100), batch(2, 50, 120), batch(3, 20, 90))
+
+
+def group() -> Group:
+    """All processes."""
+    if this_rank().count == 1:
+        return ALONE
+    this_accelerator()
+    return Group.of_processes(torch.distributed.group.WORLD)
+
+
+def measure(folder: Path, reference: Path) -> dict[str, object]:
+    """Quality beside a reference, what the process holds of the model, and the most that loading and asking took."""
+    held_out, mesh = HeldOut(BATCHES, group()), Mesh(1, this_rank().count)
+    states = held_out.states(load_published(reference, mesh))
+    model: list[Transformer] = []
+    peak = peak_resident_bytes(lambda: model.append(load_published(folder, mesh)))
+    return {"quality": asdict(held_out.quality(model[0], states)), "held": held_bytes(model[0]), "loading": peak}
+
+
+def main(folder: Path, *models: str) -> None:
+    torch.set_num_threads(1)
+    return_what_is_freed()
+    rank, reference = this_rank(), folder / "reference"
+    found = {name: measure(folder / name, reference) for name in ("reference", *models)}
+    (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
