@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention._cached_rows import CachedRows, take
-from kernels.attention._decode_cpu import DecodePlan, attend_decode
+from kernels.attention._decode_cpu import DecodePlan, attend_decode, plans
 from kernels.attention._decode_cpu import takes as decodes
 from kernels.attention._flash_cpu import attend_causally, attend_masked
 from kernels.attention._prefill_cpu import PrefillPlan, attend_prefill
@@ -87,46 +87,54 @@ class GroupedPlan:
     def renew(self, block_tables: Tensor, cu_seqlens_q: Tensor, kv_lengths: Tensor) -> None:
         """Make it the plan of these. What was captured with it follows as far as its sequences decode or verify."""
         refuse_capture("attention on the CPU is planned from lengths")
-        for of_before in ("groups", "prefill", "prompts"):
+        for of_before in ("_sequences", "tables", "groups", "prefill", "prompts"):
             self.__dict__.pop(of_before, None)
-        self.tables, window = block_tables.numpy(), self.window
-        bounds = cu_seqlens_q.tolist()
+        self._given = block_tables, cu_seqlens_q, kv_lengths
+        if self._decode is not None:
+            self._decode.renew(*self._given, self._table_rows)
+
+    @property
+    def decode(self) -> DecodePlan | None:
+        """Decoding and verifying sequences, for the kernel in C; None where there are none, or no such kernel."""
+        if self._decode is None and plans():
+            self._decode = DecodePlan(self.page_size, self.window, MOST_QUERIES_TO_GROUP)
+            self._decode.renew(*self._given, self._table_rows)
+        return self._decode if self._decode is not None and self._decode.num_sequences else None
+
+    @cached_property
+    def tables(self) -> np.ndarray:
+        return self._given[0].numpy()
+
+    @cached_property
+    def _sequences(self) -> tuple[list[_Sequence], list[_Sequence]]:
+        """Those that decode or verify, and those with many queries."""
+        short: list[_Sequence] = []
+        many: list[_Sequence] = []
+        _, cu_seqlens_q, kv_lengths = self._given
+        bounds, window = cu_seqlens_q.tolist(), self.window
         rows = range(len(bounds) - 1) if self._table_rows is None else self._table_rows.tolist()
-        self._short: list[_Sequence] = []
-        self._many: list[_Sequence] = []
         for (start, stop), row, length in zip(pairwise(bounds), rows, kv_lengths.tolist(), strict=True):
             queries = stop - start
             first_key = 0 if window is None else max(0, length - queries - window + 1)
             if queries:
-                sequences = self._short if queries <= min(length, MOST_QUERIES_TO_GROUP) else self._many
+                sequences = short if queries <= min(length, MOST_QUERIES_TO_GROUP) else many
                 sequences.append(_Sequence(row, start, queries, first_key, length))
-        if self._decode is not None and self._short:
-            self._decode.renew(np.array(self._short), self.tables)
-
-    @property
-    def decode(self) -> DecodePlan | None:
-        """Decoding and verifying sequences, for the kernel in C."""
-        if not self._short:
-            return None
-        if self._decode is None:
-            self._decode = DecodePlan(self.page_size, self.window)
-            self._decode.renew(np.array(self._short), self.tables)
-        return self._decode
+        return short, many
 
     @cached_property
     def groups(self) -> tuple[_Group, ...]:
         """Decoding and verifying sequences, for torch."""
-        groups: Iterable[list[_Sequence]] = (
-            [[s] for s in self._short] if self._batch_invariant else _similar(self._short)
-        )
+        short, _ = self._sequences
+        groups: Iterable[list[_Sequence]] = [[s] for s in short] if self._batch_invariant else _similar(short)
         return tuple(_plan_group(members, self.tables, self.page_size, self.window) for members in groups)
 
     @cached_property
     def prefill(self) -> PrefillPlan | None:
         """Sequences with many queries, for the kernel in C."""
-        if not self._many:
+        _, many = self._sequences
+        if not many:
             return None
-        sequences = np.array([(s.row, s.start, s.queries, s.length) for s in self._many])
+        sequences = np.array([(s.row, s.start, s.queries, s.length) for s in many])
         return PrefillPlan(sequences, self.tables, self.page_size, self.window)
 
     @cached_property
@@ -134,7 +142,7 @@ class GroupedPlan:
         """Sequences with many queries, for torch: one by one, their mask is causal."""
         return tuple(
             _Group(1, slice(s.start, s.start + s.queries), _find_keys([s], self.tables, self.page_size), None)
-            for s in self._many
+            for s in self._sequences[1]
         )
 
 

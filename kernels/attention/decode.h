@@ -36,6 +36,18 @@ typedef struct {
     int64_t part;      /* of the first query and the first chunk; chunk after chunk, a part for each query */
 } Sequence;
 
+/* Whose queries a pass has: [B + 1] borders, [B] keys with those of the queries, [B] rows of the block tables, by their
+   own numbers if null. */
+typedef struct {
+    const int32_t *borders, *lengths, *rows;
+    int64_t count, most_queries, window; /* B; more than so many queries of a sequence are not meant; 0: no window */
+} Lengths;
+
+/* How many sequences, tasks and parts there are. */
+typedef struct {
+    int64_t sequences, tasks, parts;
+} Sizes;
+
 /* The same for all layers of a step; another step may change it in its place. */
 typedef struct {
     int64_t num_sequences, num_tasks, page, window, table_stride; /* slots of a page; 0: no window; from row to row */
@@ -179,6 +191,27 @@ INLINE void attend_chunk(const Batch *batch, int64_t task) {
             attend(batch, token, head, last, slots + low, count, part_of(batch, part, head));
         }
     }
+}
+
+/* Lays out who is attended to in decoding: sequences, and their chunks of keys as tasks. Writes no more than `room` of
+   each, and says how many there are. */
+void plan_decode(const Lengths *given, int64_t room, Sequence *sequences, int64_t *owners, int64_t *numbers,
+                 Sizes *found) {
+    Sizes n = {0};
+    for (int64_t i = 0; i < given->count; i++) {
+        int64_t start = given->borders[i], queries = given->borders[i + 1] - start, length = given->lengths[i];
+        if (queries <= 0 || queries > smaller(length, given->most_queries)) continue;
+        int64_t first_key = given->window ? larger(0, length - queries - given->window + 1) : 0;
+        int64_t first = first_key / CHUNK, end = (length + CHUNK - 1) / CHUNK;
+        for (int64_t number = first; number < end; number++, n.tasks++)
+            if (n.tasks < room) owners[n.tasks] = n.sequences, numbers[n.tasks] = number;
+        if (n.sequences < room)
+            sequences[n.sequences] =
+                (Sequence){given->rows ? given->rows[i] : i, start, queries, first_key, length, n.parts};
+        n.parts += (end - first) * queries;
+        n.sequences++;
+    }
+    *found = n;
 }
 
 /* The rows of out that are queries of these sequences. */

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.attention._rotary_cpu import make_tables, makes_tables
 from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, runs_triton
 
@@ -81,6 +82,8 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
     Both halves of a row hold the same angles; sin is negative in the first, where it is subtracted.
     """
+    if makes_tables(positions, inv_freq):
+        return make_tables(positions, inv_freq)
     angles = positions[:, None, None].float() * inv_freq
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.linear._skinny_cpu import (
     BLOCK_ELEMENTS_IN_C,
     SkinnyWeight,
+    chosen_rows,
     expanded_rows,
     linear_in_blocks,
     prepare_skinny,
@@ -106,6 +107,19 @@ def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     return linear_in_blocks(
         x, weight.shape[0], bias, lambda rows: _expanded(weight, x.dtype, rows), _block_elements(weight)
     )
+
+
+def rows_on_cpu(weight: CpuWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the matrix, [T, K] of `dtype`, of numbers [T] int64; NaN, or IndexError, where it has no such row.
+
+    ValueError for NF4, whose blocks run across rows.
+    """
+    held = weight.held
+    if isinstance(held, NF4Weight):
+        raise ValueError("blocks of NF4 run across rows: it holds no embeddings")
+    if weight.skinny is not None and dtype in (torch.bfloat16, torch.float32):
+        return chosen_rows(weight.skinny, dtype, numbers)
+    return held.dequantize(dtype, numbers)
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:

@@ -150,6 +150,17 @@ def expanded_rows(weight: SkinnyWeight, dtype: torch.dtype, rows: slice) -> Tens
     return out
 
 
+def chosen_rows(weight: SkinnyWeight, dtype: torch.dtype, numbers: Tensor) -> Tensor:
+    """Those rows of W in bf16 or fp32, [T, K], of numbers [T] int64; NaN where W has no such row."""
+    if not multiplies(dtype):
+        return chosen_rows(weight, torch.float32, numbers).to(dtype)
+    numbers = numbers.contiguous()
+    out = torch.empty(len(numbers), weight.at.k, dtype=dtype)
+    where = numbers.data_ptr(), len(numbers), out.data_ptr()
+    call(_library(dtype).expand_chosen, weight.at, *where, torch.get_num_threads())
+    return out
+
+
 def linear_in_blocks(
     x: Tensor, n: int, bias: Tensor | None, expanded: Callable[[slice], Tensor], block_elements: int
 ) -> Tensor:
@@ -187,7 +198,8 @@ def _library(dtype: torch.dtype) -> Any:
     library = _library_with_products(_SOURCES[dtype])
     if library is not None:
         library.expand_rows.argtypes = (_WEIGHT, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-        library.expand_rows.restype = None
+        library.expand_chosen.argtypes = (_WEIGHT, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        library.expand_rows.restype = library.expand_chosen.restype = None
     return library
 
 

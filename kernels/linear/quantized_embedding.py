@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.linear._quantized_cpu import CpuWeight
-from kernels.linear.quantization import NF4Weight, QuantizedWeight
+from kernels.linear._quantized_cpu import CpuWeight, rows_on_cpu
+from kernels.linear.quantization import QuantizedWeight
 from kernels.linear.quantized import PreparedQuantizedWeight, expand
 
 
@@ -24,9 +24,7 @@ def quantized_embedding_reference(tokens: Tensor, weight: QuantizedWeight, dtype
 def quantized_embedding(tokens: Tensor, weight: PreparedQuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Return rows `tokens` [T] int64 of a prepared weight [V, K]: [T, K] of `dtype`. ValueError for NF4."""
     if isinstance(weight, CpuWeight):
-        if isinstance(weight.held, NF4Weight):
-            raise ValueError("blocks of NF4 run across rows: it holds no embeddings")
-        return weight.held.dequantize(dtype, tokens)
+        return rows_on_cpu(weight, tokens, dtype)
     if weight.format == "nf4":
         raise ValueError("blocks of NF4 run across rows: it holds no embeddings")
     groups = {name: getattr(weight, name) for name in ("scales", "zeros", "minima")}

@@ -12,6 +12,7 @@
    which is INT4 in a `Weight`. */
 enum { NF4, INT4, INT6, INT8, FP8, BFLOAT16, INT4_FROM_MINIMA, ASYMMETRIC };
 enum { TURNED = 16 }; /* outputs whose words are neighbours in a turned weight */
+enum { ALONE = 16 };  /* rows below which a second thread costs more than it saves */
 
 typedef struct {
     int64_t format, n, k;

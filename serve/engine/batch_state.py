@@ -180,6 +180,13 @@ class BatchState:
             behind = torch.arange(tokens.shape[1], device=self.device)
             self.text[rows[:, None], lengths[:, None] + behind] = tokens.int()
 
+    def advance_on_host(self, sequences: list[Sequence], tokens: np.ndarray) -> None:
+        """`advance` on a CPU, of a token `[N]` for each and nobody whose tokens are counted."""
+        rows = [sequence.batch_row for sequence in sequences]
+        self.feed.numpy()[rows, 0] = np.maximum(tokens, 0)
+        if self.text is not None:
+            self.text.numpy()[rows, [sequence.num_drawn for sequence in sequences]] = tokens
+
     def _write_biases(self, sequence: Sequence) -> None:
         params = sequence.params
         ends = sequence.end_token_ids if params.min_tokens else ()

@@ -3,6 +3,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from kernels.attention._rotary_cpu import _library, make_tables
 from kernels.attention.rotary import apply_rotary, apply_rotary_reference, rope_frequencies, rotary_tables
 from tests.compare import check_all_close, check_close
 
@@ -31,6 +32,18 @@ def test_equals_transformers(scaling: dict | None) -> None:
     heads_first = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
     expected = apply_rotary_pos_emb(*heads_first, *oracle(q, positions[None]))
     check_all_close(actual, tuple(x[0].transpose(0, 1) for x in expected))
+
+
+@pytest.mark.skipif(_library() is None, reason="no C compiler")
+@pytest.mark.parametrize("tokens", [0, 1, 3, 200])
+def test_tables_in_c_are_right_to_the_last_bit_of_fp32(tokens: int) -> None:
+    positions, frequencies = torch.arange(0, 600 * tokens, 600)[:tokens], rope_frequencies(24, 1e4)
+    cos, sin = make_tables(positions, frequencies)
+    angles = (positions[:, None].float() * frequencies).double().repeat(1, 2)
+    signs = torch.tensor([-1.0, 1.0]).repeat_interleave(12)
+    assert cos.shape == sin.shape == (tokens, 1, 24)
+    torch.testing.assert_close(cos[:, 0].double(), angles.cos(), rtol=2**-23, atol=0)
+    torch.testing.assert_close(sin[:, 0].double(), angles.sin() * signs, rtol=2**-23, atol=0)
 
 
 def test_older_configs_name_the_type_otherwise() -> None:

@@ -57,6 +57,14 @@ def test_rows_on_the_cpu(name: str) -> None:
     check_rows(name, torch.randn(40, 64), torch.float32, torch.bfloat16)
 
 
+@pytest.mark.skipif(not multiplies(torch.float32), reason="rows are expanded in C where that compiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_that_is_not_there_is_no_number(dtype: torch.dtype) -> None:
+    weight = prepare_quantized_weight(quantize_int8(torch.randn(40, 64)))
+    rows = quantized_embedding(torch.tensor([39, 40, -1, 0]), weight, dtype)
+    assert rows.isnan().all(dim=1).tolist() == [False, True, True, False]
+
+
 def test_blocks_across_rows_hold_no_embedding() -> None:
     with pytest.raises(ValueError, match="NF4 run across rows"):
         quantized_embedding(

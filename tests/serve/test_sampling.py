@@ -12,8 +12,8 @@ from kernels.sampling.token_logprobs import token_logprobs
 from model.transformer import Transformer
 from serve.engine.batch_state import BatchState
 from serve.engine.kv_cache import BlockTable
-from serve.engine.requests import Sequence, TextStream
-from serve.engine.sampling import Sampler, logprob_entries
+from serve.engine.requests import NonFiniteLogitsError, Sequence, TextStream
+from serve.engine.sampling import Sampler, SequenceRows, logprob_entries
 from serve.outputs import TokenLogprobs
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import drain, greedy, make_engine, random_prompts
@@ -232,6 +232,28 @@ def test_prompt_logprobs_in_any_chunks(model: Transformer, budget: int) -> None:
     for position, entry in enumerate(entries[1:], 1):
         assert entry is not None and entry.token_id == prompt[position]
         check_entry(entry, scores[position - 1], 2)
+
+
+@pytest.mark.parametrize("beside", [(), ({"temperature": 1.0, "seed": 7},)], ids=["greedy", "mixed"])
+def test_the_likeliest_are_found_and_left_for_the_next_step(beside: tuple[dict[str, Any], ...]) -> None:
+    """Where all ask for them, and where one is drawn beside: the same tokens, feed and text."""
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=0, logprobs=2)]
+    params += [SamplingParams(**others) for others in beside]
+    each = [sequence(one, [2, 3], [5] * id, id=id) for id, one in enumerate(params)]
+    state = BatchState(len(each), V, max_drafts=0, device=torch.device("cpu"), num_kept_tokens=8)
+    state.add(each)
+    logits = torch.randn(5, V, generator=torch.Generator().manual_seed(4))
+    logits[0, 3] = math.nan
+    asked = [SequenceRows(one, first) for one, first in zip(each, (0, 2, 4), strict=False)]
+    (pending,) = Sampler(state).sample(logits, asked)
+    wrong, right = (pending.read()[number] for number in range(2))
+    best = int(logits[2].argmax())
+    assert isinstance(wrong.error, NonFiniteLogitsError) and right.tokens == [best]
+    assert (right.num_drafted, right.num_accepted) == (0, 0)
+    assert right.logprobs is not None
+    check_entry(right.logprobs[0], logits[2], 2)
+    assert state.feed[:2, 0].tolist() == [0, best]
+    assert state.text is not None and state.text[:2, :4].tolist() == [[2, 3, -1, 0], [2, 3, 5, best]]
 
 
 def test_logprobs_of_many_rows_come_in_order() -> None:
