@@ -354,12 +354,13 @@ def _named(frame: _Frame, points: Sequence[Point]) -> Iterator[str]:
     for point, (x, y) in sorted(places.items(), key=lambda place: place[1][1]):
         width = NAME_WIDTH * len(point.name)
         steps = sorted(range(-40, 41), key=lambda step: abs(step + 1))  # rather above, where no line of a front is
-        boxes = [_Box(x + start, y + 5 * step - 9, width, NAME_HEIGHT) for step in steps for start in (12, -12 - width)]
+        beside = x + 12, x - 12 - width, max(LEFT, min(x, WIDTH - width))  # the last: a long one above or below
+        boxes = [_Box(start, y + 5 * step - 9, width, NAME_HEIGHT) for step in steps for start in beside]
         free = (box for box in boxes if box.is_inside and not any(box.meets(other) for other in taken))
         box = next(free, None) or next((box for box in boxes if box.is_inside), boxes[0])
         taken.append(box)
-        left = box.x > x
-        near, line = (box.x - 3 if left else box.x + width + 3), box.y + 11
+        left = box.x + width > x
+        near, line = min(max(x, box.x - 3), box.x + width + 3), box.y + 11
         yield (
             f"<g><title>{escape(point.name)}: {point.y:.5g} at {point.x:,.6g}</title>"
             f'<circle class="dot c{point.color}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
