@@ -24,18 +24,21 @@ g units a group.
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch, added_up
-from compress.residual_stream import ResidualStream, layers_of
+from compress.residual_stream import ResidualStream, passed_layers
 from model.collectives import ALONE, Group
 from model.config import ModelConfig
-from model.layers import Linear, SelfAttention
+from model.layers import SelfAttention
+from model.lazy import LazyModel, MakeWeight
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
 Method = Literal["mean", "first", "aligned", "subspace"]
@@ -85,6 +88,24 @@ class LayerPlan:
     """Scale the shared weights to the mean norm of the group's: averaging shrinks what is not quite aligned."""
     similarity: Tensor | None = None
     """[U, U] fp64: 1 where two units differ by a rotation only."""
+
+    @property
+    def units(self) -> int:
+        return len(self.key_in)
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * self.key_in.shape[1]
+
+    @property
+    def order(self) -> list[int]:
+        """The units, group by group."""
+        return [unit for group in self.groups for unit in group]
+
+    def on(self, device: torch.device) -> "LayerPlan":
+        """The same on another device."""
+        parts = ("key_in", "key_out", "value_in", "value_out")
+        return replace(self, **{name: getattr(self, name).to(device) for name in parts})
 
 
 def check_convertible(config: ModelConfig, kv_heads: Sequence[int], method: Method) -> None:
@@ -138,7 +159,7 @@ def head_moments(
     One layer at a time sees all text, so that only the residual streams [T, D] and one layer's moments are held.
     """
     streams = [ResidualStream(model, batch) for batch in batches]
-    for number, layer in enumerate(layers_of(model)):
+    for number, layer in enumerate(passed_layers(model)):
         moments = None if number < skip else _empty_moments(model.config, layer.self_attn, units[number])
         for stream in streams:
             if moments is not None:
@@ -373,55 +394,58 @@ def _value_subspace(values: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def group_kv_heads(model: Transformer, plans: Sequence[LayerPlan]) -> Transformer:
-    """A new model in which each layer has one KV head for each group of its plan.
+    """A new model in which each layer has one KV head for each group of its plan; see `grouped`."""
+    return grouped(LazyModel.of(model), plans).made()
+
+
+def grouped(model: LazyModel, plans: Sequence[LayerPlan]) -> LazyModel:
+    """A model with one KV head for each group of a layer's plan, projection by projection.
 
     Query heads and the columns of the output projection are reordered so that each group's stand together.
     """
-    with torch.device("meta"):
-        converted = Transformer(model.config.with_kv_heads([len(plan.groups) for plan in plans]))
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for number, (layer, plan) in enumerate(zip(layers_of(model), plans, strict=True)):
-        parts = _convert(layer.self_attn, plan)
-        weights |= {f"model.layers.{number}.self_attn.{name}": weight for name, weight in parts.items()}
-    converted.load_state_dict(weights, assign=True)
-    return converted.requires_grad_(True).eval()
+    config, weights = model.config.with_kv_heads([len(plan.groups) for plan in plans]), dict(model.weights)
+    for number, plan in enumerate(plans):
+        attention = f"{LAYERS}{number}.self_attn."
+        weights[f"{attention}o_proj.weight"] = partial(_outputs, weights[f"{attention}o_proj.weight"], plan)
+        for name, turn in (("q_proj", _queries), ("k_proj", _keys), ("v_proj", _values)):
+            parts = [path for leaf in ("weight", "bias") if (path := f"{attention}{name}.{leaf}") in weights]
+            own = [weights[path] for path in parts]
+            weights |= {path: partial(_turned, own, turn, plan, leaf) for leaf, path in enumerate(parts)}
+    return replace(model, config=config, weights=weights)
 
 
-def _convert(attention: SelfAttention, plan: LayerPlan) -> dict[str, Tensor]:
-    """The converted projections of one layer by name."""
-    d, units, device = attention.head_dim, len(plan.key_in), attention.q_proj.weight.device
-    key_in, key_out, value_in, value_out = (
-        part.to(device) for part in (plan.key_in, plan.key_out, plan.value_in, plan.value_out)
-    )
-    order = [unit for group in plan.groups for unit in group]
-    queries = _complex_pairs(_by_unit(_rows_of(attention.q_proj), units, d), dim=2)
-    queries = _real_pairs(queries * key_out.conj()[:, None, :, None], dim=2)
-    keys, values = (
-        _as_units(_rows_of(projection).unflatten(0, (-1, d)), units)
-        for projection in (attention.k_proj, attention.v_proj)
-    )
-    shared_keys = _real_pairs(_complex_pairs(keys, dim=1) * key_in[:, :, None], dim=1)
-    output = value_out.mT[:, None] @ _by_unit(attention.o_proj.weight.double().T, units, d)
-    rows = {
-        "q": queries[order].flatten(0, 2),
-        "k": _shared(shared_keys, keys, plan),
-        "v": _shared(value_in @ values, values, plan),
-    }
-    parts = {"o_proj.weight": output[order].flatten(0, 2).T}
-    for name, turned in rows.items():
-        width = attention.q_proj.in_features
-        parts[f"{name}_proj.weight"] = turned[:, :width]
-        if turned.shape[1] > width:
-            parts[f"{name}_proj.bias"] = turned[:, width]
-    return {name: part.to(attention.q_proj.weight.dtype).contiguous() for name, part in parts.items()}
+def _turned(
+    own: Sequence[MakeWeight], turn: Callable[[Tensor, LayerPlan], Tensor], plan: LayerPlan, leaf: int
+) -> Tensor:
+    """Weight (leaf 0) or bias (1) of a projection, both of which turn alike, as columns of one matrix in fp64."""
+    weight, *bias = (make() for make in own)
+    rows = turn(torch.cat([weight.double(), *(one.double()[:, None] for one in bias)], dim=1), plan.on(weight.device))
+    part = rows[:, weight.shape[1]] if leaf else rows[:, : weight.shape[1]]
+    return part.to(weight.dtype).contiguous()
 
 
-def _rows_of(projection: Linear) -> Tensor:
-    """Weight and bias as one matrix [N, D or D + 1] fp64: both turn alike."""
-    weight = projection.weight.double()
-    return weight if projection.bias is None else torch.cat((weight, projection.bias.double()[:, None]), dim=1)
+def _queries(rows: Tensor, plan: LayerPlan) -> Tensor:
+    queries = _complex_pairs(_by_unit(rows, plan.units, plan.head_dim), dim=2)
+    return _real_pairs(queries * plan.key_out.conj()[:, None, :, None], dim=2)[plan.order].flatten(0, 2)
+
+
+def _keys(rows: Tensor, plan: LayerPlan) -> Tensor:
+    keys = _as_units(rows.unflatten(0, (-1, plan.head_dim)), plan.units)
+    return _shared(_real_pairs(_complex_pairs(keys, dim=1) * plan.key_in[:, :, None], dim=1), keys, plan)
+
+
+def _values(rows: Tensor, plan: LayerPlan) -> Tensor:
+    values = _as_units(rows.unflatten(0, (-1, plan.head_dim)), plan.units)
+    return _shared(plan.value_in @ values, values, plan)
+
+
+def _outputs(own: MakeWeight, plan: LayerPlan) -> Tensor:
+    """The output projection."""
+    weight = own()
+    plan = plan.on(weight.device)
+    output = plan.value_out.mT[:, None] @ _by_unit(weight.double().T, plan.units, plan.head_dim)
+    return output[plan.order].flatten(0, 2).T.to(weight.dtype).contiguous()
 
 
 def _shared(contributions: Tensor, own: Tensor, plan: LayerPlan) -> Tensor:

@@ -18,7 +18,9 @@ from compress.prune.depth import PackedBatch, keep_layers
 from model.attention import PackedAttention
 from model.collectives import ALONE, Group
 from model.config import MixtureOfDepths
+from model.files.checkpoint import tensor_shapes
 from model.layers import Routing
+from model.lazy import LazyModel
 from model.routed import routed_layers
 from model.transformer import Transformer
 
@@ -38,22 +40,21 @@ def least_important(importance: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(len(importance)) if layer not in kept)
 
 
-@torch.no_grad()
 def add_routers(model: Transformer, mixture: MixtureOfDepths) -> Transformer:
     """A new model with routers of zeros: every gate is 1, and whoever is selected is computed as before.
 
     Raises RoutingError for a model that has routers, ConfigError for layers that it does not have.
     """
+    return routed(LazyModel.of(model), mixture).made()
+
+
+def routed(model: LazyModel, mixture: MixtureOfDepths) -> LazyModel:
+    """The same of a model that is not made yet."""
     if model.config.mixture_of_depths is not None:
         raise RoutingError("the model already has routers; start from its dense parent")
-    with torch.device("meta"):
-        converted = Transformer(replace(model.config, mixture_of_depths=mixture))
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for name, parameter in converted.named_parameters():
-        if name not in weights:
-            weights[name] = torch.zeros(parameter.shape, dtype=model.dtype, device=model.device)
-    converted.load_state_dict(weights, assign=True)
-    return converted.requires_grad_(True).eval()
+    config = replace(model.config, mixture_of_depths=mixture)
+    zeros = {name: torch.zeros(shape) for name, shape in tensor_shapes(config).items() if name not in model.weights}
+    return replace(model, config=config).with_weights(zeros)
 
 
 def set_thresholds(model: Transformer, thresholds: Sequence[float]) -> None:

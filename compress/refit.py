@@ -15,11 +15,13 @@ Legend: T tokens, D hidden size, Hq query heads, d head dim.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from compress.prune.depth import PackedBatch
-from compress.residual_stream import ResidualStream, layers_of
+from compress.residual_stream import ResidualStream, passed_layers
 from model.collectives import ALONE, Group
 from model.layers import DecoderLayer
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
 RIDGE = 0.1
@@ -28,18 +30,22 @@ RIDGE = 0.1
 
 def refit_outputs(
     model: Transformer, parent: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE
-) -> None:
+) -> dict[str, Tensor]:
     """Changes `o_proj` of every layer of `model` in place; both models lie on one device. ValueError with routers.
 
-    `group`: the processes that do the same, each with the batches dealt to it, of which it may have none.
+    `group`: the processes that do the same, each with the batches dealt to it, of which it may have none. Returns the
+    new weights, by name, on the CPU.
     """
     if parent.config.mixture_of_depths is not None:
         raise ValueError("output projections can be fitted again only where every token passes every layer")
     streams = [(ResidualStream(model, batch), ResidualStream(parent, batch)) for batch in batches]
-    for layer, parent_layer in zip(layers_of(model), layers_of(parent), strict=True):
+    fitted = {}
+    for number, (layer, parent_layer) in enumerate(zip(passed_layers(model), passed_layers(parent), strict=True)):
         _refit(layer, parent_layer, streams, group)
+        fitted[f"{LAYERS}{number}.self_attn.o_proj.weight"] = layer.self_attn.o_proj.weight.detach().cpu()
         for stream, _ in streams:
             stream.pass_on(layer)
+    return fitted
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Legend: T tokens, D hidden size, Hq query heads, d head dim.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -111,4 +111,10 @@ def _reading(
 
 def layers_of(model: Transformer) -> list[DecoderLayer]:
     """The layers in order, under their own type."""
-    return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+    return [layer for layer in model.model.layers.children() if isinstance(layer, DecoderLayer)]
+
+
+def passed_layers(model: Transformer, *, backwards: bool = False) -> Iterator[DecoderLayer]:
+    """The same one by one: of `LazyModel.passing`, each has its weights until the next one is asked for."""
+    layers = model.model.layers
+    return cast("Iterator[DecoderLayer]", reversed(layers) if backwards else iter(layers))

@@ -16,15 +16,15 @@ Legend: T tokens, D hidden size.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.prune.depth import PackedBatch, added_up
+from compress.residual_stream import passed_layers
 from kernels.attention._flash_cpu import attend_masked, visible_keys
 from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention
@@ -32,7 +32,7 @@ from model.collectives import ALONE, Group
 from model.config import ModelConfig, Route
 from model.kv_format import NormRope
 from model.layers import DecoderLayer
-from model.routed import routed_layers
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
 _RIDGE = 1e-2
@@ -68,31 +68,50 @@ def skipping_costs(
 
 
 def _batch_costs(model: Transformer, batch: PackedBatch, route: Route, generator: torch.Generator) -> list[TokenCosts]:
+    """Layers go forward once more when their turn in backward comes, so that one at a time has to be there."""
     tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
-    parts = _Parts(model.config, cu_seqlens, route)
+    rotary, parts = model.rotary(positions), _Parts(model.config, cu_seqlens, route)
+    streams: list[tuple[Tensor, Any]] = [(model.embed(tokens), None)]
     lowers = torch.autocast(model.device.type, torch.bfloat16, enabled=model.dtype == torch.float32)
-    with torch.enable_grad(), lowers, parts.watch(model):
-        logits = model.logits(model(tokens, positions, parts)).float()
+    with torch.enable_grad(), lowers:
+        for layer in passed_layers(model):
+            streams.append(_leaves(*layer(*streams[-1], rotary=rotary, attention=parts)))
+        logits = model.logits(model.model.norm.add(*streams[-1])[0]).float()
     drawn = torch.multinomial(torch.softmax(logits.detach(), dim=-1), 1, generator=generator)[:, 0]
     F.cross_entropy(logits, drawn, reduction="sum").backward()
-    return parts.costs()
+    costs = []
+    for layer in passed_layers(model, backwards=True):
+        leaves, parts = streams.pop(), _Parts(model.config, cu_seqlens, route)
+        with torch.enable_grad(), lowers, parts.watch(layer):
+            behind = layer(*streams[-1], rotary=rotary, attention=parts)
+        varied = [(made, leaf) for made, leaf in zip(behind, leaves, strict=True) if made.requires_grad]
+        torch.autograd.backward([made for made, _ in varied], [leaf.grad for _, leaf in varied])
+        costs.append(parts.costs())
+    return costs[::-1]
+
+
+def _leaves(delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """A stream whose gradients end here."""
+    return delta.detach().requires_grad_(), residual.detach().requires_grad_()
 
 
 class _Parts(PackedAttention):
-    """Packed attention, and hooks around it, by which each token's part in each layer can be varied."""
+    """Packed attention, and hooks around it, by which each token's part in a layer can be varied."""
+
+    inputs: Tensor
+    """Of the layer that was watched."""
 
     def __init__(self, config: ModelConfig, cu_seqlens: Tensor, route: Route) -> None:
         super().__init__(config, cu_seqlens)
         self.route = route
-        self.inputs: list[Tensor] = []
-        self.parts: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
-        """For each layer the variables of its tokens, `[T]`: their derivatives add up."""
+        self.parts: list[Tensor] = []
+        """The variables of its tokens, `[T]`: their derivatives add up."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope) -> Tensor:
         if self.route == "mlp":
             return super().__call__(layer, q, k, v, norm_rope)
         q, k = qk_norm_rope(q, k, rotary=norm_rope.rotary, norms=norm_rope.norms)
-        given, seen = self._variable(layer, q), self._variable(layer, q) - 1  # 1 and ln 1
+        given, seen = self._variable(q), self._variable(q) - 1  # 1 and ln 1
         group, mixed = q.shape[1] // k.shape[1], []
         for start, stop in pairwise(self.cu_seqlens.tolist()):
             hidden = ~visible_keys(stop - start, stop - start, True, self.windows[layer], q.device)
@@ -103,19 +122,16 @@ class _Parts(PackedAttention):
             mixed.append(found.transpose(0, 1))
         return torch.cat(mixed) * given.to(v.dtype)[:, None, None]
 
-    def _variable(self, layer: int, like: Tensor) -> Tensor:
-        variable = torch.ones(len(like), device=like.device, requires_grad=True)
-        self.parts[layer].append(variable)
-        return variable
+    def _variable(self, like: Tensor) -> Tensor:
+        self.parts.append(torch.ones(len(like), device=like.device, requires_grad=True))
+        return self.parts[-1]
 
     @contextmanager
-    def watch(self, model: Transformer) -> Iterator[None]:
-        """Within it, keeps what routers would see, and varies the tokens' parts in MLPs that are routed."""
-        hooks = []
-        for number, layer in enumerate(cast("list[DecoderLayer]", list(model.model.layers))):
-            hooks.append(layer.register_forward_hook(self._keep_input))
-            if self.route != "attention":
-                hooks.append(layer.mlp.register_forward_hook(partial(self._vary, number)))
+    def watch(self, layer: DecoderLayer) -> Iterator[None]:
+        """Within it, keeps what a router would see, and varies the tokens' parts in an MLP that is routed."""
+        hooks = [layer.register_forward_hook(self._keep_input)]
+        if self.route != "attention":
+            hooks.append(layer.mlp.register_forward_hook(self._vary))
         try:
             yield
         finally:
@@ -125,17 +141,15 @@ class _Parts(PackedAttention):
     def _keep_input(self, _: nn.Module, given: tuple[Tensor, Tensor | None], made: tuple[Tensor, Tensor]) -> None:
         delta, residual = given
         stream = made[1] if self.route == "mlp" else delta if residual is None else delta + residual
-        self.inputs.append(F.rms_norm(stream.detach().float(), stream.shape[-1:]).bfloat16().cpu())
+        self.inputs = F.rms_norm(stream.detach().float(), stream.shape[-1:]).bfloat16().cpu()
 
-    def _vary(self, layer: int, _: nn.Module, __: Any, added: Tensor) -> Tensor:
-        return added * self._variable(layer, added)[:, None].to(added.dtype)
+    def _vary(self, _: nn.Module, __: Any, added: Tensor) -> Tensor:
+        return added * self._variable(added)[:, None].to(added.dtype)
 
-    def costs(self) -> list[TokenCosts]:
-        """After backward, for each layer."""
-        slopes = [torch.stack([variable.grad for variable in own if variable.grad is not None]) for own in self.parts]
-        return [
-            TokenCosts(x, slope.sum(0).square().float().cpu() / 2) for x, slope in zip(self.inputs, slopes, strict=True)
-        ]
+    def costs(self) -> TokenCosts:
+        """After backward."""
+        slopes = torch.stack([variable.grad for variable in self.parts if variable.grad is not None])
+        return TokenCosts(self.inputs, slopes.sum(0).square().float().cpu() / 2)
 
 
 def mean_costs(costs: Sequence[TokenCosts], device: torch.device, group: Group = ALONE) -> list[float]:
@@ -147,13 +161,19 @@ def mean_costs(costs: Sequence[TokenCosts], device: torch.device, group: Group =
 
 
 @torch.no_grad()
-def fit_routers(model: Transformer, costs: Sequence[TokenCosts], group: Group = ALONE) -> None:
-    """Sets the routers of `model` to predict `costs`, given for all of its layers."""
-    means = mean_costs(costs, model.device, group)
-    for layer in routed_layers(model):
-        weight, bias = _fit(costs[layer.layer], means[layer.layer], model.device, group)
-        layer.router.weight.copy_(weight[None])
-        layer.router.bias.fill_(bias)
+def fit_routers(
+    layers: Sequence[int], costs: Sequence[TokenCosts], device: torch.device, group: Group = ALONE
+) -> dict[str, Tensor]:
+    """The weights, by name, of routers of these layers that predict `costs`, given for all layers; on the CPU, fp64.
+
+    The processes of the group compute on this device of theirs.
+    """
+    means, weights = mean_costs(costs, device, group), dict[str, Tensor]()
+    for number in layers:
+        weight, bias = _fit(costs[number], means[number], device, group)
+        router = f"{LAYERS}{number}.router."
+        weights |= {f"{router}weight": weight[None], f"{router}bias": torch.tensor([bias], dtype=torch.float64)}
+    return weights
 
 
 def _fit(costs: TokenCosts, mean_cost: float, device: torch.device, group: Group) -> tuple[Tensor, float]:

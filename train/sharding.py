@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from model.collectives import Group
 from model.files.adapter import base_folder
 from model.files.checkpoint import load_config, load_model, open_layerwise
+from model.lazy import LazyModel
 from model.lora import adapted_layers
 from model.mesh import Mesh, choose_dtype
 from model.quantized import quantized_layers
@@ -275,6 +276,13 @@ def load_frozen(folder: Path, mesh: Mesh) -> Transformer:
         model, load_layer = open_layerwise(folder, device=device, **how)
     shard_frozen(model, device_mesh(mesh, device), load_layer)
     return model
+
+
+def make_frozen(model: LazyModel, mesh: Mesh) -> Transformer:
+    """The same of a model that is not published, of which a layer is made at a time."""
+    made, make_layer = model.opened()
+    shard_frozen(made, device_mesh(mesh, model.device), make_layer)
+    return made
 
 
 def _moving(model: Transformer, device: torch.device) -> Callable[[int], None]:

@@ -11,7 +11,7 @@ Legend: T tokens, D hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from kernels.losses.linear_cross_entropy import IGNORE_LABEL, linear_cross_entropy
 from model.attention import PackedAttention
 from model.collectives import ALONE, Group
+from model.lazy import LazyModel
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
 
@@ -89,24 +91,26 @@ def matching_layers(keep: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 def prune_depth(model: Transformer, keep: Sequence[int]) -> Transformer:
     """A new model of the layers `keep` (ascending indices), with copies of their weights and of all others."""
+    return shortened(LazyModel.of(model), keep).made()
+
+
+def shortened(model: LazyModel, keep: Sequence[int]) -> LazyModel:
+    """A model of the layers `keep` (ascending indices). Raises ValueError for others."""
     keep = tuple(keep)
     num_layers = model.config.num_layers
     if not keep or any(not 0 <= layer < num_layers for layer in keep) or list(keep) != sorted(set(keep)):
         raise ValueError(f"layers to keep must be ascending indices from 0 to {num_layers - 1}, not {keep}")
-    with torch.device("meta"):
-        pruned = Transformer(model.config.keep_layers(keep))
     new_number = {old: new for new, old in enumerate(keep)}
     weights = {}
-    for name, parameter in model.named_parameters():
-        prefix, layers, rest = name.partition("model.layers.")
+    for name, make in model.weights.items():
+        prefix, layers, rest = name.partition(LAYERS)
         if layers:
             number, _, rest = rest.partition(".")
             if int(number) not in new_number:
                 continue
             name = f"{prefix}{layers}{new_number[int(number)]}.{rest}"
-        weights[name] = parameter.detach().clone()
-    pruned.load_state_dict(weights, assign=True)
-    return pruned.requires_grad_(True).eval()
+        weights[name] = make
+    return replace(model, config=model.config.keep_layers(keep), weights=weights)
 
 
 @dataclass
@@ -135,7 +139,7 @@ def _trace(model: Transformer, batch: PackedBatch) -> _Trace:
         trace.inputs.append(outputs)
         trace.context = context
 
-    hooks = [layer.register_forward_hook(observe, with_kwargs=True) for layer in model.model.layers]
+    hooks = [layer.register_forward_hook(observe, with_kwargs=True) for layer in model.model.layers.children()]
     try:
         tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
         model(tokens, positions, PackedAttention(model.config, cu_seqlens))

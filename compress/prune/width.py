@@ -18,7 +18,8 @@ Legend: T tokens, L layers, Hq query heads, d head dim, I MLP neurons, D channel
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from compress.prune.depth import PackedBatch, added_up
-from compress.residual_stream import ResidualStream, layers_of
+from compress.residual_stream import ResidualStream, passed_layers
 from model.collectives import ALONE, Group
 from model.config import ModelConfig
+from model.lazy import LazyModel, MakeWeight
 from model.transformer import Transformer
 
 _NORMED, _ATTENDED, _MLP_NORMED, _GATED = READS = (
@@ -88,7 +90,7 @@ def width_importance(model: Transformer, batches: Sequence[PackedBatch], group: 
     powers, tokens = torch.zeros(2 * layers + 1, width, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for batch in batches:
         stream, starts = ResidualStream(model, batch), batch.cu_seqlens.tolist()
-        for number, layer in enumerate(layers_of(model)):
+        for number, layer in enumerate(passed_layers(model)):
             powers[2 * number] += _relative_squares(stream.value)
             read = stream.pass_on(layer, READS)
             powers[2 * number + 1] += _relative_squares(stream.before_mlp)
@@ -135,21 +137,25 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return values.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
 
 
-@torch.no_grad()
 def prune_width(model: Transformer, kept: KeptWidth, narrow: ModelConfig) -> Transformer:
     """A new model of the shape `narrow`, with copies of the kept weights, and norms rescaled."""
-    with torch.device("meta"):
-        pruned = Transformer(narrow)
-    weights = {}
-    for name, parameter in model.named_parameters():
-        weight = parameter.detach().clone()
-        for axis, index in enumerate(_kept_places(name, kept, model.config)):
-            weight = weight if index is None else weight.index_select(axis, index.to(weight.device))
-        if (number := _norm_number(name)) is not None:
-            weight = (weight.double() * kept.norm_scales[number].item()).to(weight.dtype)
-        weights[name] = weight
-    pruned.load_state_dict(weights, assign=True)
-    return pruned.requires_grad_(True).eval()
+    return narrowed(LazyModel.of(model), kept, narrow).made()
+
+
+def narrowed(model: LazyModel, kept: KeptWidth, narrow: ModelConfig) -> LazyModel:
+    """A model of the shape `narrow`, with the kept weights, and norms rescaled."""
+    weights = {name: partial(_narrowed, name, make, kept, model.config) for name, make in model.weights.items()}
+    return replace(model, config=narrow, weights=weights)
+
+
+def _narrowed(name: str, make: MakeWeight, kept: KeptWidth, config: ModelConfig) -> Tensor:
+    """What stays of a parameter of a model of the shape `config`."""
+    weight = make()
+    for axis, index in enumerate(_kept_places(name, kept, config)):
+        weight = weight if index is None else weight.index_select(axis, index.to(weight.device))
+    if (number := _norm_number(name)) is not None:
+        weight = (weight.double() * kept.norm_scales[number].item()).to(weight.dtype)
+    return weight
 
 
 def _kept_places(name: str, kept: KeptWidth, config: ModelConfig) -> tuple[Tensor | None, ...]:

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import torch
 
+from compress.prune.depth import shortened
 from model.collectives import ALONE, Group
-from model.mesh import Mesh, this_rank
+from model.lazy import LazyModel
+from model.mesh import Mesh, choose_device, choose_dtype, this_rank
 from model.transformer import Transformer
 from pipeline.measure.quality import HeldOut, load_published
 from tests.memory import peak_resident_bytes, return_what_is_freed
 from tests.pipeline.test_quality import batch
 from tests.train.sharded_process import held_bytes
 from train.accelerator import this_accelerator
+from train.sharding import make_frozen
 
 BATCHES = (batch(1, 30, 100), batch(2, 50, 120), batch(3, 20, 90))
 
@@ -35,8 +38,18 @@ def measure(folder: Path, reference: Path) -> dict[str, object]:
     held_out, mesh = HeldOut(BATCHES, group()), Mesh(1, this_rank().count)
     states = held_out.states(load_published(reference, mesh))
     model: list[Transformer] = []
-    peak = peak_resident_bytes(lambda: model.append(load_published(folder, mesh)))
+    peak = peak_resident_bytes(lambda: model.append(opened(folder, mesh)))
     return {"quality": asdict(held_out.quality(model[0], states)), "held": held_bytes(model[0]), "loading": peak}
+
+
+def opened(folder: Path, mesh: Mesh) -> Transformer:
+    """The model in the folder, or the one beside it without its first layer."""
+    if folder.name != "shortened":
+        return load_published(folder, mesh)
+    device = choose_device()
+    parent = LazyModel.of_folder(folder.with_name("dense"), choose_dtype("auto", device), device)
+    student = shortened(parent, range(1, parent.config.num_layers))
+    return student.made() if mesh.is_whole else make_frozen(student, mesh)
 
 
 def main(folder: Path, *models: str) -> None:

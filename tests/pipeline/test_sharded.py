@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -19,8 +20,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from model.lazy import LazyModel
 from pipeline.cli import main
+from pipeline.measure import parity, quality
 from pipeline.stages.base import read_result
+from pipeline.stages.shared import training
 from tests import trials
 from tests.compare import relative_rms
 from tests.forked import end_of, ranks
@@ -28,6 +32,7 @@ from tests.model.test_mesh import launched
 from tests.pipeline.test_dpo import make_pairs
 from tests.pipeline.tiny_run import RECIPE, ROOT, run_stages, write_teacher, write_text
 from tests.trials import covering
+from train import sharding
 from train.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -54,6 +59,7 @@ WITHOUT_CHANCE = {"qlora": STAGES["qlora"] | {"model": "teacher", "adapter": {"r
 DIVIDED = {name: STAGES[name] for name in ("gqa", "distill")} | WITHOUT_CHANCE
 BY_LAYERS = {"distill": STAGES["distill"]}
 KILLED = {"distill": STAGES["distill"] | {"checkpoint_every_s": 0, "tokens": "6k"}}
+NARROWER = {"from": "teacher", "layers": 2, "mlp": 32}
 IN_SHARDS_OF_TWO = ("fsdp", "--num_processes", "2")
 BY_LAYERS_OF_TWO = (
     "fsdp_tensor",
@@ -121,6 +127,39 @@ def test_a_launch_file_makes_what_one_process_makes(file: str, home: Path) -> No
     forked(arguments(home, file, wanted), processes, environment(file, *words))
     for name in wanted:
         check(home / "one", home / file, name)
+
+
+def counting(words: list[str], folder: Path) -> int:
+    """A run that writes down who has made models whole in this process: a kind of stage, or a module."""
+    makers: list[str] = []
+
+    def counted(module: Any, name: str, maker: str = "") -> None:
+        make = getattr(module, name)
+
+        def count(*given: Any, **how: Any) -> Any:
+            makers.append(maker or Path(sys._getframe(1).f_code.co_filename).parent.name)
+            return make(*given, **how)
+
+        setattr(module, name, count)
+
+    counted(LazyModel, "made")
+    for module in (training, quality, parity, sharding):
+        counted(module, "load_model", module.__name__.rpartition(".")[2])
+    code = main(words)
+    (folder / f"makers-{os.environ['RANK']}.json").write_text(json.dumps(makers))
+    return code
+
+
+def test_no_process_has_a_model_whole_but_to_train_it_and_the_main_one_for_parity(home: Path) -> None:
+    """Calibration has a layer at a time, and what conversion makes is measured in shards."""
+    changes = {"gqa": {"compare": ["mean"], "compare_tokens": 512}, "distill": {"student": NARROWER}}
+    wanted = {name: STAGES[name] | {"tokens": "1k"} | changes.get(name, {}) for name in ("gqa", "mod", "distill")}
+    words, folder = arguments(home, "counted", wanted), home / "counted"
+    with ranks(2, counting, words, folder, log=home / "log", environment=environment(*IN_SHARDS_OF_TWO)) as started:
+        assert not any(end_of(started, 400)), (home / "log").read_text()[-9000:]
+    makers = [json.loads((folder / f"makers-{rank}.json").read_text()) for rank in range(2)]
+    assert makers[1] == ["gqa", "gqa", "mod", "distill"], "each student that is trained, one of them for comparison"
+    assert makers[0] == ["gqa", "gqa", "parity", "mod", "parity", "distill", "parity"]
 
 
 def test_so_does_one_that_divides_tokens(home: Path) -> None:
@@ -207,10 +246,10 @@ def check_measured(one: Path, many: Path, name: str) -> dict[str, tuple[torch.Te
     assert all(measured[0])
     sizes = [[(m.parameters, m.weight_bytes) for m in read_result(folder).models] for folder in (one, many)]  # type: ignore
     assert sizes[0] == sizes[1], name
-    for expected, quality in zip(*measured, strict=True):
-        assert quality.tokens == expected.tokens
-        assert quality.nll.value == pytest.approx(expected.nll.value, rel=1e-3), name
-        assert (quality.kl is None) == (expected.kl is None)
+    for expected, found in zip(*measured, strict=True):
+        assert found.tokens == expected.tokens
+        assert found.nll.value == pytest.approx(expected.nll.value, rel=1e-3), name
+        assert (found.kl is None) == (expected.kl is None)
     published = [next((folder / "model").glob("*model.safetensors")) for folder in (one, many)]
     weights = [load_file(path) for path in published]
     assert weights[0].keys() == weights[1].keys()
@@ -244,7 +283,6 @@ def test_whichever_process_is_killed_the_same_command_goes_on_to_the_same_weight
     assert weights[0] == weights[1]
 
 
-NARROWER = {"from": "teacher", "layers": 2, "mlp": 32}
 CALIBRATED = {
     "gqa": ({}, {"compress.gqa._add_moments": 40, "compress.refit._refit": 2}),
     "mod": ({}, {"compress.token_costs._batch_costs": 3, "compress.token_costs._fit": 1, "compress.mod._joined": 1}),

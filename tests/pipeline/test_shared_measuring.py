@@ -63,13 +63,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, An
     found = []
     for count in (1, PROCESSES):
         log = folder / "log"
-        with ranks(count, shared_process.main, folder, *models, "adapted", log=log) as started:
+        with ranks(count, shared_process.main, folder, *models, "adapted", "shortened", log=log) as started:
             assert not any(end_of(started)), log.read_text()[-3000:]
         found.append([json.loads((folder / f"{count}-{rank}.json").read_text()) for rank in range(count)])
     return found
 
 
-@pytest.mark.parametrize("name", ["dense", "routed", "quantized", "adapted"])
+@pytest.mark.parametrize("name", ["dense", "routed", "quantized", "adapted", "shortened"])
 def test_quality_in_shards_is_that_of_one_process(name: str, measured: list[list[dict[str, Any]]]) -> None:
     """One that carries an adapter lies whole in host memory first; of others a process has its share and a layer."""
     (one,), many = measured

@@ -12,12 +12,12 @@ import numpy as np
 from msgspec import UNSET
 
 from model.config import ModelConfig
-from model.files.checkpoint import load_config, load_model
+from model.files.checkpoint import load_config
+from model.lazy import LazyModel
 from model.mesh import training_mesh
 from model.text.tokenizer import Tokenizer, different_token
 from model.training_memory import Setup
 from pipeline.errors import UserError
-from pipeline.measure.quality import load_published
 from pipeline.results import Quality, Result
 from pipeline.stages.distill.config import Distill
 from pipeline.stages.distill.report import DistillDetails, DraftVocabulary
@@ -72,7 +72,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     cut, candidates = choose(stage, cuts)
     follow(stage, cut)
     start = context.start(Start, partial(_measure_start, stage, cut))
-    student = cut.of(load_model(context.model(origin)))
+    student = cut.of(LazyModel.of_folder(context.model(origin))).made()
     if vocabulary is not None:
         student.config = replace(student.config, draft_vocabulary=tuple(vocabulary.tolist()))
     training = stage.train(student)
@@ -162,7 +162,7 @@ def _check_hidden_loss(stage: DistillStage, cut: Cut) -> None:
 
 def _measure_start(stage: DistillStage, cut: Cut) -> Start:
     """Measures teacher and pruned student."""
-    held_out, original = stage.held_out, load_published(stage.context.model(stage.config.student.origin))
+    held_out, origin = stage.held_out, stage.context.model(stage.config.student.origin)
     log.info(
         "measuring what is here of teacher and student before training, on %s held-out tokens",
         f"{held_out.num_tokens:,}",
@@ -170,5 +170,5 @@ def _measure_start(stage: DistillStage, cut: Cut) -> Start:
     reference = stage.reference if stage.config.teacher else None
     return Start(
         teacher=held_out.quality_of(reference) if reference else None,
-        before=held_out.quality(cut.of(original), reference),
+        before=held_out.quality(stage.to_measure(cut.of(stage.weights_of(origin))), reference),
     )

@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compress.prune.depth import block_influence, keep_layers, matching_layers, perplexity_increase, prune_depth
-from compress.prune.width import KeptWidth, WidthImportance, keep_width, prune_width, width_importance
+from compress.prune.depth import block_influence, keep_layers, matching_layers, perplexity_increase, shortened
+from compress.prune.width import KeptWidth, WidthImportance, keep_width, narrowed, width_importance
 from model.config import ConfigError, ModelConfig
-from model.files.checkpoint import load_model
+from model.lazy import LazyModel
 from model.transformer import Transformer
 from pipeline.errors import UserError
-from pipeline.measure.quality import load_published
 from pipeline.results import Quality
 from pipeline.stages.distill.config import Distill, Shape
 from pipeline.stages.distill.report import Candidate, KeptParts, Narrowed
@@ -48,10 +47,10 @@ class Cut:
     narrowed: Narrowed | None
     """The same in a few numbers; None where whole layers are all that leaves, as of `width`."""
 
-    def of(self, origin: Transformer) -> Transformer:
+    def of(self, origin: LazyModel) -> LazyModel:
         """The student, untrained."""
-        student = prune_depth(origin, self.layers)
-        return student if self.width is None else prune_width(student, self.width, self.config)
+        student = shortened(origin, self.layers)
+        return student if self.width is None else narrowed(student, self.width, self.config)
 
 
 def shape_of_student(origin: str, whole: ModelConfig, shape: Shape) -> ModelConfig:
@@ -95,7 +94,7 @@ def measure_importance(stage: Stage, whole: ModelConfig) -> Importance:
 
 def _measure(stage: Stage, *, fewer_layers: bool, narrower: bool) -> dict[str, Tensor]:
     student, processes, found = stage.config.student, stage.context.processes, {}
-    origin = load_published(stage.context.model(student.origin))
+    origin = stage.to_calibrate(stage.weights_of(stage.context.model(student.origin)))
     text, group = processes.dealt(stage.training_text(student.importance_tokens)), processes.group
     if fewer_layers:
         log.info("measuring the importance of layers by %s", student.importance)
@@ -156,7 +155,8 @@ def _try(stage: Stage, cut: Cut) -> tuple[Quality, Quality]:
     folder, origin = context.folder / RANKED_NAME / str(cut.shape).replace(",", "").replace(" ", "-"), student.origin
 
     def measure() -> Quality:
-        return stage.held_out.quality(cut.of(load_published(context.model(origin))), stage.reference)
+        untrained = stage.to_measure(cut.of(stage.weights_of(context.model(origin))))
+        return stage.held_out.quality(untrained, stage.reference)
 
     before = context.measured(folder / "before.json", Quality, measure)
     follow(stage, cut)
@@ -171,7 +171,7 @@ def follow(stage: Stage, cut: Cut) -> None:
 
 
 def _trainable(stage: Stage, cut: Cut) -> Transformer:
-    return cut.of(load_model(stage.context.model(stage.config.student.origin)))
+    return cut.of(LazyModel.of_folder(stage.context.model(stage.config.student.origin))).made()
 
 
 def _kl(quality: Quality) -> float:

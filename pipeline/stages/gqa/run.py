@@ -22,7 +22,7 @@ from compress.gqa import (
     LayerPlan,
     Method,
     check_convertible,
-    group_kv_heads,
+    grouped,
     head_moments,
     num_units,
     plan_layer,
@@ -31,7 +31,8 @@ from compress.lora import merge
 from compress.refit import refit_outputs
 from model.config import ModelConfig
 from model.cost import cached_sequences
-from model.files.checkpoint import load_config, load_model
+from model.files.checkpoint import load_config
+from model.lazy import LazyModel
 from model.lora import LoraConfig
 from model.training_memory import Setup
 from model.transformer import Transformer
@@ -184,12 +185,10 @@ def _load_plan(path: Path, method: str) -> LayerPlan:
     return LayerPlan(**(parts | decoded))
 
 
-def _converted(stage: GqaStage, parent: Transformer, method: str) -> Transformer:
-    """A new model by one method, in the parent's dtype; what was fitted for it must lie in refitted/."""
-    converted = group_kv_heads(parent, _load_plans(stage, method))
-    if method.endswith(REFIT):
-        converted.load_state_dict(load_file(_refitted_path(stage, method)), strict=False)
-    return converted
+def _converted(stage: GqaStage, parent: LazyModel, method: str) -> LazyModel:
+    """The model by one method; what was fitted for it must lie in refitted/."""
+    converted = grouped(parent, _load_plans(stage, method))
+    return converted.with_weights(load_file(_refitted_path(stage, method))) if method.endswith(REFIT) else converted
 
 
 def _refit(stage: GqaStage) -> None:
@@ -200,9 +199,8 @@ def _refit(stage: GqaStage) -> None:
         path = _refitted_path(stage, method)
         if method.endswith(REFIT) and processes.agree(int(not path.exists())):
             log.info("fitting the output projections of %s", method.removesuffix(REFIT))
-            fitted = _converted(stage, stage.parent, method.removesuffix(REFIT))
-            refit_outputs(fitted, stage.parent, text, processes.group)
-            weights = {name: weight for name, weight in fitted.state_dict().items() if name.endswith("o_proj.weight")}
+            start = _converted(stage, stage.parent_weights, method.removesuffix(REFIT))
+            weights = refit_outputs(stage.to_calibrate(start), stage.parent, text, processes.group)
             if processes.is_main:
                 write_tensors(path, weights)
 
@@ -214,7 +212,7 @@ def _refitted_path(stage: GqaStage, method: str) -> Path:
 def _trainable(stage: GqaStage, method: str) -> Transformer:
     """The converted model with what the recipe leaves trainable."""
     config = stage.config
-    student = _converted(stage, load_model(stage.context.model(config.model)), method)
+    student = _converted(stage, LazyModel.of_folder(stage.context.model(config.model)), method).made()
     leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     return student
 
@@ -246,7 +244,8 @@ def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
 
 
 def _measure_converted(stage: GqaStage, method: str) -> Quality:
-    quality = stage.held_out.quality(_converted(stage, stage.parent, method), stage.reference)
+    converted = stage.to_measure(_converted(stage, stage.parent_weights, method))
+    quality = stage.held_out.quality(converted, stage.reference)
     log.info("%s: held-out loss %.3f, KL %.3f", method, quality.nll.value, quality.kl.value if quality.kl else 0.0)
     return quality
 

@@ -17,17 +17,18 @@ from safetensors.torch import load_file
 from compress.lora import merge
 from compress.mod import (
     RandomRouting,
-    add_routers,
     calibrate,
     every_nth,
     least_important,
     measure_selections,
+    routed,
     set_thresholds,
 )
 from compress.token_costs import fit_routers, mean_costs, skipping_costs
 from model.config import MixtureOfDepths, ModelConfig
 from model.cost import flops_per_token
-from model.files.checkpoint import load_config, load_model
+from model.files.checkpoint import load_config
+from model.lazy import LazyModel
 from model.lora import LoraConfig
 from model.text.tokenizer import Tokenizer
 from model.training_memory import Setup
@@ -78,7 +79,7 @@ def run(context: StageContext) -> Result[ModDetails] | None:
     _check(load_config(context.model(config.model)), config)
     stage = ModStage(context, config.model)
     start = context.start(Start, partial(_measure_start, stage))
-    student = _routed(stage, load_model(context.model(config.model)), start)
+    student = _routed(stage, LazyModel.of_folder(context.model(config.model)), start).made()
     leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     routing = RoutingConfig(config.capacity, config.anneal_fraction, config.auxiliary_weight)
     training = stage.train(student, routing=routing)
@@ -133,25 +134,27 @@ def _convert(stage: ModStage) -> Converted:
     costs = None
     if config.start == "fitted" or config.least_important is not None:
         log.info("estimating on %s tokens what each one's absence costs", f"{config.calibration_tokens:,}")
-        exact = load_model(stage.context.model(config.model), device=parent.device)
-        costs = skipping_costs(exact, text, config.route, group)  # type: ignore[arg-type]
+        exact = LazyModel.of_folder(stage.context.model(config.model), device=parent.device)
+        costs = skipping_costs(stage.to_calibrate(exact), text, config.route, group)  # type: ignore[arg-type]
     layers = named_layers(config, parent.config.num_layers)
     if config.least_important is not None and costs is not None:
         layers = least_important(mean_costs(costs, parent.device, group), config.least_important)
-    student = add_routers(parent, _mixture(config, layers))
+    student = routed(stage.parent_weights, _mixture(config, layers))
     if config.start == "fitted" and costs is not None:
-        fit_routers(student, costs, group)
-    calibrate(student, text, group)
-    routers = {name: weight.contiguous() for name, weight in student.state_dict().items() if ".router." in name}
+        student = student.with_weights(fit_routers(layers, costs, parent.device, group))
+    calibrated = stage.to_calibrate(student)
+    calibrate(calibrated, text, group)
     if processes.is_main:
+        routers = {name: make().contiguous() for name, make in student.weights.items() if ".router." in name}
         write_tensors(stage.context.folder / ROUTERS_NAME, routers)
-    return Converted(layers, student.config.mixture_of_depths.thresholds if student.config.mixture_of_depths else ())
+    mixture = calibrated.config.mixture_of_depths
+    return Converted(layers, mixture.thresholds if mixture else ())
 
 
 def _measure_start(stage: ModStage) -> Start:
     """Converts, and measures what is left."""
     converted = stage.context.measured(stage.context.folder / CONVERTED_NAME, Converted, partial(_convert, stage))
-    held_out, student = stage.held_out, _routed(stage, stage.parent, converted)
+    held_out, student = stage.held_out, stage.to_measure(_routed(stage, stage.parent_weights, converted))
     log.info("measuring the parent and what conversion leaves of it, on %s held-out tokens", f"{held_out.num_tokens:,}")
     states, capacities = stage.reference, dict.fromkeys(converted.layers, stage.config.capacity)
     return Start(
@@ -171,14 +174,10 @@ def _mixture(config: Mod, layers: tuple[int, ...]) -> MixtureOfDepths:
     return MixtureOfDepths(config.route, layers, config.capacity)  # type: ignore[arg-type]  # the schema says which
 
 
-def _routed(stage: ModStage, parent: Transformer, converted: Converted) -> Transformer:
-    """A new model in the parent's dtype."""
-    student = add_routers(parent, _mixture(stage.config, converted.layers))
-    with torch.no_grad():
-        for name, weight in load_file(stage.context.folder / ROUTERS_NAME).items():
-            student.get_parameter(name).copy_(weight)
-    set_thresholds(student, converted.thresholds)
-    return student
+def _routed(stage: ModStage, parent: LazyModel, converted: Converted) -> LazyModel:
+    """The model with the routers that conversion has left."""
+    mixture = replace(_mixture(stage.config, converted.layers), thresholds=converted.thresholds)
+    return routed(parent, mixture).with_weights(load_file(stage.context.folder / ROUTERS_NAME))
 
 
 # --- after training --------------------------------------------------------------------------------------------------

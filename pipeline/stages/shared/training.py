@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import msgspec
 from safetensors.torch import save_file
@@ -28,6 +28,7 @@ from model.files.artifact import READERS
 from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
 from model.files.safe_io import sync_file
 from model.kv_format import FixedScales
+from model.lazy import LazyModel
 from model.lora import LoraConfig, LoraError
 from model.mesh import choose_device, choose_dtype, training_dtype, training_mesh
 from model.quantized import QuantizedEmbedding, quantized_layers
@@ -128,6 +129,23 @@ class TrainingStage(Generic[C]):
     def load_shared(self, folder: Path) -> Transformer:
         """A published model as all processes measure it together: in shards where training is, of whole layers."""
         return load_published(folder, self.mesh.undivided)
+
+    def weights_of(self, folder: Path) -> LazyModel:
+        """Of a dense model that is to be converted, one by one, on the device and in the dtype of what is measured."""
+        device = choose_device()
+        return LazyModel.of_folder(folder, choose_dtype("auto", device), device)
+
+    def to_measure(self, model: LazyModel) -> Transformer:
+        """As `load_shared`, of a model that is not published."""
+        if self.mesh.is_whole:
+            return model.made()
+        from train.sharding import make_frozen
+
+        return make_frozen(model, self.mesh.undivided)
+
+    def to_calibrate(self, model: LazyModel) -> Transformer:
+        """A model for each process to pass its own text through; where training is in shards, by a layer at a time."""
+        return model.made() if self.mesh.is_whole else model.passing()
 
     def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
         """The frozen model in `base`, in the dtype of products, with a fresh adapter.
@@ -342,20 +360,17 @@ class RecoveryStage(TrainingStage[R]):
     @cached_property
     def teacher(self) -> Transformer:  # type: ignore[override]  # made when first asked for
         """As it is asked in training and for comparisons: in shards where the student is trained in shards."""
-        if self.mesh.is_whole:
-            return self.parent
         return load_published(self.context.model(str(self.teacher_name)), self.mesh)
 
-    @cached_property
+    @property
     def parent(self) -> Transformer:
-        """The same model whole, on this process's device: what a student is made of."""
-        return load_published(self.context.model(str(self.teacher_name)))
+        """The same model, to calibrate on."""
+        return self.teacher if self.mesh.is_whole else self.to_calibrate(self.parent_weights)
 
-    def train(self, model: Transformer, **how: Any) -> TrainingResult:
-        """As `TrainingStage.train`."""
-        if not self.mesh.is_whole:
-            self.__dict__.pop("parent", None)  # no process keeps a whole one beside its shards
-        return super().train(model, **how)
+    @property
+    def parent_weights(self) -> LazyModel:
+        """And to be converted."""
+        return self.weights_of(self.context.model(str(self.teacher_name)))
 
     def objective(self) -> RoutableObjective:
         """Towards what the teacher has stored with the data, or else by its passes."""

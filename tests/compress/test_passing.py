@@ -1,0 +1,127 @@
+"""Models that are never whole: what is found on them, and made of them, is that of whole ones, to the bit."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.gqa import group_kv_heads, grouped, head_moments
+from compress.mod import add_routers, calibrate, measure_selections, routed
+from compress.prune.depth import block_influence, perplexity_increase, prune_depth, shortened
+from compress.prune.width import keep_width, narrowed, prune_width, width_importance
+from compress.refit import refit_outputs
+from compress.token_costs import skipping_costs
+from model.config import MixtureOfDepths
+from model.files.checkpoint import CheckpointError, load_model, save_model
+from model.lazy import LazyModel
+from model.transformer import Transformer
+from tests.compress.conversions import Text, plans_for, texts
+from tests.memory import peak_bytes
+from tests.tiny import tiny_model
+
+TEXT = [*texts(40, 25), *texts(30)]
+LAYERS, MIXTURE = 8, MixtureOfDepths("block", (1, 3), 0.5)
+Measure = Callable[[Transformer, list[Text]], Any]
+
+
+def moments(model: Transformer, text: list[Text]) -> list[Any]:
+    return [vars(found) for found in head_moments(model, text, [2] * model.config.num_layers) if found is not None]
+
+
+def refitted(model: Transformer, text: list[Text]) -> dict[str, Tensor]:
+    """Towards a parent of other weights, as whole as the model."""
+    parent = LazyModel.of(tiny_model("qwen2", seed=2, num_layers=LAYERS))
+    return refit_outputs(model, parent.passing() if is_passing(model) else parent.made(), text)
+
+
+def is_passing(model: Transformer) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def thresholds(model: Transformer, text: list[Text]) -> tuple[float, ...]:
+    calibrate(model, text)
+    return model.config.mixture_of_depths.thresholds  # type: ignore[union-attr]
+
+
+MEASURES: dict[str, Measure] = {
+    "head moments": moments,
+    "refitted outputs": refitted,
+    "influence": block_influence,
+    "perplexity": perplexity_increase,
+    "width": lambda model, text: width_importance(model, text)._asdict(),
+    **{f"costs of {route}": partial(skipping_costs, route=route) for route in ("block", "attention", "mlp")},
+}
+OF_ROUTERS: dict[str, Measure] = {"thresholds": thresholds, "selections": measure_selections}
+
+
+def parent(**sizes: int) -> LazyModel:
+    return LazyModel.of(tiny_model("qwen2", seed=1, num_layers=LAYERS, **sizes))
+
+
+def with_routers(**sizes: int) -> LazyModel:
+    model = routed(parent(**sizes), MIXTURE)
+    fresh = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    return model.with_weights({f"model.layers.{layer}.router.weight": fresh for layer in MIXTURE.layers})
+
+
+@pytest.mark.parametrize("name", [*MEASURES, *OF_ROUTERS])
+def test_what_a_text_says_of_it(name: str) -> None:
+    measure, model = (MEASURES | OF_ROUTERS)[name], with_routers() if name in OF_ROUTERS else parent()
+    passing = model.passing()
+    found, expected = measure(passing, TEXT), measure(model.made(), TEXT)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert is_passing(passing), "nothing stays in memory"
+
+
+@pytest.mark.parametrize("name", [*MEASURES, *OF_ROUTERS])
+def test_it_takes_a_layer_at_a_time(name: str) -> None:
+    """Of weights that are much beside what a short text makes; two models are refitted together."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768}
+    measure, make = (MEASURES | OF_ROUTERS)[name], with_routers if name in OF_ROUTERS else parent
+    model, text = make(**sizes), texts(8)
+    if name == "refitted outputs":
+        model, measure = parent(**sizes), lambda own, text: refit_outputs(own, model.passing(), text)
+    passing = model.passing()
+    whole = sum(make().nbytes for key, make in model.weights.items() if "layers" in key)
+    allowed = 0.6 if name == "refitted outputs" else 0.35
+    assert peak_bytes(lambda: measure(passing, text)) < allowed * whole
+
+
+def conversions(model: Transformer) -> dict[str, tuple[Transformer, Callable[[LazyModel], LazyModel]]]:
+    """Of a model: what is made of it in memory, and of one that is read a weight at a time."""
+    plans, keep = plans_for(model, 1, "subspace"), (0, 2, 5)
+    narrow = model.config.narrow(heads=2, mlp=96, hidden=48)
+    width = keep_width(width_importance(model, TEXT), model.config, narrow)
+    return {
+        "gqa": (group_kv_heads(model, plans), lambda one: grouped(one, plans)),
+        "depth": (prune_depth(model, keep), lambda one: shortened(one, keep)),
+        "width": (prune_width(model, width, narrow), lambda one: narrowed(one, width, narrow)),
+        "mod": (add_routers(model, MIXTURE), lambda one: routed(one, MIXTURE)),
+    }
+
+
+@pytest.mark.parametrize("name", ["gqa", "depth", "width", "mod"])
+def test_what_is_made_of_a_folder(name: str, tmp_path: Path) -> None:
+    save_model(tiny_model("qwen2", seed=1, num_layers=LAYERS), tmp_path / "parent", dtype=torch.bfloat16)
+    expected, convert = conversions(load_model(tmp_path / "parent"))[name]
+    lazy = convert(LazyModel.of_folder(tmp_path / "parent"))
+    opened, make_layer = lazy.opened()
+    for number in range(lazy.config.num_layers):
+        make_layer(number)
+    for model in (lazy.made(), opened):
+        assert model.config == expected.config and not model.training
+        weights = dict(model.named_parameters())
+        assert weights.keys() == dict(expected.named_parameters()).keys()
+        for key, weight in expected.named_parameters():
+            assert torch.equal(weights[key], weight), key
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    save_model(tiny_model(num_layers=1), tmp_path / "parent")
+    (tmp_path / "parent" / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(CheckpointError):
+        LazyModel.of_folder(tmp_path / "parent")
