@@ -20,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kernels.common.calls_cpu import together
+
 _ALIGNMENT = 64
 _NO_ROOM = "there is no room for what a product or an attention works with"
 _aten = torch.ops.aten
@@ -124,6 +126,7 @@ class CpuGraph(TorchDispatchMode):
                 yield
         finally:
             _now.graph = None
+        self.calls = together(self.calls)
 
     def replay(self) -> None:
         """Computes it again. MemoryError where there is none left."""
