@@ -1,6 +1,6 @@
 """What a decoding step on the CPU does beside its products and its attention: operator calls, and the host's time.
 
-    python -m bench.serve.decode_host [FOLDER]      # writes bench/results/decode-host-cpu.json; 6 minutes
+    python -m bench.serve.decode_host [FOLDER]      # writes bench/results/decode-host-cpu.json; 2 minutes
 
 SmolLM2-135M with linear layers in INT4 (groups of 64) and the embedding, which is the head, in INT8, all by rounding,
 and as a GGUF file in Q4_1, with activations as they are and rounded (`--activations int8`), beside the dense model of
@@ -8,10 +8,11 @@ the same folder: all in the dtype that serving chooses here and in one process, 
 One thread, and its processor time; of each part the least of all steps. On a machine with other work all of it takes
 longer, so compare figures of one run.
 
-Host time is a step's less what passes in the C forms of products and attention; without these it is all of the step. In
-reading a long prompt it holds the dense model's products where they are torch's. `least_products_ms` is what reading
-each weight once takes, and multiplying with it, at this thread's ceilings (bench/serve/ceilings.py): the larger of both
-is what no product comes below, unless weights stay in a cache from step to step.
+Steps are measured as they are served. Then the C forms of products and attention are clocked, which makes steps slower;
+host time is a step's less what passes in these; without them it is all of the step. In reading a long prompt it holds
+the dense model's products where they are torch's. `least_products_ms` is what reading each weight once takes, and
+multiplying with it, at this thread's ceilings (bench/serve/ceilings.py): the larger of both is what no product comes
+below, unless weights stay in a cache from step to step.
 """
 
 import argparse
@@ -47,10 +48,27 @@ from model.transformer import Transformer
 from serve import LLM, SamplingParams
 from serve.engine.loading import Models
 
-BATCHES, PROMPT, LONG_PROMPT = (1, 8, 32), 32, 900
-STEPS, TURNS, PROFILED = 10, 3, 4
+PROMPT, PROFILED = 32, 4
 GROUP = 64
 DENSE, INT4, GGUF, ROUNDED = "dense", "int4", "q4_1", ", activations rounded"
+
+Least = dict[str, dict[str, float]]
+"""Milliseconds by side and part."""
+
+
+class Load(NamedTuple):
+    """What is computed, and how often."""
+
+    batch: int
+    prompt: int = PROMPT
+    turns: int = 3
+    unmeasured: int = 3
+    """Steps of a turn that read the prompts, run the code, and capture it."""
+    measured: int = 10
+
+
+DECODING = tuple(Load(batch) for batch in (1, 8, 32))
+READING = Load(1, prompt=900, turns=2, unmeasured=0, measured=1)
 
 
 def quantized(model: Transformer) -> Transformer:
@@ -79,19 +97,21 @@ class Side(NamedTuple):
 def side_of(folder: str, prepare: Callable[[Transformer], Transformer]) -> Side:
     model = prepare(load_model(folder, dtype=DTYPE, device=torch.device("cpu")))
     weights, models = weights_of(model), Models(target=model.fuse(), tokenizer=Tokenizer.load(folder), dtype=DTYPE)
-    options: dict[str, Any] = {"num_pages": 1024, "max_num_batched_tokens": max(BATCHES) * PROMPT}
+    options: dict[str, Any] = {"num_pages": 1024, "max_num_batched_tokens": 32 * PROMPT}
     return Side(LLM(folder, models=models, enable_prefix_caching=False, **options), weights)
 
 
 @contextmanager
-def decoding(llm: LLM, batch: int, prompt: int = PROMPT) -> Iterator[Callable[[], object]]:
-    """Steps of so many sequences; their prompts are not read yet."""
+def stepping(llm: LLM, load: Load) -> Iterator[Callable[[], object]]:
+    """The steps of a turn from the first measured one on."""
     engine, random_ = llm.engine, random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    for number in range(batch):
-        engine.add_request(str(number), random_.choices(range(engine.vocab_size), k=prompt), params)
+    for number in range(load.batch):
+        engine.add_request(str(number), random_.choices(range(engine.vocab_size), k=load.prompt), params)
+    for _ in range(load.unmeasured):
+        engine.step()
     yield engine.step
-    for number in range(batch):
+    for number in range(load.batch):
         engine.abort(str(number))
     engine.step()
 
@@ -122,73 +142,55 @@ def _clocked(function: Callable[..., Any], name: str, seconds: dict[str, float])
     return call
 
 
-def measure_step(
-    step: Callable[[], object], inside: dict[str, float], least: dict[str, float], steps: int = STEPS
-) -> None:
-    """Lowers the milliseconds of a step and of its parts, where one of some steps takes less."""
-    for _ in range(steps):
-        inside.clear()
-        begin = time.thread_time()
-        step()
-        taken = time.thread_time() - begin
-        parts = {"step": taken, **inside, "host": taken - sum(inside.values())}
-        for name, seconds in parts.items():
-            least[name] = min(least.get(name, seconds * 1e3), seconds * 1e3)
+def measure(sides: dict[str, Side], load: Load, clocks: dict[str, float] | None = None) -> Least:
+    """The least milliseconds of a step of each side; given `clocks`, of what they show of it."""
+    least: Least = {name: {} for name in sides}
+    for _ in range(load.turns):
+        for name, (llm, _) in sides.items():
+            with stepping(llm, load) as step:
+                for _ in range(load.measured):
+                    seconds = {} if clocks is None else clocks
+                    seconds.clear()
+                    begin = time.thread_time()
+                    step()
+                    if clocks is None:
+                        seconds["step"] = time.thread_time() - begin
+                    lower(least[name], seconds)
+    return least
 
 
-def count_calls(step: Callable[[], object]) -> dict[str, float]:
+def lower(least: dict[str, float], seconds: dict[str, float]) -> None:
+    """Takes in the milliseconds of what has taken less than before."""
+    for name, taken in seconds.items():
+        least[name] = min(least.get(name, taken * 1e3), taken * 1e3)
+
+
+def count_calls(llm: LLM, load: Load) -> dict[str, float]:
     """Calls of torch's operators and of Python functions in a step."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(PROFILED):
-            step()
+    with stepping(llm, load) as step:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(PROFILED):
+                step()
+        python = cProfile.Profile()
+        python.runcall(lambda: [step() for _ in range(PROFILED)])
     operators = sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::"))
-    python = cProfile.Profile()
-    python.runcall(lambda: [step() for _ in range(PROFILED)])
     calls = pstats.Stats(python).total_calls  # type: ignore[attr-defined]
     return {"operator_calls": operators / PROFILED, "python_calls": calls / PROFILED}
 
 
-def measure_prefill(sides: dict[str, Side], inside: dict[str, float], ceilings: dict[str, float]) -> dict[str, Any]:
-    least: dict[str, dict[str, float]] = {name: {} for name in sides}
-    for _ in range(2):
-        for name, (llm, _) in sides.items():
-            with decoding(llm, 1, LONG_PROMPT) as step:
-                measure_step(step, inside, least[name], steps=1)
-    return {"tokens": LONG_PROMPT, **_beside_dense(sides, least, (LONG_PROMPT, 1), ceilings)}
-
-
-def measure_batch(
-    sides: dict[str, Side], batch: int, inside: dict[str, float], ceilings: dict[str, float]
-) -> dict[str, Any]:
-    least: dict[str, dict[str, float]] = {name: {} for name in sides}
-    for _ in range(TURNS):
-        for name, (llm, _) in sides.items():
-            with decoding(llm, batch) as step:
-                for _ in range(3):  # reads the prompts, runs the code, captures it
-                    step()
-                measure_step(step, inside, least[name])
-    with decoding(sides[INT4].llm, batch) as step:
-        for _ in range(3):
-            step()
-        calls = count_calls(step)
-    return {"batch": batch, **_beside_dense(sides, least, (batch, batch), ceilings), **calls}
-
-
-def _beside_dense(
-    sides: dict[str, Side], least: dict[str, dict[str, float]], rows: tuple[int, int], ceilings: dict[str, float]
-) -> dict[str, Any]:
-    """Milliseconds of each side, and how much faster than dense it is; prints them. `rows`: of a layer, of the head."""
-    dense = least[DENSE]["step"]
-    print({name: round(dense / parts["step"], 2) for name, parts in least.items()}, least, flush=True)
-    found = {
-        name: {
-            "ms": parts,
-            "least_products_ms": least_milliseconds(sides[name].weights, *rows, ceilings, ROUNDED in name),
-            "speedup": dense / parts["step"],
+def beside_dense(sides: dict[str, Side], load: Load, steps: Least, parts: Least, ceilings: dict[str, float]) -> Any:
+    """Milliseconds of each side, and how much faster than dense it is; prints them."""
+    dense, rows = steps[DENSE]["step"], (load.prompt, 1) if load is READING else (load.batch, load.batch)
+    found: dict[str, Any] = {"dense_ms": dense}
+    for name, (_, weights) in sides.items():
+        step, inside = steps[name]["step"], parts[name]
+        found[name] = {
+            "ms": {"step": step, **inside, "host": step - sum(inside.values())},
+            "least_products_ms": least_milliseconds(weights, *rows, ceilings, ROUNDED in name),
+            "speedup": dense / step,
         }
-        for name, parts in least.items()
-    }
-    return {"dense_ms": dense, **found}
+    print({name: round(found[name]["speedup"], 2) for name in sides}, found, flush=True)
+    return found
 
 
 def main() -> None:
@@ -196,8 +198,6 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="folder of a dense model; default: SmolLM2-135M-Instruct, imported")
     folder = parser.parse_args().model or str(teacher_folder())
     torch.set_num_threads(1)
-    inside: dict[str, float] = {}
-    clock(inside)
     with tempfile.TemporaryDirectory() as scratch:
         file, blocks = Path(scratch, "model.gguf"), Path(scratch, "model")
         export_gguf(folder, file, type=GGUF)
@@ -209,13 +209,24 @@ def main() -> None:
             GGUF: side_of(str(blocks), lambda model: model),
             GGUF + ROUNDED: side_of(str(blocks), rounding),
         }
-    ceilings = measure_ceilings(DTYPE)
+    ceilings, loads = measure_ceilings(DTYPE), (*DECODING, READING)
+    steps = [measure(sides, load) for load in loads]
+    calls = [count_calls(sides[INT4].llm, load) for load in DECODING]
+    clocks: dict[str, float] = {}
+    clock(clocks)
+    for llm, _ in sides.values():
+        llm.engine.runner.forget_captures()
+    parts = [measure(sides, load, clocks) for load in loads]
+    *decoding, reading = (beside_dense(sides, *each, ceilings) for each in zip(loads, steps, parts, strict=True))
     result = {
         "unit": "milliseconds of one thread's processor time, the least of all repetitions",
         "dtype": str(DTYPE),
         "ceilings": ceilings,
-        "decoding": [measure_batch(sides, batch, inside, ceilings) for batch in BATCHES],
-        "prefill": measure_prefill(sides, inside, ceilings),
+        "decoding": [
+            {"batch": load.batch, **found, **counted}
+            for load, found, counted in zip(DECODING, decoding, calls, strict=True)
+        ],
+        "prefill": {"tokens": READING.prompt, **reading},
     }
     write_result_by_processor("decode-host-cpu", "python -m bench.serve.decode_host", result)
 
