@@ -4,7 +4,9 @@ What converts a model converts such a one, so that it need not lie anywhere whol
 made in shards, or a layer at a time while text passes through.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.files.checkpoint import dense_sources, load_config
+from model.quantized import quantized_layers
 from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
@@ -76,16 +79,43 @@ class LazyModel:
     def passing(self) -> Transformer:
         """A model to pass text through without gradients, of which a layer is in memory while it is at work."""
         model, load_layer = self.opened()
-        model.model.layers = PassingLayers(model.model.layers, load_layer)
+
+        @contextmanager
+        def made(layer: nn.Module, number: int) -> Iterator[nn.Module]:
+            load_layer(number)
+            try:
+                yield layer
+            finally:
+                layer.to_empty(device="meta")
+
+        model.model.layers = PassingLayers(model.model.layers, made)
         return model
 
 
-class PassingLayers(nn.ModuleList):
-    """Layers that have their weights while whoever iterates over them is there; `children()` asks for none."""
+def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> Transformer:
+    """The same of a model in memory, with whatever its layers carry: `cast` makes of a copy what is at work.
 
-    def __init__(self, layers: nn.ModuleList, load_layer: Callable[[int], None]) -> None:
+    What is not in layers is copied at once.
+    """
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    for layer in quantized_layers(model).values():
+        shared |= {id(held): held for held in (layer._weight, layer._prepared)}
+    form = copy.deepcopy(model, shared)
+    for owner, name in ((form.model, "embed_tokens"), (form.model, "norm"), (form, "lm_head")):
+        if (module := getattr(owner, name)) is not None:
+            setattr(owner, name, cast(copy.deepcopy(module)))
+    form.model.layers = PassingLayers(form.model.layers, lambda layer, number: nullcontext(cast(copy.deepcopy(layer))))
+    return form
+
+
+class PassingLayers(nn.ModuleList):
+    """Layers that are there while whoever iterates over them is at work with them; `children()` asks for none."""
+
+    def __init__(
+        self, layers: nn.ModuleList, at_work: Callable[[nn.Module, int], AbstractContextManager[nn.Module]]
+    ) -> None:
         super().__init__(layers.children())
-        self._load_layer = load_layer
+        self._at_work = at_work
 
     def __iter__(self) -> Iterator[nn.Module]:
         return self._passed(range(len(self)))
@@ -95,12 +125,8 @@ class PassingLayers(nn.ModuleList):
 
     def _passed(self, numbers: range) -> Iterator[nn.Module]:
         for number in numbers:
-            layer = self.get_submodule(str(number))
-            self._load_layer(number)
-            try:
+            with self._at_work(self.get_submodule(str(number)), number) as layer:
                 yield layer
-            finally:
-                layer.to_empty(device="meta")
 
     def __getitem__(self, wanted: Any) -> Any:
         return self._passed(range(len(self))[wanted]) if isinstance(wanted, slice) else super().__getitem__(wanted)

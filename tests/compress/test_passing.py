@@ -1,5 +1,6 @@
 """Models that are never whole: what is found on them, and made of them, is that of whole ones, to the bit."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,18 +11,23 @@ import torch
 from torch import Tensor
 
 from compress.gqa import group_kv_heads, grouped, head_moments
+from compress.lora import inject
 from compress.mod import add_routers, calibrate, measure_selections, routed
 from compress.prune.depth import block_influence, perplexity_increase, prune_depth, shortened
 from compress.prune.width import keep_width, narrowed, prune_width, width_importance
+from compress.quantize.round_to_nearest import quantize_model
 from compress.refit import refit_outputs
 from compress.token_costs import skipping_costs
 from model.config import MixtureOfDepths
 from model.files.checkpoint import CheckpointError, load_model, save_model
-from model.lazy import LazyModel
+from model.formats.bitsandbytes import NF4
+from model.lazy import LazyModel, passing_copy
+from model.lora import LoraConfig, adapted_layers
+from model.routed import routed_layers
 from model.transformer import Transformer
-from tests.compress.conversions import Text, plans_for, texts
+from tests.compress.conversions import TOKENS, Text, plans_for, texts
 from tests.memory import peak_bytes
-from tests.tiny import tiny_model
+from tests.tiny import full_logits, tiny_model
 
 TEXT = [*texts(40, 25), *texts(30)]
 LAYERS, MIXTURE = 8, MixtureOfDepths("block", (1, 3), 0.5)
@@ -66,6 +72,10 @@ def with_routers(**sizes: int) -> LazyModel:
     model = routed(parent(**sizes), MIXTURE)
     fresh = torch.randn(1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     return model.with_weights({f"model.layers.{layer}.router.weight": fresh for layer in MIXTURE.layers})
+
+
+def with_routers_made() -> Transformer:
+    return with_routers().made()
 
 
 @pytest.mark.parametrize("name", [*MEASURES, *OF_ROUTERS])
@@ -118,6 +128,32 @@ def test_what_is_made_of_a_folder(name: str, tmp_path: Path) -> None:
         assert weights.keys() == dict(expected.named_parameters()).keys()
         for key, weight in expected.named_parameters():
             assert torch.equal(weights[key], weight), key
+
+
+def adapted() -> Transformer:
+    """An adapter that does something, beside a quantized base."""
+    model = tiny_model(seed=1, num_layers=LAYERS, intermediate_size=128)
+    quantize_model(model, NF4())
+    inject(model, LoraConfig(rank=4, targets=("*_proj", "lm_head")), seed=1)
+    for layer in adapted_layers(model).values():
+        torch.nn.init.normal_(layer.lora.b, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("make", [adapted, with_routers_made], ids=["adapter", "routers"])
+def test_a_model_in_memory_is_asked_by_copies_of_its_layers(make: Callable[[], Transformer]) -> None:
+    """What is found on them, such as thresholds, it does not take over."""
+    model = make()
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    expected = copy.deepcopy(model).to(torch.bfloat16)
+    passing = passing_copy(model, lambda part: part.to(torch.bfloat16))
+    for form in (expected, passing):
+        if model.config.mixture_of_depths is not None:
+            calibrate(form, TEXT)
+    assert torch.equal(full_logits(passing, TOKENS), full_logits(expected, TOKENS))
+    assert passing.config == expected.config
+    assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
+    assert all(layer.threshold == 0 for layer in routed_layers(model))
 
 
 def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:

@@ -170,5 +170,5 @@ def _measure_start(stage: DistillStage, cut: Cut) -> Start:
     reference = stage.reference if stage.config.teacher else None
     return Start(
         teacher=held_out.quality_of(reference) if reference else None,
-        before=held_out.quality(stage.to_measure(cut.of(stage.weights_of(origin))), reference),
+        before=held_out.quality(stage.models.to_measure(cut.of(stage.models.weights(origin))), reference),
     )

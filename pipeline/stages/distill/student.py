@@ -94,7 +94,7 @@ def measure_importance(stage: Stage, whole: ModelConfig) -> Importance:
 
 def _measure(stage: Stage, *, fewer_layers: bool, narrower: bool) -> dict[str, Tensor]:
     student, processes, found = stage.config.student, stage.context.processes, {}
-    origin = stage.to_calibrate(stage.weights_of(stage.context.model(student.origin)))
+    origin = stage.models.to_calibrate(stage.models.weights(stage.context.model(student.origin)))
     text, group = processes.dealt(stage.training_text(student.importance_tokens)), processes.group
     if fewer_layers:
         log.info("measuring the importance of layers by %s", student.importance)
@@ -155,7 +155,7 @@ def _try(stage: Stage, cut: Cut) -> tuple[Quality, Quality]:
     folder, origin = context.folder / RANKED_NAME / str(cut.shape).replace(",", "").replace(" ", "-"), student.origin
 
     def measure() -> Quality:
-        untrained = stage.to_measure(cut.of(stage.weights_of(context.model(origin))))
+        untrained = stage.models.to_measure(cut.of(stage.models.weights(context.model(origin))))
         return stage.held_out.quality(untrained, stage.reference)
 
     before = context.measured(folder / "before.json", Quality, measure)

@@ -111,7 +111,7 @@ class DpoStage(QloraStage[Dpo]):
             return None
 
         def measure_both(model: Transformer) -> dict[str, float]:
-            found = self.pair_figures(logps := pair_logps(model, self.pairs))
+            found = self.pair_figures(logps := pair_logps(self.published_form(model), self.pairs))
             pairs = {"reward_accuracy": found.accuracy.value, "reward_margin": found.margin.value, "loss": found.loss}
             pairs["nll_loss"] = float(chosen_nll(logps, labels_of_pairs(self.pairs)).mean())
             return measure(model) | {f"held_out_{name}": value for name, value in pairs.items()}

@@ -200,7 +200,7 @@ def _refit(stage: GqaStage) -> None:
         if method.endswith(REFIT) and processes.agree(int(not path.exists())):
             log.info("fitting the output projections of %s", method.removesuffix(REFIT))
             start = _converted(stage, stage.parent_weights, method.removesuffix(REFIT))
-            weights = refit_outputs(stage.to_calibrate(start), stage.parent, text, processes.group)
+            weights = refit_outputs(stage.models.to_calibrate(start), stage.parent, text, processes.group)
             if processes.is_main:
                 write_tensors(path, weights)
 
@@ -244,7 +244,7 @@ def _compare(stage: GqaStage) -> tuple[Start, dict[str, Quality]]:
 
 
 def _measure_converted(stage: GqaStage, method: str) -> Quality:
-    converted = stage.to_measure(_converted(stage, stage.parent_weights, method))
+    converted = stage.models.to_measure(_converted(stage, stage.parent_weights, method))
     quality = stage.held_out.quality(converted, stage.reference)
     log.info("%s: held-out loss %.3f, KL %.3f", method, quality.nll.value, quality.kl.value if quality.kl else 0.0)
     return quality

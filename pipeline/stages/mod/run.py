@@ -135,14 +135,14 @@ def _convert(stage: ModStage) -> Converted:
     if config.start == "fitted" or config.least_important is not None:
         log.info("estimating on %s tokens what each one's absence costs", f"{config.calibration_tokens:,}")
         exact = LazyModel.of_folder(stage.context.model(config.model), device=parent.device)
-        costs = skipping_costs(stage.to_calibrate(exact), text, config.route, group)  # type: ignore[arg-type]
+        costs = skipping_costs(stage.models.to_calibrate(exact), text, config.route, group)  # type: ignore[arg-type]
     layers = named_layers(config, parent.config.num_layers)
     if config.least_important is not None and costs is not None:
         layers = least_important(mean_costs(costs, parent.device, group), config.least_important)
     student = routed(stage.parent_weights, _mixture(config, layers))
     if config.start == "fitted" and costs is not None:
         student = student.with_weights(fit_routers(layers, costs, parent.device, group))
-    calibrated = stage.to_calibrate(student)
+    calibrated = stage.models.to_calibrate(student)
     calibrate(calibrated, text, group)
     if processes.is_main:
         routers = {name: make().contiguous() for name, make in student.weights.items() if ".router." in name}
@@ -154,7 +154,7 @@ def _convert(stage: ModStage) -> Converted:
 def _measure_start(stage: ModStage) -> Start:
     """Converts, and measures what is left."""
     converted = stage.context.measured(stage.context.folder / CONVERTED_NAME, Converted, partial(_convert, stage))
-    held_out, student = stage.held_out, stage.to_measure(_routed(stage, stage.parent_weights, converted))
+    held_out, student = stage.held_out, stage.models.to_measure(_routed(stage, stage.parent_weights, converted))
     log.info("measuring the parent and what conversion leaves of it, on %s held-out tokens", f"{held_out.num_tokens:,}")
     states, capacities = stage.reference, dict.fromkeys(converted.layers, stage.config.capacity)
     return Start(

@@ -27,7 +27,6 @@ from model.files.checkpoint import load_config, replace_config, save_model
 from model.files.safe_io import write_text
 from model.formats.registry import DEFAULT_FORMAT, NO_FORMAT, format_named
 from model.lora import LoraConfig, adapted_layers
-from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from model.training_memory import Setup
 from model.transformer import Transformer
@@ -53,7 +52,7 @@ class QloraStage(TrainingStage[Q]):
     """A frozen base with an adapter is published as it is trained."""
 
     def published_form(self, model: Transformer) -> Transformer:
-        return model.to(choose_device())
+        return self.models.to_ask(model)
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _measure_start(stage: QloraStage[Q], base: Path) -> Start:
     held_out, config = stage.held_out, stage.config
     log.info("measuring the base, on %s held-out tokens", f"{held_out.num_tokens:,}")
     folders = {config.model: stage.context.model(config.model), f"{config.out}, before": base}
-    models = {name: stage.load_shared(folder) for name, folder in folders.items()}
+    models = {name: stage.models.load(folder) for name, folder in folders.items()}
     dense, frozen = (describe_model(name, model, held_out.quality(model)) for name, model in models.items())
     return Start((dense, frozen))
 
@@ -163,7 +162,7 @@ def _publish(
 ) -> Result[QloraDetails] | None:
     config, context, adapter = stage.config, stage.context, stage.config.adapter
     tokenizer = Tokenizer.load(context.model(config.model))
-    merges = _measure_merges(stage, model.to(choose_device())) if stage.has_trained else []
+    merges = _measure_merges(stage, model) if stage.has_trained else []
 
     def details() -> QloraDetails:
         return QloraDetails(
@@ -201,10 +200,10 @@ def _measure_merges(stage: QloraStage[Q], model: Transformer) -> list[MergedQual
         ways["requantized"] = lambda: merge_requantized(model, dtype=PUBLISHED_DTYPE).to(model.dtype)
     log.info("measuring base and adapter side by side, and merged")
     held_out = stage.for_trained(stage.held_out)
-    states = held_out.states(model)
+    states = held_out.states(stage.models.to_ask(model))
     rows = []
     for way, make in ways.items():
-        quality = held_out.quality(make(), states)
+        quality = held_out.quality(stage.models.to_ask(make()), states)
         kl = quality.kl.value if quality.kl else math.nan
         log.info("%s: perplexity %.3f, KL %.5f to base with adapter", way, quality.perplexity, kl)
         rows.append(MergedQuality(**vars(quality), way=way))

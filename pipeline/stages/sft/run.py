@@ -52,5 +52,5 @@ def setup(config: Sft, shapes: Mapping[str, ModelConfig]) -> Setup:
 def _measure_start(stage: SftStage) -> ModelReport:
     name, held_out = stage.config.model, stage.held_out
     log.info("measuring %s before training, on %s held-out tokens", name, f"{held_out.num_tokens:,}")
-    model = stage.load_shared(stage.context.model(name))
+    model = stage.models.load(stage.context.model(name))
     return describe_model(name, model, held_out.quality(model))

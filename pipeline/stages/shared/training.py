@@ -7,7 +7,6 @@ without training they are those from before. A kill at any point costs at most t
 checkpoint; the same command goes on from there.
 """
 
-import copy
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from pipeline.measure.speed import prompts_from
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
 from pipeline.stages.shared.config import CURVE_TOKENS, Decoding, Recovery, Training
 from pipeline.stages.shared.context import StageContext
+from pipeline.stages.shared.models import Models
 from pipeline.tracking import tracked
 from train.evaluate import TeacherStates
 from train.loop import DivergedError, MemoryShortageError, Trainer, TrainingResult
@@ -86,6 +86,7 @@ class TrainingStage(Generic[C]):
         self.data = context.data(self.config.data, tokenizer)
         self.sequence_length = context.data_set(self.config.data).sequence_length
         self.mesh = training_mesh(self.config.dp_shard_size)
+        self.models = Models(self.mesh)
 
     @cached_property
     def held_out(self) -> HeldOut:
@@ -125,27 +126,6 @@ class TrainingStage(Generic[C]):
         length = self.sequence_length
         most = max(tokens, length)
         return held_out_batches(self.data.train, sequence_length=length, batch_tokens=length, max_tokens=most)
-
-    def load_shared(self, folder: Path) -> Transformer:
-        """A published model as all processes measure it together: in shards where training is, of whole layers."""
-        return load_published(folder, self.mesh.undivided)
-
-    def weights_of(self, folder: Path) -> LazyModel:
-        """Of a dense model that is to be converted, one by one, on the device and in the dtype of what is measured."""
-        device = choose_device()
-        return LazyModel.of_folder(folder, choose_dtype("auto", device), device)
-
-    def to_measure(self, model: LazyModel) -> Transformer:
-        """As `load_shared`, of a model that is not published."""
-        if self.mesh.is_whole:
-            return model.made()
-        from train.sharding import make_frozen
-
-        return make_frozen(model, self.mesh.undivided)
-
-    def to_calibrate(self, model: LazyModel) -> Transformer:
-        """A model for each process to pass its own text through; where training is in shards, by a layer at a time."""
-        return model.made() if self.mesh.is_whole else model.passing()
 
     def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
         """The frozen model in `base`, in the dtype of products, with a fresh adapter.
@@ -245,8 +225,8 @@ class TrainingStage(Generic[C]):
 
     def published_form(self, model: Transformer) -> Transformer:
         """As it would be published: a copy of a model that is trained, rounded to bf16, its routers calibrated."""
-        device = choose_device()
-        form = copy.deepcopy(model).to(PUBLISHED_DTYPE).to(device, choose_dtype("auto", device)).requires_grad_(False)
+        dtype = choose_dtype("auto", choose_device())
+        form = self.models.to_ask(model, lambda part: part.to(PUBLISHED_DTYPE).to(dtype).requires_grad_(False))
         if learns_routing(model):
             calibrate(form, self.training_text())
         return form
@@ -283,7 +263,7 @@ class TrainingStage(Generic[C]):
             write(candidate)
         context.processes.wait()
         log.info("measuring %s after training", config.out)
-        published = self.load_shared(candidate)
+        published = self.models.load(candidate)
         quality = self._quality(published, None if training.steps else untrained)
         examined = self.examine(published)
         context.processes.wait()  # all have read what moves when it is published
@@ -365,12 +345,12 @@ class RecoveryStage(TrainingStage[R]):
     @property
     def parent(self) -> Transformer:
         """The same model, to calibrate on."""
-        return self.teacher if self.mesh.is_whole else self.to_calibrate(self.parent_weights)
+        return self.teacher if self.mesh.is_whole else self.models.to_calibrate(self.parent_weights)
 
     @property
     def parent_weights(self) -> LazyModel:
         """And to be converted."""
-        return self.weights_of(self.context.model(str(self.teacher_name)))
+        return self.models.weights(self.context.model(str(self.teacher_name)))
 
     def objective(self) -> RoutableObjective:
         """Towards what the teacher has stored with the data, or else by its passes."""
