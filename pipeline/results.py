@@ -217,6 +217,8 @@ class Result(Generic[D]):
     hardware: dict[str, Any]
     finished_at: str
     parity: Parity | None = None
+    skipped: tuple[str, ...] = ()
+    """What was not measured, and why, a sentence each."""
     answers: tuple[Answer, ...] = ()
     details: D = NO_DETAILS
     """What only this kind of stage has to say, such as the layers that were kept."""

@@ -243,6 +243,7 @@ def _gates(results: Sequence[Result[Any]]) -> Section:
         for text, passed in found:
             verdict = Cell("passed", "good") if passed else Cell("refused", "bad")
             rows.append((result.stage, Cell(text, "text"), verdict))
+        rows += [(result.stage, Cell(text, "text"), Cell("not measured", "bad")) for text in result.skipped]
     return Section("Gates", tables=[Table(rows)] if rows else [])
 
 

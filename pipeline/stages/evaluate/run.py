@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -12,6 +13,7 @@ from pipeline.files import write_atomically
 from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import HeldOut, describe_model, load_published
+from pipeline.measure.shortage import unless_short
 from pipeline.measure.speed import TURNS, engines_for_speed, measure_speed, prompts_from
 from pipeline.measure.suite.ask import Marked, ask, prompts
 from pipeline.results import ModelReport, Parity, Result
@@ -42,19 +44,20 @@ def run(context: StageContext) -> Result[EvaluateDetails] | None:
     suite = _suite(context, names) if config.suite else ()
     if not context.processes.is_main:
         return None
-    parity = [check_parity(context.model(name), held_out.batches, choose_device()) for name in names]
+    parity, skipped = _parity(context, names, held_out)
     if config.against:
         reports.append(_pair(*reports))
     checks = check_gate(config.gate, next(row.quality for row in reports if row.label == config.model and row.quality))
     for check in checks:
         log.info("%s", describe(check))
     if config.speed.batch_sizes:
-        reports = _with_speeds(context, reports, held_out)
+        timed, short = unless_short("Speed", partial(_with_speeds, context, reports, held_out))
+        reports, skipped = timed or reports, (*skipped, *short)
     details = EvaluateDetails(
         suite=suite,
         harness=tuple(score for name in names for score in harness(context, name)),
     )
-    return context.result(models=reports, gate=checks, parity=_worst(parity), details=details)
+    return context.result(models=reports, gate=checks, parity=parity, skipped=skipped, details=details)
 
 
 def _quality(
@@ -140,8 +143,15 @@ def _suite(context: StageContext, names: list[str]) -> tuple[Score, ...]:
     return scores_of((one.model, one.task, one.passed) for one in marked)
 
 
+def _parity(context: StageContext, names: list[str], held_out: HeldOut) -> tuple[Parity | None, tuple[str, ...]]:
+    """One result for several models, and what was not measured."""
+    asked = {name: partial(check_parity, context.model(name), held_out.batches, choose_device()) for name in names}
+    both = [unless_short(f"Parity of {name}", measure) for name, measure in asked.items()]
+    found = [parity for parity, _ in both if parity is not None]
+    return _worst(found) if found else None, tuple(sentence for _, skipped in both for sentence in skipped)
+
+
 def _worst(found: list[Parity]) -> Parity:
-    """One result for several models."""
     return replace(
         max(found, key=lambda one: one.difference / one.tolerance),
         tokens=sum(one.tokens for one in found),

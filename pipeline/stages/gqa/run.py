@@ -38,6 +38,7 @@ from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
+from pipeline.measure.shortage import unless_short
 from pipeline.measure.speed import measure_decoding
 from pipeline.report.speeds import Decoded
 from pipeline.results import Quality, Result
@@ -267,5 +268,7 @@ def _with_decoding(stage: GqaStage, result: Result[GqaDetails]) -> Result[GqaDet
     settings = stage.config.long_context
     folders, prompts = stage.side_by_side(settings)
     log.info("measuring decoding with %s tokens in the cache", f"{settings.context_tokens:,}")
-    decoding = Decoded(settings.context_tokens, measure_decoding(folders, prompts, settings))
-    return replace(result, details=replace(result.details, decoding=decoding))
+    found, skipped = unless_short("Decoding speed", partial(measure_decoding, folders, prompts, settings))
+    if found is None:
+        return replace(result, skipped=(*result.skipped, *skipped))
+    return replace(result, details=replace(result.details, decoding=Decoded(settings.context_tokens, found)))

@@ -34,6 +34,7 @@ from model.text.tokenizer import Tokenizer
 from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
+from pipeline.measure.shortage import unless_short
 from pipeline.measure.speed import measure_decoding, measure_prefill, repeated
 from pipeline.results import Quality, Result
 from pipeline.stages.mod.config import Mod
@@ -232,7 +233,13 @@ def _with_speeds(stage: ModStage, result: Result[ModDetails]) -> Result[ModDetai
     settings = stage.config.speed
     folders, prompts = stage.side_by_side(settings)
     log.info("timing a prompt of %s tokens, and decoding", f"{settings.prefill_tokens:,}")
-    prefill = measure_prefill(folders, repeated(prompts[0], settings.prefill_tokens))
-    decoding = measure_decoding(folders, prompts, settings)
-    speeds = Speeds(settings.prefill_tokens, settings.context_tokens, prefill, decoding)
+
+    def measure() -> Speeds:
+        prefill = measure_prefill(folders, repeated(prompts[0], settings.prefill_tokens))
+        decoding = measure_decoding(folders, prompts, settings)
+        return Speeds(settings.prefill_tokens, settings.context_tokens, prefill, decoding)
+
+    speeds, skipped = unless_short("Speed of prefill and decoding", measure)
+    if speeds is None:
+        return replace(result, skipped=(*result.skipped, *skipped))
     return replace(result, details=replace(result.details, speeds=speeds))

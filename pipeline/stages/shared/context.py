@@ -148,6 +148,7 @@ class StageContext:
         models: Sequence[ModelReport] = (),
         gate: Sequence[Check] = (),
         parity: Parity | None = None,
+        skipped: Sequence[str] = (),
         answers: Sequence[Answer] = (),
         training: tuple[int, float] = (0, 0.0),
         details: D = NO_DETAILS,
@@ -174,6 +175,7 @@ class StageContext:
             hardware=hardware(),
             finished_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             parity=parity,
+            skipped=tuple(skipped),
             answers=tuple(answers),
             details=details,
         )

@@ -38,6 +38,7 @@ from pipeline.errors import RunInterrupted, StageFailed, UserError
 from pipeline.measure.gates import check_gate, describe, describe_loss
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model, load_published
+from pipeline.measure.shortage import unless_short
 from pipeline.measure.speed import prompts_from
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
 from pipeline.stages.shared.config import CURVE_TOKENS, Decoding, Recovery, Training
@@ -278,17 +279,19 @@ class TrainingStage(Generic[C]):
         worse = describe_loss(known, quality) if known and training.steps else None
         if worse:
             log.warning("training made %s worse: %s; %s", config.out, worse, self.remedy())
-        parity = check_parity(candidate, self.held_out.batches, published.device)
+        measure = partial(check_parity, candidate, self.held_out.batches, published.device)
+        parity, skipped = unless_short(f"Parity of {config.out}", measure)
         found, own_checks = examined(details())
         checks = (*check_gate(config.gate, quality, known), *more_checks, *own_checks)
         for check in checks:
             log.info("%s", describe(check))
+        gates = ({} if parity is None else {"parity": parity}) | {check.name: check for check in checks}
         output = None
-        if parity.passed and all(check.passed for check in checks):
+        if (parity is None or parity.passed) and all(check.passed for check in checks):
             output = context.publish(
                 lambda folder: _move_files(candidate, folder),
                 reports=reports,
-                gates={"parity": asdict(parity), **{check.name: asdict(check) for check in checks}},
+                gates={name: asdict(one) for name, one in gates.items()},
                 readers=_readers(published),
             )
         return context.result(
@@ -296,6 +299,7 @@ class TrainingStage(Generic[C]):
             models=reports,
             gate=checks,
             parity=parity,
+            skipped=skipped,
             training=(training.tokens, training.seconds),
             details=replace(found, steps=training.steps, skipped_steps=training.skipped),
         )
