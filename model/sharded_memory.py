@@ -24,12 +24,19 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from model.collectives import Group
-from model.cost import FULL
+from model.cost import FULL, planned_weight_bytes
 from model.formats.base import WeightFormat
 from model.tensor_parallel import LAYERS
 from model.trained_split import TrainedSplit, check_trained_split, part_config
 from model.training_memory import Arithmetic, Memory, Setup, quantized, shapes_of
+
+
+def parity_bytes(setup: Setup) -> int:
+    """Of weights on the main process's device where trainer and server are compared: all of them, in fp32."""
+    return planned_weight_bytes(setup.model, Arithmetic(setup).formats(), torch.float32)
 
 
 def check_divided(setup: Setup) -> None:
@@ -178,14 +185,16 @@ class InShards(Arithmetic):
         }
         activations = kept + work + head + head_gradient + 2 * layer + FULL * self._layer_trained
         peak = max(peaks.values())
-        host += self._kept_base()
+        host += self._whole()
         return Memory(weights, adapters, gradients, optimizer, activations, loss, peak, host, self._checkpoint())
 
-    def _kept_base(self) -> int:
-        """Of a quantized one that is divided: nobody could put its parts together again."""
-        whole = self.undivided
-        layers = quantized(whole.model, Arithmetic(whole).formats()) if whole.tensor > 1 else []
-        return sum(format.num_bytes(shape) for _, format, shape in layers)
+    def _whole(self) -> int:
+        """The model as it is given, if all of it is trained, in each process, and given back to the main one.
+
+        A quantized base that is divided stays there.
+        """
+        alone = Arithmetic(replace(self.undivided, teacher=None))
+        return alone._weights() + FULL * sum(alone.trained) * alone.frozen
 
     @property
     def _accumulates(self) -> bool:

@@ -63,7 +63,7 @@ class Memory:
     """Logits of a chunk, hidden states and gradients of the output projection."""
     peak: int
     host: int = 0
-    """Moments in pinned host memory; and the bytes of a quantized base whose layers are divided, in the main one."""
+    """Moments in pinned host memory; and what is trained in shards, whole: as the main process gets it back."""
     checkpoint: int = 0
     """As large as its files: in host memory, pinned beside a GPU, a copy from the first one on, which is written behind
     training. Of processes that hold the same, the first one has it."""

@@ -23,6 +23,7 @@ from model.lora import LoraConfig, LoraError
 from model.mesh import MeshError
 from model.quantized import QuantizedLayer, quantized_layers
 from model.routed import routed_layers
+from model.sharded_memory import parity_bytes
 from model.training_memory import Rounding, Setup, largest_micro_batch, shapes_of, smallest_shards
 from model.transformer import Transformer
 from pipeline.measure import training_time
@@ -367,13 +368,17 @@ def test_layers_that_are_too_large_whole_are_divided() -> None:
     assert whole.activations - layers.activations == pytest.approx(saved, rel=0.02)
 
 
-def test_a_base_in_parts_has_scales_of_its_own_and_stays_whole_in_host_memory() -> None:
+def test_a_base_in_parts_has_scales_of_its_own_and_lies_whole_in_host_memory() -> None:
     setup = Setup(WIDE, training(FEW), adapter=ADAPTERS["plain"], quantization="nf4", processes=4, shards=4)
     whole, parts = setup.memory(), replace(setup, tensor=2).memory()
     blocks = sum(shape.numel() // 64 for name, shape in shapes_of(WIDE).items() if "_proj" in name)
     bytes_of_scales = 4 * blocks  # in fp32, and once more as GPUs read them; doubly quantized ones are bytes
     assert parts.weights - whole.weights == pytest.approx((2 * bytes_of_scales - 2 * blocks) / 4, rel=0.05)
-    assert whole.host == 0 and parts.host == pytest.approx(blocks * (32 + 1), rel=0.02)
+    ends = sum(2 * shape.numel() for name, shape in shapes_of(WIDE).items() if "_proj" not in name)
+    alone = replace(setup, processes=1, shards=1).memory()
+    assert alone.host == 0 and whole.host == parts.host
+    assert whole.host == pytest.approx(blocks * (32 + 1) + ends + alone.adapters, rel=0.01)
+    assert parity_bytes(setup) == pytest.approx(blocks * (32 + 1) + 2 * ends, rel=0.01)
 
 
 @pytest.mark.parametrize(
