@@ -68,6 +68,15 @@ def formats_of_folder(folder: str | Path) -> FormatOfLayer | None:
     return formats_of_config(folder, read_json_object(folder / "config.json", CheckpointError))
 
 
+def formats_by_layer(folder: str | Path) -> dict[str, WeightFormat[Any]]:
+    """Of the quantized layers of a model folder, by their names in the model."""
+    folder = base_folder(folder)
+    with torch.device("meta"):
+        model = Transformer(load_config(folder))
+    stored = _stored_formats(model, formats_of_folder(folder), TensorFiles(folder))
+    return {name.removesuffix(".weight"): format for name, format in stored.items()}
+
+
 def is_quantized(folder: str | Path) -> bool:
     """Whether a model folder holds quantized weights; CheckpointError for a format that is not known."""
     return formats_of_folder(folder) is not None

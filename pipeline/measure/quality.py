@@ -15,8 +15,8 @@ import torch
 
 from model.attention import AttentionOf, PackedAttention, PagedAttention
 from model.collectives import ALONE, Group
-from model.cost import kv_bytes_per_token, num_weights, weight_bytes
-from model.files.checkpoint import load_model
+from model.cost import kv_bytes_per_token, num_weights, outline_of, planned_weight_bytes, weight_bytes
+from model.files.checkpoint import formats_by_layer, load_config, load_model
 from model.kv_format import choose_kv_format
 from model.layers import Routing
 from model.mesh import Mesh, choose_device, choose_dtype
@@ -163,6 +163,13 @@ def load_published(folder: Path, mesh: Mesh | None = None) -> Transformer:
         return load_frozen(folder, mesh)
     device = choose_device()
     return load_model(folder, dtype=choose_dtype("auto", device), device=device)
+
+
+def describe_base(label: str, folder: Path, quality: Quality | None = None) -> ModelReport:
+    """The row of one that no process has whole layers of, by its files; without an adapter that it may carry."""
+    shape = load_config(folder)
+    report = describe_model(label, outline_of(shape), quality)
+    return replace(report, weight_bytes=planned_weight_bytes(shape, formats_by_layer(folder), PUBLISHED_DTYPE))
 
 
 def describe_model(

@@ -4,14 +4,20 @@ import copy
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from compress.mod import RandomRouting, add_routers
+from compress.quantize.round_to_nearest import quantize_model
 from model.collectives import Group
 from model.config import MixtureOfDepths
-from pipeline.measure.quality import ALONE, HeldOut, describe_model
+from model.files.checkpoint import save_model
+from model.formats.base import WeightFormat
+from model.formats.bitsandbytes import NF4
+from model.formats.compressed_tensors import Int4
+from pipeline.measure.quality import ALONE, HeldOut, describe_base, describe_model, load_published
 from pipeline.results import Quality
 from tests.ranks import in_ranks
 from tests.serve.toys import drain, greedy, make_engine
@@ -94,3 +100,12 @@ def test_what_a_cache_in_eight_bits_costs(name: str, scale: float | None) -> Non
 def test_a_report_says_what_a_token_takes_in_the_cache() -> None:
     sizes = [describe_model("m", tiny_model(), kv_cache_dtype=name).kv_bytes_per_token for name in ("auto", "int8")]
     assert sizes == [2 * 2 * 2 * 16 * 2, 2 * 2 * 2 * (16 + 4)]
+
+
+@pytest.mark.parametrize("format", [None, NF4(), Int4(32)], ids=["dense", "nf4", "int4"])
+def test_files_say_what_the_model_in_them_says(format: WeightFormat | None, tmp_path: Path) -> None:
+    model = tiny_model(seed=1, intermediate_size=128)
+    if format is not None:
+        quantize_model(model, format)
+    save_model(model, tmp_path / "model")
+    assert describe_base("m", tmp_path / "model") == describe_model("m", load_published(tmp_path / "model"))

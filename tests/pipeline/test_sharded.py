@@ -59,6 +59,8 @@ WITHOUT_CHANCE = {"qlora": STAGES["qlora"] | {"model": "teacher", "adapter": {"r
 DIVIDED = {name: STAGES[name] for name in ("gqa", "distill")} | WITHOUT_CHANCE
 BY_LAYERS = {"distill": STAGES["distill"]}
 KILLED = {"distill": STAGES["distill"] | {"checkpoint_every_s": 0, "tokens": "6k"}}
+SIZES = ("parameters", "weight_bytes", "kv_bytes_per_token")
+"""Of a model, in a report."""
 NARROWER = {"from": "teacher", "layers": 2, "mlp": 32}
 IN_SHARDS_OF_TWO = ("fsdp", "--num_processes", "2")
 BY_LAYERS_OF_TWO = (
@@ -182,6 +184,7 @@ def test_one_that_divides_layers_makes_about_the_same(home: Path) -> None:
     for expected, model in zip(*(read_result(folder).models for folder in (one, many)), strict=True):  # type: ignore
         assert model.quality.tokens == expected.quality.tokens
         assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-3)
+        assert [getattr(model, size) for size in SIZES] == [getattr(expected, size) for size in SIZES]
 
 
 PREFERRED = {
@@ -212,7 +215,7 @@ def test_pairs_and_an_evaluation_give_what_one_process_finds(tmp_path: Path) -> 
         one, many = (read_result(tmp_path / folder / stage) for folder in ("one", "many"))
         for expected, model in zip(one.models, many.models, strict=True):  # type: ignore[union-attr]
             assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-3)
-            assert (model.parameters, model.weight_bytes) == (expected.parameters, expected.weight_bytes)
+            assert [getattr(model, size) for size in SIZES] == [getattr(expected, size) for size in SIZES]
     pairs = [read_result(tmp_path / folder / "01-dpo").details.held_out for folder in ("one", "many")]  # type: ignore
     assert pairs[0].pairs == pairs[1].pairs > 4
     assert pairs[1].nll_before == pytest.approx(pairs[0].nll_before, rel=1e-5)
@@ -244,7 +247,7 @@ def check_measured(one: Path, many: Path, name: str) -> dict[str, tuple[torch.Te
         assert losses == pytest.approx({key: expected[key] for key in losses}, rel=1e-5), name
     measured = [[model.quality for model in read_result(folder).models] for folder in (one, many)]  # type: ignore
     assert all(measured[0])
-    sizes = [[(m.parameters, m.weight_bytes) for m in read_result(folder).models] for folder in (one, many)]  # type: ignore
+    sizes = [[getattr(m, size) for m in read_result(folder).models for size in SIZES] for folder in (one, many)]  # type: ignore
     assert sizes[0] == sizes[1], name
     for expected, found in zip(*measured, strict=True):
         assert found.tokens == expected.tokens

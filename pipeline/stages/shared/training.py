@@ -37,7 +37,7 @@ from model.transformer import Transformer
 from pipeline.errors import RunInterrupted, StageFailed, UserError
 from pipeline.measure.gates import check_gate, describe, describe_loss
 from pipeline.measure.parity import check_parity
-from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_model, load_published
+from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_base, describe_model, load_published
 from pipeline.measure.shortage import unless_short
 from pipeline.measure.speed import prompts_from
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
@@ -402,9 +402,14 @@ class RecoveryStage(TrainingStage[R]):
             partial(write_model, student, Tokenizer.load(self.context.model(origin)), cache_scales=self.cache_scales),
             training=training,
             details=details,
-            before=[describe_model(self.teacher_name, self.teacher, teacher)] if self.teacher_name else [],
+            before=[self._describe_teacher(self.teacher_name, teacher)] if self.teacher_name else [],
             untrained=untrained,
         )
+
+    def _describe_teacher(self, name: str, quality: Quality | None) -> ModelReport:
+        if self.mesh.tensor == 1:
+            return describe_model(name, self.teacher, quality)
+        return describe_base(name, self.context.model(name), quality)
 
     def side_by_side(self, settings: Decoding) -> tuple[dict[str, Path], list[list[int]]]:
         """What speeds are measured on: the folders of teacher and published student, by name, and held-out prompts."""
