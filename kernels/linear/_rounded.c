@@ -103,7 +103,7 @@ INLINE void multiply(const Kind kind, const Weight *w, const uint8_t *codes, con
         int64_t group = k / w->group * OUTPUTS, t = 0;
         __m512 scale = _mm512_loadu_ps(scales + group);
         __m512 shift = kind.has_shifts ? _mm512_loadu_ps(shifts + group) : _mm512_setzero_ps();
-        if (!w->is_turned) fetch(next, OUTPUTS * step); /* turned words are one stream, in large pages */
+        if (!w->is_turned || x->rows > 1) fetch(next, OUTPUTS * step);
         next += OUTPUTS * step;
         decode(kind, w, codes, byte, weights);
         for (; t + TOKENS <= x->rows; t += TOKENS)
