@@ -51,7 +51,8 @@ FormatOfLayer = Callable[[str], "WeightFormat[Any] | None"]
 """Of a layer by its name, such as `model.layers.0.mlp.up_proj`; None where it is dense."""
 
 
-ROUNDED_BLOCKS = Rounding(torch.int8, group=32)
+_BLOCK = 32
+ROUNDED_BLOCKS = Rounding(torch.int8, group=_BLOCK)
 """Of activations beside weights of few bits: fine enough to cost little, and in the size of ggml's blocks."""
 
 
@@ -252,6 +253,11 @@ class KernelFormat(WeightFormat[W]):
     def rounds_activations(self) -> bool:
         return self.rounding is not None
 
+    @property
+    def usual_rounding(self) -> Rounding:
+        """How products round where recipes or servers ask for rounded activations."""
+        return ROUNDED_BLOCKS
+
     def check_rounded_whole(self, columns: slice, num_columns: int) -> None:
         """Raise ValueError where fewer activations than a row would be rounded with a scale of their own."""
         is_whole = columns.indices(num_columns)[:2] == (0, num_columns)
@@ -347,8 +353,14 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
     def bits(self) -> int:
         """Of a level: 4, 6 or 8."""
 
+    @property
+    def usual_rounding(self) -> Rounding:
+        """Of weights with groups of 64, 128 and so on 64 neighbours: products of blocks of 32 take a tenth longer."""
+        is_wide = self.group is not None and self.group % (2 * _BLOCK) == 0
+        return Rounding(torch.int8, 2 * _BLOCK) if is_wide else ROUNDED_BLOCKS
+
     def rounded(self, num_inputs: int) -> Self:
-        format = dataclasses.replace(self, rounding=self.rounding or ROUNDED_BLOCKS)
+        format = dataclasses.replace(self, rounding=self.rounding or self.usual_rounding)
         format.num_groups(num_inputs)
         return format
 

@@ -32,7 +32,6 @@ from kernels.linear.quantization import SIXES, Fp8Weight, Int8Weight, IntegerWei
 from kernels.linear.rounded import Rounding
 from model.files.safe_io import CheckpointError
 from model.formats.base import (
-    ROUNDED_BLOCKS,
     FormatOfLayer,
     IntegerFormat,
     KernelFormat,
@@ -56,11 +55,6 @@ class _CompressedTensors(KernelFormat[W]):
     def with_options(cls, *, double: bool = True, activations: bool = False, **options: Any) -> Self:
         format = super().with_options(**options)
         return replace(format, rounding=format.usual_rounding) if activations else format  # type: ignore[type-var]
-
-    @property
-    def usual_rounding(self) -> Rounding:
-        """How products round where recipes ask for rounded activations."""
-        return ROUNDED_BLOCKS
 
     @property
     @abstractmethod

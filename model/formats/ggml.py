@@ -28,7 +28,7 @@ from kernels.linear.quantization import (
 )
 from kernels.linear.rounded import Rounding
 from model.files.safe_io import CheckpointError
-from model.formats.base import ROUNDED_BLOCKS, FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
+from model.formats.base import FormatOfLayer, IntegerFormat, KernelFormat, WeightFormat
 from model.formats.gguf.blocks import BLOCK_TYPES, SMALL_BLOCK, BlockType, Levels
 from model.formats.words import check_stored
 
@@ -45,7 +45,7 @@ class Ggml(KernelFormat[IntegerWeight]):
     type: str = "Q8_0"
     """ggml's name of it, one of BLOCK_TYPES."""
     rounding: Rounding | None = None
-    """Files do not say it; llama.cpp rounds always, as ROUNDED_BLOCKS says."""
+    """Files do not say it; llama.cpp rounds always, as `usual_rounding` says."""
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Ggml(KernelFormat[IntegerWeight]):
         return torch.float16 if self._block.group == self._block.num_weights else torch.float32
 
     def rounded(self, num_inputs: int) -> Self:
-        return replace(self, rounding=ROUNDED_BLOCKS)
+        return replace(self, rounding=self.usual_rounding)
 
     def weight_of(self, stored: Tensor) -> IntegerWeight:
         """The weight of a matrix in blocks, u8 [N, bytes of a row]."""

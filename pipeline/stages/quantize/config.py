@@ -29,7 +29,8 @@ class Weights:
     """Codes around zero; else each group has a zero of its own."""
     activations: bool = False
     """Round what these weights are multiplied with to 8 bits as well, for which CPUs have faster products: in four bits
-    and in groups 32 neighbours by themselves, in rows of eight bits (W8A8, as elsewhere) each token by itself."""
+    and in groups 32 neighbours by themselves (64 where they divide a group), in rows of eight bits (W8A8, as elsewhere)
+    each token by itself."""
 
     def options(self) -> dict[str, Any]:
         """What differs from the format's own defaults."""
