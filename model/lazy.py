@@ -76,6 +76,17 @@ class LazyModel:
         ]
         return model.eval(), lambda number: load(of_layers[number])
 
+    def unmade(self) -> Transformer:
+        """A model to be trained in shards: `UnmadeLayers.fill` makes what its layers hold, where they are sharded."""
+        model, _ = self.opened()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.is_meta}
+        nothing = torch.zeros((), dtype=self.dtype, device=self.device)
+        model.load_state_dict(
+            {name: nothing.expand(shape) for name, shape in shapes.items()}, strict=False, assign=True
+        )
+        model.model.layers = UnmadeLayers(model.model.layers, lambda name: self.weights[name]())
+        return model.requires_grad_(True)
+
     def passing(self) -> Transformer:
         """A model to pass text through without gradients, of which a layer is in memory while it is at work."""
         model, load_layer = self.opened()
@@ -106,6 +117,19 @@ def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> 
             setattr(owner, name, cast(copy.deepcopy(module)))
     form.model.layers = PassingLayers(form.model.layers, lambda layer, number: nullcontext(cast(copy.deepcopy(layer))))
     return form
+
+
+class UnmadeLayers(nn.ModuleList):
+    """Layers whose weights have shapes, and no memory yet."""
+
+    def __init__(self, layers: nn.ModuleList, make: Callable[[str], Tensor]) -> None:
+        super().__init__(layers.children())
+        self._make = make
+
+    def fill(self, number: int, layer: nn.Module) -> None:
+        """Gives one of them, or its copy, its weights."""
+        for name, parameter in layer.named_parameters(f"{LAYERS}{number}"):
+            parameter.data = self._make(name)
 
 
 class PassingLayers(nn.ModuleList):

@@ -189,10 +189,7 @@ class InShards(Arithmetic):
         return Memory(weights, adapters, gradients, optimizer, activations, loss, peak, host, self._checkpoint())
 
     def _whole(self) -> int:
-        """The model as it is given, if all of it is trained, in each process, and given back to the main one.
-
-        A quantized base that is divided stays there.
-        """
+        """The model as it is given back to the main process; a quantized base that is divided stays there."""
         alone = Arithmetic(replace(self.undivided, teacher=None))
         return alone._weights() + FULL * sum(alone.trained) * alone.frozen
 

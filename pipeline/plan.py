@@ -218,8 +218,8 @@ def note(plans: Sequence[StagePlan]) -> str:
     if any(plan.setup.shards > 1 for plan in plans):
         text += (
             ". A teacher's embeddings and head are whole in every process. Calibration has a layer at a time, and what "
-            "is measured lies in shards; only parity, in fp32, takes one GPU, or is left out in words. In host memory "
-            "a student is whole: in each process before it is trained, in the main one behind"
+            "is measured lies in shards; only parity, in fp32, takes one GPU, or is left out in words. Behind training "
+            "the main process has what was trained whole, in host memory"
         )
     if any(plan.setup.context > 1 for plan in plans):
         text += ". Where tokens are divided (context), a micro-batch counts as one document"

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from model.collectives import Group
 from model.files.adapter import base_folder
 from model.files.checkpoint import load_config, load_model, open_layerwise
-from model.lazy import LazyModel
+from model.lazy import LazyModel, UnmadeLayers
 from model.lora import adapted_layers
 from model.mesh import Mesh, choose_dtype
 from model.quantized import quantized_layers
@@ -100,6 +100,8 @@ class Sharded:
             param_dtype=None if exact else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         for number, (layer, lender) in enumerate(zip(twin.model.layers, model.model.layers, strict=True)):
+            if isinstance(model.model.layers, UnmadeLayers):
+                model.model.layers.fill(number, layer)
             parts.take(twin, number)
             shard_module(layer, self.mesh, policy=matrices, reshards=mesh.reshards)
             self._lend(lender)

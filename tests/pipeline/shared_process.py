@@ -20,7 +20,8 @@ from tests.memory import peak_resident_bytes, return_what_is_freed
 from tests.pipeline.test_quality import batch
 from tests.train.sharded_process import held_bytes
 from train.accelerator import this_accelerator
-from train.sharding import make_frozen
+from train.objectives import LanguageModelling
+from train.sharding import Sharded, make_frozen
 
 BATCHES = (batch(1, 30, 100), batch(2, 50, 120), batch(3, 20, 90))
 
@@ -52,11 +53,27 @@ def opened(folder: Path, mesh: Mesh) -> Transformer:
     return student.made() if mesh.is_whole else make_frozen(student, mesh)
 
 
+def train(folder: Path) -> dict[str, object]:
+    """The most that it takes to have the model in shards to be trained, and whether those are its weights."""
+    lazy, accelerator, found = LazyModel.of_folder(folder), this_accelerator(), list[Sharded]()
+    mesh = Mesh(1, this_rank().count)
+
+    def shard() -> None:
+        found.append(Sharded(lazy.unmade(), LanguageModelling(), accelerator, mesh, torch.float32))
+
+    peak, whole = peak_resident_bytes(shard), found[0].whole()
+    weights = {} if whole is None else dict(whole.named_parameters())
+    same = all(torch.equal(weights[name], make()) for name, make in lazy.weights.items() if weights)
+    return {"peak": peak, "same": same, "whole": sum(make().nbytes for make in lazy.weights.values())}
+
+
 def main(folder: Path, *models: str) -> None:
     torch.set_num_threads(1)
     return_what_is_freed()
     rank, reference = this_rank(), folder / "reference"
     found = {name: measure(folder / name, reference) for name in ("reference", *models)}
+    if rank.count > 1:
+        found["trained"] = train(folder / "dense")
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
 
 

@@ -72,7 +72,7 @@ def run(context: StageContext) -> Result[DistillDetails] | None:
     cut, candidates = choose(stage, cuts)
     follow(stage, cut)
     start = context.start(Start, partial(_measure_start, stage, cut))
-    student = cut.of(LazyModel.of_folder(context.model(origin))).made()
+    student = stage.models.to_train(cut.of(LazyModel.of_folder(context.model(origin))))
     if vocabulary is not None:
         student.config = replace(student.config, draft_vocabulary=tuple(vocabulary.tolist()))
     training = stage.train(student)

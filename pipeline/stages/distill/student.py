@@ -171,7 +171,7 @@ def follow(stage: Stage, cut: Cut) -> None:
 
 
 def _trainable(stage: Stage, cut: Cut) -> Transformer:
-    return cut.of(LazyModel.of_folder(stage.context.model(stage.config.student.origin))).made()
+    return stage.models.to_train(cut.of(LazyModel.of_folder(stage.context.model(stage.config.student.origin))))
 
 
 def _kl(quality: Quality) -> float:

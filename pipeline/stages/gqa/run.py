@@ -213,7 +213,8 @@ def _refitted_path(stage: GqaStage, method: str) -> Path:
 def _trainable(stage: GqaStage, method: str) -> Transformer:
     """The converted model with what the recipe leaves trainable."""
     config = stage.config
-    student = _converted(stage, LazyModel.of_folder(stage.context.model(config.model)), method).made()
+    converted = _converted(stage, LazyModel.of_folder(stage.context.model(config.model)), method)
+    student = stage.models.to_train(converted, all_of_it=config.train == "full")
     leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     return student
 

@@ -1,6 +1,7 @@
 """Where the models of a stage lie: whole on each process's device, or, where training is in shards, nowhere whole.
 
 load, to_measure    in the shards of all processes, who ask together
+to_train            likewise, unless a part of it is frozen
 to_calibrate        a layer at a time on the device of each, whose passes are its own
 to_ask              likewise, of a model in host memory
 """
@@ -45,6 +46,10 @@ class Models:
     def to_calibrate(self, model: LazyModel) -> Transformer:
         """One for each process to pass its own text through."""
         return model.made() if self.mesh.is_whole else model.passing()
+
+    def to_train(self, model: LazyModel, *, all_of_it: bool = True) -> Transformer:
+        """A student; in shards, if `all_of_it` is trained, no process has it whole."""
+        return model.unmade() if all_of_it and not self.mesh.is_whole else model.made()
 
     def to_ask(self, model: Transformer, change: Callable[[nn.Module], nn.Module] | None = None) -> Transformer:
         """One that was trained, which may move; to `change` it, part by part, a copy is made."""
