@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.files.checkpoint import dense_sources, load_config
+from model.mesh import choose_device
 from model.quantized import quantized_layers
 from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
@@ -42,10 +43,11 @@ class LazyModel:
 
     @classmethod
     def of_folder(
-        cls, folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+        cls, folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> "LazyModel":
-        """That of a folder. Raises as `load_model` does: for names at once, for a tensor when it is made."""
-        config, device = load_config(folder), torch.device(device)
+        """That of a folder, by default on the CPU. Raises as `load_model` does: for names at once, for a tensor when it
+        is made."""
+        config, device = load_config(folder), device or choose_device("cpu")
         weights = {name: partial(_read, read, dtype, device) for name, read in dense_sources(folder).items()}
         return cls(config, weights, dtype, device)
 

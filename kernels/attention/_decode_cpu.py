@@ -72,8 +72,9 @@ class DecodePlan:
 
         All int32: tables [B, …], borders [B + 1], lengths [B], and which row of the tables is whose, [B].
         """
-        self._held = block_tables, cu_seqlens_q.contiguous(), kv_lengths.contiguous(), table_rows
-        plan, given, (_, borders, lengths, rows) = self.read_by_c, self._given, self._held
+        rows = None if table_rows is None else table_rows.contiguous()
+        self._held = block_tables, cu_seqlens_q.contiguous(), kv_lengths.contiguous(), rows
+        plan, given, (_, borders, lengths, _) = self.read_by_c, self._given, self._held
         plan.tables, plan.table_stride = block_tables.data_ptr(), block_tables.stride(0)
         given.borders, given.lengths, given.count = borders.data_ptr(), lengths.data_ptr(), lengths.shape[0]
         given.rows = None if rows is None else rows.data_ptr()

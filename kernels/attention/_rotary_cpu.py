@@ -16,8 +16,17 @@ from kernels.common.cpu_graph import call
 
 
 def makes_tables(positions: Tensor, inv_freq: Tensor) -> bool:
-    """Whether `make_tables` takes these, positions int64."""
-    return positions.is_cpu and inv_freq.dtype == torch.float32 and inv_freq.is_contiguous() and _library() is not None
+    """Whether `make_tables` takes these, positions int64.
+
+    Not in training: there cosines are torch's own, as those of the libraries are that its gradients are compared with.
+    """
+    return (
+        torch.is_inference_mode_enabled()
+        and positions.is_cpu
+        and inv_freq.dtype == torch.float32
+        and inv_freq.is_contiguous()
+        and _library() is not None
+    )
 
 
 def make_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import torch
 
+from model.mesh import has_gpu
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -16,7 +18,7 @@ def unless_short(what: str, measure: Callable[[], T]) -> tuple[T | None, tuple[s
         return measure(), ()
     except torch.OutOfMemoryError:
         pass  # what was on its way to the error is free from here on
-    if torch.cuda.is_available():
+    if has_gpu():
         torch.cuda.empty_cache()
     sentence = f"{what} is not known: one device does not hold what would be measured."
     log.warning("%s", sentence)
