@@ -97,7 +97,10 @@ class Side(NamedTuple):
 def side_of(folder: str, prepare: Callable[[Transformer], Transformer]) -> Side:
     model = prepare(load_model(folder, dtype=DTYPE, device=torch.device("cpu")))
     weights, models = weights_of(model), Models(target=model.fuse(), tokenizer=Tokenizer.load(folder), dtype=DTYPE)
-    options: dict[str, Any] = {"num_pages": 1024, "max_num_batched_tokens": 32 * PROMPT}
+    options: dict[str, Any] = {
+        "num_pages": 1024,
+        "max_num_batched_tokens": max(load.batch for load in DECODING) * PROMPT,
+    }
     return Side(LLM(folder, models=models, enable_prefix_caching=False, **options), weights)
 
 

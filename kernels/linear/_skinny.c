@@ -164,6 +164,8 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
     return 0;
 }
 
+typedef uint16_t Number;
+
 INLINE void expand_row(const Weight *all, int64_t n, uint16_t *row) {
     _Alignas(4) int8_t codes[rows_bytes(all, 1)];
     Weight bytes;
@@ -178,19 +180,4 @@ INLINE void expand_row(const Weight *all, int64_t n, uint16_t *row) {
     }
 }
 
-/* The rows of W from `start` to `stop`, bf16 [stop - start, K]. */
-void expand_rows(const Weight *w, int64_t start, int64_t stop, uint16_t *out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t n = start; n < stop; n++) expand_row(w, n, out + (n - start) * w->k);
-}
-
-/* Those with these numbers, bf16 [count, K]; NaN where W has no such row. */
-void expand_chosen(const Weight *w, const int64_t *numbers, int64_t count, uint16_t *out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (count >= ALONE)
-    for (int64_t i = 0; i < count; i++) {
-        if (numbers[i] >= 0 && numbers[i] < w->n)
-            expand_row(w, numbers[i], out + i * w->k);
-        else
-            memset(out + i * w->k, 0xff, w->k * sizeof *out);
-    }
-}
+#include "expand.h"

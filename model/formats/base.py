@@ -51,9 +51,8 @@ FormatOfLayer = Callable[[str], "WeightFormat[Any] | None"]
 """Of a layer by its name, such as `model.layers.0.mlp.up_proj`; None where it is dense."""
 
 
-_BLOCK = 32
-ROUNDED_BLOCKS = Rounding(torch.int8, group=_BLOCK)
-"""Of activations beside weights of few bits: fine enough to cost little, and in the size of ggml's blocks."""
+ROUNDED_BLOCKS, WIDE_BLOCKS = Rounding(torch.int8, group=32), Rounding(torch.int8, group=64)
+"""Of activations beside weights of few bits: fine enough to cost little, and the first in the size of ggml's blocks."""
 
 
 class ServingForm(ABC, Generic[W]):
@@ -356,8 +355,7 @@ class IntegerFormat(KernelFormat[IntegerWeight], GridFormat[IntegerWeight]):
     @property
     def usual_rounding(self) -> Rounding:
         """Of weights with groups of 64, 128 and so on 64 neighbours: products of blocks of 32 take a tenth longer."""
-        is_wide = self.group is not None and self.group % (2 * _BLOCK) == 0
-        return Rounding(torch.int8, 2 * _BLOCK) if is_wide else ROUNDED_BLOCKS
+        return ROUNDED_BLOCKS if self.group is None or self.group % 64 else WIDE_BLOCKS
 
     def rounded(self, num_inputs: int) -> Self:
         format = dataclasses.replace(self, rounding=self.rounding or self.usual_rounding)
