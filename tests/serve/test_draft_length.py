@@ -110,6 +110,19 @@ def test_more_rows_than_ever_are_tried_for_more_gain() -> None:
     assert adaptive._num_tried(4, 4) == 1  # four have never drafted
 
 
+def test_a_draft_without_a_model_is_tried_as_far_as_it_pays() -> None:
+    """N-grams: nothing is known of passes that they do not run, which must not keep their drafts at one token."""
+    adaptive, sequence = AdaptiveLength(PassCosts(), PassCosts(), Reader(first_tokens=0)), a_sequence()
+    adaptive.target_costs.record(1, 1.0)
+    lengths = []
+    for _ in range(20):
+        adaptive.begin_step([sequence])
+        lengths.append(adaptive(sequence))
+        adaptive.target_costs.record(1 + lengths[-1], 1 + 0.05 * lengths[-1])
+        adaptive.observe(sequence, lengths[-1], lengths[-1])
+    assert lengths[-1] == MAX_DRAFT_TOKENS, lengths
+
+
 @dataclass
 class Load:
     """Requests that follow one another, and what serving them takes; a target's pass takes 1 s + row_s a row."""

@@ -77,7 +77,7 @@ class Draft(Protocol):
     runs_passes: bool
     """Whether it guesses more than what it has at hand."""
     first_tokens: int
-    """Most tokens of a sequence that its first pass of a step is fed when it has kept up."""
+    """Most tokens of a sequence that its first pass of a step is fed when it has kept up; 0: it feeds no model."""
 
     replaceable: Replaceable | None
     """Its model, if that computes keys and values of its own."""

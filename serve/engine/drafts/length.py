@@ -377,7 +377,7 @@ class AdaptiveLength:
 
     def _num_tried(self, num_decoding: int, num_drafting: int) -> int:
         """Lengths from this one on take more rows than any pass so far."""
-        if not num_drafting or self.draft_costs.most_rows < num_drafting:
+        if not num_drafting or (self.draft.first_tokens and self.draft_costs.most_rows < num_drafting):
             return 1
         return 1 + (self.target_costs.most_rows - num_decoding) // num_drafting
 

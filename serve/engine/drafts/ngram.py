@@ -19,7 +19,7 @@ class NgramDraft:
     replaceable: ClassVar[None] = None
     reads_tokens: ClassVar[bool] = False
     runs_passes = True
-    first_tokens = 1
+    first_tokens = 0
 
     def __init__(self, context: DraftContext) -> None:
         self.state = context.sampler.state
