@@ -1,4 +1,4 @@
-"""Models whose weights are made one at a time, when somebody asks: read from files, or converted from another's.
+"""Models whose weights are made one at a time, when somebody asks: read from files, drawn, or converted from another's.
 
 What converts a model converts such a one, so that it need not lie anywhere whole, neither before nor after: it can be
 made in shards, or a layer at a time while text passes through.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.files.checkpoint import dense_sources, load_config
+from model.files.checkpoint import dense_sources, load_config, tensor_shapes
 from model.mesh import choose_device
 from model.quantized import quantized_layers
 from model.tensor_parallel import LAYERS
-from model.transformer import Transformer
+from model.transformer import Transformer, fresh_weight
 
 MakeWeight = Callable[[], Tensor]
 
@@ -50,6 +50,13 @@ class LazyModel:
         config, device = load_config(folder), device or choose_device("cpu")
         weights = {name: partial(_read, read, dtype, device) for name, read in dense_sources(folder).items()}
         return cls(config, weights, dtype, device)
+
+    @classmethod
+    def fresh(cls, config: ModelConfig, seed: int) -> "LazyModel":
+        """That of a model that nobody has trained, as `Transformer.initialize` makes it; fp32 on the CPU."""
+        draws, shapes = _Draws(config, seed), tensor_shapes(config)
+        weights = {name: partial(draws.weight, number) for number, name in enumerate(shapes)}
+        return cls(config, weights, torch.float32, torch.device("cpu"))
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> "LazyModel":
         """The same with these instead of its own."""
@@ -156,6 +163,28 @@ class PassingLayers(nn.ModuleList):
 
     def __getitem__(self, wanted: Any) -> Any:
         return self._passed(range(len(self))[wanted]) if isinstance(wanted, slice) else super().__getitem__(wanted)
+
+
+class _Draws:
+    """Weights that are drawn one after the other, of which one is asked for."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._config, self._shapes = config, [*tensor_shapes(config).items()]
+        self._generator = torch.Generator().manual_seed(seed)
+        self._states = [self._generator.get_state()]
+        """Before each weight, as far as has been drawn."""
+
+    def weight(self, number: int) -> Tensor:
+        while len(self._states) <= number:
+            self._draw(len(self._states) - 1)
+        return self._draw(number)
+
+    def _draw(self, number: int) -> Tensor:
+        self._generator.set_state(self._states[number])
+        drawn = fresh_weight(self._config, *self._shapes[number], self._generator)
+        if number + 1 == len(self._states):
+            self._states.append(self._generator.get_state())
+        return drawn
 
 
 def _copied(parameter: Tensor) -> Tensor:

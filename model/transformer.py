@@ -188,13 +188,7 @@ class Transformer(nn.Module):
         """Fresh weights: normal with the configured deviation, norms of factors one, biases zero. Always the same."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1 - self.config.kind.norm_offset)
-            else:
-                fresh = torch.randn(parameter.shape, generator=generator) * self.config.initializer_range
-                parameter.copy_(fresh)
+            parameter.copy_(fresh_weight(self.config, name, parameter.shape, generator))
 
     def fuse(self, choices: AdapterChoices = ()) -> "Transformer":
         """Turns the model into its serving form: one matmul for q, k, v and one for gate, up. Not trainable after.
@@ -289,6 +283,15 @@ class Transformer(nn.Module):
             elif isinstance(module, QuantizedLayer):
                 places[f"{path}.weight"] = None
         return places
+
+
+def fresh_weight(config: ModelConfig, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """One of those that `Transformer.initialize` gives a model, fp32 on the CPU."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.full(shape, 1.0 - config.kind.norm_offset)
+    return torch.randn(shape, generator=generator) * config.initializer_range
 
 
 @cache

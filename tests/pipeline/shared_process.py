@@ -12,6 +12,7 @@ import torch
 
 from compress.prune.depth import shortened
 from model.collectives import ALONE, Group
+from model.files.checkpoint import load_config, load_model
 from model.lazy import LazyModel
 from model.mesh import Mesh, choose_device, choose_dtype, this_rank
 from model.transformer import Transformer
@@ -53,18 +54,17 @@ def opened(folder: Path, mesh: Mesh) -> Transformer:
     return student.made() if mesh.is_whole else make_frozen(student, mesh)
 
 
-def train(folder: Path) -> dict[str, object]:
-    """The most that it takes to have the model in shards to be trained, and whether those are its weights."""
-    lazy, accelerator, found = LazyModel.of_folder(folder), this_accelerator(), list[Sharded]()
-    mesh = Mesh(1, this_rank().count)
+def train(lazy: LazyModel, expected: Transformer) -> dict[str, object]:
+    """The most that it takes to have a model in shards to be trained, and whether those are the weights expected."""
+    accelerator, found, mesh = this_accelerator(), list[Sharded](), Mesh(1, this_rank().count)
 
     def shard() -> None:
         found.append(Sharded(lazy.unmade(), LanguageModelling(), accelerator, mesh, torch.float32))
 
     peak, whole = peak_resident_bytes(shard), found[0].whole()
     weights = {} if whole is None else dict(whole.named_parameters())
-    same = all(torch.equal(weights[name], make()) for name, make in lazy.weights.items() if weights)
-    return {"peak": peak, "same": same, "whole": sum(make().nbytes for make in lazy.weights.values())}
+    same = all(torch.equal(weights[name], one) for name, one in expected.named_parameters() if weights)
+    return {"peak": peak, "same": same, "whole": sum(parameter.nbytes for parameter in expected.parameters())}
 
 
 def main(folder: Path, *models: str) -> None:
@@ -73,7 +73,10 @@ def main(folder: Path, *models: str) -> None:
     rank, reference = this_rank(), folder / "reference"
     found = {name: measure(folder / name, reference) for name in ("reference", *models)}
     if rank.count > 1:
-        found["trained"] = train(folder / "dense")
+        dense, fresh = LazyModel.of_folder(folder / "dense"), Transformer(load_config(folder / "dense"))
+        fresh.initialize(seed=3)
+        found["read"] = train(dense, load_model(folder / "dense"))
+        found["drawn"] = train(LazyModel.fresh(fresh.config, seed=3), fresh)
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
 
 

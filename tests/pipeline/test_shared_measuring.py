@@ -81,8 +81,9 @@ def test_quality_in_shards_is_that_of_one_process(name: str, measured: list[list
         assert name == "adapted" or process[name]["loading"] < 0.65 * one[name]["loading"]
 
 
-def test_a_student_is_made_in_the_shards_that_are_trained(measured: list[list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("how", ["read", "drawn"])
+def test_a_student_is_made_in_the_shards_that_are_trained(how: str, measured: list[list[dict[str, Any]]]) -> None:
     """In fp32; no process ever has more than its share and a layer."""
     for process in measured[1]:
-        trained = process["trained"]
+        trained = process[how]
         assert trained["same"] and trained["peak"] < 0.75 * trained["whole"]

@@ -12,6 +12,7 @@ from compress.mod import every_nth, measure_selections
 from model.config import ConfigError, MixtureOfDepths, ModelConfig
 from model.cost import training_flops_per_token
 from model.families.registry import FAMILIES
+from model.lazy import LazyModel
 from model.text.tokenizer import Tokenizer, TokenizerError
 from model.training_memory import Setup
 from model.transformer import Transformer
@@ -27,9 +28,9 @@ def run(context: StageContext) -> Result[PretrainDetails] | None:
     """Trains and measures in all processes; the main one publishes, and returns the result."""
     config: Pretrain = context.stage.config
     own = tokenizer(config, {name: entry.folder for name, entry in context.inputs.items()})
-    model = Transformer(model_config(config.architecture, own))
-    model.initialize(config.seed)
+    fresh = LazyModel.fresh(model_config(config.architecture, own), config.seed)
     stage = TrainingStage[Pretrain](context, own)
+    model = stage.models.to_train(fresh)
     training = stage.train(model)
     details = partial(_describe, stage, model, trained_tokens=training.tokens)
     return stage.finish(partial(write_model, model, own), training=training, details=details)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compress.lora import merge, merged_weights
 from model.config import ModelConfig
-from model.files.checkpoint import load_model
+from model.lazy import LazyModel
 from model.text.tokenizer import Tokenizer
 from model.training_memory import Setup
 from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
@@ -32,8 +32,10 @@ def run(context: StageContext) -> Result[TrainingDetails] | None:
     tokenizer = Tokenizer.load(source)
     stage = SftStage(context, tokenizer)
     before = context.start(ModelReport, partial(_measure_start, stage))
-    model = load_model(source) if config.adapter is None else stage.load_adapted(source, config.adapter)
-    if config.adapter is not None:
+    if config.adapter is None:
+        model = stage.models.to_train(LazyModel.of_folder(source))
+    else:
+        model = stage.load_adapted(source, config.adapter)
         merged_weights(model)  # an adapter that cannot be merged is refused now, not after training
     training = stage.train(model)
 
