@@ -69,13 +69,13 @@ def prepare_for_cpu(weight: QuantizedWeight) -> CpuWeight:
 
 def shares_codes(prepared: object) -> bool:
     """Whether a prepared weight reads the codes that it was made of where they are."""
-    return isinstance(prepared, CpuWeight) and not isinstance(prepared.held, TurnedWeight)
+    return isinstance(prepared, CpuWeight) and turned_weight(prepared) is None
 
 
-def rest_of(prepared: object) -> QuantizedWeight | None:
-    """What a turned weight holds besides codes; None of other weights."""
+def turned_weight(prepared: object) -> TurnedWeight | None:
+    """What a prepared weight holds, where that is turned."""
     held = prepared.held if isinstance(prepared, CpuWeight) else None
-    return held.rest if isinstance(held, TurnedWeight) else None
+    return held if isinstance(held, TurnedWeight) else None
 
 
 def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:

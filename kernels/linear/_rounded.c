@@ -35,20 +35,18 @@ typedef struct {
     int32_t *offsets;     /* [K / span, T]: what symmetric sums begin with */
 } Rows;
 
-/* A span of OUTPUTS rows of W, from byte `at` of each on, as unsigned bytes, four of every row in a register. */
+/* PIECE bytes of OUTPUTS rows of W, from byte `at` of each on, as unsigned bytes, four of every row in a register. */
 INLINE void decode(const Kind kind, const Weight *w, const uint8_t *block, int64_t at, __m512i *out) {
     const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
-    UNROLLED(int i = 0; i < kind.span / 4; i += kind.has_four_bits ? 8 : 4) {
-        __m512i fours[4];
-        read_codes(w, block, at + (kind.has_four_bits ? 2 * i : 4 * i), fours);
-        UNROLLED(int j = 0; j < 4; j++) {
-            if (!kind.has_four_bits) {
-                out[i + j] = _mm512_xor_si512(fours[j], sign);
-                continue;
-            }
-            out[i + 2 * j] = _mm512_and_si512(fours[j], low);
-            out[i + 2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(fours[j], 4), low);
+    __m512i fours[4];
+    read_codes(w, block, at, fours);
+    UNROLLED(int i = 0; i < 4; i++) {
+        if (!kind.has_four_bits) {
+            out[i] = _mm512_xor_si512(fours[i], sign);
+            continue;
         }
+        out[2 * i] = _mm512_and_si512(fours[i], low);
+        out[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(fours[i], 4), low);
     }
 }
 
@@ -58,28 +56,31 @@ INLINE __m512i four_bytes(const int8_t *from) {
     return _mm512_set1_epi32(bits);
 }
 
-/* A span of `tokens` rows of x, from `at` on, times that of OUTPUTS of W, added to their y [T, OUTPUTS]. */
-INLINE void multiply_span(const Kind kind, const int tokens, const __m512i *weights, __m512 scales, __m512 shifts,
-                          const Rows *x, int64_t at, float *y) {
-    const int chains = tokens < 4 ? 4 : TOKENS / tokens; /* since a product waits five cycles for the one before it */
+/* A span of `tokens` rows of x, from `at` on, times that of OUTPUTS rows of W, from byte `byte` of each on, added to y. */
+INLINE void multiply_span(const Kind kind, const int tokens, const Weight *w, const uint8_t *codes, int64_t byte,
+                          __m512 scales, __m512 shifts, const Rows *x, int64_t at, __m512 *y) {
+    const int chains = tokens < 4 ? 4 : 1; /* since a product waits five cycles for the one before it */
+    const int decoded = kind.has_four_bits ? 8 : 4;
     const int8_t *q = x->q + at * kind.span;
-    __m512i sums[TOKENS];
+    __m512i sums[TOKENS], weights[8];
     UNROLLED(int i = 0; i < chains * tokens; i++) {
         int begins = !kind.has_shifts && i < tokens;
         sums[i] = begins ? _mm512_set1_epi32(x->offsets[at + i]) : _mm512_setzero_si512();
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < kind.span / 4; i++)
-        UNROLLED(int t = 0; t < tokens; t++) {
-            __m512i *sum = sums + i % chains * tokens + t;
-            *sum = _mm512_dpbusd_epi32(*sum, weights[i], four_bytes(q + t * kind.span + 4 * i));
-        }
+#pragma GCC unroll 4
+    for (int first = 0; first < kind.span / 4; first += decoded, byte += PIECE) {
+        decode(kind, w, codes, byte, weights);
+        UNROLLED(int i = 0; i < decoded; i++)
+            UNROLLED(int t = 0; t < tokens; t++) {
+                __m512i *sum = sums + i % chains * tokens + t;
+                *sum = _mm512_dpbusd_epi32(*sum, weights[i], four_bytes(q + t * kind.span + 4 * (first + i)));
+            }
+    }
     UNROLLED(int i = tokens; i < chains * tokens; i++) sums[i % tokens] = _mm512_add_epi32(sums[i % tokens], sums[i]);
     UNROLLED(int t = 0; t < tokens; t++) {
-        __m512 factor = _mm512_mul_ps(scales, _mm512_set1_ps(x->scales[at + t])), sum = _mm512_loadu_ps(y + t * OUTPUTS);
-        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor, sum);
-        if (kind.has_shifts) sum = _mm512_fmadd_ps(shifts, _mm512_set1_ps(x->sums[at + t]), sum);
-        _mm512_storeu_ps(y + t * OUTPUTS, sum);
+        __m512 factor = _mm512_mul_ps(scales, _mm512_set1_ps(x->scales[at + t]));
+        y[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor, y[t]);
+        if (kind.has_shifts) y[t] = _mm512_fmadd_ps(shifts, _mm512_set1_ps(x->sums[at + t]), y[t]);
     }
 }
 
@@ -93,35 +94,35 @@ INLINE void fetch_numbers(const Weight *w, const void *numbers, int64_t n) {
     fetch(place_of(w, numbers, n * groups_of(w)), OUTPUTS * groups_of(w) * (w->is_half ? 2 : 4));
 }
 
-/* All rows of x times OUTPUTS of W, whose codes, scales and shifts [G, OUTPUTS] these are, added to y [T, OUTPUTS]. */
-INLINE void multiply(const Kind kind, const Weight *w, const uint8_t *codes, const float *scales, const float *shifts,
-                     const Rows *x, float *y) {
-    int64_t at = 0, step = bytes_of(w->format, kind.span), byte = 0;
-    const uint8_t *next = codes + AHEAD * bytes_of(w->format, w->k);
-    for (int64_t k = 0; k < w->k; k += kind.span, at += x->rows, byte += step) {
-        __m512i weights[MOST_SPAN / 4];
-        int64_t group = k / w->group * OUTPUTS, t = 0;
-        __m512 scale = _mm512_loadu_ps(scales + group);
-        __m512 shift = kind.has_shifts ? _mm512_loadu_ps(shifts + group) : _mm512_setzero_ps();
-        if (!w->is_turned || x->rows > 1) fetch(next, OUTPUTS * step);
-        next += OUTPUTS * step;
-        decode(kind, w, codes, byte, weights);
-        for (; t + TOKENS <= x->rows; t += TOKENS)
-            multiply_span(kind, TOKENS, weights, scale, shift, x, at + t, y + t * OUTPUTS);
-        for (; t + 4 <= x->rows; t += 4) multiply_span(kind, 4, weights, scale, shift, x, at + t, y + t * OUTPUTS);
-        for (; t < x->rows; t++) multiply_span(kind, 1, weights, scale, shift, x, at + t, y + t * OUTPUTS);
+/* OUTPUTS of W, and what is wanted after them, or null. */
+typedef struct {
+    const uint8_t *codes, *next;
+    const float *scales, *shifts; /* [G, OUTPUTS] */
+} Outputs;
+
+/* `tokens` rows of x, from the t-th on, times OUTPUTS of W. */
+INLINE void multiply(const Kind kind, const int tokens, const Weight *w, const Outputs *outputs, const Rows *x, int64_t t,
+                     __m512 *y) {
+    int64_t step = bytes_of(w->format, kind.span), byte = 0;
+    const uint8_t *next = t ? NULL : outputs->next;
+    UNROLLED(int i = 0; i < tokens; i++) y[i] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < w->k; k += kind.span, t += x->rows, byte += step) {
+        int64_t group = k / w->group * OUTPUTS;
+        __m512 scale = _mm512_loadu_ps(outputs->scales + group);
+        __m512 shift = kind.has_shifts ? _mm512_loadu_ps(outputs->shifts + group) : _mm512_setzero_ps();
+        if (next) fetch(next + OUTPUTS * byte, OUTPUTS * step);
+        multiply_span(kind, tokens, w, outputs->codes, byte, scale, shift, x, t, y);
     }
 }
 
 /* What is added to code * scale, [G, OUTPUTS]. */
 INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, float *out) {
-    int64_t groups = groups_of(w);
     if (w->minima) {
         numbers_by_lanes(w, w->minima, n, out);
         return;
     }
-    by_lanes(w->zeros + n * groups, groups, 1, out);
-    for (int64_t i = 0; i < groups * OUTPUTS; i++) out[i] *= -scales[i];
+    zeros_by_lanes(w, n, out);
+    for (int64_t i = 0; i < groups_of(w) * OUTPUTS; i++) out[i] *= -scales[i];
 }
 
 /* The first `count` of OUTPUTS sums, as y holds them. */
@@ -137,20 +138,48 @@ INLINE void store_outputs(int dtype, void *y, __m512 sums, int64_t count) {
     _mm256_mask_storeu_epi16(y, stored, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
 }
 
+/* The codes of OUTPUTS rows, turned. */
+INLINE void turn(const Weight *w, const uint8_t *codes, uint8_t *out) {
+    for (int64_t at = 0; at < bytes_of(w->format, w->k); at += PIECE, out += OUTPUTS * PIECE) {
+        __m512i fours[4];
+        read_codes(w, codes, at, fours);
+        UNROLLED(int i = 0; i < 4; i++) _mm512_store_si512(out + i * CACHE_LINE, fours[i]);
+    }
+}
+
 /* All rows of x times OUTPUTS of W, from n on; the first `count` go to y [T, .], whose rows are `stride` apart. */
 INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, int64_t n, int dtype, char *y,
                              int64_t stride, int64_t count) {
-    int64_t groups = groups_of(w);
-    ALIGNED float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1], sums[x->rows * OUTPUTS];
-    for (int64_t t = 0; t < x->rows; t++) __builtin_prefetch(at(dtype, y, t * stride), 1);
+    int64_t groups = groups_of(w), bytes = bytes_of(w->format, w->k), t = 0, row = stride * size_of(dtype);
+    int turns = !w->is_turned && x->rows > TOKENS; /* since codes are read again for other rows of x */
+    ALIGNED float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1];
+    ALIGNED uint8_t turned_codes[turns ? OUTPUTS * bytes : 1];
+    const uint8_t *codes = w->codes + n * bytes;
+    Outputs outputs = {codes, w->is_turned && x->rows == 1 ? NULL : codes + AHEAD * bytes, scales, shifts};
+    Weight turned = *w;
+    __m512 sums[TOKENS];
+    for (int64_t i = 0; i < x->rows; i++) __builtin_prefetch(y + i * row, 1);
     fetch_numbers(w, w->scales, n + AHEAD);
     if (w->minima) fetch_numbers(w, w->minima, n + AHEAD);
     numbers_by_lanes(w, w->scales, n, scales);
     if (kind.has_shifts) shifts_by_lanes(w, scales, n, shifts);
-    memset(sums, 0, sizeof sums);
-    multiply(kind, w, w->codes + n * bytes_of(w->format, w->k), scales, shifts, x, sums);
-    for (int64_t t = 0; t < x->rows; t++)
-        store_outputs(dtype, y + t * stride * size_of(dtype), _mm512_loadu_ps(sums + t * OUTPUTS), count);
+    if (turns) {
+        turn(w, codes, turned_codes);
+        outputs.codes = turned_codes;
+        turned.is_turned = 1;
+    }
+    for (; t + TOKENS <= x->rows; t += TOKENS) {
+        multiply(kind, TOKENS, &turned, &outputs, x, t, sums);
+        UNROLLED(int i = 0; i < TOKENS; i++) store_outputs(dtype, y + (t + i) * row, sums[i], count);
+    }
+    for (; t + 4 <= x->rows; t += 4) {
+        multiply(kind, 4, &turned, &outputs, x, t, sums);
+        UNROLLED(int i = 0; i < 4; i++) store_outputs(dtype, y + (t + i) * row, sums[i], count);
+    }
+    for (; t < x->rows; t++) {
+        multiply(kind, 1, &turned, &outputs, x, t, sums);
+        store_outputs(dtype, y + t * row, sums[0], count);
+    }
 }
 
 /* The same, compiled for each kind. */
@@ -230,9 +259,9 @@ int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride,
     int64_t block = most * (w->k + w->k / span * 3 * (int64_t)sizeof(float)); /* stays in the cache while W passes by */
     int has_four = has_four_bits(w->format);
     Kind kind = {has_four, has_four && (w->minima || w->zeros), span};
-    char *memory = calloc(1, OUTPUTS * bytes_of_row(w) + block);
+    char *memory = malloc(block + last_bytes(w));
     if (!memory) return 1;
-    Weight last = last_outputs(w, memory + block);
+    Weight last = last_outputs(w, memset(memory + block, 0, last_bytes(w)));
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
         Rows rounded = rows_in(memory, smaller(BLOCK_ROWS, rows - first), w->k, span);
         multiply_rows(kind, w, &last, dtype, at(dtype, x, first * x_stride), x_stride, x_group, &rounded,

@@ -169,7 +169,7 @@ INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, int
 /* All rows of x times LANES outputs of W, from n on. */
 INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, int dtype, char *y, int64_t rows,
                              int64_t n) {
-    int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(w->format, w->k);
+    int64_t groups = groups_of(w), bytes = bytes_of(w->format, w->k);
     int64_t count = smaller(LANES, w->n - n);
     float scales[(groups + MORE_GROUPS) * LANES], shifts[is_int8 ? 1 : (groups + MORE_GROUPS) * LANES];
     uint8_t copy[count < LANES ? LANES * bytes : 1]; /* of the last rows, since eight are read */

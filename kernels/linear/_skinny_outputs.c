@@ -135,7 +135,7 @@ INLINE void constants_by_lanes(int format, const Weight *w, int64_t n, float *sc
     if (format == BFLOAT16) return;
     numbers_by_lanes(w, w->scales, n, scales);
     if (format == INT4_FROM_MINIMA) numbers_by_lanes(w, w->minima, n, shifts);
-    if (format == ASYMMETRIC) by_lanes(w->zeros + n * groups_of(w), groups_of(w), 1, shifts);
+    if (format == ASYMMETRIC) zeros_by_lanes(w, n, shifts);
 }
 
 /* A row of x times a block: in the order of `multiply_chunk`, but no weight is written. */
@@ -198,7 +198,7 @@ INLINE void multiply_any(const Weight *all, int64_t n, const float *x, int64_t x
 
 /* y [rows, N] of x [rows, K], both fp32. Returns 0, or 1 without memory. */
 int skinny_product(const Weight *w, const float *x, int64_t x_stride, float *y, int64_t rows, int threads) {
-    char *memory = calloc(OUTPUTS, bytes_of_row(w));
+    char *memory = calloc(1, last_bytes(w));
     if (!memory) return 1;
     Weight last = last_outputs(w, memory);
 #pragma omp parallel for num_threads(threads) schedule(static)

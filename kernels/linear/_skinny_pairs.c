@@ -152,7 +152,7 @@ INLINE Parts parts_from(const Kind kind, const Whole *w, int64_t n, int count, f
         float *shifts = memory + groups * OUTPUTS;
         numbers_by_lanes(from, from->scales, place, memory);
         if (kind.has_minima) numbers_by_lanes(from, from->minima, place, shifts);
-        else if (from->zeros) by_lanes(from->zeros + place * groups, groups, 1, shifts);
+        else if (from->zeros) zeros_by_lanes(from, place, shifts);
         else for (int64_t j = 0; j < groups * OUTPUTS; j++) shifts[j] = 1 << (kind.bits - 1);
         parts.codes[i] = from->codes + place * bytes_of(from->format, from->k);
         parts.scales[i] = memory;
@@ -328,7 +328,7 @@ static int product_of_many(const Whole *w, const Rows *x, uint16_t *y, int threa
 int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *y, int64_t rows, int threads) {
     Rows x = {malloc(rows * w->k / 2 * sizeof(uint32_t)), NULL, rows, rows <= DIRECT_ROWS ? spans_of(w) : 0};
     x.totals = malloc(rows * x.spans * sizeof(float));
-    char *memory = calloc(OUTPUTS, bytes_of_row(w));
+    char *memory = calloc(1, last_bytes(w));
     int failed = !memory || (rows && (!x.words || (x.spans && !x.totals)));
     if (!failed) {
         Whole whole = {*w, last_outputs(w, memory)};

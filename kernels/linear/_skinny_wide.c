@@ -84,7 +84,7 @@ INLINE void multiply_step(int format, const int outputs, const int tokens, const
 /* `tokens` rows of x times `outputs` rows of W, from n on, which stay in registers. */
 INLINE void multiply_direct(int format, const int outputs, const int tokens, const Weight *w, int64_t n, const float *x,
                             float *y) {
-    int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(w->format, w->k), k = 0, output[OUTPUTS];
+    int64_t groups = groups_of(w), bytes = bytes_of(w->format, w->k), k = 0, output[OUTPUTS];
     const uint8_t *row[OUTPUTS];
     Sums sums;
     UNROLLED(int i = 0; i < outputs; i++) {
@@ -118,7 +118,7 @@ INLINE void decode_step(int format, const uint8_t *row, int64_t k, Group group, 
 
 /* A row of W as x is ordered. */
 INLINE void decode_row(int format, const Weight *w, int64_t n, float *out) {
-    int64_t groups = (w->k + w->group - 1) / w->group, k = 0;
+    int64_t groups = groups_of(w), k = 0;
     const uint8_t *row = w->codes + n * bytes_of(w->format, w->k);
     for (int64_t index = 0; index < groups; index++) {
         Group group = group_of(format, w, n * groups + index);

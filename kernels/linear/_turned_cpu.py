@@ -1,10 +1,10 @@
-"""Integer weights whose codes are turned once, at load: for C products in which a lane is an output, on CPUs with
-AVX-512 BF16 and no AMX.
+"""Integer weights that are turned once, at load: for C products in which a lane is an output, on CPUs with AVX-512 BF16
+and no AMX.
 
-Codes in rows are turned each time they are read. Turned ones lie in memory instead, not beside, and become rows again
-for whoever asks.
+Rows of codes, scales, zeros and minima are turned each time they are read. Turned ones lie in memory instead of them,
+and become rows again for whoever asks.
 
-Legend: T tokens, K input features, N output features, P panels.
+Legend: T tokens, K input features, N output features, G groups of a row, P panels of 16 outputs.
 """
 
 from dataclasses import dataclass, replace
@@ -30,41 +30,52 @@ class TurnedWeight:
     panels: Tensor
     """int32 [P, W, 16]: of 16 outputs the first words of their W, then the second; beyond N zeros."""
     rest: IntegerWeight
-    """The weight without its codes."""
+    """The weight without its codes; scales, and zeros or minima, are [P, G, 16]."""
     shape: tuple[int, int]
 
     @property
     def codes(self) -> Tensor:
         """As files hold them, a copy."""
-        return self._rows(self.panels.transpose(1, 2).reshape(-1, self.panels.shape[1])[: self.shape[0]])
+        return self._codes(torch.arange(self.shape[0]))
+
+    def stored(self) -> IntegerWeight:
+        """The weight as files hold it, a copy."""
+        return self._of_rows(torch.arange(self.shape[0]))
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | Tensor = slice(None)) -> Tensor:
         """The matrix, or `rows` of it: a slice, or their numbers."""
         if isinstance(rows, slice):
             rows = torch.arange(*rows.indices(self.shape[0]))
-        codes = self._rows(self.panels[rows // _OUTPUTS, :, rows % _OUTPUTS])
-        parts = {name: part[rows] for name, part in _beside_codes(self.rest).items()}
-        weight = replace(self.rest, codes=codes, **parts)
-        if not isinstance(weight, Int8Weight):
-            weight = replace(weight, shape=(len(rows), self.shape[1]))
-        return weight.dequantize(dtype)
+        return self._of_rows(rows).dequantize(dtype)
 
-    def _rows(self, words: Tensor) -> Tensor:
-        """Words [T, W] as codes."""
-        return words.contiguous().view(self.rest.codes.dtype)
+    def _of_rows(self, rows: Tensor) -> IntegerWeight:
+        parts: dict[str, Any] = {name: _rows_of(panels, rows) for name, panels in _beside_codes(self.rest).items()}
+        weight = replace(self.rest, codes=self._codes(rows), **parts)
+        return weight if isinstance(weight, Int8Weight) else replace(weight, shape=(len(rows), self.shape[1]))
+
+    def _codes(self, rows: Tensor) -> Tensor:
+        return _rows_of(self.panels, rows).view(self.rest.codes.dtype)
 
 
 def turned(weight: IntegerWeight) -> TurnedWeight:
     """Of a weight whose rows of codes are whole words."""
-    n, _ = weight.shape
-    rows = F.pad(weight.codes.contiguous(), (0, 0, 0, -n % _OUTPUTS)).view(torch.int32)
-    panels = in_large_pages(rows.view(-1, _OUTPUTS, rows.shape[1]).transpose(1, 2))
-    beside: dict[str, Any] = {name: in_large_pages(tensor) for name, tensor in _beside_codes(weight).items()}
+    beside: dict[str, Any] = {name: _panels_of(tensor) for name, tensor in _beside_codes(weight).items()}
     rest = replace(weight, codes=weight.codes.new_empty(0, weight.codes.shape[1]), **beside)
-    return TurnedWeight(panels, rest, weight.shape)
+    return TurnedWeight(_panels_of(weight.codes.contiguous().view(torch.int32)), rest, weight.shape)
+
+
+def _panels_of(rows: Tensor) -> Tensor:
+    """[N, W] as [P, W, 16]; beyond N zeros."""
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % _OUTPUTS))
+    return in_large_pages(padded.view(-1, _OUTPUTS, rows.shape[1]).transpose(1, 2))
+
+
+def _rows_of(panels: Tensor, rows: Tensor) -> Tensor:
+    """Those rows of what `_panels_of` returned, [T, W]."""
+    return panels[rows // _OUTPUTS, :, rows % _OUTPUTS].contiguous()
 
 
 def _beside_codes(weight: IntegerWeight) -> dict[str, Any]:
-    """Scales of groups, and zeros or minima, by name, where a weight has them."""
+    """What groups have: scales, and zeros or minima, by name, where a weight has them."""
     named = ((name, getattr(weight, name, None)) for name in ("scales", "zeros", "minima"))
     return {name: tensor for name, tensor in named if tensor is not None}

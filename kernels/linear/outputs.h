@@ -13,8 +13,6 @@
 enum { OUTPUTS = TURNED, PIECE = 16, CACHE_LINE = 64 };
 #define ALIGNED __attribute__((aligned(CACHE_LINE)))
 
-INLINE int64_t groups_of(const Weight *w) { return (w->k + w->group - 1) / w->group; }
-
 /* The first `count` bytes of PIECE, then zeros. */
 INLINE __m128i some_bytes(const uint8_t *from, int64_t count) {
     return _mm_maskz_loadu_epi8(count < PIECE ? (1 << count) - 1 : 0xffff, from);
@@ -62,18 +60,33 @@ INLINE void by_lanes(const uint8_t *from, int64_t groups, const int size, float 
     }
 }
 
-/* Scales, or minima, of OUTPUTS rows from n on, [G, OUTPUTS]. */
+/* Scales, or minima, of OUTPUTS rows from n on, [G, OUTPUTS]; OUTPUTS divides n. */
 INLINE void numbers_by_lanes(const Weight *w, const void *numbers, int64_t n, float *out) {
-    const uint8_t *from = (const uint8_t *)place_of(w, numbers, n * groups_of(w));
-    w->is_half ? by_lanes(from, groups_of(w), 2, out) : by_lanes(from, groups_of(w), 4, out);
+    int64_t groups = groups_of(w);
+    const char *from = place_of(w, numbers, n * groups);
+    if (w->is_turned && !w->is_half) memcpy(out, from, groups * OUTPUTS * sizeof *out);
+    else if (w->is_turned)
+        for (int64_t i = 0; i < groups * OUTPUTS; i += OUTPUTS)
+            _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from + i / OUTPUTS)));
+    else if (w->is_half) by_lanes((const uint8_t *)from, groups, 2, out);
+    else by_lanes((const uint8_t *)from, groups, 4, out);
 }
 
-/* The zeros of OUTPUTS rows from n on in a group of six bits, each in all bytes of its lane. */
+/* The same of zeros. */
+INLINE void zeros_by_lanes(const Weight *w, int64_t n, float *out) {
+    int64_t groups = groups_of(w);
+    const uint8_t *from = w->zeros + n * groups;
+    if (!w->is_turned) by_lanes(from, groups, 1, out);
+    else
+        for (int64_t i = 0; i < groups * OUTPUTS; i += OUTPUTS)
+            _mm512_storeu_ps(out + i, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + i)))));
+}
+
+/* The zeros of OUTPUTS rows from n on in a group of six bits, each in all bytes of its lane, of a turned weight. */
 INLINE __m512i zeros_of_sixes(const Weight *w, int64_t n, int64_t group) {
     if (!w->zeros) return _mm512_set1_epi8(SIXES);
-    ALIGNED uint32_t zeros[OUTPUTS];
-    for (int i = 0; i < OUTPUTS; i++) zeros[i] = w->zeros[(n + i) * groups_of(w) + group] * 0x01010101u;
-    return _mm512_load_si512(zeros);
+    __m512i zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->zeros + index_of(w, n, group))));
+    return _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
 }
 
 /* SIXES codes of OUTPUTS rows less their zeros: of turned words in six bits, those in eight. */
@@ -108,21 +121,28 @@ static const void *copied(const void *tensor, int64_t n, int64_t count, int64_t 
     return tensor ? memcpy(begin, (const char *)tensor + n * bytes, count * bytes) : NULL;
 }
 
-/* The rows of W beyond the last OUTPUTS, as a weight of so many in memory that is zero: OUTPUTS times `bytes_of_row`. */
+/* The rows of W beyond the last OUTPUTS, as a weight of so many in memory of `last_bytes` that is zero. */
 static Weight last_outputs(const Weight *w, char *memory) {
     int64_t count = w->n % OUTPUTS, n = w->n - count, numbers = groups_of(w) * (w->is_half ? 2 : 4);
     Weight last = *w;
+    if (w->is_turned) { /* whole, and zero beyond the end */
+        last.codes += n * bytes_of(w->format, w->k);
+        last.scales = (const char *)w->scales + n * numbers;
+        if (w->minima) last.minima = (const char *)w->minima + n * numbers;
+        if (w->zeros) last.zeros += n * groups_of(w);
+        return last;
+    }
     last.scales = copied(w->scales, n, count, numbers, &memory);
     last.minima = copied(w->minima, n, count, numbers, &memory);
-    last.codes = w->is_turned ? w->codes + n * bytes_of(w->format, w->k) /* whole, and zero beyond the end */
-                              : copied(w->codes, n, count, bytes_of(w->format, w->k), &memory);
+    last.codes = copied(w->codes, n, count, bytes_of(w->format, w->k), &memory);
     last.zeros = copied(w->zeros, n, count, groups_of(w), &memory);
     return last;
 }
 
-/* At most. */
-INLINE int64_t bytes_of_row(const Weight *w) {
-    return bytes_of(w->format, w->k) + groups_of(w) * (2 * (int64_t)sizeof(float) + 1);
+/* At most; turned ones lie there already. */
+INLINE int64_t last_bytes(const Weight *w) {
+    int64_t row = bytes_of(w->format, w->k) + groups_of(w) * (2 * (int64_t)sizeof(float) + 1);
+    return w->is_turned ? 1 : OUTPUTS * row;
 }
 
 #endif

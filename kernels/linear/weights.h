@@ -18,7 +18,8 @@ typedef struct {
     int64_t format, n, k;
     int64_t group;        /* codes that share a scale: 64 in NF4, K in FP8 and bf16, 16 or 32s in integers */
     int64_t is_half;      /* whether scales and minima are fp16, else fp32 */
-    int64_t is_turned;    /* whether words of codes, 32 bits each, lie as [⌈N / TURNED⌉, words of a row, TURNED] */
+    int64_t is_turned;    /* whether words of codes, 32 bits each, lie as [⌈N / TURNED⌉, words of a row, TURNED], and
+                             what groups have as [⌈N / TURNED⌉, G, TURNED] */
     const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits, [N, 3 K / 4] in six; of bf16 the numbers themselves */
     const void *scales;   /* [N, G]; null in bf16 */
     const uint8_t *zeros; /* [N, G] of asymmetric INT4 and INT6, else null */
@@ -47,6 +48,14 @@ INLINE float number_at(int is_half, const void *numbers, int64_t index) {
 
 INLINE float number_of(const Weight *w, const void *numbers, int64_t index) {
     return number_at(w->is_half, numbers, index);
+}
+
+INLINE int64_t groups_of(const Weight *w) { return (w->k + w->group - 1) / w->group; }
+
+/* Where a row's group is among scales, minima or zeros. */
+INLINE int64_t index_of(const Weight *w, int64_t n, int64_t group) {
+    int64_t groups = groups_of(w);
+    return w->is_turned ? (n / TURNED * groups + group) * TURNED + n % TURNED : n * groups + group;
 }
 
 INLINE int64_t bytes_of(int format, int64_t codes) {
@@ -82,11 +91,11 @@ INLINE const uint8_t *row_of(const Weight *w, int64_t n, void *memory) {
 
 /* Row n of W in bytes; `next` rows on another is wanted soon. */
 INLINE void widen_row(const Weight *w, int64_t n, int64_t next, int8_t *out) {
-    int64_t groups = (w->k + w->group - 1) / w->group, bytes = bytes_of(INT6, w->k), k = 0;
+    int64_t bytes = bytes_of(INT6, w->k), k = 0;
     int32_t row[w->is_turned ? bytes / 4 : 1];
-    const uint8_t *from = row_of(w, n, row), *zeros = w->zeros ? w->zeros + n * groups : NULL;
-    for (int64_t group = 0; group < groups; group++) {
-        Signed zero = (Signed){0} + (int8_t)(zeros ? zeros[group] : SIXES);
+    const uint8_t *from = row_of(w, n, row);
+    for (int64_t group = 0; group < groups_of(w); group++) {
+        Signed zero = (Signed){0} + (int8_t)(w->zeros ? w->zeros[index_of(w, n, group)] : SIXES);
         for (int64_t end = smaller(k + w->group, w->k); k < end; k += SIXES, from += SIXES_BYTES) {
             __builtin_prefetch(from + next * bytes);
             widen_sixes(from, zero, out + k);
@@ -94,9 +103,8 @@ INLINE void widen_row(const Weight *w, int64_t n, int64_t next, int8_t *out) {
     }
 }
 
-/* What `in_bytes` needs for `count` rows, and `in_rows`. */
+/* What `in_bytes` needs for `count` rows. */
 INLINE int64_t widened_bytes(const Weight *w, int64_t count) { return w->format == INT6 ? count * w->k : 1; }
-INLINE int64_t rows_bytes(const Weight *w, int64_t count) { return w->is_turned ? count * w->k : widened_bytes(w, count); }
 
 /* W as it is, but its rows from n on at `codes`, at their numbers. */
 INLINE void place_rows(const Weight *w, int64_t n, int format, const int8_t *codes, Weight *out) {
@@ -115,12 +123,39 @@ INLINE const Weight *in_bytes(const Weight *w, int64_t n, int64_t count, int8_t 
     return out;
 }
 
-/* The same, but also of a turned weight only these rows, as they were before. */
-INLINE const Weight *in_rows(const Weight *w, int64_t n, int64_t count, int8_t *codes, Weight *out) {
-    if (w->format == INT6 || !w->is_turned) return in_bytes(w, n, count, codes, out);
-    int64_t bytes = bytes_of(w->format, w->k);
-    for (int64_t i = 0; i < smaller(count, w->n - n); i++) row_of(w, n + i, codes + i * bytes);
-    place_rows(w, n, w->format, codes, out);
+enum { READ_BEYOND = 16 }; /* so many bytes behind a row's numbers may be read */
+
+/* What `in_rows` needs for `count` rows. */
+INLINE int64_t rows_bytes(const Weight *w, int64_t count) {
+    if (!w->is_turned) return widened_bytes(w, count);
+    return count * (w->k + groups_of(w) * (2 * (int64_t)sizeof(float) + 1)) + READ_BEYOND;
+}
+
+/* What groups of `count` rows from n on have, so many bytes each, of a turned weight, as [N, G] at `to`, which moves on. */
+INLINE const void *in_rows_at(const Weight *w, const void *turned, int64_t n, int64_t count, int64_t size, int8_t **to) {
+    int64_t groups = groups_of(w);
+    const int8_t *begin = *to;
+    if (!turned) return NULL;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t group = 0; group < groups; group++, *to += size)
+            memcpy(*to, (const int8_t *)turned + index_of(w, n + i, group) * size, size);
+    return (const void *)((uintptr_t)begin - n * groups * size); /* where row 0 would be */
+}
+
+/* The same as `in_bytes`, but of a turned weight only these rows, as they were before. */
+INLINE const Weight *in_rows(const Weight *w, int64_t n, int64_t count, int8_t *memory, Weight *out) {
+    if (!w->is_turned) return in_bytes(w, n, count, memory, out);
+    int format = w->format == INT6 ? INT8 : w->format;
+    int64_t bytes = bytes_of(format, w->k), size = w->is_half ? 2 : sizeof(float);
+    count = smaller(count, w->n - n);
+    for (int64_t i = 0; i < count; i++)
+        if (w->format == INT6) widen_row(w, n + i, count, memory + i * bytes);
+        else row_of(w, n + i, memory + i * bytes);
+    place_rows(w, n, format, memory, out);
+    memory += count * bytes;
+    out->scales = in_rows_at(w, w->scales, n, count, size, &memory);
+    out->minima = in_rows_at(w, w->minima, n, count, size, &memory);
+    out->zeros = w->format == INT6 ? NULL : in_rows_at(w, w->zeros, n, count, 1, &memory);
     return out;
 }
 

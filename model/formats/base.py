@@ -11,12 +11,12 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from kernels.linear._quantized_cpu import rest_of, shares_codes
+from kernels.linear._quantized_cpu import shares_codes, turned_weight
 from kernels.linear.dense import linear
 from kernels.linear.lora import LoraWeights, Slots, lora_add
 from kernels.linear.quantization import (
@@ -269,11 +269,16 @@ class KernelFormat(WeightFormat[W]):
     def release(self, weight: W, prepared: Any) -> W:
         if shares_codes(prepared):
             return weight
-        rest: Any = rest_of(prepared)
-        return rest or dataclasses.replace(weight, codes=weight.codes.new_empty(0, *weight.codes.shape[1:]))
+        if (held := turned_weight(prepared)) is not None:
+            return cast("W", held.rest)
+        return dataclasses.replace(weight, codes=weight.codes.new_empty(0, *weight.codes.shape[1:]))
 
     def restore(self, weight: W, prepared: Any) -> W:
-        return weight if weight.codes.numel() else dataclasses.replace(weight, codes=stored_codes(prepared))
+        if weight.codes.numel():
+            return weight
+        if (held := turned_weight(prepared)) is not None:
+            return cast("W", held.stored())
+        return dataclasses.replace(weight, codes=stored_codes(prepared))
 
     def product(
         self, x: Tensor, prepared: Any, bias: Tensor | None = None, lora: LoraWeights | None = None, slots: Slots = None

@@ -148,6 +148,9 @@ def test_turned_weights_are_the_same_numbers(quantize: Quantize, shape: tuple[in
     held = prepared(weight).held
     assert isinstance(held, TurnedWeight) and held.shape == weight.shape
     assert torch.equal(held.codes, weight.codes) and held.codes.dtype == weight.codes.dtype
+    for name in weight.__dataclass_fields__:
+        stored, expected = getattr(held.stored(), name), getattr(weight, name)
+        assert torch.equal(stored, expected) if isinstance(expected, torch.Tensor) else stored == expected
     for rows in (slice(None), slice(shape[0] // 3, shape[0] // 2), torch.tensor([shape[0] - 1, 0, 0])):
         assert torch.equal(held.dequantize(torch.bfloat16, rows), weight.dequantize(torch.bfloat16, rows))
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.linear._turned_cpu import TurnedWeight
 from model.formats.ggml import Ggml
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="the oracle llama.cpp needs: pip install xllamacpp")
@@ -120,7 +121,8 @@ def rounded_activations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return product(format, _rounded_by_256(x), prepared, *rest)
         levels, scales = _levels_by_32(x)
         y = product(format, (levels * scales.half()).view(x.shape), prepared, *rest)
-        if (minima := getattr(prepared.held, "rest", prepared.held).minima) is None:
+        held = prepared.held.stored() if isinstance(prepared.held, TurnedWeight) else prepared.held
+        if (minima := held.minima) is None:
             return y
         # Minima are multiplied with the sums of 32 activations, which it rounds to fp16.
         sums = levels.sum(1, keepdim=True)
