@@ -25,6 +25,7 @@ from model.files.checkpoint import TensorFiles, tensor_shapes
 from model.lora import Lora, LoraConfig, LoraError, adapted_layers, attach_lora
 from model.quantized import QuantizedLinear, quantized_layers, set_quantized
 from model.transformer import Transformer
+from model.unmade import when_made
 
 EMBEDDING = "model.embed_tokens"
 _SMALLEST = 1e-20
@@ -47,24 +48,30 @@ def inject(model: Transformer, config: LoraConfig, *, seed: int = 0, dense: Tens
     return names
 
 
-@torch.no_grad()
 def start_loftq(model: Transformer, dense: TensorFiles, *, iterations: int = 1) -> None:
     """Sets the adapter of each quantized layer so that base and adapter together come closer to the weights `dense`.
 
     One iteration leaves the base as it is. More change it: the model must then be saved as the adapter's base.
     Raises LoraError if no adapted linear layer is quantized.
     """
-    quantized = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, QuantizedLinear)}
-    layers = [(name, layer, layer.lora) for name, layer in quantized.items() if layer.lora is not None]
-    if not layers:
+    if not _adapted_and_quantized(model):
         raise LoraError("LoftQ starts from the quantization error; no adapted layer of this model is quantized.")
-    for name, layer, lora in layers:
-        weight = dense.read(f"{name}.weight").to(layer.device).float()
+    when_made(model, partial(_start_part, dense=dense, iterations=iterations))
+
+
+@torch.no_grad()
+def _start_part(part: nn.Module, prefix: str, *, dense: TensorFiles, iterations: int) -> None:
+    for name, layer in _adapted_and_quantized(part, prefix).items():
+        weight, lora = dense.read(f"{name}.weight").to(layer.device).float(), layer.lora
         _set_low_rank(lora, weight - layer.weight.dequantize())
         for _ in range(iterations - 1):
             layer.weight = layer.format.quantize(weight - lora.scale * (lora.b @ lora.a))
             _set_low_rank(lora, weight - layer.weight.dequantize())
         lora.reset_magnitude(layer)
+
+
+def _adapted_and_quantized(part: nn.Module, prefix: str = "") -> dict[str, Any]:
+    return {name: layer for name, layer in adapted_layers(part, prefix).items() if isinstance(layer, QuantizedLinear)}
 
 
 def merge(model: Transformer, *, dtype: torch.dtype = torch.bfloat16) -> Transformer:

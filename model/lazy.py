@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.files.checkpoint import dense_sources, load_config, tensor_shapes
+from model.files.checkpoint import dense_sources, is_quantized, load_config, open_layerwise, tensor_shapes
 from model.mesh import choose_device
 from model.quantized import quantized_layers
-from model.tensor_parallel import LAYERS
+from model.tensor_parallel import LAYERS, WHOLE, Layout
 from model.transformer import Transformer, fresh_weight
+from model.unmade import UnmadeLayers
 
 MakeWeight = Callable[[], Tensor]
 
@@ -86,15 +87,8 @@ class LazyModel:
         return model.eval(), lambda number: load(of_layers[number])
 
     def unmade(self) -> Transformer:
-        """A model to be trained in shards: `UnmadeLayers.fill` makes what its layers hold, where they are sharded."""
-        model, _ = self.opened()
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.is_meta}
-        nothing = torch.zeros((), dtype=self.dtype, device=self.device)
-        model.load_state_dict(
-            {name: nothing.expand(shape) for name, shape in shapes.items()}, strict=False, assign=True
-        )
-        model.model.layers = UnmadeLayers(model.model.layers, lambda name: self.weights[name]())
-        return model.requires_grad_(True)
+        """A model to be trained in shards (model/unmade.py)."""
+        return unmade(*self.opened()).requires_grad_(True)
 
     def passing(self) -> Transformer:
         """A model to pass text through without gradients, of which a layer is in memory while it is at work."""
@@ -112,6 +106,36 @@ class LazyModel:
         return model
 
 
+def unmade_of_folder(folder: Path, dtype: torch.dtype, device: torch.device, layout: Layout = WHOLE) -> Transformer:
+    """That of a folder without an adapter, to be sharded; a layer is in memory at a time.
+
+    Quantized layers are read here too: the numbers in files tell how they are stored.
+    """
+    model, load_layer = open_layerwise(folder, dtype=dtype, device=device, layout=layout)
+    if is_quantized(folder):
+        for number, layer in enumerate(model.model.layers):
+            load_layer(number)
+            _empty(layer, model)
+    return unmade(model, load_layer)
+
+
+def unmade(model: Transformer, load_layer: Callable[[int], None]) -> Transformer:
+    """One whose layers hold no memory yet, to be trained in shards (model/unmade.py)."""
+    for layer in model.model.layers:
+        _empty(layer, model)
+    model.model.layers = UnmadeLayers(model.model.layers, load_layer)
+    return model
+
+
+def _empty(layer: nn.Module, model: Transformer) -> None:
+    """Leaves shapes, of tensors of one element."""
+    nothing = torch.zeros((), dtype=model.dtype, device=model.device)
+    shapes = {name: parameter.shape for name, parameter in layer.named_parameters()}
+    layer.load_state_dict({name: nothing.expand(shape) for name, shape in shapes.items()}, assign=True)
+    for quantized in quantized_layers(layer).values():
+        quantized.empty()
+
+
 def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> Transformer:
     """The same of a model in memory, with whatever its layers carry: `cast` makes of a copy what is at work.
 
@@ -126,19 +150,6 @@ def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> 
             setattr(owner, name, cast(copy.deepcopy(module)))
     form.model.layers = PassingLayers(form.model.layers, lambda layer, number: nullcontext(cast(copy.deepcopy(layer))))
     return form
-
-
-class UnmadeLayers(nn.ModuleList):
-    """Layers whose weights have shapes, and no memory yet."""
-
-    def __init__(self, layers: nn.ModuleList, make: Callable[[str], Tensor]) -> None:
-        super().__init__(layers.children())
-        self._make = make
-
-    def fill(self, number: int, layer: nn.Module) -> None:
-        """Gives one of them, or its copy, its weights."""
-        for name, parameter in layer.named_parameters(f"{LAYERS}{number}"):
-            parameter.data = self._make(name)
 
 
 class PassingLayers(nn.ModuleList):

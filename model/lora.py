@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kernels.linear.lora import LoraWeights, lora_add
 from model.lora_config import LoraConfig, LoraError
+from model.unmade import when_made
 
 _TINIEST = 1e-30
 
@@ -59,11 +60,10 @@ class Lora(nn.Module):
         self._row_squares: Tensor | None = None
 
     @torch.no_grad()
-    def reset(self, layer: AdaptedLinear, generator: torch.Generator) -> None:
-        """The start of training: A uniform in ±1/√K, B zero, m the row norms of the weight."""
+    def reset(self, generator: torch.Generator) -> None:
+        """The start of training: A uniform in ±1/√K, B zero; m waits for `reset_magnitude`."""
         self.a.copy_(_uniform(self.a.shape, 1 / math.sqrt(self.a.shape[1]), generator))
         self.b.zero_()
-        self.reset_magnitude(layer)
 
     @torch.no_grad()
     def reset_magnitude(self, layer: AdaptedLinear) -> None:
@@ -117,7 +117,7 @@ class EmbeddingLora(Lora):
     """The adapter of an embedding [V, D]: a [r, V], b [D, r]."""
 
     @torch.no_grad()
-    def reset(self, layer: object, generator: torch.Generator) -> None:
+    def reset(self, generator: torch.Generator) -> None:
         """The start of training: A zero, B standard normal."""
         self.a.zero_()
         self.b.copy_(torch.randn(self.b.shape, generator=generator))
@@ -131,14 +131,17 @@ class EmbeddingLora(Lora):
         return weight.float() + self.scale * (self.b.float() @ self.a.float()).t()
 
 
-def adaptable_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that can carry an adapter (Linear, QuantizedLinear, Embedding), by name, in the model's order."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora")}
+def adaptable_layers(model: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """The layers that can carry an adapter (Linear, QuantizedLinear, Embedding), by name, in the model's order.
+
+    `prefix` begins all names.
+    """
+    return {name: module for name, module in model.named_modules(prefix=prefix) if hasattr(module, "lora")}
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that carry an adapter, by name, in the model's order."""
-    return {name: layer for name, layer in adaptable_layers(model).items() if layer.lora is not None}
+def adapted_layers(model: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """The layers that carry an adapter, likewise."""
+    return {name: layer for name, layer in adaptable_layers(model, prefix).items() if layer.lora is not None}
 
 
 def matching_layers(model: nn.Module, targets: tuple[str, ...]) -> dict[str, Any]:
@@ -163,9 +166,15 @@ def attach_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> list[
     generator = torch.Generator().manual_seed(seed)
     for name, layer in layers.items():
         layer.lora = new = _fresh(name, layer, config)
-        new.reset(layer, generator)
+        new.reset(generator)
         new.train(model.training)
+    when_made(model, _reset_magnitudes)
     return list(layers)
+
+
+def _reset_magnitudes(part: nn.Module, name: str) -> None:
+    for layer in adapted_layers(part).values():
+        layer.lora.reset_magnitude(layer)
 
 
 def detach_lora(model: nn.Module) -> None:

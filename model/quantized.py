@@ -1,6 +1,7 @@
 """Linear layers and embeddings whose weight is frozen in one of the formats of `model.formats`."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -64,6 +65,11 @@ class QuantizedLayer(nn.Module):
             self._prepared = self.format.prepare(self._weight)
             self._weight = self.format.release(self._weight, self._prepared)
         return self._prepared
+
+    def empty(self) -> None:
+        """Leaves shapes alone: tensors of one element."""
+        hollow = {name: t.new_zeros(()).expand(t.shape) for name, t in self.format.tensors(self._weight).items()}
+        self.weight = replace(self._weight, **hollow)
 
     @property
     def device(self) -> torch.device:
@@ -139,9 +145,10 @@ class QuantizedEmbedding(QuantizedLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format.name}"
 
 
-def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The layers with quantized weights, by name, in the model's order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+def quantized_layers(model: nn.Module, prefix: str = "") -> dict[str, QuantizedLayer]:
+    """The layers with quantized weights, by name, in the model's order; `prefix` begins all names."""
+    named = model.named_modules(prefix=prefix)
+    return {name: module for name, module in named if isinstance(module, QuantizedLayer)}
 
 
 def round_activations(model: nn.Module) -> None:
@@ -153,17 +160,19 @@ def round_activations(model: nn.Module) -> None:
             raise ValueError(f"{name}: {reason}") from None
 
 
-def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def quantized_tensors(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Codes and scales of the model's quantized weights, as files hold them, each with a name."""
-    for name, layer in quantized_layers(model).items():
+    for name, layer in quantized_layers(model, prefix).items():
         for kind, tensor in layer.format.tensors(layer.weight).items():
             yield f"{name}.{kind}", tensor
 
 
 def set_quantized(model: nn.Module, name: str, weight: QuantizedMatrix, format: WeightFormat[Any]) -> None:
-    """Gives a linear layer or the embedding of a Transformer this weight; a bias stays."""
+    """Gives a linear layer or the embedding of a Transformer this weight; a bias stays, of a quantized one all else."""
     layer: Any = model.get_submodule(name)
-    if isinstance(layer, nn.Embedding | QuantizedEmbedding):
+    if isinstance(layer, QuantizedLayer):
+        layer.weight, layer.format = weight, format.of(weight)
+    elif isinstance(layer, nn.Embedding | QuantizedEmbedding):
         dtype: Any = model.dtype
         model.set_submodule(name, QuantizedEmbedding(weight, format, dtype))
     else:

@@ -29,7 +29,7 @@ from train.config import TrainingConfig
 from train.data import TokenizedDocuments
 from train.objectives import Objective, ObjectiveOfModel
 from train.optimizer import (
-    frozen_digest,
+    FrozenDigest,
     learning_rate_factor,
     make_optimizer,
     named_moments,
@@ -192,10 +192,11 @@ class Trainer:
         self.sampler = Sampler(
             data, sequence_length=sequence_length, micro_batch_tokens=config.micro_batch_tokens, seed=config.seed
         )
-        self.frozen = frozen_digest(model)
+        frozen = FrozenDigest(model)
         model.activation_checkpointing = config.activation_checkpointing or self.mesh.recomputes
         self.dtype = training_dtype(config.precision, on_gpu=self.accelerator.device.type == "cuda")
         self.parallel = _parallel(model, objective, self.accelerator, self.mesh, self.dtype)
+        self.frozen = frozen.hexdigest()
         self.model, self.module = self.parallel.model, self.parallel.module
         self.optimizer = make_optimizer(self.parallel.trained, config)
         self.writer = CheckpointWriter(

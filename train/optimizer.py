@@ -30,6 +30,7 @@ from torch.optim.adamw import adamw
 from kernels.adamw_8bit import BLOCK, Moments, adamw_8bit
 from model.quantized import quantized_tensors
 from model.training_memory import PAGED_PIECE, SMALLEST_IN_8_BITS, SMALLEST_PAGED
+from model.unmade import when_made
 from train.config import TrainingConfig
 from train.offload import PinnedArena, Prefetcher, State
 from train.parallel import Trained
@@ -209,18 +210,34 @@ def named_moments(model: Trained, optimizer: torch.optim.Optimizer) -> dict[str,
     return moments
 
 
-def frozen_digest(model: nn.Module) -> str:
+class FrozenDigest:
     """Identity of what a checkpoint leaves out: each frozen tensor's name, shape, dtype and 1,024 of its elements.
 
     Codes and scales of quantized weights are among them.
     """
-    digest = hashlib.sha256()
-    frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    for name, tensor in (*frozen, *model.named_buffers(), *quantized_tensors(model)):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 1_024)]
-        digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+
+    def __init__(self, model: nn.Module) -> None:
+        """Of a model that may get its weights later."""
+        self._order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+        self._taken: list[tuple[int, int, bytes]] = []
+        when_made(model, self._take)
+
+    def _take(self, part: nn.Module, prefix: str) -> None:
+        frozen = [(name, one) for name, one in part.named_parameters(prefix) if not one.requires_grad]
+        for kind, named in enumerate((frozen, part.named_buffers(prefix), quantized_tensors(part, prefix))):
+            for name, tensor in named:
+                place = self._order[name.rpartition(".")[0]]
+                self._taken.append((kind, place, _sample(name, tensor.detach())))
+
+    def hexdigest(self) -> str:
+        """Once it has them all."""
+        ordered = sorted(self._taken, key=lambda taken: taken[:2])
+        return hashlib.sha256(b"".join(sample for *_, sample in ordered)).hexdigest()
+
+
+def _sample(name: str, tensor: Tensor) -> bytes:
+    elements = tensor.reshape(-1)[:: max(1, tensor.numel() // 1_024)].contiguous().cpu()
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + elements.view(torch.uint8).numpy().tobytes()
 
 
 def prepare_moments(model: Trained, optimizer: torch.optim.Optimizer, updates: int) -> None:

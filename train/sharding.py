@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from model.collectives import Group
-from model.files.adapter import base_folder
-from model.files.checkpoint import load_config, load_model, open_layerwise
-from model.lazy import LazyModel, UnmadeLayers
+from model.files.adapter import base_folder, check_base, load_adapter
+from model.files.checkpoint import load_config, open_layerwise
+from model.lazy import LazyModel, unmade_of_folder
 from model.lora import adapted_layers
-from model.mesh import Mesh, choose_dtype
+from model.mesh import Mesh
 from model.quantized import quantized_layers
 from model.tensor_parallel import ALONE, LAYERS
 from model.transformer import Transformer
+from model.unmade import filled_in_turn
 from train.accelerator import this_accelerator
 from train.objectives import Objective, ObjectiveOfModel
 from train.packing import Batch
@@ -47,6 +48,8 @@ from train.saved_tensors import Place, Span
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class LocalShards:
@@ -92,6 +95,7 @@ class Sharded:
     ) -> None:
         self.accelerator, self.mesh, self.given = accelerator, device_mesh(mesh, accelerator.device), model
         self.parts_of = parts = Parts(model, tensor_group(mesh, accelerator.device))
+        filled = filled_in_turn(model)
         self.model = twin = _twin(model)
         # Adapters' magnitudes and the routers of experts are computed with in fp32, whatever is around them; and bytes
         # are no numbers.
@@ -99,11 +103,11 @@ class Sharded:
         matrices = MixedPrecisionPolicy(
             param_dtype=None if exact else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        for number, (layer, lender) in enumerate(zip(twin.model.layers, model.model.layers, strict=True)):
-            if isinstance(model.model.layers, UnmadeLayers):
-                model.model.layers.fill(number, layer)
+        layers: Any = twin.model.layers
+        for number in range(model.config.num_layers):
+            layers[number] = _twin(lender := filled(number))
             parts.take(twin, number)
-            shard_module(layer, self.mesh, policy=matrices, reshards=mesh.reshards)
+            shard_module(layers[number], self.mesh, policy=matrices, reshards=mesh.reshards)
             self._lend(lender)
         all_of_copy = device_mesh(mesh.undivided, accelerator.device)
         uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -242,7 +246,9 @@ def is_cut(parameter: Tensor, mesh: DeviceMesh) -> bool:
     return parameter.dim() > 1 and len(parameter) >= mesh["shard"].size()
 
 
-def shard_frozen(model: Transformer, mesh: DeviceMesh, load_layer: Callable[[int], None] = lambda number: None) -> None:
+def shard_frozen(
+    model: Transformer, mesh: DeviceMesh, load_layer: Callable[[int], object] = lambda number: None
+) -> None:
     """Shards the layers of a model that is only asked, in place; embeddings and head stay whole in every process.
 
     `load_layer` fills a layer that has no memory yet, so that never more than one is whole.
@@ -262,20 +268,22 @@ def split_frozen(model: Transformer, mesh: Mesh, device: torch.device) -> None:
     parts.connect(model)
 
 
-def load_frozen(folder: Path, mesh: Mesh) -> Transformer:
-    """A published model in shards, on this process's device in the dtype that this multiplies fast.
+def load_frozen(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Transformer:
+    """A published model in shards, on this process's device.
 
-    It is read layer by layer, so that no process ever holds it all; one that carries an adapter lies whole in host
-    memory before.
+    It is read layer by layer, so that no process ever holds it all; of what carries an adapter, all of that.
     """
     device = this_accelerator().device
     layout = layout_of(load_config(folder), tensor_group(mesh, device))
-    how: Any = {"dtype": choose_dtype("auto", device), "layout": layout}
-    if base_folder(folder) != folder:
-        model = load_model(folder, **how).requires_grad_(False)
-        load_layer = _moving(model, device)
+    how: Any = {"dtype": dtype, "device": device, "layout": layout}
+    load_layer: Callable[[int], object]
+    if (base := base_folder(folder)) == folder:
+        model, load_layer = open_layerwise(folder, **how)
     else:
-        model, load_layer = open_layerwise(folder, device=device, **how)
+        check_base(folder, base)
+        model = unmade_of_folder(base, **how)
+        load_adapter(model, folder, layout)
+        load_layer = filled_in_turn(model.requires_grad_(False))
     shard_frozen(model, device_mesh(mesh, device), load_layer)
     return model
 
@@ -285,15 +293,6 @@ def make_frozen(model: LazyModel, mesh: Mesh) -> Transformer:
     made, make_layer = model.opened()
     shard_frozen(made, device_mesh(mesh, model.device), make_layer)
     return made
-
-
-def _moving(model: Transformer, device: torch.device) -> Callable[[int], None]:
-    """What moves a layer of a model to the device, where all but its layers lie from now on."""
-    for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
-        if module is not None:
-            module.to(device)
-    layers = cast("Any", model.model.layers)
-    return lambda number: layers[number].to(device)
 
 
 @cache
@@ -330,7 +329,7 @@ def context_group(mesh: Mesh, device: torch.device) -> Group | None:
     return Group.of_processes(init_device_mesh(device.type, sizes, mesh_dim_names=("data", "context")).get_group(1))
 
 
-def _twin(model: Transformer) -> Transformer:
+def _twin(model: M) -> M:
     """A copy that shares all weights, under parameters of its own."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in model.parameters()}
     for layer in quantized_layers(model).values():

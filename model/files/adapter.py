@@ -14,6 +14,7 @@ Legend: N output features, K input features, r rank, V vocabulary, D hidden size
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from model.lora import (
     detach_lora,
 )
 from model.tensor_parallel import WHOLE, Layout, Part
+from model.unmade import when_made
 
 log = logging.getLogger(__name__)
 
@@ -126,19 +128,24 @@ def load_adapter(model: nn.Module, folder: str | Path, layout: Layout = WHOLE) -
     model, LoraError if the model has one.
     """
     adapter = read_adapter(folder)
-    layers, whole = adaptable_layers(model), adaptable_layers(layout.whole(model))
+    whole = adaptable_layers(layout.whole(model))
     for name, tensors in adapter.layers.items():
         _check_fits(Path(folder), name, tensors, whole.get(name))
     places = {name: place for name in adapter.layers if (place := layout.place(name)) is not None}
     if places:
         attach_lora(model, replace(adapter.config, targets=tuple(places.values())))
-    with torch.no_grad():
-        for name, place in places.items():
-            held, lora = _part(Path(folder), name, adapter.layers[name], layout), layers[place].lora
-            for leaf in ("a", "b", "magnitude"):
-                if getattr(lora, leaf) is not None:
-                    getattr(lora, leaf).copy_(getattr(held, leaf))
+    held = {place: _part(Path(folder), name, adapter.layers[name], layout) for name, place in places.items()}
+    when_made(model, partial(_copy, held=held))
     return adapter.config
+
+
+@torch.no_grad()
+def _copy(part: nn.Module, prefix: str, *, held: dict[str, LayerAdapter]) -> None:
+    """To the adapters of a part of the model."""
+    for name, layer in adapted_layers(part, prefix).items():
+        for leaf in ("a", "b", "magnitude"):
+            if (own := getattr(layer.lora, leaf)) is not None:
+                own.copy_(getattr(held[name], leaf))
 
 
 def _part(folder: Path, name: str, tensors: LayerAdapter, layout: Layout) -> LayerAdapter:

@@ -431,8 +431,10 @@ def _check_tied_head(files: TensorFiles) -> None:
 
 
 def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """In place of one that is trained or not."""
     module, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
+    trained = model.get_parameter(name).requires_grad
+    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=trained))
 
 
 def _plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:

@@ -152,17 +152,18 @@ def _attention_over(kv_cache_dtype: str, model: Transformer) -> AttentionOf:
     return partial(PagedAttention.over_documents, kv_format=kv_format)
 
 
-def load_published(folder: Path, mesh: Mesh | None = None) -> Transformer:
-    """A model as it is published, on this process's device, in the dtype that this multiplies fast.
+def load_published(folder: Path, mesh: Mesh | None = None, dtype: torch.dtype | None = None) -> Transformer:
+    """A model as it is published, on this process's device; by default in the dtype that this multiplies fast.
 
     `mesh`: of processes that load it together; in shards, if it asks for them.
     """
+    device = choose_device()
+    dtype = dtype or choose_dtype("auto", device)
     if mesh is not None and not mesh.is_whole:
         from train.sharding import load_frozen
 
-        return load_frozen(folder, mesh)
-    device = choose_device()
-    return load_model(folder, dtype=choose_dtype("auto", device), device=device)
+        return load_frozen(folder, mesh, dtype)
+    return load_model(folder, dtype=dtype, device=device)
 
 
 def describe_base(label: str, folder: Path, quality: Quality | None = None) -> ModelReport:

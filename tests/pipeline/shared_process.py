@@ -3,25 +3,33 @@
 torchrun --nproc_per_node 2 -m tests.pipeline.shared_process FOLDER MODEL …
 """
 
+import hashlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from compress.lora import inject
 from compress.prune.depth import shortened
 from model.collectives import ALONE, Group
-from model.files.checkpoint import load_config, load_model
+from model.files.checkpoint import TensorFiles, load_config
 from model.lazy import LazyModel
+from model.lora import LoraConfig
 from model.mesh import Mesh, choose_device, choose_dtype, this_rank
+from model.quantized import quantized_tensors
 from model.transformer import Transformer
 from pipeline.measure.quality import HeldOut, load_published
+from pipeline.stages.shared.models import Models
 from tests.memory import peak_resident_bytes, return_what_is_freed
 from tests.pipeline.test_quality import batch
 from tests.train.sharded_process import held_bytes
 from train.accelerator import this_accelerator
 from train.objectives import LanguageModelling
+from train.optimizer import FrozenDigest
 from train.sharding import Sharded, make_frozen
 
 BATCHES = (batch(1, 30, 100), batch(2, 50, 120), batch(3, 20, 90))
@@ -54,17 +62,47 @@ def opened(folder: Path, mesh: Mesh) -> Transformer:
     return student.made() if mesh.is_whole else make_frozen(student, mesh)
 
 
-def train(lazy: LazyModel, expected: Transformer) -> dict[str, object]:
-    """The most that it takes to have a model in shards to be trained, and whether those are the weights expected."""
-    accelerator, found, mesh = this_accelerator(), list[Sharded](), Mesh(1, this_rank().count)
+def to_train(folder: Path, models: Models) -> dict[str, Callable[[], Transformer]]:
+    """Ways to come by a model that is trained, or beside which an adapter is."""
+    dense, config = LazyModel.of_folder(folder / "dense"), load_config(folder / "dense")
+
+    def adapted(model: Transformer, **how: Any) -> Transformer:
+        inject(model, LoraConfig(rank=4, **how), seed=1, dense=TensorFiles(folder / "dense"))
+        return model
+
+    def quantized() -> Transformer:
+        return models.to_adapt(folder / "quantized", torch.float32)
+
+    return {
+        "read": lambda: models.to_train(dense),
+        "drawn": lambda: models.to_train(LazyModel.fresh(config, seed=3)),
+        "dense base": lambda: adapted(models.to_train(dense), dora=True),
+        "base": lambda: adapted(quantized()),
+        "base of loftq": lambda: adapted(quantized(), init="loftq"),
+    }
+
+
+def train(make: Callable[[], Transformer]) -> dict[str, object]:
+    """The most that it takes to have a model to be trained, in shards of all processes; and what it is, in the main."""
+    accelerator, made, mesh = this_accelerator(), list[Any](), Mesh(1, this_rank().count)
 
     def shard() -> None:
-        found.append(Sharded(lazy.unmade(), LanguageModelling(), accelerator, mesh, torch.float32))
+        model = make()
+        made.append(FrozenDigest(model))
+        made.append(model if mesh.is_whole else Sharded(model, LanguageModelling(), accelerator, mesh, torch.float32))
 
-    peak, whole = peak_resident_bytes(shard), found[0].whole()
-    weights = {} if whole is None else dict(whole.named_parameters())
-    same = all(torch.equal(weights[name], one) for name, one in expected.named_parameters() if weights)
-    return {"peak": peak, "same": same, "whole": sum(parameter.nbytes for parameter in expected.parameters())}
+    peak, (digest, trained) = peak_resident_bytes(shard), made
+    whole = trained if mesh.is_whole else trained.whole()
+    held = held_bytes(trained if mesh.is_whole else trained.model)
+    return {"peak": peak, "held": held, "frozen": digest.hexdigest(), "weights": whole and digest_of(whole)}
+
+
+def digest_of(model: Transformer) -> str:
+    """Of all its weights."""
+    digest = hashlib.sha256()
+    for _, tensor in (*model.named_parameters(), *quantized_tensors(model)):
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def main(folder: Path, *models: str) -> None:
@@ -72,11 +110,8 @@ def main(folder: Path, *models: str) -> None:
     return_what_is_freed()
     rank, reference = this_rank(), folder / "reference"
     found = {name: measure(folder / name, reference) for name in ("reference", *models)}
-    if rank.count > 1:
-        dense, fresh = LazyModel.of_folder(folder / "dense"), Transformer(load_config(folder / "dense"))
-        fresh.initialize(seed=3)
-        found["read"] = train(dense, load_model(folder / "dense"))
-        found["drawn"] = train(LazyModel.fresh(fresh.config, seed=3), fresh)
+    ways = to_train(folder, Models(Mesh(1, rank.count)))
+    found |= {name: train(make) for name, make in ways.items()}
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))
 
 

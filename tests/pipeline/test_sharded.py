@@ -24,7 +24,7 @@ from model.lazy import LazyModel
 from pipeline.cli import main
 from pipeline.measure import parity, quality
 from pipeline.stages.base import read_result
-from pipeline.stages.shared import training
+from pipeline.stages.shared import models
 from tests import trials
 from tests.compare import relative_rms
 from tests.forked import end_of, ranks
@@ -32,7 +32,6 @@ from tests.model.test_mesh import launched
 from tests.pipeline.test_dpo import make_pairs
 from tests.pipeline.tiny_run import RECIPE, ROOT, run_stages, write_teacher, write_text
 from tests.trials import covering
-from train import sharding
 from train.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -47,11 +46,14 @@ TRAINING = {
     "held_out_tokens": 512,
     "evaluate_every_tokens": "1k",
 }
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "query_heads": 4, "kv_heads": 2}
 BRIEF = {"new_tokens": 2, "context_tokens": 8, "batch_sizes": [1]}
 STAGES = {
     "gqa": {"model": "teacher", "kv_heads": 1, "method": "subspace+refit", "long_context": BRIEF, "out": "narrow"},
     "mod": {"model": "teacher", "layers": [1], "speed": {"prefill_tokens": 8, **BRIEF}, "out": "routed"},
     "distill": {"teacher": "teacher", "student": {"from": "teacher", "layers": 2}, "out": "student"},
+    "pretrain": {"tokenizer": "teacher", "architecture": SHAPE, "out": "fresh"},
+    "sft": {"model": "teacher", "out": "tuned"},
     "qlora": {"model": "student", "adapter": {"rank": 4, "dropout": 0.1}, "learning_rate": 2e-2, "out": "adapted"},
 }
 # Whoever has a part of the tokens draws other numbers for dropout; routers and parts of documents exclude each other.
@@ -145,7 +147,7 @@ def counting(words: list[str], folder: Path) -> int:
         setattr(module, name, count)
 
     counted(LazyModel, "made")
-    for module in (training, quality, parity, sharding):
+    for module in (models, quality, parity):
         counted(module, "load_model", module.__name__.rpartition(".")[2])
     code = main(words)
     (folder / f"makers-{os.environ['RANK']}.json").write_text(json.dumps(makers))
@@ -154,8 +156,12 @@ def counting(words: list[str], folder: Path) -> int:
 
 def test_no_process_makes_a_model_whole_but_the_main_one_for_parity(home: Path) -> None:
     """Calibration has a layer at a time, and what conversion makes is measured and trained in shards."""
-    changes = {"gqa": {"compare": ["mean"], "compare_tokens": 512}, "distill": {"student": NARROWER}}
-    wanted = {name: STAGES[name] | {"tokens": "1k"} | changes.get(name, {}) for name in ("gqa", "mod", "distill")}
+    changes: dict[str, dict] = {
+        "gqa": {"compare": ["mean"], "compare_tokens": 512},
+        "mod": {"train": "adapters"},
+        "distill": {"student": NARROWER},
+    }
+    wanted = {name: stage | {"tokens": "1k"} | changes.get(name, {}) for name, stage in STAGES.items()}
     words, folder = arguments(home, "counted", wanted), home / "counted"
     with ranks(2, counting, words, folder, log=home / "log", environment=environment(*IN_SHARDS_OF_TWO)) as started:
         assert not any(end_of(started, 400)), (home / "log").read_text()[-9000:]

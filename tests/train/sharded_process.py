@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 4 -m tests.train.sharded_process FOLDER SHARD[xCONTEXT|tTENSOR]/PLACE/CASE[/STOP] …
 """
 
+import copy
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4
+from model.lazy import unmade
 from model.lora import LoraConfig
 from model.mesh import this_rank, training_mesh
 from model.quantized import quantized_layers
@@ -48,6 +50,8 @@ class Case:
     model: Callable[[], Transformer]
     objective: Callable[[], Objective] = LanguageModelling
     settings: dict[str, Any] = field(default_factory=dict)
+    unmade: bool = False
+    """Whether its layers have no weights before they are sharded."""
 
 
 def _teacher() -> Distillation:
@@ -88,13 +92,27 @@ def _routed_objective() -> Objective:
 CASES = {
     "distill": Case(lambda: tiny_model(seed=1), _teacher),
     "gqa": Case(_narrow, _quantized_teacher, {"activation_checkpointing": True}),
-    "qlora": Case(_adapted),
-    "dora": Case(lambda: _adapted(0.1, dora=True), settings={"activation_checkpointing": True}),
+    "qlora": Case(_adapted, unmade=True),
+    "dora": Case(lambda: _adapted(0.1, dora=True), settings={"activation_checkpointing": True}, unmade=True),
     "mod": Case(_routed, _routed_objective),
     "mod, recomputed": Case(_routed, _routed_objective, {"activation_checkpointing": True}),
-    "routers alone": Case(_routers_alone, _routed_objective),
+    "routers alone": Case(_routers_alone, _routed_objective, unmade=True),
     "8 bits": Case(lambda: tiny_model(seed=1, **WIDE), settings={"optimizer": "adamw_8bit"}),
 }
+
+
+def without_weights(model: Transformer) -> Transformer:
+    """The model, whose layers get back what they have when they are sharded."""
+    kept = copy.deepcopy(model.model.layers)
+
+    def load(number: int) -> None:
+        layer, own = model.model.layers[number], kept[number]
+        for parameter, weight in zip(layer.parameters(), own.parameters(), strict=True):
+            parameter.data = weight.data
+        for one, other in zip(quantized_layers(layer).values(), quantized_layers(own).values(), strict=True):
+            one.weight = other.weight
+
+    return unmade(model, load)
 
 
 def held_bytes(model: Transformer) -> int:
@@ -140,7 +158,7 @@ def run(folder: Path, name: str, shard: int | None = None, stop: int | None = No
         split_frozen(taught.teacher, mesh, torch.device("cpu"))
     trainer = toy_trainer(
         folder / name,
-        model=case.model(),
+        model=without_weights(case.model()) if case.unmade and not mesh.is_whole else case.model(),
         objective=objective if stop is None else Stopping(objective, stop),
         evaluate=held_out,
         evaluate_every_tokens=3 * BATCH_TOKENS,

@@ -5,7 +5,8 @@
 The reference of the loss, and of the held-out comparison, is the model with its adapter taken off.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -57,6 +58,8 @@ class DpoStage(QloraStage[Dpo]):
 
     model: Transformer
     """Base and adapter, once they are loaded."""
+    base: Transformer | None = None
+    """The base in shards, where that is how it is trained, until it has been asked."""
 
     def __init__(self, context: StageContext, tokenizer: Tokenizer) -> None:
         super().__init__(context, tokenizer)
@@ -66,7 +69,8 @@ class DpoStage(QloraStage[Dpo]):
         """As every stage with an adapter loads one; it is kept here to be asked without."""
         self.model = super().load_adapted(base, adapter, dense=dense)
         if not self.mesh.is_whole:
-            _ = self.reference, self.reference_logps  # while every process has it whole
+            self.base = self.models.load(base, self.training_dtype)
+            _ = self.reference, self.reference_logps
         return self.model
 
     def objective(self) -> PreferenceTuning:
@@ -88,8 +92,16 @@ class DpoStage(QloraStage[Dpo]):
         return HeldOut.of(chosen, sequence_length=self.sequence_length, max_tokens=max_tokens, group=group)
 
     def teacher_states(self, held_out: HeldOut) -> TeacherStates:
+        with self._without_adapter() as base:
+            return held_out.states(base)
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[Transformer]:
+        if self.base is not None:
+            yield self.base
+            return
         with without_lora(self.model):
-            return held_out.states(self.model)
+            yield self.model
 
     # --- held-out pairs -----------------------------------------------------------------------------------------------
 
@@ -102,11 +114,12 @@ class DpoStage(QloraStage[Dpo]):
     @cached_property
     def reference_logps(self) -> Tensor:
         """Of the base, [P, 2]."""
-        with without_lora(self.model), torch.autocast(self.model.device.type, enabled=False):
-            return pair_logps(self.model, self.pairs)
+        with self._without_adapter() as base, torch.autocast(base.device.type, enabled=False):
+            return pair_logps(base, self.pairs)
 
     def _curve(self) -> Callable[[Transformer], dict[str, float]] | None:
         measure = super()._curve()
+        self.base = None
         if measure is None:
             return None
 

@@ -214,7 +214,7 @@ def _trainable(stage: GqaStage, method: str) -> Transformer:
     """The converted model with what the recipe leaves trainable."""
     config = stage.config
     converted = _converted(stage, LazyModel.of_folder(stage.context.model(config.model)), method)
-    student = stage.models.to_train(converted, all_of_it=config.train == "full")
+    student = stage.models.to_train(converted)
     leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     return student
 

@@ -81,7 +81,7 @@ def run(context: StageContext) -> Result[ModDetails] | None:
     stage = ModStage(context, config.model)
     start = context.start(Start, partial(_measure_start, stage))
     converted = _routed(stage, LazyModel.of_folder(context.model(config.model)), start)
-    student = stage.models.to_train(converted, all_of_it=config.train == "full")
+    student = stage.models.to_train(converted)
     leave_trainable(student, config.train, adapter_rank=config.adapter_rank, seed=config.seed)
     routing = RoutingConfig(config.capacity, config.anneal_fraction, config.auxiliary_weight)
     training = stage.train(student, routing=routing)

@@ -1,7 +1,7 @@
 """Where the models of a stage lie: whole on each process's device, or, where training is in shards, nowhere whole.
 
 load, to_measure    in the shards of all processes, who ask together
-to_train            likewise, unless a part of it is frozen
+to_train, to_adapt  likewise
 to_calibrate        a layer at a time on the device of each, whose passes are its own
 to_ask              likewise, of a model in host memory
 """
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import nn
 
-from model.lazy import LazyModel, passing_copy
+from model.files.checkpoint import load_model
+from model.lazy import LazyModel, passing_copy, unmade_of_folder
 from model.mesh import Mesh, choose_device, choose_dtype
 from model.transformer import Transformer
 from pipeline.measure.quality import load_published
@@ -26,9 +28,9 @@ class Models:
 
     mesh: Mesh
 
-    def load(self, folder: Path) -> Transformer:
+    def load(self, folder: Path, dtype: torch.dtype | None = None) -> Transformer:
         """A published model, to be measured."""
-        return load_published(folder, self.mesh.undivided)
+        return load_published(folder, self.mesh.undivided, dtype)
 
     def weights(self, folder: Path) -> LazyModel:
         """Of a dense model that is to be converted, on the device and in the dtype of what is measured."""
@@ -47,9 +49,15 @@ class Models:
         """One for each process to pass its own text through."""
         return model.made() if self.mesh.is_whole else model.passing()
 
-    def to_train(self, model: LazyModel, *, all_of_it: bool = True) -> Transformer:
-        """A student; in shards, if `all_of_it` is trained, no process has it whole."""
-        return model.unmade() if all_of_it and not self.mesh.is_whole else model.made()
+    def to_train(self, model: LazyModel) -> Transformer:
+        """A student; in shards no process has it whole."""
+        return model.made() if self.mesh.is_whole else model.unmade()
+
+    def to_adapt(self, folder: Path, dtype: torch.dtype) -> Transformer:
+        """The base of an adapter, on this process's device; likewise."""
+        if self.mesh.is_whole:
+            return load_model(folder, dtype=dtype, device=choose_device())
+        return unmade_of_folder(folder, dtype, choose_device())
 
     def to_ask(self, model: Transformer, change: Callable[[nn.Module], nn.Module] | None = None) -> Transformer:
         """One that was trained, which may move; to `change` it, part by part, a copy is made."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import msgspec
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from compress.lora import inject
 from compress.mod import calibrate, set_thresholds
 from model.files.adapter import CONFIG_NAME as ADAPTER_NAME
 from model.files.artifact import READERS
-from model.files.checkpoint import TensorFiles, is_quantized, load_model, save_model
+from model.files.checkpoint import TensorFiles, is_quantized, save_model
 from model.files.safe_io import sync_file
 from model.kv_format import FixedScales
 from model.lazy import LazyModel
@@ -128,14 +129,17 @@ class TrainingStage(Generic[C]):
         most = max(tokens, length)
         return held_out_batches(self.data.train, sequence_length=length, batch_tokens=length, max_tokens=most)
 
+    @property
+    def training_dtype(self) -> torch.dtype:
+        """Of products."""
+        return training_dtype(self.config.precision, on_gpu=choose_device().type == "cuda")
+
     def load_adapted(self, base: Path, adapter: LoraConfig, *, dense: Path | None = None) -> Transformer:
         """The frozen model in `base`, in the dtype of products, with a fresh adapter.
 
         `dense`: the folder of the model that a quantized one was made from.
         """
-        device = choose_device()
-        dtype = training_dtype(self.config.precision, on_gpu=device.type == "cuda")
-        model = load_model(base, dtype=dtype, device=device)
+        model = self.models.to_adapt(base, self.training_dtype)
         weights = TensorFiles(dense) if dense is not None and adapter.init == "loftq" else None
         try:
             names = inject(model, adapter, seed=self.config.seed, dense=weights)
