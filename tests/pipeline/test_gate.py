@@ -4,13 +4,14 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import save_model
-from model.formats.compressed_tensors import Int8
+from model.formats.compressed_tensors import Int4, Int8
 from model.transformer import Transformer
 from pipeline.measure.gates import check_gate, describe, estimate
 from pipeline.measure.parity import PARITY_TOLERANCE, check_parity
@@ -161,6 +162,18 @@ def test_parity_of_rounded_activations_is_held_in_the_mean(
     parity = check_parity(tmp_path / "model", batches(), "cpu")
     assert parity.mean_difference is not None and parity.passed == passes
     assert parity.max_difference > PARITY_TOLERANCE, "nothing was rounded to another step"
+
+
+@pytest.mark.parametrize(
+    "format", [Int8.with_options(activations=True), Int4.with_options(group=64, activations=True)], ids=["int8", "int4"]
+)
+def test_trainer_and_server_have_the_same_bits_where_activations_are_rounded(format: Any, tmp_path: Path) -> None:
+    """On the CPU: one last bit, of a cosine or a norm, would be rounded to another step somewhere."""
+    save_model(tiny_model(intermediate_size=192), tmp_path / "dense")
+    quantize_folder(tmp_path / "dense", tmp_path / "model", format)
+    toy_tokenizer().save(tmp_path / "model")
+    parity = check_parity(tmp_path / "model", batches(length=90), "cpu")
+    assert parity.max_difference == 0 and parity.same_top == 1, parity
 
 
 def test_parity_notices_a_server_with_other_weights(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
