@@ -22,8 +22,10 @@ from safetensors.torch import load_file
 
 from model.lazy import LazyModel
 from pipeline.cli import main
+from pipeline.errors import RunInterrupted
 from pipeline.measure import parity, quality
 from pipeline.stages.base import read_result
+from pipeline.stages.precompute import run as precompute
 from pipeline.stages.shared import models
 from tests import trials
 from tests.compare import relative_rms
@@ -239,6 +241,45 @@ def test_beside_a_base_in_nf4_it_makes_what_one_process_makes(home: Path) -> Non
     weights = check_measured(home / "wide alone", home / "wide layers", "qlora")
     actual, expected = (torch.cat([pair[side].flatten() for pair in weights.values()]) for side in (0, 1))
     assert relative_rms(actual, expected) < 5e-5
+
+
+def storing(words: list[str], makers: Path, stopped: int) -> int:
+    """A run with many shards, as `counting`; the process of that rank is asked to stop while it writes its first."""
+    precompute.SHARD_TOKENS, precompute.BATCH_TOKENS, write = 500, 256, precompute.write_shard
+
+    def stops(*given: Any) -> None:
+        write(*given)
+        if os.environ["RANK"] == str(stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    precompute.write_shard = stops
+    return counting(words, makers)
+
+
+def test_a_teacher_in_shards_stores_what_one_process_stores(home: Path, tmp_path: Path) -> None:
+    """To the bit, also behind a stop, which one of two processes hears and both obey; shards do not come out even."""
+    stage = [{"precompute": {"model": "teacher", "data": "text"}}]
+    words = ["run", str(RECIPE), f"stages={json.dumps(stage)}", "serve={model: teacher}", "--cache", str(tmp_path)]
+    words += [f"models.teacher.from={home / 'teacher'}", f"data.text.source={home / 'text'}", "--folder"]
+
+    def run(folder: str, processes: int, variables: dict[str, str], stopped: int) -> list[int | None]:
+        log, given = tmp_path / "log", [*words, str(tmp_path / folder)]
+        with ranks(processes, storing, given, tmp_path, stopped, log=log, environment=variables) as started:
+            return end_of(started)
+
+    assert run("one", 1, {}, -1) == [0]
+    variables = environment(*IN_SHARDS_OF_TWO)
+    assert run("many", 2, variables, 1) == [RunInterrupted.exit_code] * 2
+    begun = len(list((tmp_path / "many" / "01-precompute" / "shards").glob("*.safetensors")))
+    assert run("many", 2, variables, -1) == [0, 0]
+    assert all(not json.loads((tmp_path / f"makers-{rank}.json").read_text()) for rank in range(2))
+    stored = [
+        {path.name: path.read_bytes() for path in (tmp_path / folder / "01-precompute" / "data").iterdir()}
+        for folder in ("one", "many")
+    ]
+    shards = [name for name in stored[0] if name.endswith(".safetensors")]
+    assert 0 < begun < len(shards) and len(shards) % 2
+    assert all(stored[1][name] == stored[0][name] for name in shards)
 
 
 def check(one: Path, many: Path, name: str) -> None:

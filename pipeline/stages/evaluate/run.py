@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from model.mesh import Mesh, MeshError, choose_device, training_mesh
+from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from pipeline.files import write_atomically
 from pipeline.measure.gates import check_gate, describe
@@ -20,6 +20,7 @@ from pipeline.results import ModelReport, Parity, Result
 from pipeline.stages.evaluate.config import Evaluate
 from pipeline.stages.evaluate.report import ANSWERS_NAME, EvaluateDetails, HarnessScore, Score, scores_of
 from pipeline.stages.shared.context import StageContext
+from pipeline.stages.shared.models import asking_mesh
 from train.evaluate import TeacherStates
 
 log = logging.getLogger(__name__)
@@ -64,20 +65,11 @@ def _quality(
     context: StageContext, name: str, held_out: HeldOut, reference: TeacherStates | None
 ) -> tuple[ModelReport, TeacherStates | None]:
     """The row of one model, and its states if it is the reference of the others."""
-    model = load_published(context.model(name), _mesh())
+    model = load_published(context.model(name), asking_mesh())
     if name != context.stage.config.against:
         return describe_model(name, model, held_out.quality(model, reference)), None
     states = held_out.states(model)
     return describe_model(name, model, held_out.quality_of(states)), states
-
-
-def _mesh() -> Mesh | None:
-    """The launcher's. Nothing is trained here, so one that training does not know is no mistake."""
-    try:
-        return training_mesh(None).undivided
-    except MeshError as error:
-        log.info("%s. Until then each process measures whole models.", error)
-        return None
 
 
 def _pair(verifier: ModelReport, draft: ModelReport) -> ModelReport:

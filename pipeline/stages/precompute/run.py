@@ -1,6 +1,7 @@
 """Stage `precompute`: a teacher's distributions, drawn and stored shard by shard (model/files/distributions.py).
 
-A shard is some whole documents. Each process computes its share of them; a kill costs those that are not finished.
+A shard is some whole documents. Each process computes its share of them; a kill costs those that are not finished. A
+teacher that lies in shards itself makes its passes in all processes at once: who has stored its share makes idle ones.
 """
 
 import os
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from model.collectives import ALONE
 from model.files.distributions import LISTED_PARTS, Sampled, rounded, sample, shard_name, write_index, write_shard
+from model.mesh import choose_device
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.errors import RunInterrupted
@@ -26,6 +29,7 @@ from pipeline.stages.precompute.config import Precompute
 from pipeline.stages.precompute.report import PrecomputeDetails
 from pipeline.stages.shared.config import Server
 from pipeline.stages.shared.context import StageContext, prepare_data
+from pipeline.stages.shared.models import asking_mesh
 from pipeline.stages.shared.served import ServedModel
 from train.objectives import teacher_states
 from train.packing import IGNORE_LABEL, Batch, Pieces, cut, pack, plan_batches
@@ -46,6 +50,8 @@ def run(context: StageContext) -> Result[PrecomputeDetails] | None:
     missing = [number for number in range(store.num_shards) if not store.path(number).exists()]
     began = time.monotonic()
     processes.wait()  # nobody writes before all have looked
+    if missing and store.group.count > 1:
+        _ = store.teacher
     store.write(missing[processes.index :: processes.count], done=store.num_shards - len(missing))
     processes.wait()
     if not processes.is_main:
@@ -81,10 +87,14 @@ class _Store:
         self.folder = context.folder / "shards"
         self.folder.mkdir(exist_ok=True)
         self.parts = LISTED_PARTS if self.config.server else self.config.draws
+        self.mesh = None if self.config.server else asking_mesh()
+        self.group = ALONE if self.mesh is None or self.mesh.is_whole else context.processes.group
+        """The processes that have the teacher together."""
+        self.signals = StopSignals()
 
     @cached_property
     def teacher(self) -> Transformer:
-        return load_published(self.context.model(self.config.model)).eval()
+        return load_published(self.context.model(self.config.model), self.mesh).eval()
 
     def path(self, number: int) -> Path:
         return self.folder / shard_name(number)
@@ -95,9 +105,8 @@ class _Store:
 
     def write(self, numbers: Sequence[int], *, done: int) -> None:
         """Computes these shards. Raises RunInterrupted after a signal."""
-        share, name = self.context.processes.count, self.context.stage.name
-        total = done + share * len(numbers)
-        with StopSignals() as signals, Progress("storing", total, done=done, enabled=share * len(numbers) > 0) as bar:
+        share, total = self.context.processes.count, done + self.context.processes.count * len(numbers)
+        with self.signals, Progress("storing", total, done=done, enabled=total > done) as bar:
             for number in numbers:
                 tokens, found = self.num_tokens(number), []
                 first, end = self.first_documents[number : number + 2]
@@ -106,21 +115,33 @@ class _Store:
                 for pieces, positions, said in (self._drawn if self.config.server is None else self._listed)(own):
                     found.append((positions - start, said))
                     bar.advance(share * sum(self.pieces.length[pieces]) / max(tokens, 1), f"shard {number}")
-                    if signals.requested:
-                        raise RunInterrupted(f"{name} keeps its shards; the same command goes on from here")
                 write_shard(self.path(number), self.documents.tokens[start : start + tokens], found)
+            while self._goes_on(working=False):
+                self._states(self._labelled(np.array([0]))[0])
+
+    def _goes_on(self, *, working: bool) -> bool:
+        """Whether one of the teacher's processes has work to do; RunInterrupted, then, in all once one is to stop."""
+        said = torch.tensor([[working, self.signals.requested]], dtype=torch.int32, device=choose_device())
+        works, stops = self.group.gather(said).flatten(0, 1).any(0).tolist()
+        if works and stops:
+            name = self.context.stage.name
+            raise RunInterrupted(f"{name} keeps its shards; the same command goes on from here")
+        return bool(works)
+
+    @torch.no_grad()
+    def _states(self, batch: Batch) -> torch.Tensor:
+        return teacher_states(self.teacher, batch.to(self.teacher.device))
 
     def _drawn(self, own: np.ndarray) -> Iterator[Said]:
         """By the teacher's passes."""
         longest = max(int(self.pieces.length[own].max(initial=1)), BATCH_TOKENS)
         head, cap = self.teacher.head_weight.detach(), self.teacher.config.logit_soft_cap
         for chosen in plan_batches(self.pieces.length[own], longest):
+            self._goes_on(working=True)
             batch, labelled, positions = self._labelled(own[chosen])
-            with torch.no_grad():
-                hidden = teacher_states(self.teacher, batch.to(self.teacher.device))
-                rows, shifts = hidden[labelled.to(hidden.device)], self._shifts(positions)
-                said = sample(rows, head, shifts, self.config.draws, soft_cap=cap)
-            yield own[chosen], positions, said
+            hidden = self._states(batch)
+            rows, shifts = hidden[labelled.to(hidden.device)], self._shifts(positions)
+            yield own[chosen], positions, sample(rows, head, shifts, self.config.draws, soft_cap=cap)
 
     def _listed(self, own: np.ndarray) -> Iterator[Said]:
         """By the server, which scores each piece with its last label."""
@@ -128,6 +149,7 @@ class _Store:
         texts = {piece: self.documents.tokens[start : start + length + 1] for piece, start, length in ends}
         server = ServedModel(cast("Server", self.config.server))
         for piece, places in server.listed(texts, self.config.top, self.tokenizer):
+            self._goes_on(working=True)
             _, labelled, positions = self._labelled(np.array([piece]))
             yield np.array([piece]), positions, rounded([places[at] for at in labelled.tolist()])
 

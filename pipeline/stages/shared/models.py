@@ -7,6 +7,7 @@ to_ask              likewise, of a model in host memory
 """
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,20 @@ from torch import nn
 
 from model.files.checkpoint import load_model
 from model.lazy import LazyModel, passing_copy, unmade_of_folder
-from model.mesh import Mesh, choose_device, choose_dtype
+from model.mesh import Mesh, MeshError, choose_device, choose_dtype, training_mesh
 from model.transformer import Transformer
 from pipeline.measure.quality import load_published
+
+log = logging.getLogger(__name__)
+
+
+def asking_mesh() -> Mesh | None:
+    """The launcher's, where models are only asked: one that training does not know is no mistake there."""
+    try:
+        return training_mesh(None).undivided
+    except MeshError as error:
+        log.info("%s. Until then each process has whole models.", error)
+        return None
 
 
 @dataclass(frozen=True)
