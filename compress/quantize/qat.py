@@ -22,7 +22,7 @@ Legend: T tokens, N output features, K input features, G groups of a row, g elem
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from model.layers import RMSNorm
 from model.quantized import QuantizedLinear, quantized_layers, set_quantized
 from model.transformer import Transformer
 
+M = TypeVar("M", bound=nn.Module)
 Trained = Literal["scales", "low_rank", "all"]
 RANK = 16
 _SMALLEST_SCALE = 1e-8
@@ -226,7 +227,7 @@ def to_quantized(model: Transformer) -> Transformer:
     return model.requires_grad_(True).eval()
 
 
-def quantized_copy(model: Transformer) -> Transformer:
+def quantized_copy(model: M) -> M:
     """What `to_quantized` would make of the model, which goes on being trained: no weight before rounding is copied."""
     replaced = {
         id(part): QuantizedLinear(part.exported(), part.format, copy.deepcopy(part.bias))

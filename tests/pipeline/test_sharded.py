@@ -282,6 +282,34 @@ def test_a_teacher_in_shards_stores_what_one_process_stores(home: Path, tmp_path
     assert all(stored[1][name] == stored[0][name] for name in shards)
 
 
+ROUNDED = {
+    "plain": {"kv_cache": "fp8-static"},
+    "recovered": {"tokens": "1k", "learning_rate": 1e-3, "train": "scales"},
+}
+
+
+@pytest.mark.parametrize("how", ROUNDED)
+def test_rounding_in_shards_makes_what_one_process_makes(how: str, home: Path, tmp_path: Path) -> None:
+    """By a method whose rounding needs no text, so that the order of sums is not in it."""
+    stage = {"model": "teacher", "method": "round", "weights": {"format": "int4", "group": 16}, "out": "small"}
+    stage |= {name: TRAINING[name] for name in ("data", "batch_tokens", "micro_batch_tokens", "precision")}
+    stage |= {"calibration_tokens": "512", "held_out_tokens": 512} | ROUNDED[how]
+    words = ["run", str(RECIPE), f"stages={json.dumps([{'quantize': stage}])}", "serve={model: small}"]
+    words += [f"models.teacher.from={home / 'teacher'}", f"data.text.source={home / 'text'}"]
+    words += ["--cache", str(home / "cache"), "--folder"]
+    forked([*words, str(tmp_path / "one")], 1, {"OMP_NUM_THREADS": "1"})
+    forked([*words, str(tmp_path / "many")], 2, environment(*IN_SHARDS_OF_TWO))
+    one, many = (read_result(tmp_path / folder / "01-quantize") for folder in ("one", "many"))
+    for expected, model in zip(one.models, many.models, strict=True):  # type: ignore[union-attr]
+        assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-5)
+        assert [getattr(model, size) for size in SIZES] == [getattr(expected, size) for size in SIZES]
+    weights = [
+        load_file(tmp_path / folder / "01-quantize" / "model" / "model.safetensors") for folder in ("one", "many")
+    ]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=1e-5)
+
+
 def check(one: Path, many: Path, name: str) -> None:
     """As `check_measured`, and each of its weights."""
     for key, (actual, expected) in check_measured(one, many, name).items():

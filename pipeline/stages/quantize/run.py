@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.mod import calibrate
 from compress.quantize.cache import calibrated_cache_scales
@@ -53,6 +53,8 @@ from train.progress import Progress
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=nn.Module)
+
 ROUNDED_NAME, COSTS_NAME = "rounded", "costs.json"
 COST_TOKENS = 2_048
 """Of text: enough to tell which layers rounding costs most."""
@@ -73,8 +75,12 @@ class QuantizeStage(RecoveryStage[Quantize]):
 
     def published_form(self, model: Transformer) -> Transformer:
         """A copy with levels and scales as files will hold them, the rest rounded to bf16."""
-        form = quantized_copy(model).to(PUBLISHED_DTYPE)
-        return form.to(choose_dtype("auto", model.device)).requires_grad_(False)
+        dtype = choose_dtype("auto", choose_device())
+
+        def rounded(part: M) -> M:
+            return quantized_copy(part).to(PUBLISHED_DTYPE).to(dtype).requires_grad_(False)
+
+        return rounded(model) if self.mesh.is_whole else self.models.to_ask(model, rounded)
 
     def remedy(self) -> str:
         """The opposite where steps were too short for any level or scale: then it is not their length that harms."""
@@ -402,7 +408,8 @@ def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
         return TrainingResult(0, 0, 0.0, {}, interrupted=False, skipped=0)
     train_through_rounding(student, config.train, dense=_before_rounding(stage), scale_dtype=PUBLISHED_DTYPE)
     training = stage.train(student)
-    to_quantized(student)
+    if stage.has_trained:
+        to_quantized(student)
     return training
 
 
