@@ -9,6 +9,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
+LEAST_SHARE, LEAST_S = 0.01, 60.0
+"""From when on time left is said: work that has hardly begun took what beginnings take."""
 
 
 def as_duration(seconds: float) -> str:
@@ -60,10 +62,10 @@ class Progress:
             self._bar.update(self._task, total=self.total)
 
     def _left(self) -> str:
-        done_here = self.done - self._already
-        if done_here <= 0:
+        done_here, seconds = self.done - self._already, time.monotonic() - self._started_at
+        if done_here <= 0 or (done_here < LEAST_SHARE * self.total and seconds < LEAST_S):
             return "?"
-        return as_duration((time.monotonic() - self._started_at) * max(self.total - self.done, 0) / done_here)
+        return as_duration(seconds * max(self.total - self.done, 0) / done_here)
 
     def _open_bar(self) -> None:
         from rich.console import Console
