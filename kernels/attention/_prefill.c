@@ -309,10 +309,10 @@ int attend_prefill(const Batch *batch, int threads) {
         Task *task = new_task(batch->d);
         failed += !task;
 #pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t number = 0; number < batch->plan->num_tasks; number++)
+        for (int64_t left = batch->plan->num_tasks; left > 0; left--) /* first late queries, which see the most keys */
             for (int64_t part = 0; part < batch->kv_heads * parts; part++) {
                 int64_t kv_head = part / parts, done = part % parts * HEADS;
-                if (task) work(batch, task, number, kv_head, kv_head * group + done, smaller(HEADS, group - done));
+                if (task) work(batch, task, left - 1, kv_head, kv_head * group + done, smaller(HEADS, group - done));
             }
         free(task);
     }
