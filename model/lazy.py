@@ -92,18 +92,7 @@ class LazyModel:
 
     def passing(self) -> Transformer:
         """A model to pass text through without gradients, of which a layer is in memory while it is at work."""
-        model, load_layer = self.opened()
-
-        @contextmanager
-        def made(layer: nn.Module, number: int) -> Iterator[nn.Module]:
-            load_layer(number)
-            try:
-                yield layer
-            finally:
-                layer.to_empty(device="meta")
-
-        model.model.layers = PassingLayers(model.model.layers, made)
-        return model
+        return passing(*self.opened())
 
 
 def unmade_of_folder(folder: Path, dtype: torch.dtype, device: torch.device, layout: Layout = WHOLE) -> Transformer:
@@ -134,6 +123,21 @@ def _empty(layer: nn.Module, model: Transformer) -> None:
     layer.load_state_dict({name: nothing.expand(shape) for name, shape in shapes.items()}, assign=True)
     for quantized in quantized_layers(layer).values():
         quantized.empty()
+
+
+def passing(model: Transformer, load_layer: Callable[[int], None]) -> Transformer:
+    """One whose layers hold no memory yet, likewise."""
+
+    @contextmanager
+    def made(layer: nn.Module, number: int) -> Iterator[nn.Module]:
+        load_layer(number)
+        try:
+            yield layer
+        finally:
+            layer.to_empty(device="meta")
+
+    model.model.layers = PassingLayers(model.model.layers, made)
+    return model
 
 
 def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> Transformer:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from model.collectives import Group
 from model.files.adapter import base_folder, check_base, load_adapter
 from model.files.checkpoint import load_config, open_layerwise
-from model.lazy import LazyModel, unmade_of_folder
+from model.lazy import unmade_of_folder
 from model.lora import adapted_layers
 from model.mesh import Mesh
 from model.quantized import quantized_layers
@@ -288,11 +288,10 @@ def load_frozen(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Transformer:
     return model
 
 
-def make_frozen(model: LazyModel, mesh: Mesh) -> Transformer:
-    """The same of a model that is not published, of which a layer is made at a time."""
-    made, make_layer = model.opened()
-    shard_frozen(made, device_mesh(mesh, model.device), make_layer)
-    return made
+def make_frozen(model: Transformer, make_layer: Callable[[int], None], mesh: Mesh) -> Transformer:
+    """The same of a model that is not published, whose layers hold no memory yet, and are made one at a time."""
+    shard_frozen(model, device_mesh(mesh, model.device), make_layer)
+    return model
 
 
 @cache

@@ -59,7 +59,7 @@ def opened(folder: Path, mesh: Mesh) -> Transformer:
     device = choose_device()
     parent = LazyModel.of_folder(folder.with_name("dense"), choose_dtype("auto", device), device)
     student = shortened(parent, range(1, parent.config.num_layers))
-    return student.made() if mesh.is_whole else make_frozen(student, mesh)
+    return student.made() if mesh.is_whole else make_frozen(*student.opened(), mesh)
 
 
 def to_train(folder: Path, models: Models) -> dict[str, Callable[[], Transformer]]:

@@ -19,13 +19,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from model.lazy import LazyModel
+from model.quantized import quantized_layers
 from pipeline.cli import main
 from pipeline.errors import RunInterrupted
 from pipeline.measure import parity, quality
 from pipeline.stages.base import read_result
 from pipeline.stages.precompute import run as precompute
+from pipeline.stages.quantize import run as quantize
 from pipeline.stages.shared import models
 from tests import trials
 from tests.compare import relative_rms
@@ -283,29 +286,64 @@ def test_a_teacher_in_shards_stores_what_one_process_stores(home: Path, tmp_path
 
 
 ROUNDED = {
-    "plain": {"kv_cache": "fp8-static"},
+    "plain": {"compare": ["gptq"], "kv_cache": "fp8-static"},
+    "routed": {},
     "recovered": {"tokens": "1k", "learning_rate": 1e-3, "train": "scales"},
 }
 
 
+def has_matrices(layer: torch.nn.Module) -> bool:
+    """Whether a layer is whole in this process."""
+    matrices = [one for one in layer.parameters() if one.dim() > 1 and len(one) > 1]  # a router has one row
+    dense = [one.device for one in matrices if not isinstance(one, DTensor)]
+    rounded = [one.device for one in quantized_layers(layer).values() if one.packed is None]
+    return any(device.type != "meta" for device in (*dense, *rounded))
+
+
+def rounding(words: list[str], folder: Path) -> int:
+    """A run that writes down how many layers there are in this process, at most, where another is to come."""
+    most, opened = [0], quantize.open_layerwise
+
+    def watched(*given: Any, **how: Any) -> Any:
+        model, load = opened(*given, **how)
+
+        def counted(number: int) -> None:
+            most.append(sum(has_matrices(layer) for layer in model.model.layers.children()))
+            load(number)
+
+        return model, counted
+
+    quantize.open_layerwise = watched
+    code = main(words)
+    (folder / f"most-{os.environ['RANK']}.json").write_text(json.dumps(max(most)))
+    return code
+
+
 @pytest.mark.parametrize("how", ROUNDED)
 def test_rounding_in_shards_makes_what_one_process_makes(how: str, home: Path, tmp_path: Path) -> None:
-    """By a method whose rounding needs no text, so that the order of sums is not in it."""
+    """By a method whose rounding needs no text, so that the order of sums is not in it.
+
+    Layers are there one at a time, but for what is trained, and for the main process, which publishes.
+    """
     stage = {"model": "teacher", "method": "round", "weights": {"format": "int4", "group": 16}, "out": "small"}
     stage |= {name: TRAINING[name] for name in ("data", "batch_tokens", "micro_batch_tokens", "precision")}
     stage |= {"calibration_tokens": "512", "held_out_tokens": 512} | ROUNDED[how]
     words = ["run", str(RECIPE), f"stages={json.dumps([{'quantize': stage}])}", "serve={model: small}"]
-    words += [f"models.teacher.from={home / 'teacher'}", f"data.text.source={home / 'text'}"]
+    parent = next((home / "one").glob("??-mod")) / "model" if how == "routed" else home / "teacher"
+    words += [f"models.teacher.from={parent}", f"data.text.source={home / 'text'}"]
     words += ["--cache", str(home / "cache"), "--folder"]
     forked([*words, str(tmp_path / "one")], 1, {"OMP_NUM_THREADS": "1"})
-    forked([*words, str(tmp_path / "many")], 2, environment(*IN_SHARDS_OF_TWO))
+    given, variables = [*words, str(tmp_path / "many")], environment(*IN_SHARDS_OF_TWO)
+    with ranks(2, rounding, given, tmp_path, log=tmp_path / "log", environment=variables) as started:
+        assert not any(end_of(started, 400)), (tmp_path / "log").read_text()[-9000:]
+    most = [json.loads((tmp_path / f"most-{rank}.json").read_text()) for rank in range(2)]
+    assert most == ([2, 2] if how == "recovered" else [2, 0])
     one, many = (read_result(tmp_path / folder / "01-quantize") for folder in ("one", "many"))
     for expected, model in zip(one.models, many.models, strict=True):  # type: ignore[union-attr]
         assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-5)
         assert [getattr(model, size) for size in SIZES] == [getattr(expected, size) for size in SIZES]
-    weights = [
-        load_file(tmp_path / folder / "01-quantize" / "model" / "model.safetensors") for folder in ("one", "many")
-    ]
+    files = [tmp_path / folder / "01-quantize" / "model" / "model.safetensors" for folder in ("one", "many")]
+    weights = [load_file(file) for file in files]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-2, atol=1e-5)
 

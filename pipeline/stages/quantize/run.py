@@ -14,13 +14,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.mod import calibrate
+from compress.mod import calibrate, set_thresholds
 from compress.quantize.cache import calibrated_cache_scales
 from compress.quantize.calibrated import QuantizedLayerReport, quantize_layers
 from compress.quantize.methods import METHODS
@@ -36,6 +34,7 @@ from model.files.checkpoint import dense_sources, load_model, open_layerwise, te
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import DEFAULT_FINER, format_named
 from model.layers import DecoderLayer
+from model.lazy import passing
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, set_quantized
 from model.training_memory import Rounding, Setup
@@ -44,9 +43,10 @@ from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.results import Quality, Result
 from pipeline.stages.quantize.config import Quantize
+from pipeline.stages.quantize.layers import layer_file, layer_files, load_layer, save_layer
 from pipeline.stages.quantize.report import LayerCost, ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext
-from pipeline.stages.shared.training import RecoveryStage, check_dense, write_tensors
+from pipeline.stages.shared.training import RecoveryStage, check_dense
 from train.loop import TrainingResult
 from train.packing import Batch, calibration_batches
 from train.progress import Progress
@@ -92,9 +92,12 @@ class QuantizeStage(RecoveryStage[Quantize]):
         """The parent in fp32."""
         return load_model(self.context.model(self.config.model), device=choose_device())
 
-    def layerwise(self) -> tuple[Transformer, Callable[[int], None]]:
-        """The parent in fp32 without its layers, embeddings and head as they will stay; and what loads a layer."""
-        model, load_layer = open_layerwise(self.context.model(self.config.model), device=choose_device())
+    def layerwise(self, device: torch.device | None = None) -> tuple[Transformer, Callable[[int], None]]:
+        """The parent in fp32 without its layers, embeddings and head as they will stay; and what loads a layer.
+
+        `device`: by default this process's.
+        """
+        model, load_layer = open_layerwise(self.context.model(self.config.model), device=device or choose_device())
         for name, format in self.formats.items():
             if not name.endswith("_proj"):  # no method sees them
                 weight = model.get_parameter(f"{name}.weight").detach().to(PUBLISHED_DTYPE)
@@ -143,8 +146,7 @@ def run(context: StageContext) -> Result[QuantizeDetails] | None:
     check_dense(context, config.model)
     stage = QuantizeStage(context, config.model)
     start = context.start(Start, partial(_measure_start, stage))
-    student, reports = _rounded(stage, config.method)
-    _calibrate_routers(stage, student)
+    student, reports = _student(stage)
     training = _recover(stage, student)
     if config.has_static_cache and context.processes.is_main:
         text = stage.calibration_text(config.calibration_tokens)
@@ -291,46 +293,49 @@ def _measure_start(stage: QuantizeStage) -> Start:
 
 
 def _measured(stage: QuantizeStage, method: str) -> Rounded:
-    model, reports = _round(stage, method)
-    _calibrate_routers(stage, model)
-    quality = stage.held_out.quality(stage.published_form(model), stage.reference)
+    _round(stage, method)
+    model, reports = _as_published(stage, method)
+    quality = stage.held_out.quality(model, stage.reference)
     log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
     return Rounded(method, quality, sum(report.seconds for report in reports))
 
 
-def _round(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
-    """Has each layer's rounded weights written, but those that lie there already. Returns what `_rounded` does.
+def _round(stage: QuantizeStage, method: str) -> None:
+    """Has each layer's rounded weights written, but those that lie there already.
 
     The text is dealt to all processes, unless rounding is learned; the others read what the main one has written.
     """
     processes, formats = stage.context.processes, stage.formats  # which all ask for together
-    found = processes.agree(len(_layer_files(stage.rounded_folder(method))))
-    is_dealt, rounded = METHODS[method].rounding != "learned", None
+    found = processes.agree(len(layer_files(stage.rounded_folder(method))))
+    is_dealt = METHODS[method].rounding != "learned"
     if found < stage.teacher.config.num_layers and (is_dealt or processes.is_main):
-        rounded = _round_from(stage, method, found, formats, processes.group if is_dealt else ALONE)
+        _round_from(stage, method, found, formats, processes.group if is_dealt else ALONE)
     processes.wait()
-    return rounded if rounded and processes.is_main else _rounded(stage, method)
 
 
 def _round_from(
     stage: QuantizeStage, method: str, found: int, formats: Mapping[str, WeightFormat[Any]], group: Group
-) -> tuple[Transformer, list[QuantizedLayerReport]]:
-    """The same where so many layers are there already, by the processes of a group."""
-    folder, is_main, reports = stage.rounded_folder(method), group.index == 0, list[QuantizedLayerReport]()
-    (model, load_layer), text = stage.layerwise(), stage.calibration_text(stage.config.calibration_tokens)
+) -> None:
+    """The same where so many layers are there already, by the processes of a group, each of which has one at a time."""
+    folder, is_main = stage.rounded_folder(method), group.index == 0
+    (model, load_dense), text = stage.layerwise(), stage.calibration_text(stage.config.calibration_tokens)
     log.info("rounding by %s on %s tokens", method, f"{sum(len(batch.tokens) for batch in text):,}")
     total = model.config.num_layers
     with Progress(f"rounding by {method}", total, done=found, enabled=is_main) as progress:
 
+        def load_next(number: int) -> None:
+            if number:
+                layers_of(model)[number - 1].to_empty(device="meta")
+            load_dense(number)
+
         def restore(number: int) -> bool:
             if number < found:
-                reports.append(_load_layer(model, _layer_file(folder, number), formats))
+                load_layer(model, layer_file(folder, number), formats)
             return number < found
 
         def keep(report: QuantizedLayerReport) -> None:
             if is_main:
-                _save_layer(model, report, folder)
-            reports.append(report)
+                save_layer(model, report, folder)
             progress.advance(1, f"layer {report.number + 1} of {total}")
 
         chosen = replace(METHODS[method], iterations=stage.config.iterations, scale_dtype=PUBLISHED_DTYPE)
@@ -341,61 +346,75 @@ def _round_from(
                 formats.get,
                 chosen,
                 group=group,
-                load_layer=load_layer,
+                load_layer=load_next,
                 restore=restore,
                 on_layer=keep,
             )
         except QuantizationError as error:
             raise UserError(f"quantize: {error}") from None
-    return model, reports
 
 
-def _rounded(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
+def _opened(
+    stage: QuantizeStage, method: str, device: torch.device | None = None
+) -> tuple[Transformer, Callable[[int], None], list[QuantizedLayerReport]]:
+    """The model in fp32 without its layers, what loads a rounded one, and what is said of those that were loaded."""
+    model, load_dense = stage.layerwise(device)
+    folder, reports = stage.rounded_folder(method), list[QuantizedLayerReport]()
+
+    def load(number: int) -> None:
+        load_dense(number)
+        reports.append(load_layer(model, layer_file(folder, number), stage.formats))
+
+    return model, load, reports
+
+
+def _rounded(
+    stage: QuantizeStage, method: str, device: torch.device | None = None
+) -> tuple[Transformer, list[QuantizedLayerReport]]:
     """The model in fp32 with all its rounded layers, and what is said of each."""
-    model, load_layer = stage.layerwise()
-    reports = []
-    for number, path in enumerate(_layer_files(stage.rounded_folder(method))):
-        load_layer(number)
-        reports.append(_load_layer(model, path, stage.formats))
+    model, load, reports = _opened(stage, method, device)
+    for number in range(model.config.num_layers):
+        load(number)
+    _calibrate_routers(stage, model, lambda: stage.models.to_ask(model))
     return model, reports
 
 
-def _calibrate_routers(stage: QuantizeStage, model: Transformer) -> None:
-    """Sets anew the thresholds of routers, whose scores are not what they were before rounding."""
-    if model.config.mixture_of_depths is not None:
-        calibrate(model, stage.training_text())
+def _as_published(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
+    """The same in the form that is measured; in shards, of all processes."""
+    if stage.mesh.is_whole:
+        model, reports = _rounded(stage, method)
+        return stage.published_form(model), reports
+    model, load, reports = _opened(stage, method)
+    _calibrate_routers(stage, model, lambda: passing(*_opened(stage, method)[:2]))
+    dtype = choose_dtype("auto", model.device)
+
+    def load_published(number: int) -> None:
+        load(number)
+        layers_of(model)[number].to(PUBLISHED_DTYPE).to(dtype)
+
+    return stage.models.in_shards(model.to(PUBLISHED_DTYPE).to(dtype), load_published), reports
 
 
-def _save_layer(model: Transformer, report: QuantizedLayerReport, folder: Path) -> None:
-    layer = layers_of(model)[report.number]
-    tensors = {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
-    for name, quantized in quantized_layers(layer).items():
-        tensors |= quantized.format.to_files(name, quantized.weight, PUBLISHED_DTYPE)
-    told = {"report": msgspec.json.encode(report).decode()}
-    write_tensors(_layer_file(folder, report.number), tensors, told)
+def _student(stage: QuantizeStage) -> tuple[Transformer, list[QuantizedLayerReport]]:
+    """The one to be trained and published. In shards it is in host memory; if it is not trained, of the main process.
+
+    The others have it without layers, then.
+    """
+    method = stage.config.method
+    if stage.mesh.is_whole:
+        return _rounded(stage, method)
+    if stage.config.tokens or stage.has_trained:
+        return _rounded(stage, method, torch.device("cpu"))
+    return _opened(stage, method)[0], []
 
 
-def _load_layer(model: Transformer, path: Path, formats: Mapping[str, WeightFormat[Any]]) -> QuantizedLayerReport:
-    with safe_open(path, framework="pt") as file:
-        report = msgspec.json.decode(file.metadata()["report"], type=QuantizedLayerReport)
-    tensors, layer = load_file(path), layers_of(model)[report.number]
-    for full_name in report.errors:
-        name = full_name.removeprefix(f"model.layers.{report.number}.")
-        format = formats[full_name]
-        weight = format.from_files(name, model.get_parameter(f"{full_name}.weight").shape, tensors.__getitem__)
-        set_quantized(layer, name, format.moved(weight, model.device), format)
-    for name, parameter in layer.named_parameters():
-        parameter.data.copy_(tensors[name])
-    return report
-
-
-def _layer_file(folder: Path, number: int) -> Path:
-    return folder / f"{number:04d}.safetensors"
-
-
-def _layer_files(folder: Path) -> list[Path]:
-    """Of the layers that are done, in order."""
-    return sorted(folder.glob("*.safetensors"))
+def _calibrate_routers(stage: QuantizeStage, model: Transformer, opened: Callable[[], Transformer]) -> None:
+    """Sets anew the thresholds of routers, whose scores rounding has changed; `opened`: the model, to be asked."""
+    if model.config.mixture_of_depths is None:
+        return
+    calibrate(asked := opened(), stage.training_text())
+    mixture = asked.config.mixture_of_depths
+    set_thresholds(model, mixture.thresholds if mixture else ())
 
 
 # --- recovery --------------------------------------------------------------------------------------------------------
@@ -415,7 +434,7 @@ def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
 
 def _tell_changes(stage: QuantizeStage, student: Transformer) -> None:
     """Of a recovery, which may have been too short to change any number that files hold."""
-    paths = _layer_files(stage.rounded_folder(stage.config.method))
+    paths = layer_files(stage.rounded_folder(stage.config.method))
     stage.changed = sum(
         _changed_projections(layer, path) for layer, path in zip(layers_of(student), paths, strict=True)
     )

@@ -51,11 +51,13 @@ class Models:
 
     def to_measure(self, model: LazyModel) -> Transformer:
         """One that is not published."""
-        if self.mesh.is_whole:
-            return model.made()
+        return model.made() if self.mesh.is_whole else self.in_shards(*model.opened())
+
+    def in_shards(self, model: Transformer, make_layer: Callable[[int], None]) -> Transformer:
+        """The same of one whose layers hold no memory yet."""
         from train.sharding import make_frozen
 
-        return make_frozen(model, self.mesh.undivided)
+        return make_frozen(model, make_layer, self.mesh.undivided)
 
     def to_calibrate(self, model: LazyModel) -> Transformer:
         """One for each process to pass its own text through."""
