@@ -34,9 +34,11 @@ def return_what_is_freed() -> None:
 def peak_resident_bytes(function: Callable[[], object]) -> int:
     """The most that the process grows by within `function`: what other threads free, the profiler does not see.
 
-    What was made before must be such as `return_what_is_freed` leaves behind.
+    What was made before must be such as `return_what_is_freed` leaves behind. Small pieces that were freed go back to
+    the system, or `function` would first fill them, and grow by less than it takes.
     """
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
     function()
