@@ -43,9 +43,8 @@ class TrainedSplit(Split):
         super().__init__(group, config)
 
     def arrange(self, model: Transformer) -> Transformer:
-        part = Transformer(part_config(self.config, self.group))
-        connect(part, self.group)
-        return part
+        """Whoever has loaded it calls `connect`: quantized weights come with layers of their own."""
+        return Transformer(part_config(self.config, self.group))
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
         return super().part(name, shape) if name.startswith(LAYERS) else Part()

@@ -38,6 +38,7 @@ from model.lora import adapted_layers
 from model.mesh import Mesh
 from model.quantized import quantized_layers
 from model.tensor_parallel import ALONE, LAYERS
+from model.trained_split import connect
 from model.transformer import Transformer
 from model.unmade import filled_in_turn
 from train.accelerator import this_accelerator
@@ -274,7 +275,7 @@ def load_frozen(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Transformer:
     It is read layer by layer, so that no process ever holds it all; of what carries an adapter, all of that.
     """
     device = this_accelerator().device
-    layout = layout_of(load_config(folder), tensor_group(mesh, device))
+    layout = layout_of(load_config(folder), group := tensor_group(mesh, device))
     how: Any = {"dtype": dtype, "device": device, "layout": layout}
     load_layer: Callable[[int], object]
     if (base := base_folder(folder)) == folder:
@@ -285,6 +286,8 @@ def load_frozen(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Transformer:
         load_adapter(model, folder, layout)
         load_layer = filled_in_turn(model.requires_grad_(False))
     shard_frozen(model, device_mesh(mesh, device), load_layer)
+    if group.count > 1:
+        connect(model, group)
     return model
 
 

@@ -110,6 +110,8 @@ def main(folder: Path, *models: str) -> None:
     return_what_is_freed()
     rank, reference = this_rank(), folder / "reference"
     found = {name: measure(folder / name, reference) for name in ("reference", *models)}
+    mesh = Mesh(1, 1, tensor=rank.count)
+    found["divided"] = asdict(HeldOut(BATCHES).quality(load_published(folder / "quantized", mesh, torch.float32)))
     ways = to_train(folder, Models(Mesh(1, rank.count)))
     found |= {name: train(make) for name, make in ways.items()}
     (folder / f"{rank.count}-{rank.index}.json").write_text(json.dumps(found))

@@ -81,6 +81,12 @@ def test_quality_in_shards_is_that_of_one_process(name: str, measured: list[list
         assert process[name]["loading"] < 0.65 * one[name]["loading"]
 
 
+def test_a_quantized_model_whose_layers_are_divided_says_the_same(measured: list[list[dict[str, Any]]]) -> None:
+    (one,), many = measured
+    for process in many:
+        assert process["divided"]["nll"]["value"] == pytest.approx(one["divided"]["nll"]["value"], rel=1e-5)
+
+
 @pytest.mark.parametrize("how", ["read", "drawn", "dense base", "base", "base of loftq"])
 def test_what_is_trained_is_made_in_the_shards_that_train_it(how: str, measured: list[list[dict[str, Any]]]) -> None:
     """No process ever has more than its share and a layer; together they have what one process has, to the bit.
