@@ -60,14 +60,15 @@ class Slowing(Recorded):
 def test_turns_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that slows down makes no model slower than another."""
     monkeypatch.setattr(speed.time, "perf_counter", lambda: Slowing.now)
-    seconds = [1.0, 2.0, 4.0, 8.0, 16.0][:TURNS]
+    seconds = [2.0**turn for turn in range(TURNS)]
+    ratios = (2, 3, 2, 1, 2, 3, 2, 1, 2)
     engines: Any = [
         Slowing(seconds),
-        Slowing([each / ratio for each, ratio in zip(seconds, (2, 3, 2, 1, 2), strict=True)]),
+        Slowing([each / ratio for each, ratio in zip(seconds, ratios, strict=True)]),
     ]
     ((first,), (second,)) = measure_speed(engines, [[7]], replace(SPEED, batch_sizes=(1,)))
     assert first.beside is None and second.beside == 2
-    assert (first.tokens_per_s, second.tokens_per_s) == (SPEED.new_tokens / 4, SPEED.new_tokens / 2)
+    assert (first.tokens_per_s, second.tokens_per_s) == (SPEED.new_tokens / 16, SPEED.new_tokens / 8)
 
 
 def test_few_prompts_are_asked_again() -> None:
