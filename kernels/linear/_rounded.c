@@ -94,37 +94,6 @@ INLINE void fetch_numbers(const Weight *w, const void *numbers, int64_t n) {
     fetch(place_of(w, numbers, n * groups_of(w)), OUTPUTS * groups_of(w) * (w->is_half ? 2 : 4));
 }
 
-/* OUTPUTS of W, and what is wanted after them, or null. */
-typedef struct {
-    const uint8_t *codes, *next;
-    const float *scales, *shifts; /* [G, OUTPUTS] */
-} Outputs;
-
-/* `tokens` rows of x, from the t-th on, times OUTPUTS of W. */
-INLINE void multiply(const Kind kind, const int tokens, const Weight *w, const Outputs *outputs, const Rows *x, int64_t t,
-                     __m512 *y) {
-    int64_t step = bytes_of(w->format, kind.span), byte = 0;
-    const uint8_t *next = t ? NULL : outputs->next;
-    UNROLLED(int i = 0; i < tokens; i++) y[i] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < w->k; k += kind.span, t += x->rows, byte += step) {
-        int64_t group = k / w->group * OUTPUTS;
-        __m512 scale = _mm512_loadu_ps(outputs->scales + group);
-        __m512 shift = kind.has_shifts ? _mm512_loadu_ps(outputs->shifts + group) : _mm512_setzero_ps();
-        if (next) fetch(next + OUTPUTS * byte, OUTPUTS * step);
-        multiply_span(kind, tokens, w, outputs->codes, byte, scale, shift, x, t, y);
-    }
-}
-
-/* What is added to code * scale, [G, OUTPUTS]. */
-INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, float *out) {
-    if (w->minima) {
-        numbers_by_lanes(w, w->minima, n, out);
-        return;
-    }
-    zeros_by_lanes(w, n, out);
-    for (int64_t i = 0; i < groups_of(w) * OUTPUTS; i++) out[i] *= -scales[i];
-}
-
 /* The first `count` of OUTPUTS sums, as y holds them. */
 INLINE void store_outputs(int dtype, void *y, __m512 sums, int64_t count) {
     __mmask16 stored = (1 << count) - 1;
@@ -136,6 +105,42 @@ INLINE void store_outputs(int dtype, void *y, __m512 sums, int64_t count) {
     __m256 high = rounded(BF16, _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(sums), 1)));
     __m512i bits = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)), _mm256_castps_si256(high), 1);
     _mm256_mask_storeu_epi16(y, stored, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+}
+
+/* OUTPUTS of W, what is wanted after them, or null, and where products go. */
+typedef struct {
+    const uint8_t *codes, *next;
+    const float *scales, *shifts; /* [G, OUTPUTS] */
+    int dtype;
+    char *y; /* the first `count` of a row; rows are `row` bytes apart */
+    int64_t row, count;
+} Outputs;
+
+/* `tokens` rows of x, from the t-th on, times OUTPUTS of W. */
+INLINE void multiply(const Kind kind, const int tokens, const Weight *w, const Outputs *outputs, const Rows *x, int64_t t) {
+    int64_t step = bytes_of(w->format, kind.span), byte = 0;
+    const uint8_t *next = t ? NULL : outputs->next;
+    char *to = outputs->y + t * outputs->row;
+    __m512 y[TOKENS];
+    UNROLLED(int i = 0; i < tokens; i++) y[i] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < w->k; k += kind.span, t += x->rows, byte += step) {
+        int64_t group = k / w->group * OUTPUTS;
+        __m512 scale = _mm512_loadu_ps(outputs->scales + group);
+        __m512 shift = kind.has_shifts ? _mm512_loadu_ps(outputs->shifts + group) : _mm512_setzero_ps();
+        if (next) fetch(next + OUTPUTS * byte, OUTPUTS * step);
+        multiply_span(kind, tokens, w, outputs->codes, byte, scale, shift, x, t, y);
+    }
+    UNROLLED(int i = 0; i < tokens; i++) store_outputs(outputs->dtype, to + i * outputs->row, y[i], outputs->count);
+}
+
+/* What is added to code * scale, [G, OUTPUTS]. */
+INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, float *out) {
+    if (w->minima) {
+        numbers_by_lanes(w, w->minima, n, out);
+        return;
+    }
+    zeros_by_lanes(w, n, out);
+    for (int64_t i = 0; i < groups_of(w) * OUTPUTS; i++) out[i] *= -scales[i];
 }
 
 /* The codes of OUTPUTS rows, turned. */
@@ -155,9 +160,9 @@ INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, in
     ALIGNED float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1];
     ALIGNED uint8_t turned_codes[turns ? OUTPUTS * bytes : 1];
     const uint8_t *codes = w->codes + n * bytes;
-    Outputs outputs = {codes, w->is_turned && x->rows == 1 ? NULL : codes + AHEAD * bytes, scales, shifts};
+    const uint8_t *next = w->is_turned && x->rows == 1 ? NULL : codes + AHEAD * bytes;
+    Outputs outputs = {codes, next, scales, shifts, dtype, y, row, count};
     Weight turned = *w;
-    __m512 sums[TOKENS];
     for (int64_t i = 0; i < x->rows; i++) __builtin_prefetch(y + i * row, 1);
     fetch_numbers(w, w->scales, n + AHEAD);
     if (w->minima) fetch_numbers(w, w->minima, n + AHEAD);
@@ -168,18 +173,9 @@ INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, in
         outputs.codes = turned_codes;
         turned.is_turned = 1;
     }
-    for (; t + TOKENS <= x->rows; t += TOKENS) {
-        multiply(kind, TOKENS, &turned, &outputs, x, t, sums);
-        UNROLLED(int i = 0; i < TOKENS; i++) store_outputs(dtype, y + (t + i) * row, sums[i], count);
-    }
-    for (; t + 4 <= x->rows; t += 4) {
-        multiply(kind, 4, &turned, &outputs, x, t, sums);
-        UNROLLED(int i = 0; i < 4; i++) store_outputs(dtype, y + (t + i) * row, sums[i], count);
-    }
-    for (; t < x->rows; t++) {
-        multiply(kind, 1, &turned, &outputs, x, t, sums);
-        store_outputs(dtype, y + t * row, sums[0], count);
-    }
+    for (; t + TOKENS <= x->rows; t += TOKENS) multiply(kind, TOKENS, &turned, &outputs, x, t);
+    for (; t + 4 <= x->rows; t += 4) multiply(kind, 4, &turned, &outputs, x, t);
+    for (; t < x->rows; t++) multiply(kind, 1, &turned, &outputs, x, t);
 }
 
 /* The same, compiled for each kind. */
