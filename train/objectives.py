@@ -7,8 +7,8 @@ so the logits of a whole batch never exist.
 Legend: T tokens, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -16,21 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.common.soft_cap import soft_capped
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from kernels.losses.linear_distillation import DivergenceKind, linear_distillation
+from kernels.losses.linear_sparse_distillation import linear_sparse_distillation
 from model.attention import AttentionOf, PackedAttention
 from model.context import ContextAttention
-from model.files.distributions import Targets
 from model.layers import Routing
 from model.routed import ExpertChoice
 from model.trained_split import take_rows
 from model.transformer import Transformer
 from train.config import Loss
 from train.packing import IGNORE_LABEL, Batch
-
-CHUNK_LOGITS = 2**24
-"""Logits of a chunk of positions, where a loss from stored distributions looks at them one by one."""
 
 
 class ObjectiveOutput(NamedTuple):
@@ -163,17 +159,7 @@ def hidden_distance(learnt: Sequence[Tensor], taught: Sequence[Tensor], labels: 
 
 
 class StoredDistillation:
-    """Forward KL from the distributions that a teacher has left beside the text; no teacher runs.
-
-    KL(w ‖ q) = Σ w log w − Σ w z + log Σ exp z: the middle is a product of the hidden state with Σ w W, the last is the
-    label's cross-entropy plus its logit. Under a soft cap, which is not linear, the middle is summed up from the logits
-    of a few positions at a time. In place of the first stands the entropy of the teacher's whole distribution,
-    so the loss is an unbiased estimate of the dense one, and of one position may be negative.
-
-    Where w lists some tokens K and leaves a rest r, the loss is the KL over K and one bucket of all other tokens. Its
-    gradient is that of the dense KL from a teacher which spreads r over them as the student does: the student is left
-    alone where nothing is known. To the sum comes r log r, in the entropy, and - r log Σ_(not in K) exp z.
-    """
+    """Forward KL from the distributions that a teacher has left beside the text; no teacher runs."""
 
     def __init__(self, loss: Loss | None = None) -> None:
         """Raises ValueError for a loss that is not linear in the teacher's distribution."""
@@ -186,98 +172,15 @@ class StoredDistillation:
     ) -> ObjectiveOutput:
         if batch.targets is None:
             raise ValueError("the batch has no stored distributions")
-        hidden, weight, targets = hidden_states(model, batch, routing), model.head_weight, batch.targets
-        logits = _Logits(hidden, weight, model.config.logit_soft_cap)
-        cross_entropy = linear_cross_entropy(hidden, weight, batch.labels, soft_cap=logits.soft_cap)
-        labelled = batch.labels != IGNORE_LABEL
-        margin = (_margin if logits.soft_cap is None else _capped_margin)(logits, batch.labels, targets)
-        kl = cross_entropy + margin - torch.where(labelled, targets.entropies, 0.0).sum()
-        if targets.rest is not None:
-            kl = kl - _rest_sum(logits, replace(targets, rest=torch.where(labelled, targets.rest, 0.0)))
-        soft = 1 - self.loss.hard_weight
-        metrics = {"kl": kl.detach(), "cross_entropy": cross_entropy.detach()}
-        return ObjectiveOutput(soft * kl + self.loss.hard_weight * cross_entropy, batch.num_labels, metrics)
-
-
-class _Logits(NamedTuple):
-    """What they are made of."""
-
-    hidden: Tensor
-    """[T, D]"""
-    weight: Tensor
-    """[V, D]"""
-    soft_cap: float | None
-
-
-class _Listed(NamedTuple):
-    """A few positions, and the tokens that the teacher lists there."""
-
-    positions: slice
-    rows: Tensor
-    """[e] int64, from the first of the positions on."""
-    ids: Tensor
-    """[e] int64, below V: what pads the teacher's vocabulary has no row here."""
-    weights: Tensor
-    """[e] fp32"""
-
-
-def _margin(logits: _Logits, labels: Tensor, targets: Targets) -> Tensor:
-    """Σ of the label's logit over the expected one, where there is a label."""
-    hidden, weight, _ = logits
-    weights = torch.where(targets.ids < len(weight), targets.weights, 0.0).to(weight.dtype)
-    ids = targets.ids.clamp(max=len(weight) - 1)
-    expected = F.embedding_bag(ids, weight, targets.starts, mode="sum", per_sample_weights=weights)
-    chosen = F.embedding(labels.clamp(min=0), weight)
-    return (torch.where((labels != IGNORE_LABEL)[:, None], chosen - expected, 0.0).float() * hidden.float()).sum()
-
-
-def _capped_margin(logits: _Logits, labels: Tensor, targets: Targets) -> Tensor:
-    """The same of logits that are not linear in the weights."""
-
-    def of_chunk(z: Tensor, listed: _Listed) -> Tensor:
-        own = labels[listed.positions]
-        chosen = z.gather(1, own.clamp(min=0)[:, None])[:, 0]
-        expected = torch.zeros_like(chosen).index_add(0, listed.rows, listed.weights * z[listed.rows, listed.ids])
-        return torch.where(own != IGNORE_LABEL, chosen - expected, 0.0).sum()
-
-    return _sum_over_chunks(logits, targets, of_chunk)
-
-
-def _rest_sum(logits: _Logits, targets: Targets) -> Tensor:
-    """Σ r log Σ_(not in K) exp z."""
-
-    def of_chunk(z: Tensor, listed: _Listed) -> Tensor:
-        others = z.index_put((listed.rows, listed.ids), least)
-        return (rest[listed.positions] * others.logsumexp(-1)).sum()
-
-    rest, least = cast("Tensor", targets.rest), logits.hidden.new_full((), -torch.inf, dtype=torch.float32)
-    return _sum_over_chunks(logits, targets, of_chunk)
-
-
-def _sum_over_chunks(logits: _Logits, targets: Targets, part: Callable[[Tensor, _Listed], Tensor]) -> Tensor:
-    """Σ of `part` over the positions [T], a few at a time, whose logits, fp32, are computed again backward."""
-
-    def of_chunk(hidden: Tensor, weight: Tensor, listed: _Listed) -> Tensor:
-        return part(soft_capped((hidden[listed.positions] @ weight.t()).float(), logits.soft_cap), listed)
-
-    chunks = _listed(targets, len(logits.weight))
-    parts = [checkpoint(of_chunk, *logits[:2], listed, use_reentrant=False) for listed in chunks]
-    return torch.stack(parts).sum()
-
-
-def _listed(targets: Targets, vocabulary: int) -> list[_Listed]:
-    """All positions, in chunks of so many logits."""
-    bounds = [*targets.starts.tolist(), len(targets.ids)]
-    sizes = torch.diff(targets.starts, append=targets.starts.new_tensor([len(targets.ids)]))
-    rows = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
-    chunks, size = [], max(CHUNK_LOGITS // vocabulary, 1)
-    for start in range(0, len(sizes), size):
-        stop = min(start + size, len(sizes))
-        own = slice(bounds[start], bounds[stop])
-        known = targets.ids[own] < vocabulary
-        listed = (rows[own] - start, targets.ids[own], targets.weights[own])
-        chunks.append(_Listed(slice(start, stop), *(of[known] for of in listed)))
-    return chunks
+        sums = linear_sparse_distillation(
+            hidden_states(model, batch, routing),
+            model.head_weight,
+            batch.labels,
+            batch.targets,
+            hard_weight=self.loss.hard_weight,
+            soft_cap=model.config.logit_soft_cap,
+        )
+        return ObjectiveOutput(sums.loss, batch.num_labels, {"kl": sums.kl, "cross_entropy": sums.cross_entropy})
 
 
 RoutableObjective = LanguageModelling | Distillation | StoredDistillation

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.losses.linear_sparse_distillation import SparseTargets
 from model.collectives import Group
 from model.context import ContextPart
-from model.files.distributions import Targets
 from model.trained_split import taken_rows
 from train.data import TokenizedDocuments
 
@@ -49,7 +49,7 @@ class Batch:
     labels: Tensor
     num_labels: int
     num_bytes: int = 0
-    targets: Targets | None = None
+    targets: SparseTargets | None = None
     part: ContextPart | None = None
     sharers: Group | None = None
 

@@ -8,7 +8,7 @@ variance of this is less: n_i is never farther than 1 from N p_i.
 
 A teacher of which no more is known than the log-probabilities of some tokens, the most probable ones, is stored as it
 is known: n_i / N is p_i rounded to parts of N = 65,535, and what is missing to 1 is the rest, of which only the sum is
-known. The loss then counts all other tokens as one (train/objectives.py).
+known. The loss then counts all other tokens as one (kernels/losses/linear_sparse_distillation.py).
 
 They are stored by document, so how documents are packed into batches does not matter, in shards of whole documents:
 
@@ -25,7 +25,7 @@ V vocabulary, N draws.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from kernels.common.soft_cap import soft_cap_
+from kernels.losses.linear_sparse_distillation import SparseTargets
 from model.files.safe_io import read_json_object, sync_file, write_json
 from model.files.sealed_folder import folder_digest
 
@@ -52,26 +53,6 @@ Arrays = dict[str, np.ndarray]
 
 class DistributionsError(ValueError):
     """Stored distributions that are damaged, or belong to other documents; the sentence names the folder."""
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Distributions of the T positions of a batch."""
-
-    ids: Tensor
-    """[E] int64, tokens of all positions one after another."""
-    weights: Tensor
-    """[E] fp32: their probabilities, which are 1 together with the rest at a position that has any."""
-    starts: Tensor
-    """[T] int64, where those of a position begin."""
-    entropies: Tensor
-    """[T] fp32, nats."""
-    rest: Tensor | None = None
-    """[T] fp32: the probability of all other tokens together, where they have some."""
-
-    def to(self, device: torch.device | str) -> "Targets":
-        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
-        return replace(self, **moved)
 
 
 def shard_name(number: int) -> str:
@@ -229,14 +210,14 @@ class Distributions:
         self.teacher, self.draws = str(index["teacher"]), int(index["draws"])
         self._first_tokens = index["first_tokens"]
 
-    def targets(self, pieces: Sequence[tuple[int, int]], tokens: np.ndarray) -> Targets:
+    def targets(self, pieces: Sequence[tuple[int, int]], tokens: np.ndarray) -> SparseTargets:
         """Of pieces (start, length) of the documents, which are `tokens` altogether, one after another."""
         parts = [self._read(start, length, tokens) for start, length in pieces]
         sizes, ids, counts, entropies = (np.concatenate(part) for part in zip(*parts, strict=True))
         ends = np.cumsum(sizes)
         sums = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         rest = 1 - (sums[ends] - sums[ends - sizes]) / self.draws
-        return Targets(
+        return SparseTargets(
             ids=torch.from_numpy(ids),
             weights=torch.from_numpy(counts.astype(np.float32) / self.draws),
             starts=torch.from_numpy(ends - sizes),

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.losses import _projection
+from kernels.losses.linear_sparse_distillation import SparseTargets
 from model.files.distributions import (
     LISTED_PARTS,
     Distributions,
     DistributionsError,
     Sampled,
-    Targets,
     rounded,
     sample,
     shard_name,
@@ -23,7 +24,6 @@ from model.files.distributions import (
 from model.files.sealed_folder import seal
 from model.transformer import Transformer
 from tests.tiny import tiny_model
-from train import objectives
 from train.config import Loss
 from train.data import TokenizedDocuments
 from train.objectives import Distillation, StoredDistillation, hidden_states
@@ -191,11 +191,10 @@ def test_the_mean_over_draws_is_the_dense_loss_and_its_gradient(hard_weight: flo
     assert float(found.metrics["cross_entropy"]) == pytest.approx(float(expected.metrics["cross_entropy"]), rel=1e-5)
 
 
-def targets_of(drawn: Sampled, rows: Tensor, length: int):
-
+def targets_of(drawn: Sampled, rows: Tensor, length: int) -> SparseTargets:
     sizes, entropies = np.zeros(length, np.int64), np.zeros(length, np.float32)
     sizes[rows.numpy()], entropies[rows.numpy()] = drawn.sizes, drawn.entropies
-    return Targets(
+    return SparseTargets(
         torch.from_numpy(drawn.ids),
         torch.from_numpy(drawn.counts.astype(np.float32) / DRAWS),
         torch.from_numpy(np.cumsum(sizes) - sizes),
@@ -241,7 +240,7 @@ def test_the_rest_of_a_listed_distribution_is_one_token(
     tmp_path: Path, top: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss and its gradient are those of the plain KL over K + 1 tokens in fp64, through the files on disk."""
-    monkeypatch.setattr(objectives, "CHUNK_LOGITS", 5 * 512)
+    monkeypatch.setattr(_projection, "_LOGITS_PER_CHUNK", 5 * 512)
     teacher, student = tiny_model(family, seed=1), tiny_model(family, seed=2)
     documents = documents_of([24, 9], 512, masked=True)
     pieces = cut(documents, 24)
