@@ -165,6 +165,7 @@ def test_no_process_makes_a_model_whole_but_the_main_one_for_parity(home: Path) 
         "gqa": {"compare": ["mean"], "compare_tokens": 512},
         "mod": {"train": "adapters"},
         "distill": {"student": NARROWER},
+        "qlora": {"model": "routed"},
     }
     wanted = {name: stage | {"tokens": "1k"} | changes.get(name, {}) for name, stage in STAGES.items()}
     words, folder = arguments(home, "counted", wanted), home / "counted"

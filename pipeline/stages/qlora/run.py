@@ -32,7 +32,7 @@ from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.gates import check_bound
-from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model, load_published
+from pipeline.measure.quality import PUBLISHED_DTYPE, describe_model
 from pipeline.results import Check, ModelReport, Result
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.qlora.report import AdapterSize, MergedQuality, QloraDetails, QuantizedSize
@@ -140,7 +140,7 @@ def _calibrate_base(stage: QloraStage[Q], folder: Path) -> None:
     """
     if load_config(folder).mixture_of_depths is None:
         return
-    model = load_published(folder)
+    model = stage.models.load_to_calibrate(folder)
     calibrate(model, stage.training_text())
     replace_config(folder, model.config)
 

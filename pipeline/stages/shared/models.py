@@ -1,9 +1,9 @@
 """Where the models of a stage lie: whole on each process's device, or, where training is in shards, nowhere whole.
 
-load, to_measure    in the shards of all processes, who ask together
-to_train, to_adapt  likewise
-to_calibrate        a layer at a time on the device of each, whose passes are its own
-to_ask              likewise, of a model in host memory
+load, to_measure                 in the shards of all processes, who ask together
+to_train, to_adapt               likewise
+to_calibrate, load_to_calibrate  a layer at a time on the device of each, whose passes are its own
+to_ask                           likewise, of a model in host memory
 """
 
 import copy
@@ -16,8 +16,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from model.files.checkpoint import load_model
-from model.lazy import LazyModel, passing_copy, unmade_of_folder
+from model.files.checkpoint import load_model, open_layerwise
+from model.lazy import LazyModel, passing, passing_copy, unmade_of_folder
 from model.mesh import Mesh, MeshError, choose_device, choose_dtype, training_mesh
 from model.transformer import Transformer
 from pipeline.measure.quality import load_published
@@ -62,6 +62,13 @@ class Models:
     def to_calibrate(self, model: LazyModel) -> Transformer:
         """One for each process to pass its own text through."""
         return model.made() if self.mesh.is_whole else model.passing()
+
+    def load_to_calibrate(self, folder: Path) -> Transformer:
+        """The same of a published model without an adapter."""
+        if self.mesh.is_whole:
+            return load_published(folder)
+        device = choose_device()
+        return passing(*open_layerwise(folder, dtype=choose_dtype("auto", device), device=device))
 
     def to_train(self, model: LazyModel) -> Transformer:
         """A student; in shards no process has it whole."""
