@@ -17,13 +17,33 @@ from tests import compiled_before, trials
 
 gc.disable()  # until all tests are collected: what is made until then stays
 
+NEED_TRITON = [
+    "bench/test_gpu_hour.py",
+    "bench/test_gpu_parts.py",
+    "bench/test_host_overhead.py",
+    "bench/test_kernel_bench.py",
+    "bench/test_machine_code.py",
+    "kernels/test_flash_hopper.py",
+    "kernels/test_flash_tiles.py",
+    "kernels/test_native_compile.py",
+    "kernels/test_paged_attention_triton.py",
+    "kernels/test_quantized_pairs.py",
+    "kernels/test_random.py",
+    "serve/test_warm_up.py",
+]
+"""Files that are about it throughout; single tests elsewhere are skipped without it (tests/interpreted.py)."""
+
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined; it has no effect on kernels imported before.
     os.environ["TRITON_INTERPRET"] = "1"
+    from kernels.common.triton import has_triton
 
-    from tests.interpreter import quicken
+    if has_triton():
+        from tests.interpreter import quicken
 
-    quicken()
+        quicken()
+    else:
+        collect_ignore = NEED_TRITON
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.common.triton_support import interpreted
 from kernels.sampling import _draws_cpu as in_c
+from tests.interpreted import interpreted
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from tests.interpreted import needs_triton
+
+pytestmark = needs_triton
+
 VARIANTS = {
     "_thresholds._extremes_kernel": 2,
     "_thresholds._narrow_kernel": 4,

@@ -11,8 +11,8 @@ from kernels.attention import flash
 from kernels.attention._flash_tiles import Inputs, Settings, Tile, Tiles
 from kernels.attention.flash import flash_attention, flash_attention_reference
 from kernels.common.ragged_tiles import most_tiles, plan_tiles
-from kernels.common.triton_support import interpreted
 from tests.compare import check_all_close, check_close
+from tests.interpreted import interpreted
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 # Lengths of queries and keys of each document: empty, single, around a band of 128 queries, ragged.

@@ -20,8 +20,8 @@ from kernels.attention._flash_cpu import documents, visible_keys
 from kernels.attention._flash_tiles import Inputs, Settings
 from kernels.attention.flash import flash_attention_reference
 from kernels.common.ragged_tiles import plan_tiles
-from kernels.common.triton_support import interpreted
 from tests.compare import check_all_close, check_close
+from tests.interpreted import interpreted
 from tests.kernels.gluon_model import Deadlock, Descriptor, Overwritten, Pointer, Program, run
 from tests.native_compile import ptx_of
 

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.interpreted import needs_triton
 
+
+@needs_triton
 def test_what_is_rehearsed_is_compiled_once_and_computes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.kernels.rehearsed"]
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

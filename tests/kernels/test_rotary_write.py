@@ -10,8 +10,8 @@ from kernels.attention._kv_quantization import dequantize_rows
 from kernels.attention.rotary import rope_frequencies, rotary_tables
 from kernels.attention.rotary_write import HeadNorms, qk_norm_rope, rotate_and_write, rotate_and_write_reference
 from kernels.attention.write_pages import write_pages
-from kernels.common.triton_support import interpreted
 from tests.compare import check_close
+from tests.interpreted import interpreted
 
 PAGE = 16
 SLOTS = (17, -1, 0, 47, 33)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from compress.quantize.round_to_nearest import quantize_model
-from kernels.common.triton_support import interpreted
 from model.attention import PackedAttention
 from model.files.adapter import AdapterError, load_adapter, load_adapters, save_adapter
 from model.formats.bitsandbytes import NF4
 from model.lora import LoraConfig, LoraError, attach_lora, detach_lora
 from model.transformer import Transformer
 from tests.compare import relative_rms
+from tests.interpreted import interpreted
 from tests.model.test_lora import disturb
 from tests.tiny import full_logits, tiny_model
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.common.triton_support import interpreted
 from model.attention import PackedAttention
 from model.config import ConfigError, MixtureOfDepths, ModelConfig
 from model.files.checkpoint import load_config, load_model, save_model
 from model.routed import ExpertChoice, RoutedLayer
 from model.transformer import Transformer
 from tests.compare import relative_rms
+from tests.interpreted import interpreted
 from tests.model.paged_cache import PagedCache
 from tests.tiny import full_logits, tiny_config, tiny_model
 from tests.trials import trials

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.common.triton_support import interpreted
 from model.attention import PackedAttention
 from model.config import MixtureOfDepths
 from model.files.checkpoint import save_model
@@ -23,6 +22,7 @@ from serve.engine.engine import Engine
 from serve.engine.loading import Models
 from serve.sampling_params import SamplingParams
 from tests.compare import relative_rms
+from tests.interpreted import interpreted
 from tests.model.paged_cache import PagedCache, RoundedAttention
 from tests.serve.toys import generate, greedy, random_prompts, toy_tokenizer
 from tests.tiny import tiny_model

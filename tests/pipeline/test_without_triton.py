@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kernels.common.triton import NoLanguage, NoTriton
+from tests.interpreted import needs_triton
 
 KINDS = "import_model pretrain gqa mod distill sft qlora quantize evaluate"
 
@@ -24,6 +25,7 @@ def test_all_imports_each_kind_of_stage_and_serving(tmp_path: Path) -> None:
     assert kinds == KINDS and exact == rounded == "4 tokens" and has_triton == "False"
 
 
+@needs_triton
 def test_triton_is_imported_by_nobody_who_has_no_use_for_it() -> None:
     """It takes a tenth of the time to start. Who says how kernels run, asks for it."""
     code = "import sys, serve.llm; print('triton' in sys.modules)"

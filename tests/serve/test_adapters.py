@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from compress.lora import merge
-from kernels.common.triton_support import interpreted
 from model.files.adapter import load_adapter, load_adapters, save_adapter
 from model.files.artifact import publish
 from model.files.checkpoint import load_model, save_model
@@ -24,6 +23,7 @@ from serve.engine.loading import load_models
 from serve.llm import LLM
 from serve.outputs import RequestOutput
 from serve.tenant import Tenant
+from tests.interpreted import interpreted
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.http_server import RunningServer, running_server, save_tiny_folder
 from tests.serve.toys import drain, greedy, greedy_oracle, join, make_engine, random_prompts

@@ -15,7 +15,6 @@ import torch
 
 from compress.quantize.round_to_nearest import quantize_model
 from kernels.common.cuda_graph import MOST_FAILURES, Graphs
-from kernels.common.triton_support import interpreted
 from model.config import MixtureOfDepths
 from model.files.adapter import load_adapters
 from model.formats.bitsandbytes import NF4
@@ -30,6 +29,7 @@ from serve.engine.warm_up import warm_up
 from serve.outputs import RequestOutput
 from serve.sampling_params import SamplingParams
 from tests.compare import check_close
+from tests.interpreted import interpreted, needs_triton
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.conftest import ENGINES, names_reached
 from tests.serve.recorded_graphs import CaptureViolation, RecordedGraph, _watched, counted, recorded_graphs
@@ -310,6 +310,7 @@ def test_shared_pages_that_are_copied_are_told() -> None:
     assert drain(engine)[("r", 0)].new_token_ids == expected[0]
 
 
+@needs_triton
 def test_plain_decoding_is_captured_before_the_first_request() -> None:
     engine = make_engine(tiny_model(seed=3), max_num_seqs=20)
     warm_up(engine)
@@ -320,6 +321,7 @@ def test_plain_decoding_is_captured_before_the_first_request() -> None:
     assert counts["captures"] == 0 and counts["replays"] >= 19
 
 
+@needs_triton
 def test_nobody_notices_the_warm_up() -> None:
     model = tiny_model(seed=3)
     engine = make_engine(model)

@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.serve.decode_trace import find_gaps
-from kernels.common.triton_support import interpreted
 from model.transformer import Transformer
 from serve.engine.drafts.ngram import NgramDraft
 from serve.engine.engine import Engine
 from serve.sampling_params import SamplingParams
+from tests.interpreted import interpreted
 from tests.serve.test_speculation import noisy_twin
 from tests.serve.toys import (
     EOS,
