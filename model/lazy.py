@@ -101,16 +101,17 @@ def unmade_of_folder(folder: Path, dtype: torch.dtype, device: torch.device, lay
     Quantized layers are read here too: the numbers in files tell how they are stored.
     """
     model, load_layer = open_layerwise(folder, dtype=dtype, device=device, layout=layout)
-    if is_quantized(folder):
-        for number, layer in enumerate(model.model.layers):
+    return unmade(model, load_layer, reads_shapes=is_quantized(folder))
+
+
+def unmade(model: Transformer, load_layer: Callable[[int], None], *, reads_shapes: bool = False) -> Transformer:
+    """One whose layers hold no memory yet, to be trained in shards (model/unmade.py).
+
+    `reads_shapes`: layers are loaded once before, one after the other, and tell what they consist of.
+    """
+    for number, layer in enumerate(model.model.layers):
+        if reads_shapes:
             load_layer(number)
-            _empty(layer, model)
-    return unmade(model, load_layer)
-
-
-def unmade(model: Transformer, load_layer: Callable[[int], None]) -> Transformer:
-    """One whose layers hold no memory yet, to be trained in shards (model/unmade.py)."""
-    for layer in model.model.layers:
         _empty(layer, model)
     model.model.layers = UnmadeLayers(model.model.layers, load_layer)
     return model
@@ -118,9 +119,12 @@ def unmade(model: Transformer, load_layer: Callable[[int], None]) -> Transformer
 
 def _empty(layer: nn.Module, model: Transformer) -> None:
     """Leaves shapes, of tensors of one element."""
-    nothing = torch.zeros((), dtype=model.dtype, device=model.device)
-    shapes = {name: parameter.shape for name, parameter in layer.named_parameters()}
-    layer.load_state_dict({name: nothing.expand(shape) for name, shape in shapes.items()}, assign=True)
+
+    def hollow(parameter: Tensor) -> Tensor:
+        dtype = model.dtype if parameter.is_floating_point() else parameter.dtype
+        return torch.zeros((), dtype=dtype, device=model.device).expand(parameter.shape)
+
+    layer.load_state_dict({name: hollow(parameter) for name, parameter in layer.named_parameters()}, assign=True)
     for quantized in quantized_layers(layer).values():
         quantized.empty()
 

@@ -80,14 +80,9 @@ class InShards(Arithmetic):
         return formats if self.setup.tensor == 1 else {name: one.of_parts() for name, one in formats.items()}
 
     def _held(self, name: str, shape: Sequence[int]) -> int:
-        """Elements of a tensor that the process has."""
         count = self.owners if name.startswith(LAYERS) else self.setup.shards
         is_cut = len(shape) > 1 and shape[0] >= count
         return math.prod((-(-shape[0] // count), *shape[1:])) if is_cut else math.prod(shape)
-
-    @cached_property
-    def trained(self) -> list[int]:
-        return [self._held(name, shape) for name, shape in self.trained_shapes]
 
     def _weights(self) -> int:
         formats, total = self.formats(), self._of_teacher()
@@ -106,7 +101,6 @@ class InShards(Arithmetic):
         return -(-size // self.owners)
 
     def _of_teacher(self) -> int:
-        """What the process has of it."""
         teacher, total = self.setup.teacher, 0
         for name, shape in shapes_of(teacher).items() if teacher is not None else ():
             whole = self._taught_packed[name]
@@ -190,7 +184,7 @@ class InShards(Arithmetic):
 
     def _whole(self) -> int:
         """The model as it is given back to the main process; a quantized base that is divided stays there."""
-        alone = Arithmetic(replace(self.undivided, teacher=None))
+        alone = replace(self.undivided, teacher=None, shards=1).arithmetic()
         return alone._weights() + FULL * sum(alone.trained) * alone.frozen
 
     @property

@@ -83,7 +83,8 @@ def check_trained_split(config: ModelConfig, count: int, *, dora: bool = False, 
 def check_parts(model: Transformer, count: int) -> None:
     """As `check_trained_split`, of a model with what it carries."""
     dora = any(layer.lora.magnitude is not None for layer in adapted_layers(model).values())
-    check_trained_split(model.config, count, dora=dora, rounds=any(True for _ in model.model.layers.buffers()))
+    rounds = any(getattr(part, "needs_whole_weight", False) for part in model.modules())
+    check_trained_split(model.config, count, dora=dora, rounds=rounds)
 
 
 def take_part(layer: nn.Module, prefix: str, split: TrainedSplit) -> None:

@@ -13,12 +13,12 @@ attention keeps nothing that grows with the square of a sequence.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
@@ -123,19 +123,25 @@ class Setup:
     on_gpu: bool = True
     processes: int = 1
     shards: int = 1
-    """Processes that hold a copy of the models together (train/sharding.py); of training through rounding each one."""
+    """Processes that hold a copy of the models together (train/sharding.py)."""
     context: int = 1
     """Among these, processes that compute a micro-batch together, each a part of its tokens (model/context.py)."""
     tensor: int = 1
     """Or each a part of every layer (model/trained_split.py)."""
 
     def memory(self) -> Memory:
-        """The arithmetic. Raises LoraError for a target that names no layer, MeshError for `tensor` that cannot be."""
-        if self.rounding is not None:
-            kind = import_module("model.rounding_memory").ThroughRounding  # by name: it builds on what is here
+        """Raises LoraError for a target that names no layer, MeshError for `tensor` that cannot be."""
+        return self.arithmetic().memory()
+
+    def arithmetic(self) -> "Arithmetic":
+        """Raises as `memory` does."""
+        in_shards = self.shards > 1
+        if self.rounding is not None:  # modules by name: they build on what is here
+            module = import_module("model.rounding_memory")
+            kind = module.RoundingInShards if in_shards else module.ThroughRounding
         else:
-            kind = Arithmetic if self.shards == 1 else import_module("model.sharded_memory").InShards
-        return kind(self).memory()
+            kind = import_module("model.sharded_memory").InShards if in_shards else Arithmetic
+        return cast("Arithmetic", kind(self))
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with micro-batches of this size, as many in a step as before."""
@@ -171,9 +177,8 @@ def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
     all; or each layer, if its models can be divided.
     """
     divisors = [count for count in range(1, processes + 1) if processes % count == 0]
-    shards = [1] if setup.rounding is not None else divisors
-    together = [] if setup.whole_documents or setup.rounding is not None else divisors[1:]
-    meshes = [(count, 1, 1) for count in shards]
+    together = [] if setup.whole_documents else divisors[1:]
+    meshes = [(count, 1, 1) for count in divisors]
     if not setup.routed and setup.model.mixture_of_depths is None:
         meshes += [(processes, count, 1) for count in together]
     meshes += [(processes, 1, count) for count in together]
@@ -253,7 +258,11 @@ class Arithmetic:
     @cached_property
     def trained(self) -> list[int]:
         """Elements of each trained tensor, as many as the process updates."""
-        return [math.prod(shape) for _, shape in self.trained_shapes]
+        return [self._held(name, shape) for name, shape in self.trained_shapes]
+
+    def _held(self, name: str, shape: Sequence[int]) -> int:
+        """Elements of a tensor that the process has."""
+        return math.prod(shape)
 
     def memory(self) -> Memory:
         weights, adapters = self._weights(), FULL * sum(self.trained) * self.frozen
@@ -281,11 +290,15 @@ class Arithmetic:
     # What lasts
 
     def _weights(self) -> int:
-        total = sum(self.taught.values())
+        total = self._of_teacher()
         if not self.frozen:
             return total + FULL * sum(self.trained)
         dtype = torch.float32 if self.stream == FULL else torch.bfloat16
         return total + planned_weight_bytes(self.config, self.formats(), dtype)
+
+    def _of_teacher(self) -> int:
+        """What the process has of it."""
+        return sum(self.taught.values())
 
     @cached_property
     def taught(self) -> dict[str, int]:

@@ -102,7 +102,7 @@ def on_gpus(plans: Sequence[StagePlan], gpus: int, budgets: Sequence[int]) -> li
         raise UserError(f"--gpus {gpus} needs a number of GPUs and their memory, like --gpus 8 --gpu-memory 80GiB.")
     placed = []
     for plan in plans:
-        whole = replace(plan.setup, processes=gpus, shards=gpus if plan.setup.rounding is None else 1)
+        whole = replace(plan.setup, processes=gpus, shards=gpus)
         setup = smallest_shards(plan.setup, gpus, budgets[0]) or whole
         placed.append(replace(plan, setup=setup, memory=setup.memory()))
     return placed

@@ -98,9 +98,10 @@ class Sharded:
         self.parts_of = parts = Parts(model, tensor_group(mesh, accelerator.device))
         filled = filled_in_turn(model)
         self.model = twin = _twin(model)
-        # Adapters' magnitudes and the routers of experts are computed with in fp32, whatever is around them; and bytes
-        # are no numbers.
-        exact = bool(adapted_layers(model) or quantized_layers(model)) or model.config.experts is not None
+        # Adapters' magnitudes and the routers of experts are computed with in fp32, whatever is around them; bytes and
+        # levels are no numbers.
+        holds_bytes = quantized_layers(model) or not all(p.is_floating_point() for p in model.parameters())
+        exact = bool(adapted_layers(model) or holds_bytes) or model.config.experts is not None
         matrices = MixedPrecisionPolicy(
             param_dtype=None if exact else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )

@@ -23,6 +23,7 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ from compress.quantize.grid import Grid
 from compress.quantize.round_to_nearest import QuantizationError
 from model.formats.base import GridFormat, QuantizedMatrix
 from model.layers import RMSNorm
+from model.lazy import unmade
 from model.quantized import QuantizedLinear, quantized_layers, set_quantized
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,6 +46,9 @@ _SMALLEST_SCALE = 1e-8
 class FakeQuantizedLinear(nn.Module):
     """`x [T, K] -> [T, N]` with a weight on a grid whose scales are trained; the levels stay."""
 
+    needs_whole_weight = True
+    """Ranks cannot divide it."""
+
     def __init__(self, layer: QuantizedLinear, format: GridFormat[Any], scale_dtype: torch.dtype) -> None:
         """`scale_dtype`: in which files will keep the scales. Numbers of it are used; what is trained is fp32."""
         super().__init__()
@@ -50,12 +56,10 @@ class FakeQuantizedLinear(nn.Module):
         self.format, self.bias, self.scale_dtype = format, layer.bias, scale_dtype
         weight: Any = layer.weight
         levels, scales, zeros = format.unpack(weight)
-        self.levels: Tensor
-        self.zeros: Tensor | None
-        self.register_buffer("levels", levels, persistent=False)
-        self.register_buffer("zeros", zeros, persistent=False)
-        self.start: Tensor
-        self.register_buffer("start", scales, persistent=False)
+        # Frozen parameters, not buffers: what trains in shards cuts those too.
+        self.levels = nn.Parameter(levels, requires_grad=False)
+        self.zeros = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+        self.start = nn.Parameter(scales, requires_grad=False)
         self.factors = nn.Parameter(torch.ones_like(scales))
 
     @property
@@ -152,11 +156,14 @@ class LowRankRoundedLinear(RoundedLinear):
         scale_dtype: torch.dtype,
         dense: Tensor | None = None,
         rank: int = RANK,
+        generator: torch.Generator | None = None,
     ) -> None:
+        """`generator`: on the CPU, draws A."""
         super().__init__(layer, format, scale_dtype, dense)
         self.steps.requires_grad_(False)
         bound, device = 1 / math.sqrt(self.in_features), self.steps.device
-        self.a = nn.Parameter(torch.empty(rank, self.in_features, device=device).uniform_(-bound, bound))
+        drawn = torch.empty(rank, self.in_features).uniform_(-bound, bound, generator=generator)
+        self.a = nn.Parameter(drawn.to(device))
         self.b = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
 
     def before_rounding(self) -> Tensor:
@@ -176,44 +183,64 @@ def train_through_rounding(
     dense: Callable[[str], Tensor] | None = None,
     rank: int = RANK,
     scale_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    load_layer: Callable[[int], None] | None = None,
 ) -> Transformer:
     """Puts a layer that can be trained in place of each quantized one; what is not trained is frozen.
 
     `dense` gives the weight of a name before it was quantized (with scales folded as in `model`), where those before
-    rounding start. `scale_dtype`: that of the files to come; None is the model's. Raises QuantizationError for a model
-    without quantized layers, or with some whose levels are not integers.
+    rounding start. `scale_dtype`: that of the files to come; None is the model's. `load_layer` gives a layer what it
+    holds before training, whatever it is by then; with it the model is made to be trained in shards (model/unmade.py).
+    Raises QuantizationError for a model without quantized layers, or with some whose levels are not integers.
     """
-    layers = decoder_projections(model)
-    if not layers:
-        raise QuantizationError("The model has no quantized layers; there is no rounding to train through.")
-    for name, layer in layers.items():
-        if not isinstance(layer.format, GridFormat):
-            raise QuantizationError(f"{name} is {layer.format.title}; only integers can be trained through rounding.")
     model.requires_grad_(False)
-    dtype = scale_dtype or model.dtype
-    for name, layer in layers.items():
-        start = None if dense is None else dense(f"{name}.weight").detach().to(layer.device)
-        model.set_submodule(name, _trainable(layer, trained, dtype, start, rank))
-        if trained == "all" and layer.bias is not None:
-            layer.bias.requires_grad_(True)
-    for part in model.modules():
-        if isinstance(part, RMSNorm):
-            part.requires_grad_(True)
+    model.model.norm.requires_grad_(True)
+
+    def make(number: int) -> None:
+        if load_layer is not None:
+            load_layer(number)
+        layer = model.model.layers[number].requires_grad_(False)
+        for name, projection in decoder_projections(layer).items():
+            whole_name = f"{LAYERS}{number}.{name}"
+            if not isinstance(projection.format, GridFormat):
+                title = projection.format.title
+                raise QuantizationError(f"{whole_name} is {title}; only integers can be trained through rounding.")
+            start = None if dense is None else dense(f"{whole_name}.weight").detach().to(projection.device)
+            draws = torch.Generator().manual_seed(seed + crc32(whole_name.encode()))
+            layer.set_submodule(name, _trainable(projection, trained, scale_dtype or model.dtype, start, rank, draws))
+            if trained == "all" and projection.bias is not None:
+                projection.bias.requires_grad_(True)
+        for part in layer.modules():
+            if isinstance(part, RMSNorm):
+                part.requires_grad_(True)
+
+    if load_layer is not None:
+        model = unmade(model, make, reads_shapes=True)
+    else:
+        for number in range(model.config.num_layers):
+            make(number)
+    if not any(isinstance(part, FakeQuantizedLinear) for part in model.modules()):
+        raise QuantizationError("The model has no quantized layers; there is no rounding to train through.")
     return model
 
 
 def _trainable(
-    layer: QuantizedLinear, trained: Trained, scale_dtype: torch.dtype, dense: Tensor | None, rank: int
+    layer: QuantizedLinear,
+    trained: Trained,
+    scale_dtype: torch.dtype,
+    dense: Tensor | None,
+    rank: int,
+    generator: torch.Generator,
 ) -> FakeQuantizedLinear:
     format: Any = layer.format
     if trained == "scales":
         return FakeQuantizedLinear(layer, format, scale_dtype)
     if trained == "low_rank":
-        return LowRankRoundedLinear(layer, format, scale_dtype, dense, rank)
+        return LowRankRoundedLinear(layer, format, scale_dtype, dense, rank, generator)
     return RoundedLinear(layer, format, scale_dtype, dense)
 
 
-def decoder_projections(model: Transformer) -> dict[str, QuantizedLinear]:
+def decoder_projections(model: nn.Module) -> dict[str, QuantizedLinear]:
     """The quantized ones; embedding and head stay as they are."""
     layers = quantized_layers(model).items()
     return {name: one for name, one in layers if isinstance(one, QuantizedLinear) and name.endswith("_proj")}

@@ -50,6 +50,13 @@ CORPUS = [
 
 def save_tiny_folder(folder: Path, model: Transformer | None = None) -> Path:
     """A model folder: 512 tokens, random weights unless given, a byte-level BPE tokenizer, a ChatML template."""
+    folder.mkdir(parents=True)
+    save_tiny_tokenizer(folder)
+    save_model(model or tiny_model(), folder)
+    return folder
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,12 +65,9 @@ def save_tiny_folder(folder: Path, model: Transformer | None = None) -> Path:
         vocab_size=400, special_tokens=CONTROL, initial_alphabet=sorted(alphabet), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    save_model(model or tiny_model(), folder)
-    return folder
 
 
 @dataclass

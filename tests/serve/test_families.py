@@ -6,8 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from compress.lora import inject, merged_weights
@@ -27,6 +29,7 @@ from model.transformer import Transformer
 from tests.compress.conversions import texts
 from tests.model.paged_cache import PagedCache
 from tests.model.test_families import their_model
+from tests.serve.http_server import running_server, save_tiny_tokenizer
 from tests.serve.toys import drain, generate, greedy, make_engine, random_prompts
 from tests.tiny import full_logits, tiny_config
 from tests.train.toy import batch_of
@@ -49,6 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def save(name: str) -> Path:
         their_model(name, **SIZES).save_pretrained(root / name)
+        save_tiny_tokenizer(root / name)
         return root / name
 
     return save
@@ -103,9 +107,14 @@ def test_chunks_over_pages_in_the_serving_form_give_their_logits(folder: Path) -
 
 
 @FAMILIES
-def test_the_engine_writes_their_greedy_text(folder: Path) -> None:
-    written = generate(make_engine(load_model(folder), max_model_len=64), PROMPTS, greedy(16))
-    assert written == greedy_text_of(folder)
+def test_the_server_writes_their_greedy_text(folder: Path, tmp_path: Path) -> None:
+    request = {"prompt": PROMPTS, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with running_server(folder, tmp_path / "log", "--dtype", "float32", "--max-model-len", "64") as server:
+        choices = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).json()["choices"]
+    assert [choice["index"] for choice in choices] == [*range(len(PROMPTS))]
+    assert [choice["token_ids"] for choice in choices] == greedy_text_of(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert [choice["text"] for choice in choices] == tokenizer.decode_batch(greedy_text_of(folder))
 
 
 @pytest.mark.parametrize("name", ["gemma2"])

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from compress.lora import inject
 from compress.mod import add_routers
-from compress.quantize.qat import FakeQuantizedLinear
 from compress.quantize.round_to_nearest import quantize_model
 from model.config import MixtureOfDepths
 from model.formats.bitsandbytes import NF4
@@ -119,9 +118,7 @@ def held_bytes(model: Transformer) -> int:
     """Of the part of the weights that this process has."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     whole = [layer.weight_bytes for layer in quantized_layers(model).values() if layer.packed is None]
-    rounded = [part for part in model.modules() if isinstance(part, FakeQuantizedLinear)]
-    fixed = [buffer for part in rounded for buffer in part.buffers(recurse=False)]
-    return sum(part.nbytes for part in (*local, *fixed)) + sum(whole)
+    return sum(part.nbytes for part in local) + sum(whole)
 
 
 class Stopping:

@@ -44,7 +44,7 @@ def can_be(name: str, processes: int, sizes: str) -> bool:
     setup = memory_process.SETUPS[name](memory_process.BRIEF)
     if "x" in sizes and setup.routed:
         return False
-    return sizes == "1" or (not setup.rounding and not (setup.whole_documents and ("x" in sizes or "t" in sizes)))
+    return not (setup.whole_documents and ("x" in sizes or "t" in sizes)) and not (setup.rounding and "t" in sizes)
 
 
 def together(processes: int, module: ModuleType, folder: Path, *words: object) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -12,6 +13,7 @@ from compress.quantize.calibrated import QuantizedLayerReport
 from compress.residual_stream import layers_of
 from model.formats.base import WeightFormat
 from model.quantized import quantized_layers, set_quantized
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.stages.shared.training import write_tensors
@@ -27,19 +29,24 @@ def save_layer(model: Transformer, report: QuantizedLayerReport, folder: Path) -
     write_tensors(layer_file(folder, report.number), tensors, told)
 
 
-def load_layer(model: Transformer, path: Path, formats: Mapping[str, WeightFormat[Any]]) -> QuantizedLayerReport:
-    """Gives a dense layer in memory what the file holds; returns what was said of it."""
-    with safe_open(path, framework="pt") as file:
-        report = msgspec.json.decode(file.metadata()["report"], type=QuantizedLayerReport)
-    tensors, layer = load_file(path), layers_of(model)[report.number]
-    for full_name in report.errors:
-        name = full_name.removeprefix(f"model.layers.{report.number}.")
-        format = formats[full_name]
-        weight = format.from_files(name, model.get_parameter(f"{full_name}.weight").shape, tensors.__getitem__)
+def load_layer(model: Transformer, path: Path, formats: Mapping[str, WeightFormat[Any]]) -> None:
+    """Gives a layer of the model what the file holds, whatever it held before."""
+    report, tensors = layer_report(path), load_file(path)
+    layer = layers_of(model)[report.number]
+    for whole_name in report.errors:
+        name = whole_name.removeprefix(f"{LAYERS}{report.number}.")
+        linear: Any = layer.get_submodule(name)
+        format, shape = formats[whole_name], torch.Size((linear.out_features, linear.in_features))
+        weight = format.from_files(name, shape, tensors.__getitem__)
         set_quantized(layer, name, format.moved(weight, model.device), format)
-    for name, parameter in layer.named_parameters():
-        parameter.data.copy_(tensors[name])
-    return report
+    rest = {name: tensors[name].to(model.device) for name, _ in layer.named_parameters()}
+    layer.load_state_dict(rest, assign=True)
+
+
+def layer_report(path: Path) -> QuantizedLayerReport:
+    """What was said of a layer when it was rounded."""
+    with safe_open(path, framework="pt") as file:
+        return msgspec.json.decode(file.metadata()["report"], type=QuantizedLayerReport)
 
 
 def layer_file(folder: Path, number: int) -> Path:

@@ -43,7 +43,7 @@ from pipeline.errors import UserError
 from pipeline.measure.quality import PUBLISHED_DTYPE
 from pipeline.results import Quality, Result
 from pipeline.stages.quantize.config import Quantize
-from pipeline.stages.quantize.layers import layer_file, layer_files, load_layer, save_layer
+from pipeline.stages.quantize.layers import layer_file, layer_files, layer_report, load_layer, save_layer
 from pipeline.stages.quantize.report import LayerCost, ProjectionError, QuantizeDetails, Rounded
 from pipeline.stages.shared.context import StageContext
 from pipeline.stages.shared.training import RecoveryStage, check_dense
@@ -146,14 +146,14 @@ def run(context: StageContext) -> Result[QuantizeDetails] | None:
     check_dense(context, config.model)
     stage = QuantizeStage(context, config.model)
     start = context.start(Start, partial(_measure_start, stage))
-    student, reports = _student(stage)
+    student = _student(stage)
     training = _recover(stage, student)
     if config.has_static_cache and context.processes.is_main:
         text = stage.calibration_text(config.calibration_tokens)
         stage.cache_scales = calibrated_cache_scales(stage.published_form(student), text)
     if training.steps and context.processes.is_main:
         _tell_changes(stage, student)
-    details = partial(_details, stage, student, start, reports)
+    details = partial(_details, stage, student, start)
     measured = start.parent, start.rounded[0].quality
     return stage.finish_student(student, config.model, measured=measured, training=training, details=details)
 
@@ -294,10 +294,9 @@ def _measure_start(stage: QuantizeStage) -> Start:
 
 def _measured(stage: QuantizeStage, method: str) -> Rounded:
     _round(stage, method)
-    model, reports = _as_published(stage, method)
-    quality = stage.held_out.quality(model, stage.reference)
+    quality = stage.held_out.quality(_as_published(stage, method), stage.reference)
     log.info("%s: perplexity %.3f, KL %.4f", method, quality.perplexity, quality.kl.value if quality.kl else 0.0)
-    return Rounded(method, quality, sum(report.seconds for report in reports))
+    return Rounded(method, quality, sum(report.seconds for report in _reports(stage, method)))
 
 
 def _round(stage: QuantizeStage, method: str) -> None:
@@ -354,58 +353,60 @@ def _round_from(
             raise UserError(f"quantize: {error}") from None
 
 
+def _reports(stage: QuantizeStage, method: str) -> list[QuantizedLayerReport]:
+    """What is said of each layer that the method has rounded."""
+    return [layer_report(path) for path in layer_files(stage.rounded_folder(method))]
+
+
 def _opened(
     stage: QuantizeStage, method: str, device: torch.device | None = None
-) -> tuple[Transformer, Callable[[int], None], list[QuantizedLayerReport]]:
-    """The model in fp32 without its layers, what loads a rounded one, and what is said of those that were loaded."""
-    model, load_dense = stage.layerwise(device)
-    folder, reports = stage.rounded_folder(method), list[QuantizedLayerReport]()
-
-    def load(number: int) -> None:
-        load_dense(number)
-        reports.append(load_layer(model, layer_file(folder, number), stage.formats))
-
-    return model, load, reports
+) -> tuple[Transformer, Callable[[int], None]]:
+    """The model in fp32 without its layers, and what gives it a rounded one."""
+    model, _ = stage.layerwise(device)
+    paths = layer_files(stage.rounded_folder(method))
+    return model, lambda number: load_layer(model, paths[number], stage.formats)
 
 
-def _rounded(
-    stage: QuantizeStage, method: str, device: torch.device | None = None
-) -> tuple[Transformer, list[QuantizedLayerReport]]:
-    """The model in fp32 with all its rounded layers, and what is said of each."""
-    model, load, reports = _opened(stage, method, device)
+def _rounded(stage: QuantizeStage, method: str, device: torch.device | None = None) -> Transformer:
+    """The model in fp32 with all its rounded layers."""
+    model, load = _opened(stage, method, device)
     for number in range(model.config.num_layers):
         load(number)
     _calibrate_routers(stage, model, lambda: stage.models.to_ask(model))
-    return model, reports
+    return model
 
 
-def _as_published(stage: QuantizeStage, method: str) -> tuple[Transformer, list[QuantizedLayerReport]]:
+def _as_published(stage: QuantizeStage, method: str) -> Transformer:
     """The same in the form that is measured; in shards, of all processes."""
     if stage.mesh.is_whole:
-        model, reports = _rounded(stage, method)
-        return stage.published_form(model), reports
-    model, load, reports = _opened(stage, method)
-    _calibrate_routers(stage, model, lambda: passing(*_opened(stage, method)[:2]))
+        return stage.published_form(_rounded(stage, method))
+    model, load = _opened(stage, method)
+    _calibrate_routers(stage, model, lambda: passing(*_opened(stage, method)))
     dtype = choose_dtype("auto", model.device)
 
     def load_published(number: int) -> None:
         load(number)
         layers_of(model)[number].to(PUBLISHED_DTYPE).to(dtype)
 
-    return stage.models.in_shards(model.to(PUBLISHED_DTYPE).to(dtype), load_published), reports
+    return stage.models.in_shards(model.to(PUBLISHED_DTYPE).to(dtype), load_published)
 
 
-def _student(stage: QuantizeStage) -> tuple[Transformer, list[QuantizedLayerReport]]:
-    """The one to be trained and published. In shards it is in host memory; if it is not trained, of the main process.
+def _student(stage: QuantizeStage) -> Transformer:
+    """The one to be trained and published.
 
-    The others have it without layers, then.
+    In shards no process has its layers, but the main one, in host memory, where it is not trained.
     """
-    method = stage.config.method
+    config, method = stage.config, stage.config.method
+    if not config.tokens and not stage.has_trained:
+        return _opened(stage, method)[0]
+    if not config.tokens:
+        return _rounded(stage, method, None if stage.mesh.is_whole else torch.device("cpu"))
+    how: Any = {"dense": _before_rounding(stage), "scale_dtype": PUBLISHED_DTYPE, "seed": config.seed}
     if stage.mesh.is_whole:
-        return _rounded(stage, method)
-    if stage.config.tokens or stage.has_trained:
-        return _rounded(stage, method, torch.device("cpu"))
-    return _opened(stage, method)[0], []
+        return train_through_rounding(_rounded(stage, method), config.train, **how)
+    model, load = _opened(stage, method)
+    _calibrate_routers(stage, model, lambda: passing(*_opened(stage, method)))
+    return train_through_rounding(model, config.train, load_layer=load, **how)
 
 
 def _calibrate_routers(stage: QuantizeStage, model: Transformer, opened: Callable[[], Transformer]) -> None:
@@ -422,10 +423,8 @@ def _calibrate_routers(stage: QuantizeStage, model: Transformer, opened: Callabl
 
 def _recover(stage: QuantizeStage, student: Transformer) -> TrainingResult:
     """Trains what the recipe says, and leaves the student quantized."""
-    config = stage.config
-    if not config.tokens:
+    if not stage.config.tokens:
         return TrainingResult(0, 0, 0.0, {}, interrupted=False, skipped=0)
-    train_through_rounding(student, config.train, dense=_before_rounding(stage), scale_dtype=PUBLISHED_DTYPE)
     training = stage.train(student)
     if stage.has_trained:
         to_quantized(student)
@@ -461,14 +460,13 @@ def _before_rounding(stage: QuantizeStage) -> Callable[[str], Tensor] | None:
     return lambda name: sources[name]()
 
 
-def _details(
-    stage: QuantizeStage, student: Transformer, start: Start, reports: list[QuantizedLayerReport]
-) -> QuantizeDetails:
+def _details(stage: QuantizeStage, student: Transformer, start: Start) -> QuantizeDetails:
     weights, stored = quantized_size(student)
     formats = {name: layer.format.title for name, layer in quantized_layers(student).items()}
     sizes = Counter[str]()
     for layer in quantized_layers(student).values():
         sizes[layer.format.title] += math.prod(layer.shape)
+    reports = _reports(stage, stage.config.method)
     errors = {name: error for report in reports for name, error in report.errors.items()}
     return QuantizeDetails(
         method=stage.config.method,
