@@ -5,6 +5,7 @@ fill no large page alone, so they lie side by side.
 """
 
 import mmap
+import sys
 import threading
 
 import torch
@@ -19,17 +20,21 @@ _LEAST = 1 << 12
 
 
 class _Area:
-    """Some memory, filled from its begin to its end; it is freed with the last tensor in it."""
+    """Some memory, filled from its begin to its end, and again where no tensor is in it; it is freed with the last."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = mmap.mmap(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._next = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % _PAGE
-        self._end = self._next + num_bytes
+        self._begin = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % _PAGE
+        self._next, self._end = self._begin, self._begin + num_bytes
+        self._unused = sys.getrefcount(self._memory)
+        """References while no tensor is in it: each tensor has one."""
 
     def take(self, like: Tensor) -> Tensor | None:
         """A contiguous tensor of that shape and dtype; None where there is no room."""
+        if sys.getrefcount(self._memory) == self._unused:
+            self._next = self._begin
         begin, end = self._next, self._next + like.nbytes
         if end > self._end:
             return None

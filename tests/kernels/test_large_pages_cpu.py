@@ -47,6 +47,16 @@ def test_what_is_small_or_larger_than_an_area_is_kept_too() -> None:
     assert torch.equal(in_large_pages(large), large)
 
 
+def test_memory_that_no_tensor_is_in_is_filled_again() -> None:
+    """A product with a weight that is trained through rounding turns it anew each time."""
+    addresses = {in_large_pages(torch.ones(100, 1000)).data_ptr() for _ in range(20)}
+    assert len(addresses) == 1 and len(large_pages_cpu._areas) == 1
+    first_row = in_large_pages(torch.ones(100, 1000))[0]
+    for _ in range(20):
+        in_large_pages(torch.zeros(100, 1000))
+    assert first_row.eq(1).all()
+
+
 def test_memory_is_freed_with_the_last_tensor_in_it() -> None:
     first, second = in_large_pages(torch.ones(100, 1000)), in_large_pages(torch.ones(100, 1000))
     gone = weakref.ref(large_pages_cpu._areas[0]._memory)
