@@ -20,6 +20,7 @@ A process counts that has as many rows as any.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from model.collectives import Group
 from model.cost import FULL, planned_weight_bytes
 from model.formats.base import WeightFormat
+from model.mesh import MeshError
 from model.tensor_parallel import LAYERS
 from model.trained_split import TrainedSplit, check_trained_split, part_config
 from model.training_memory import Arithmetic, Memory, Setup, quantized, shapes_of
@@ -37,6 +39,26 @@ from model.training_memory import Arithmetic, Memory, Setup, quantized, shapes_o
 def parity_bytes(setup: Setup) -> int:
     """Of weights on the main process's device where trainer and server are compared: all of them, in fp32."""
     return planned_weight_bytes(setup.model, Arithmetic(setup).formats(), torch.float32)
+
+
+def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
+    """The setup on so many processes, in the fewest shards whose peak fits `budget` bytes; None if none does.
+
+    Where all of them do not help, they divide the tokens of micro-batches among as few as do, unless routers are to see
+    all; or each layer, if its models can be divided.
+    """
+    divisors = [count for count in range(1, processes + 1) if processes % count == 0]
+    together = [] if setup.whole_documents else divisors[1:]
+    meshes = [(count, 1, 1) for count in divisors]
+    if not setup.routed and setup.model.mixture_of_depths is None:
+        meshes += [(processes, count, 1) for count in together]
+    meshes += [(processes, 1, count) for count in together]
+    for among, context, tensor in meshes:
+        placed = replace(setup, processes=processes, shards=among, context=context, tensor=tensor)
+        with suppress(MeshError):
+            if placed.memory().peak <= budget:
+                return placed
+    return None
 
 
 def check_divided(setup: Setup) -> None:

@@ -14,7 +14,6 @@ attention keeps nothing that grows with the square of a sequence.
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -31,7 +30,7 @@ from model.formats.base import WeightFormat
 from model.formats.registry import NO_FORMAT, format_named
 from model.linear import Linear
 from model.lora import LoraConfig, matching_layers
-from model.mesh import MeshError, training_dtype
+from model.mesh import training_dtype
 from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
@@ -168,26 +167,6 @@ def largest_micro_batch(setup: Setup, budget: int, *, step: int = 256) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * step
-
-
-def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:
-    """The setup on so many processes, in the fewest shards whose peak fits `budget` bytes; None if none does.
-
-    Where all of them do not help, they divide the tokens of micro-batches among as few as do, unless routers are to see
-    all; or each layer, if its models can be divided.
-    """
-    divisors = [count for count in range(1, processes + 1) if processes % count == 0]
-    together = [] if setup.whole_documents else divisors[1:]
-    meshes = [(count, 1, 1) for count in divisors]
-    if not setup.routed and setup.model.mixture_of_depths is None:
-        meshes += [(processes, count, 1) for count in together]
-    meshes += [(processes, 1, count) for count in together]
-    for among, context, tensor in meshes:
-        placed = replace(setup, processes=processes, shards=among, context=context, tensor=tensor)
-        with suppress(MeshError):
-            if placed.memory().peak <= budget:
-                return placed
-    return None
 
 
 @lru_cache(maxsize=16)

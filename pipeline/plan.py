@@ -18,8 +18,8 @@ from types import MappingProxyType
 from model.config import ModelConfig
 from model.cost import GPUS, Gpu
 from model.mesh import gpus
-from model.sharded_memory import parity_bytes
-from model.training_memory import Memory, Setup, largest_micro_batch, smallest_shards
+from model.sharded_memory import parity_bytes, smallest_shards
+from model.training_memory import Memory, Setup, largest_micro_batch
 from pipeline.errors import UserError
 from pipeline.report.section import Table
 from pipeline.schema import Recipe, Stage

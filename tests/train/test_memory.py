@@ -23,8 +23,8 @@ from model.lora import LoraConfig, LoraError
 from model.mesh import MeshError
 from model.quantized import QuantizedLayer, quantized_layers
 from model.routed import routed_layers
-from model.sharded_memory import parity_bytes
-from model.training_memory import Rounding, Setup, largest_micro_batch, shapes_of, smallest_shards
+from model.sharded_memory import parity_bytes, smallest_shards
+from model.training_memory import Rounding, Setup, largest_micro_batch, shapes_of
 from model.transformer import Transformer
 from pipeline.measure import training_time
 from pipeline.measure.parity import PARITY_SEQUENCES, PARITY_TOKENS
