@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress.backward import layers_backwards
 from compress.prune.depth import PackedBatch, added_up
-from compress.residual_stream import passed_layers
 from kernels.attention._flash_cpu import attend_masked, visible_keys
 from kernels.attention.rotary_write import qk_norm_rope
 from model.attention import PackedAttention
@@ -68,31 +68,22 @@ def skipping_costs(
 
 
 def _batch_costs(model: Transformer, batch: PackedBatch, route: Route, generator: torch.Generator) -> list[TokenCosts]:
-    """Layers go forward once more when their turn in backward comes, so that one at a time has to be there."""
-    tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
-    rotary, parts = model.rotary(positions), _Parts(model.config, cu_seqlens, route)
-    streams: list[tuple[Tensor, Any]] = [(model.embed(tokens), None)]
+    cu_seqlens, costs = batch.cu_seqlens.to(model.device), []
     lowers = torch.autocast(model.device.type, torch.bfloat16, enabled=model.dtype == torch.float32)
-    with torch.enable_grad(), lowers:
-        for layer in passed_layers(model):
-            streams.append(_leaves(*layer(*streams[-1], rotary=rotary, attention=parts)))
-        logits = model.logits(model.model.norm.add(*streams[-1])[0]).float()
-    drawn = torch.multinomial(torch.softmax(logits.detach(), dim=-1), 1, generator=generator)[:, 0]
-    F.cross_entropy(logits, drawn, reduction="sum").backward()
-    costs = []
-    for layer in passed_layers(model, backwards=True):
-        leaves, parts = streams.pop(), _Parts(model.config, cu_seqlens, route)
-        with torch.enable_grad(), lowers, parts.watch(layer):
-            behind = layer(*streams[-1], rotary=rotary, attention=parts)
-        varied = [(made, leaf) for made, leaf in zip(behind, leaves, strict=True) if made.requires_grad]
-        torch.autograd.backward([made for made, _ in varied], [leaf.grad for _, leaf in varied])
+
+    def surprise(hidden: Tensor) -> Tensor:
+        logits = model.logits(hidden).float()
+        drawn = torch.multinomial(torch.softmax(logits.detach(), dim=-1), 1, generator=generator)[:, 0]
+        return F.cross_entropy(logits, drawn, reduction="sum")
+
+    for layer, pass_back in layers_backwards(
+        model, batch, _Parts(model.config, cu_seqlens, route), surprise, precision=lowers
+    ):
+        parts = _Parts(model.config, cu_seqlens, route)
+        with parts.watch(layer):
+            pass_back(parts)
         costs.append(parts.costs())
     return costs[::-1]
-
-
-def _leaves(delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """A stream whose gradients end here."""
-    return delta.detach().requires_grad_(), residual.detach().requires_grad_()
 
 
 class _Parts(PackedAttention):

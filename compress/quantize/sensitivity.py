@@ -3,13 +3,13 @@
     KL to the model as it is, nats a token ≈ ½ Σ_n mean(g_n²) · (Δ H Δᵀ)_nn,   H = mean of x xᵀ,   Δ = W − Ŵ
 
 g are gradients of log p(y) by the outputs of the layer, y drawn from the model's own predictions: their second moments
-are its Fisher information, here without its correlations between tokens and outputs. One pass backward gives g for all
-layers, one walk H for each. Layers that read one input are served as one product, so they get one format.
+are its Fisher information, here without its correlations between tokens and outputs. One way back through the layers
+gives each its g, one walk forward its H. Layers that read one input are served as one product, so they get one format.
 
 Legend: T tokens, N output features, K input features.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.backward import layers_backwards
 from compress.prune.depth import PackedBatch
 from compress.quantize.inputs import InputMoments, consumers_in, consumers_of, input_moments, projection, reads_first
-from compress.residual_stream import ResidualStream, layers_of
+from compress.residual_stream import ResidualStream, passed_layers
 from kernels.losses.linear_cross_entropy import linear_cross_entropy
 from model.attention import PackedAttention
+from model.collectives import ALONE, Group
 from model.formats.base import WeightFormat
+from model.layers import DecoderLayer
 from model.linear import Linear
+from model.tensor_parallel import LAYERS
 from model.transformer import Transformer
 
 Format = WeightFormat[Any]
@@ -33,16 +37,19 @@ _ROWS_AT_ONCE = 256
 
 
 def rounding_costs(
-    model: Transformer, batches: Sequence[PackedBatch], candidates: Sequence[Format]
+    model: Transformer, batches: Sequence[PackedBatch], candidates: Sequence[Format], group: Group = ALONE
 ) -> dict[str, dict[Format, float]]:
-    """What the decoder's projections of a dense model would each cost alone, plainly rounded to each candidate."""
-    gradients = output_gradients(model, batches)
+    """What the decoder's projections of a dense model would each cost alone, plainly rounded to each candidate.
+
+    `group`: the processes that do the same, each with every n-th batch, of which it may have none.
+    """
+    gradients = output_gradients(model, batches, group)
     streams = [ResidualStream(model, batch) for batch in batches]
     costs: dict[str, dict[Format, float]] = {}
-    for number, layer in enumerate(layers_of(model)):
-        for first, moments in input_moments(streams, layer, list(consumers_in(layer))).items():
+    for number, layer in enumerate(passed_layers(model)):
+        for first, moments in input_moments(streams, layer, list(consumers_in(layer)), group).items():
             for name in consumers_of(first):
-                full, weight = f"model.layers.{number}.{name}", projection(layer, name).weight.detach()
+                full, weight = f"{LAYERS}{number}.{name}", projection(layer, name).weight.detach()
                 costs[full] = {one: _cost(weight, one, moments, gradients[full]) for one in candidates}
         for stream in streams:
             stream.pass_on(layer)
@@ -55,30 +62,45 @@ def _cost(weight: Tensor, format: Format, moments: InputMoments, gradients: Tens
     return 0.5 * float(errors @ gradients)
 
 
-def output_gradients(model: Transformer, batches: Sequence[PackedBatch], *, seed: int = 0) -> dict[str, Tensor]:
+def output_gradients(
+    model: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE, *, seed: int = 0
+) -> dict[str, Tensor]:
     """Mean squares of g, fp32 [N], of each of the decoder's projections by name; over the tokens that it has seen."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
-    sums = {name: torch.zeros(layer.out_features, device=layer.device) for name, layer in layers.items()}
-    tokens = dict.fromkeys(layers, 0)
+    sums = {name: torch.zeros(layer.out_features, device=model.device) for name, layer in layers.items()}
+    tokens = {name: torch.zeros((), device=model.device) for name in layers}
 
     def add(name: str, grad: Tensor) -> None:
         sums[name] += grad.float().square().sum(0)
         tokens[name] += len(grad)
 
-    def observe(name: str, _: Any, __: Any, output: Tensor) -> None:
-        output.register_hook(partial(add, name))
+    with _frozen(model):
+        for turn, batch in enumerate(batches):
+            number = turn * group.count + group.index  # what is drawn of a batch does not depend on whose it is
+            generator = torch.Generator(model.device).manual_seed(seed + number)
+            attention = PackedAttention(model.config, batch.cu_seqlens.to(model.device))
+            surprise = partial(_surprise, model, generator=generator)
+            backwards = layers_backwards(model, batch, attention, surprise)
+            for index, (layer, pass_back) in zip(range(model.config.num_layers)[::-1], backwards, strict=True):
+                with _output_gradients(layer, f"{LAYERS}{index}.", add):
+                    pass_back(attention)
+    return {name: group.sum(sums[name]) / group.sum(tokens[name]).clamp(min=1) for name in layers}
 
-    hooks = [layer.register_forward_hook(partial(observe, name)) for name, layer in layers.items()]
-    hooks.append(model.model.embed_tokens.register_forward_hook(lambda _, __, output: output.requires_grad_()))
-    generator = torch.Generator(model.device).manual_seed(seed)
+
+@contextmanager
+def _output_gradients(layer: DecoderLayer, prefix: str, add: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within it, `add` is given the gradient by the output of each projection of the layer, and its name."""
+
+    def observe(name: str, _: Any, __: Any, output: Tensor) -> None:
+        output.register_hook(partial(add, prefix + name))
+
+    projections = {name: m for name, m in layer.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
+    hooks = [m.register_forward_hook(partial(observe, name)) for name, m in projections.items()]
     try:
-        with _frozen(model):
-            for batch in batches:
-                _surprise(model, batch, generator).backward()
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: total / max(tokens[name], 1) for name, total in sums.items()}
 
 
 @contextmanager
@@ -93,15 +115,12 @@ def _frozen(model: Transformer) -> Iterator[None]:
             parameter.requires_grad_(wanted)
 
 
-def _surprise(model: Transformer, batch: PackedBatch, generator: torch.Generator) -> Tensor:
-    """−Σ log p(y) over the tokens, with y drawn from p."""
-    tokens, positions, cu_seqlens = (x.to(model.device) for x in (batch.tokens, batch.positions, batch.cu_seqlens))
-    with torch.enable_grad():
-        hidden = model(tokens, positions, PackedAttention(model.config, cu_seqlens))
-        with torch.no_grad():
-            pieces = [model.logits(piece).float().softmax(-1) for piece in hidden.split(_ROWS_AT_ONCE)]
-            drawn = torch.cat([torch.multinomial(p, 1, generator=generator)[:, 0] for p in pieces])
-        return linear_cross_entropy(hidden, model.head_weight, drawn, soft_cap=model.config.logit_soft_cap)
+def _surprise(model: Transformer, hidden: Tensor, *, generator: torch.Generator) -> Tensor:
+    """−Σ log p(y) over the tokens, with y drawn from p, by hidden states `[T, D]`."""
+    with torch.no_grad():
+        pieces = [model.logits(piece).float().softmax(-1) for piece in hidden.split(_ROWS_AT_ONCE)]
+        drawn = torch.cat([torch.multinomial(p, 1, generator=generator)[:, 0] for p in pieces])
+    return linear_cross_entropy(hidden, model.head_weight, drawn, soft_cap=model.config.logit_soft_cap)
 
 
 def choose_formats(costs: Costs, shapes: Mapping[str, tuple[int, int]], average_bits: float) -> dict[str, Format]:

@@ -77,9 +77,10 @@ def test_gradients_of_the_last_projection_are_those_of_its_outputs() -> None:
 def test_what_is_drawn_is_scored_as_the_model_scores_it() -> None:
     """A soft cap of logits included."""
     model, text = tiny_model("gemma2", seed=1), texts(40)[0]
-    found = _surprise(model, text, torch.Generator().manual_seed(3))
     with torch.no_grad():
-        log_p = model.logits(hidden_states(model, batch_of([text.tokens.tolist()]))).log_softmax(-1)
+        hidden = hidden_states(model, batch_of([text.tokens.tolist()]))
+        found = _surprise(model, hidden, generator=torch.Generator().manual_seed(3))
+        log_p = model.logits(hidden).log_softmax(-1)
     drawn = torch.multinomial(log_p.exp(), 1, generator=torch.Generator().manual_seed(3))
     assert found.item() == pytest.approx(-log_p.gather(1, drawn).sum().item(), rel=1e-5)
 

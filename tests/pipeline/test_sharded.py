@@ -290,6 +290,7 @@ def test_a_teacher_in_shards_stores_what_one_process_stores(home: Path, tmp_path
 ROUNDED = {
     "plain": {"compare": ["gptq"], "kv_cache": "fp8-static"},
     "routed": {},
+    "with a budget": {"average_bits": 7.5, "calibration_tokens": "1k"},
     "recovered": {"tokens": "1k", "learning_rate": 1e-3, "train": "scales"},
     "recovered by updates": {"tokens": "1k", "learning_rate": 1e-3, "train": "low_rank"},
 }
@@ -338,7 +339,7 @@ def test_rounding_in_shards_makes_what_one_process_makes(how: str, home: Path, t
     """
     stage = {"model": "teacher", "method": "round", "weights": {"format": "int4", "group": 16}, "out": "small"}
     stage |= {name: TRAINING[name] for name in ("data", "batch_tokens", "micro_batch_tokens", "precision")}
-    stage |= {"calibration_tokens": "512", "held_out_tokens": 512} | ROUNDED[how]
+    stage |= {"calibration_tokens": "512", "held_out_tokens": 512, **ROUNDED[how]}
     words = ["run", str(RECIPE), f"stages={json.dumps([{'quantize': stage}])}", "serve={model: small}"]
     parent = next((home / "one").glob("??-mod")) / "model" if how == "routed" else home / "teacher"
     words += [f"models.teacher.from={parent}", f"data.text.source={home / 'text'}"]
@@ -353,6 +354,10 @@ def test_rounding_in_shards_makes_what_one_process_makes(how: str, home: Path, t
     for expected, model in zip(one.models, many.models, strict=True):  # type: ignore[union-attr]
         assert model.quality.nll.value == pytest.approx(expected.quality.nll.value, rel=1e-5)
         assert [getattr(model, size) for size in SIZES] == [getattr(expected, size) for size in SIZES]
+    costs = [[(cost.name, cost.enlarged, cost.nats) for cost in result.details.costs] for result in (one, many)]  # type: ignore[union-attr]
+    assert bool(costs[0]) == ("budget" in how)
+    for expected, cost in zip(*costs, strict=True):
+        assert cost == (*expected[:2], pytest.approx(expected[2], rel=1e-3))
     files = [tmp_path / folder / "01-quantize" / "model" / "model.safetensors" for folder in ("one", "many")]
     weights = [load_file(file) for file in files]
     for name, tensor in weights[0].items():

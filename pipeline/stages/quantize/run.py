@@ -30,11 +30,11 @@ from model.collectives import ALONE, Group
 from model.config import ModelConfig
 from model.cost import quantized_size
 from model.files.cache_scales import with_cache_scheme
-from model.files.checkpoint import dense_sources, load_model, open_layerwise, tensor_shapes
+from model.files.checkpoint import dense_sources, open_layerwise, tensor_shapes
 from model.formats.base import IntegerFormat, WeightFormat
 from model.formats.registry import DEFAULT_FINER, format_named
 from model.layers import DecoderLayer
-from model.lazy import passing
+from model.lazy import LazyModel, passing
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, set_quantized
 from model.training_memory import Rounding, Setup
@@ -88,9 +88,9 @@ class QuantizeStage(RecoveryStage[Quantize]):
             return super().remedy()
         return f"a higher learning_rate than {self.config.learning_rate:g} or more tokens may help"
 
-    def dense(self) -> Transformer:
+    def dense(self) -> LazyModel:
         """The parent in fp32."""
-        return load_model(self.context.model(self.config.model), device=choose_device())
+        return LazyModel.of_folder(self.context.model(self.config.model), device=choose_device())
 
     def layerwise(self, device: torch.device | None = None) -> tuple[Transformer, Callable[[int], None]]:
         """The parent in fp32 without its layers, embeddings and head as they will stay; and what loads a layer.
@@ -128,7 +128,7 @@ class QuantizeStage(RecoveryStage[Quantize]):
         if bits is None:
             return []
         path = self.context.folder / COSTS_NAME
-        return self.context.decided(path, list[LayerCost], lambda: _layer_costs(self, bits))
+        return self.context.measured(path, list[LayerCost], lambda: _layer_costs(self, bits))
 
 
 @dataclass(frozen=True)
@@ -272,9 +272,10 @@ def _layer_costs(stage: QuantizeStage, average_bits: float) -> list[LayerCost]:
     """Of each layer; as many as the budget lets have more bits get them, those whose rounding would cost most."""
     config = stage.config
     small, large = _candidates(config)
-    text, dense = stage.calibration_text(min(config.calibration_tokens, COST_TOKENS)), stage.dense()
+    text, group = stage.calibration_text(min(config.calibration_tokens, COST_TOKENS)), stage.context.processes.group
+    dense = stage.models.to_calibrate(stage.dense())
     log.info("asking what each layer's rounding would cost, on %s tokens", f"{sum(len(b.tokens) for b in text):,}")
-    costs = rounding_costs(dense, text, [small, large])
+    costs = rounding_costs(dense, text[group.index :: group.count], [small, large], group)
     weights = {name: dense.get_parameter(f"{name}.weight") for name in costs}
     shapes = {name: (len(w), w.shape[1]) for name, w in weights.items()}
     try:
