@@ -9,10 +9,12 @@ The first command runs in the warm process itself, so that its forks find everyt
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tests.pipeline.tiny_run import ROOT
@@ -39,7 +41,10 @@ class ForkServer:
     def run(
         self, arguments: list[str], kill_after_s: float | None = None, number: int = signal.SIGKILL
     ) -> dict[str, Any]:
-        """Runs one command in a fork; it gets the signal after so many seconds unless it has ended."""
+        """Runs one command in a fork; it gets the signal after so many seconds unless it has ended.
+
+        One that can be caught comes no sooner than the command catches it: before, nothing has begun.
+        """
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the fork server is closed")
         order = {"arguments": arguments, "kill_after_s": kill_after_s, "signal": number}
@@ -73,15 +78,23 @@ def serve() -> None:
 
 
 def _wait(child: int, started: float, kill_after_s: float | None, number: int) -> int:
+    begun = number == signal.SIGKILL
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
-        if kill_after_s is not None and time.monotonic() - started >= kill_after_s:
+        begun = begun or _catches(child, number)
+        if begun and kill_after_s is not None and time.monotonic() - started >= kill_after_s:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
             kill_after_s = None
         time.sleep(0.001)
+
+
+def _catches(child: int, number: int) -> bool:
+    """As Linux tells it."""
+    found = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{child}/status").read_text())
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
 if __name__ == "__main__":
