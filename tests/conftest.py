@@ -32,6 +32,7 @@ NEED_TRITON = [
     "serve/test_warm_up.py",
 ]
 """Files that are about it throughout; single tests elsewhere are skipped without it (tests/interpreted.py)."""
+collect_ignore: list[str] = []
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined; it has no effect on kernels imported before.
@@ -54,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     trials.in_full = config.getoption("--all-trials")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if collect_ignore:
+        terminalreporter.line(f"left out, since Triton cannot be imported: {', '.join(collect_ignore)}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
