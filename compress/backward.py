@@ -6,6 +6,7 @@ the Fisher information: what a small change costs, in nats of divergence.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,16 +43,15 @@ def layers_backwards(
             streams.append(_leaves(delta, residual))
         surprise(model.model.norm.add(*streams[-1])[0]).backward()
 
+    def pass_back(layer: DecoderLayer, attention: PackedAttention) -> None:
+        leaves = streams.pop()
+        with torch.enable_grad(), precision:
+            made = layer(*streams[-1], rotary=rotary, attention=attention)
+        pairs = [(x, leaf) for x, leaf in zip(made, leaves, strict=True) if x is not None and x.requires_grad]
+        torch.autograd.backward([x for x, _ in pairs], [leaf.grad for _, leaf in pairs if leaf is not None])
+
     for layer in passed_layers(model, backwards=True):
-
-        def pass_back(attention: PackedAttention, layer: DecoderLayer = layer) -> None:
-            leaves = streams.pop()
-            with torch.enable_grad(), precision:
-                made = layer(*streams[-1], rotary=rotary, attention=attention)
-            pairs = [(x, leaf) for x, leaf in zip(made, leaves, strict=True) if x is not None and x.requires_grad]
-            torch.autograd.backward([x for x, _ in pairs], [leaf.grad for _, leaf in pairs if leaf is not None])
-
-        yield layer, pass_back
+        yield layer, partial(pass_back, layer)
 
 
 def _leaves(delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
