@@ -37,8 +37,10 @@ def test_signals_at_random_moments_change_nothing(
 ) -> None:
     """SIGKILL of either process, SIGTERM to both, as a launcher passes it on."""
     stage = {kind: STAGES[kind] | {"checkpoint_every_s": 0} | ({"model": "teacher"} if kind == "qlora" else {})}
-    variables, begun = environment(*IN_SHARDS_OF_TWO), time.monotonic()
-    forked(arguments(home, str(tmp_path / "straight"), stage), 2, variables)
+    variables = environment(*IN_SHARDS_OF_TWO)
+    for name in ("first", "straight"):  # the first one also starts what others are forked from
+        begun = time.monotonic()
+        forked(arguments(home, str(tmp_path / name), stage), 2, variables)
     seconds, expected = time.monotonic() - begun, written(tmp_path / "straight", kind)
     assert len(expected) == 2
     moments, sent = random.Random(0), 0
