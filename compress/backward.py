@@ -14,6 +14,7 @@ from torch import Tensor
 from compress.prune.depth import PackedBatch
 from compress.residual_stream import passed_layers
 from model.attention import PackedAttention
+from model.collectives import Group
 from model.layers import DecoderLayer
 from model.transformer import Transformer
 
@@ -47,11 +48,19 @@ def layers_backwards(
         leaves = streams.pop()
         with torch.enable_grad(), precision:
             made = layer(*streams[-1], rotary=rotary, attention=attention)
-        pairs = [(x, leaf) for x, leaf in zip(made, leaves, strict=True) if x is not None and x.requires_grad]
-        torch.autograd.backward([x for x, _ in pairs], [leaf.grad for _, leaf in pairs if leaf is not None])
+        pairs = [(x, leaf) for x, leaf in zip(made, leaves, strict=True) if leaf is not None and x.requires_grad]
+        torch.autograd.backward([x for x, _ in pairs], [leaf.grad for _, leaf in pairs])
 
     for layer in passed_layers(model, backwards=True):
         yield layer, partial(pass_back, layer)
+
+
+def draws(model: Transformer, turn: int, group: Group, seed: int) -> torch.Generator:
+    """For the batch that a process of the group, each of which has every n-th one, has in this turn.
+
+    What is drawn of a batch does not depend on whose it is.
+    """
+    return torch.Generator(model.device).manual_seed(seed + turn * group.count + group.index)
 
 
 def _leaves(delta: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.backward import layers_backwards
+from compress.backward import draws, layers_backwards
 from compress.prune.depth import PackedBatch, added_up
 from kernels.attention._flash_cpu import attend_masked, visible_keys
 from kernels.attention.rotary_write import qk_norm_rope
@@ -60,9 +60,7 @@ def skipping_costs(
     nothing = TokenCosts(torch.empty(0, model.config.hidden_size, dtype=torch.bfloat16), torch.empty(0))
     found = [[nothing] for _ in range(model.config.num_layers)]
     for turn, batch in enumerate(batches):
-        number = turn * group.count + group.index  # what is drawn of a batch does not depend on whose it is
-        generator = torch.Generator(model.device).manual_seed(seed + number)
-        for layer, costs in zip(found, _batch_costs(model, batch, route, generator), strict=True):
+        for layer, costs in zip(found, _batch_costs(model, batch, route, draws(model, turn, group, seed)), strict=True):
             layer.append(costs)
     return [TokenCosts(*(torch.cat(part) for part in zip(*layer, strict=True))) for layer in found]
 

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compress.backward import layers_backwards
+from compress.backward import draws, layers_backwards
 from compress.prune.depth import PackedBatch
 from compress.quantize.inputs import InputMoments, consumers_in, consumers_of, input_moments, projection, reads_first
 from compress.residual_stream import ResidualStream, passed_layers
@@ -66,7 +66,7 @@ def output_gradients(
     model: Transformer, batches: Sequence[PackedBatch], group: Group = ALONE, *, seed: int = 0
 ) -> dict[str, Tensor]:
     """Mean squares of g, fp32 [N], of each of the decoder's projections by name; over the tokens that it has seen."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
+    layers = _projections(model)
     sums = {name: torch.zeros(layer.out_features, device=model.device) for name, layer in layers.items()}
     tokens = {name: torch.zeros((), device=model.device) for name in layers}
 
@@ -76,15 +76,17 @@ def output_gradients(
 
     with _frozen(model):
         for turn, batch in enumerate(batches):
-            number = turn * group.count + group.index  # what is drawn of a batch does not depend on whose it is
-            generator = torch.Generator(model.device).manual_seed(seed + number)
             attention = PackedAttention(model.config, batch.cu_seqlens.to(model.device))
-            surprise = partial(_surprise, model, generator=generator)
+            surprise = partial(_surprise, model, generator=draws(model, turn, group, seed))
             backwards = layers_backwards(model, batch, attention, surprise)
             for index, (layer, pass_back) in zip(range(model.config.num_layers)[::-1], backwards, strict=True):
                 with _output_gradients(layer, f"{LAYERS}{index}.", add):
                     pass_back(attention)
     return {name: group.sum(sums[name]) / group.sum(tokens[name]).clamp(min=1) for name in layers}
+
+
+def _projections(part: nn.Module) -> dict[str, Linear]:
+    return {name: m for name, m in part.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
 
 
 @contextmanager
@@ -94,8 +96,7 @@ def _output_gradients(layer: DecoderLayer, prefix: str, add: Callable[[str, Tens
     def observe(name: str, _: Any, __: Any, output: Tensor) -> None:
         output.register_hook(partial(add, prefix + name))
 
-    projections = {name: m for name, m in layer.named_modules() if isinstance(m, Linear) and name.endswith("_proj")}
-    hooks = [m.register_forward_hook(partial(observe, name)) for name, m in projections.items()]
+    hooks = [m.register_forward_hook(partial(observe, name)) for name, m in _projections(layer).items()]
     try:
         yield
     finally:
