@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.files.adapter import base_folder, check_base, load_adapter
 from model.files.checkpoint import dense_sources, is_quantized, load_config, open_layerwise, tensor_shapes
+from model.lora import without_lora
 from model.mesh import choose_device
 from model.quantized import quantized_layers
 from model.tensor_parallel import LAYERS, WHOLE, Layout
 from model.transformer import Transformer, fresh_weight
-from model.unmade import UnmadeLayers
+from model.unmade import LaterLayers, UnmadeLayers, filled_in_turn
 
 MakeWeight = Callable[[], Tensor]
 
@@ -95,7 +97,21 @@ class LazyModel:
         return passing(*self.opened())
 
 
-def unmade_of_folder(folder: Path, dtype: torch.dtype, device: torch.device, layout: Layout = WHOLE) -> Transformer:
+def open_published(
+    folder: Path, dtype: torch.dtype, device: torch.device | str, layout: Layout = WHOLE
+) -> tuple[Transformer, Callable[[int], object]]:
+    """As `open_layerwise`, of a folder that may carry an adapter, all of which is in memory."""
+    if (base := base_folder(folder)) == folder:
+        return open_layerwise(folder, dtype=dtype, device=device, layout=layout)
+    check_base(folder, base)
+    model = unmade_of_folder(base, dtype, device, layout)
+    load_adapter(model, folder, layout)
+    return model.eval(), filled_in_turn(model.requires_grad_(False))
+
+
+def unmade_of_folder(
+    folder: Path, dtype: torch.dtype, device: torch.device | str, layout: Layout = WHOLE
+) -> Transformer:
     """That of a folder without an adapter, to be sharded; a layer is in memory at a time.
 
     Quantized layers are read here too: the numbers in files tell how they are stored.
@@ -129,16 +145,19 @@ def _empty(layer: nn.Module, model: Transformer) -> None:
         quantized.empty()
 
 
-def passing(model: Transformer, load_layer: Callable[[int], None]) -> Transformer:
-    """One whose layers hold no memory yet, likewise."""
+def passing(model: Transformer, load_layer: Callable[[int], object]) -> Transformer:
+    """One whose layers hold no memory yet, likewise; `fuse` has each layer fused whenever it comes."""
 
     @contextmanager
     def made(layer: nn.Module, number: int) -> Iterator[nn.Module]:
         load_layer(number)
+        form = copy.deepcopy(layer, _weights_of(layer))
         try:
-            yield layer
+            yield form
         finally:
-            layer.to_empty(device="meta")
+            form._modules.clear()  # whoever was at work with it may hold it until the next one has come
+            with without_lora(layer):
+                layer.to_empty(device="meta")
 
     model.model.layers = PassingLayers(model.model.layers, made)
     return model
@@ -149,10 +168,7 @@ def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> 
 
     What is not in layers is copied at once.
     """
-    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    for layer in quantized_layers(model).values():
-        shared |= {id(held): held for held in (layer._weight, layer._prepared)}
-    form = copy.deepcopy(model, shared)
+    form = copy.deepcopy(model, _weights_of(model))
     for owner, name in ((form.model, "embed_tokens"), (form.model, "norm"), (form, "lm_head")):
         if (module := getattr(owner, name)) is not None:
             setattr(owner, name, cast(copy.deepcopy(module)))
@@ -160,13 +176,21 @@ def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> 
     return form
 
 
-class PassingLayers(nn.ModuleList):
+def _weights_of(module: nn.Module) -> dict[int, Any]:
+    """For `deepcopy`: what a copy shares."""
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+    for layer in quantized_layers(module).values():
+        shared |= {id(held): held for held in (layer._weight, layer._prepared)}
+    return shared
+
+
+class PassingLayers(LaterLayers):
     """Layers that are there while whoever iterates over them is at work with them; `children()` asks for none."""
 
     def __init__(
         self, layers: nn.ModuleList, at_work: Callable[[nn.Module, int], AbstractContextManager[nn.Module]]
     ) -> None:
-        super().__init__(layers.children())
+        super().__init__(layers)
         self._at_work = at_work
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -178,7 +202,7 @@ class PassingLayers(nn.ModuleList):
     def _passed(self, numbers: range) -> Iterator[nn.Module]:
         for number in numbers:
             with self._at_work(self.get_submodule(str(number)), number) as layer:
-                yield layer
+                yield self.arrived(layer, number)
 
     def __getitem__(self, wanted: Any) -> Any:
         return self._passed(range(len(self))[wanted]) if isinstance(wanted, slice) else super().__getitem__(wanted)

@@ -25,20 +25,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from model.collectives import Group
-from model.cost import FULL, planned_weight_bytes
+from model.cost import FULL
 from model.formats.base import WeightFormat
 from model.mesh import MeshError
 from model.tensor_parallel import LAYERS
 from model.trained_split import TrainedSplit, check_trained_split, part_config
 from model.training_memory import Arithmetic, Memory, Setup, quantized, shapes_of
-
-
-def parity_bytes(setup: Setup) -> int:
-    """Of weights on the main process's device where trainer and server are compared: all of them, in fp32."""
-    return planned_weight_bytes(setup.model, Arithmetic(setup).formats(), torch.float32)
 
 
 def smallest_shards(setup: Setup, processes: int, budget: int) -> Setup | None:

@@ -27,6 +27,7 @@ from model.lora import LoraError, adapted_layers
 from model.mlp import MLP, Experts
 from model.quantized import QuantizedLayer, QuantizedLinear
 from model.routed import RoutedLayer
+from model.unmade import LaterLayers, when_made
 
 _HEADS = ("model.embed_tokens.weight", "lm_head.weight")
 _UNSAID = -1e4
@@ -195,28 +196,34 @@ class Transformer(nn.Module):
 
         `choices`: adapters of the decoder's linear layers (`load_adapters`), or room for such, which `adapter_slots`
         fills; each token of a batch names its own.
-        LoraError if the model carries one itself: that is everybody's. Adapters of the decoder's layers stay
-        unmerged, in the model's dtype; that of the head is merged.
+        LoraError if the model carries one itself: that is everybody's; or its layers have no memory yet. Adapters of
+        the decoder's layers stay unmerged, in the model's dtype; that of the head is merged.
         """
         self.requires_grad_(False)
-        carried = adapted_layers(self)
+        carried, come_later = adapted_layers(self), isinstance(self.model.layers, LaterLayers)
         if carried and choices:
             raise LoraError("The model carries an adapter, so requests cannot choose among others.")
+        if come_later and choices:
+            raise LoraError("The model's layers come one at a time, so requests cannot choose among adapters.")
         room = choices if isinstance(choices, AdapterRoom) else None
         self.num_choices, self._carries_adapter = len(choices) if room is None else room.num_slots, bool(carried)
-        if carried:
-            choices = [{layer: layer.lora for layer in carried.values()}]
-        for part in self.modules():
-            if isinstance(part, SelfAttention | MLP):
-                part.fuse(choices, self.dtype)
+        when_made(self, lambda module, name: self._fuse_parts(module, choices))
         experts = [part for part in self.modules() if isinstance(part, Experts)]
-        for part in experts:
-            part.group()
-        self.can_be_captured = all(part.grouped is not None for part in experts)
+        self.can_be_captured = not come_later and all(part.grouped is not None for part in experts)
         if room is not None:
             self.adapter_slots = self._slots(room)
         self._prepare_head()
         return self.eval()
+
+    def _fuse_parts(self, module: nn.Module, choices: AdapterChoices) -> None:
+        if self._carries_adapter:
+            choices = [{layer: layer.lora for layer in adapted_layers(module).values()}]
+        for part in module.modules():
+            if isinstance(part, SelfAttention | MLP):
+                part.fuse(choices, self.dtype)
+        for part in module.modules():
+            if isinstance(part, Experts):
+                part.group()
 
     def _slots(self, room: AdapterRoom) -> AdapterSlots:
         places = {

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from model.config import ModelConfig
 from model.cost import GPUS, Gpu
 from model.mesh import gpus
-from model.sharded_memory import parity_bytes, smallest_shards
+from model.sharded_memory import smallest_shards
 from model.training_memory import Memory, Setup, largest_micro_batch
 from pipeline.errors import UserError
 from pipeline.report.section import Table
@@ -168,10 +168,6 @@ def plan_table(plans: Sequence[StagePlan], budgets: Sequence[int]) -> Table:
             lines.append([words, *(f"{size / in_bytes:,.2f}" for size in sizes)])
     if any(plan.setup.processes > 1 for plan in plans):
         lines.append(_meshes(plans, max(budgets)))
-    if any(plan.setup.shards > 1 for plan in plans):
-        sizes = [parity_bytes(plan.setup) for plan in plans]
-        cells = [f"{size / in_bytes:,.2f}" + ", does not fit" * (size > max(budgets)) for size in sizes]
-        lines.append(["parity, on one GPU", *cells])
     lines.append(["micro-batch, tokens", *(f"{plan.setup.training.micro_batch_tokens:,}" for plan in plans)])
     if any(plan.seconds is not None for plan in plans):
         lines.append(["its steps on this machine", *(_duration(plan.seconds) for plan in plans)])
@@ -217,9 +213,9 @@ def note(plans: Sequence[StagePlan]) -> str:
     limits = {plan.setup.model.num_positions for plan in plans}
     if any(plan.setup.shards > 1 for plan in plans):
         text += (
-            ". A teacher's embeddings and head are whole in every process. Calibration has a layer at a time, and what "
-            "is measured lies in shards; only parity, in fp32, takes one GPU, or is left out in words. Behind training "
-            "the main process has what was trained whole, in host memory"
+            ". A teacher's embeddings and head are whole in every process. Calibration and parity have a layer at a "
+            "time, and what is measured lies in shards. Behind training the main process has what was trained whole, "
+            "in host memory"
         )
     if any(plan.setup.context > 1 for plan in plans):
         text += ". Where tokens are divided (context), a micro-batch counts as one document"

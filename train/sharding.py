@@ -31,9 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from model.collectives import Group
-from model.files.adapter import base_folder, check_base, load_adapter
-from model.files.checkpoint import load_config, open_layerwise
-from model.lazy import unmade_of_folder
+from model.files.checkpoint import load_config
+from model.lazy import open_published
 from model.lora import adapted_layers
 from model.mesh import Mesh
 from model.quantized import quantized_layers
@@ -277,15 +276,7 @@ def load_frozen(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Transformer:
     """
     device = this_accelerator().device
     layout = layout_of(load_config(folder), group := tensor_group(mesh, device))
-    how: Any = {"dtype": dtype, "device": device, "layout": layout}
-    load_layer: Callable[[int], object]
-    if (base := base_folder(folder)) == folder:
-        model, load_layer = open_layerwise(folder, **how)
-    else:
-        check_base(folder, base)
-        model = unmade_of_folder(base, **how)
-        load_adapter(model, folder, layout)
-        load_layer = filled_in_turn(model.requires_grad_(False))
+    model, load_layer = open_published(folder, dtype, device, layout)
     shard_frozen(model, device_mesh(mesh, device), load_layer)
     if group.count > 1:
         connect(model, group)

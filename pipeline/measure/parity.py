@@ -2,20 +2,26 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from model.attention import PackedAttention
-from model.files.checkpoint import load_model
+from model.files.checkpoint import load_config
+from model.lazy import PassingLayers, open_published, passing
 from model.quantized import quantized_layers
 from model.transformer import Transformer
 from pipeline.results import Parity
-from serve.llm import LLM
+from serve.config import EngineConfig
+from serve.engine.loading import load_part
+from serve.llm import LLM, Generation
 from serve.outputs import TokenLogprobs
 from serve.sampling_params import SamplingParams
 from train.packing import Batch
+from train.progress import Progress
 
 PARITY_SEQUENCES, PARITY_TOKENS = 4, 96
 PARITY_TOLERANCE = 1e-3
@@ -31,15 +37,14 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     """Whether the server computes what the trainer computed: the same weights and text through both, in fp32.
 
     The trainer's side is one packed forward; the server's is the real engine with its pages and chunks, asked for the
-    log-probabilities of its prompts.
+    log-probabilities of its prompts. Of either model a layer is in memory at a time.
     """
     prompts = prompts_of(batches)
-    model = load_model(folder, dtype=torch.float32, device=device)
-    trained = [_log_probabilities(model, prompt) for prompt in prompts]
-    is_rounded = any(layer.format.rounds_activations for layer in quantized_layers(model).values())
-    del model
-    engine = LLM(str(folder), dtype="float32", device=str(device), max_model_len=2 * PARITY_TOKENS, num_pages=64)
-    served = engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1))
+    with Progress("parity", 2 * load_config(folder).num_layers) as progress:
+        model = passing(*open_published(folder, torch.float32, device))
+        trained = log_probabilities(_shown(model, "the trainer", progress), prompts)
+        is_rounded = any(layer.format.rounds_activations for layer in quantized_layers(model).values())
+        served = _served(folder, prompts, device, progress)
     differences, same = [], []
     for prompt, expected, answer in zip(prompts, trained, served, strict=True):
         entries: Sequence[TokenLogprobs | None] = answer.prompt_logprobs or ()
@@ -57,6 +62,20 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     )
 
 
+def _served(folder: Path, prompts: list[list[int]], device: torch.device | str, progress: Progress) -> list[Generation]:
+    options: Any = {"dtype": "float32", "device": str(device), "max_model_len": 2 * PARITY_TOKENS, "num_pages": 64}
+    models = load_part(EngineConfig(model=str(folder), **options), None, by_layers=True)
+    _shown(cast("Transformer", models.target), "the server", progress)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    return LLM(str(folder), models=models, **options).generate(prompts, params)
+
+
+def _shown(model: Transformer, whose: str, progress: Progress) -> Transformer:
+    layers = cast("PassingLayers", model.model.layers)
+    layers.then(lambda layer, name: progress.advance(1, f"layers of {whose}"), "model.layers")
+    return model
+
+
 def prompts_of(batches: Sequence[Batch]) -> list[list[int]]:
     """What both sides read: the beginnings of the first few sequences."""
     prompts = []
@@ -68,10 +87,13 @@ def prompts_of(batches: Sequence[Batch]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _log_probabilities(model: Transformer, tokens: list[int]) -> Tensor:
-    """log p `[T, V]`, fp32, of one sequence as the trainer computes it, on the CPU."""
-    ids = torch.tensor(tokens, device=model.device)
-    cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=model.device)
-    positions = torch.arange(len(tokens), device=model.device)
+def log_probabilities(model: Transformer, prompts: Sequence[list[int]]) -> list[Tensor]:
+    """log p `[T, V]` of each prompt, fp32, on the CPU, as the trainer computes them: as documents of one batch."""
+    if not prompts:
+        return []
+    lengths = [len(prompt) for prompt in prompts]
+    ids = torch.tensor([token for prompt in prompts for token in prompt], device=model.device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(model.device)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=model.device)
     hidden = model(ids, positions, PackedAttention(model.config, cu_seqlens))
-    return torch.log_softmax(model.logits(hidden).float(), dim=-1).cpu()
+    return [torch.log_softmax(model.logits(rows).float(), dim=-1).cpu() for rows in hidden.split(lengths)]

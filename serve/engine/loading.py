@@ -17,6 +17,7 @@ from model.files.checkpoint import load_config, load_model
 from model.files.progress import ReadingProgress
 from model.fused_adapters import AdapterRoom
 from model.kv_format import FixedScales, choose_kv_format
+from model.lazy import open_published, passing
 from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, round_activations
@@ -98,10 +99,10 @@ def check_ranks(config: EngineConfig) -> None:
     check_split(load_config(config.model), config.tensor_parallel_size, config.pipeline_parallel_size)
 
 
-def load_part(config: EngineConfig, grid: Grid | None) -> Models:
+def load_part(config: EngineConfig, grid: Grid | None, *, by_layers: bool = False) -> Models:
     """What one rank holds of the target by its place among all, and the rest, which is whole; without a place all is.
 
-    Raises as `load_models` does.
+    `by_layers`: of the target a layer is in memory at a time, read anew in each pass. Raises as `load_models` does.
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
@@ -115,7 +116,7 @@ def load_part(config: EngineConfig, grid: Grid | None) -> Models:
     if draft is not None:
         check_same_vocabulary(config.model, draft)
     layout = WHOLE if grid is None else Split(grid.tensor, load_config(config.model), grid.stage)
-    target = _load_target(config, dtype, device, layout)
+    target = _load_target(config, dtype, device, layout, by_layers)
     drafting = _load(draft, config, dtype, device).trim_head().fuse() if draft is not None else None
     return Models(
         target=target,
@@ -139,11 +140,13 @@ def _draft_folder(config: EngineConfig, kind: type[Draft] | None) -> str | None:
     return config.draft if kind is not None and kind.model_use == "needed" else None
 
 
-def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: Layout) -> Transformer:
+def _load_target(
+    config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: Layout, by_layers: bool
+) -> Transformer:
     folders = list(config.adapters.values())
     for folder in folders:
         check_base(folder, config.model)
-    model = _load(config.model, config, dtype, device, layout)
+    model = _load(config.model, config, dtype, device, layout, by_layers)
     if config.activations != "auto" and not quantized_layers(model):
         raise ValueError(f"activations are rounded beside weights in 4 or 8 bits, and {config.model} has none")
     if (folders or config.enable_lora) and adapted_layers(model):
@@ -154,8 +157,15 @@ def _load_target(config: EngineConfig, dtype: torch.dtype, device: torch.device,
 
 
 def _load(
-    folder: str, config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: Layout = WHOLE
+    folder: str,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: Layout = WHOLE,
+    by_layers: bool = False,
 ) -> Transformer:
+    if by_layers:
+        return passing(*open_published(Path(folder), dtype, device, layout))
     with ReadingProgress(f"loading {folder}", _weight_bytes(folder)) as progress:
         model = load_model(folder, dtype=dtype, device=device, heard=progress.heard, layout=layout)
     if config.activations != "auto":

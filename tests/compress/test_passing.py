@@ -20,11 +20,14 @@ from compress.quantize.sensitivity import rounding_costs
 from compress.refit import refit_outputs
 from compress.token_costs import skipping_costs
 from model.config import MixtureOfDepths
+from model.files.adapter import BASE_NAME, save_adapter
 from model.files.checkpoint import CheckpointError, load_model, save_model
+from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
-from model.lazy import LazyModel, passing_copy
-from model.lora import LoraConfig, adapted_layers
+from model.fused_adapters import AdapterRoom
+from model.lazy import LazyModel, open_published, passing, passing_copy
+from model.lora import LoraConfig, LoraError, adapted_layers, detach_lora
 from model.routed import routed_layers
 from model.transformer import Transformer
 from tests.compress.conversions import TOKENS, Text, plans_for, texts
@@ -137,10 +140,14 @@ def test_what_is_made_of_a_folder(name: str, tmp_path: Path) -> None:
             assert torch.equal(weights[key], weight), key
 
 
+def quantized(model: Transformer, format: WeightFormat[Any]) -> Transformer:
+    quantize_model(model, format)
+    return model
+
+
 def adapted() -> Transformer:
     """An adapter that does something, beside a quantized base."""
-    model = tiny_model(seed=1, num_layers=LAYERS, intermediate_size=128)
-    quantize_model(model, NF4())
+    model = quantized(tiny_model(seed=1, num_layers=LAYERS, intermediate_size=128), NF4())
     inject(model, LoraConfig(rank=4, targets=("*_proj", "lm_head")), seed=1)
     for layer in adapted_layers(model).values():
         torch.nn.init.normal_(layer.lora.b, std=0.05)
@@ -161,6 +168,47 @@ def test_a_model_in_memory_is_asked_by_copies_of_its_layers(make: Callable[[], T
     assert passing.config == expected.config
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())
     assert all(layer.threshold == 0 for layer in routed_layers(model))
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A published model of that kind."""
+    model = MODELS[name]()
+    if not adapted_layers(model):
+        save_model(model, folder)
+        return folder
+    base, adapter = MODELS[name](), LoraConfig(rank=4, targets=("*_proj", "lm_head"))
+    detach_lora(base)
+    save_model(base, folder / BASE_NAME)
+    save_adapter(model, folder, adapter, base=BASE_NAME)
+    return folder
+
+
+MODELS: dict[str, Callable[[], Transformer]] = {
+    "dense": lambda: tiny_model("qwen2", seed=1),
+    "INT4": lambda: quantized(tiny_model(seed=1, intermediate_size=128), Int4(32, symmetric=False)),
+    "adapter": adapted,
+    "routers": with_routers_made,
+    "experts": lambda: tiny_model("mixtral", seed=1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_passes_text_as_it_is_trained_and_as_it_is_served(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path)
+    whole, by_layers = load_model(folder), passing(*open_published(folder, torch.float32, "cpu"))
+    for _ in range(2):
+        assert torch.equal(full_logits(by_layers, TOKENS), full_logits(whole, TOKENS))
+        assert is_passing(by_layers)
+    whole.fuse()
+    by_layers.fuse()
+    for _ in range(2):
+        assert torch.equal(full_logits(by_layers, TOKENS), full_logits(whole, TOKENS))
+        assert is_passing(by_layers) and not by_layers.can_be_captured
+
+
+def test_requests_cannot_choose_among_adapters_of_layers_that_come_one_at_a_time() -> None:
+    with pytest.raises(LoraError, match="layers come one at a time, so requests cannot choose among adapters"):
+        parent().passing().fuse(AdapterRoom(2, 4))
 
 
 def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:

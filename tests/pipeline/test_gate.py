@@ -1,5 +1,6 @@
 """Gates refuse what is bad, whatever made it bad, and let through what is good."""
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import pipeline.measure.parity
 from compress.quantize.round_to_nearest import quantize_folder
 from model.files.checkpoint import save_model
 from model.formats.compressed_tensors import Int4, Int8
@@ -16,8 +19,10 @@ from model.transformer import Transformer
 from pipeline.measure.gates import check_gate, describe, estimate
 from pipeline.measure.parity import PARITY_TOLERANCE, check_parity
 from pipeline.measure.quality import HeldOut
-from pipeline.results import Estimate, Quality
+from pipeline.results import Estimate, Parity, Quality
 from pipeline.stages.shared.config import Gate
+from tests.forked import end_of, ranks
+from tests.memory import peak_resident_bytes, return_what_is_freed
 from tests.pipeline.tiny_run import TinyRun
 from tests.serve.toys import toy_tokenizer
 from tests.tiny import tiny_model
@@ -140,25 +145,28 @@ def test_quality_is_the_same_in_any_batches() -> None:
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-5), field.name
 
 
+def change_what_the_trainer_reads(
+    number: int, change: Callable[[Any], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a layer, once it has its weights."""
+    honest = pipeline.measure.parity.log_probabilities
+
+    def changed(model: Any, prompts: list[list[int]]) -> list[Tensor]:
+        model.model.layers.then(lambda layer, name: change(layer) if name == f"layers.{number}" else None, "layers")
+        return honest(model, prompts)
+
+    monkeypatch.setattr(pipeline.measure.parity, "log_probabilities", changed)
+
+
 @pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-6, True), (1.5, False)], ids=["last bits", "other weights"])
 def test_parity_of_rounded_activations_is_held_in_the_mean(
     factor: float, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What differs in its last bit is rounded to another step here and there, which is no fault of the server's."""
-    import pipeline.measure.parity
-
     save_model(tiny_model(), tmp_path / "dense")
     quantize_folder(tmp_path / "dense", tmp_path / "model", Int8.with_options(activations=True))
     toy_tokenizer().save(tmp_path / "model")
-    honest = pipeline.measure.parity.load_model
-
-    def altered(*arguments: object, **options: object) -> Transformer:
-        model = honest(*arguments, **options)  # type: ignore[arg-type]
-        with torch.no_grad():
-            model.model.layers[0].input_layernorm.weight.mul_(factor)
-        return model
-
-    monkeypatch.setattr(pipeline.measure.parity, "load_model", altered)
+    change_what_the_trainer_reads(0, lambda layer: layer.input_layernorm.weight.mul_(factor), monkeypatch)
     parity = check_parity(tmp_path / "model", batches(), "cpu")
     assert parity.mean_difference is not None and parity.passed == passes
     assert parity.max_difference > PARITY_TOLERANCE, "nothing was rounded to another step"
@@ -176,20 +184,28 @@ def test_trainer_and_server_have_the_same_bits_where_activations_are_rounded(for
     assert parity.max_difference == 0 and parity.same_top == 1, parity
 
 
-def test_parity_notices_a_server_with_other_weights(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pipeline.measure.parity
+def peak_of_parity(folder: Path, found: Path) -> None:
+    return_what_is_freed()
+    check_parity(folder, batches(), "cpu")  # what is made once, such as kernels
+    parity = list[Parity]()
+    peak = peak_resident_bytes(lambda: parity.append(check_parity(folder, batches(), "cpu")))
+    found.write_text(json.dumps({"passed": parity[0].passed, "peak": peak}))
 
+
+def test_parity_takes_a_layer_at_a_time(tmp_path: Path) -> None:
+    model = tiny_model(num_layers=24, hidden_size=256, intermediate_size=768)
+    save_model(model, tmp_path)
+    toy_tokenizer().save(tmp_path)
+    with ranks(1, peak_of_parity, tmp_path, tmp_path / "found.json", log=tmp_path / "log") as started:
+        assert not any(end_of(started)), (tmp_path / "log").read_text()[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["passed"] and found["peak"] < 0.4 * sum(p.nbytes for p in model.model.layers.parameters())
+
+
+def test_parity_notices_a_server_with_other_weights(finished_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = finished_run.folder.path / "01-distill" / "model"
     text = tuple(Batch(one.tokens % 320, one.positions, one.cu_seqlens, one.labels, 24) for one in batches())
     assert check_parity(folder, text, "cpu").passed
-    honest = pipeline.measure.parity.load_model
-
-    def altered(*arguments: object, **options: object) -> Transformer:
-        model = honest(*arguments, **options)  # type: ignore[arg-type]
-        with torch.no_grad():
-            model.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
-        return model
-
-    monkeypatch.setattr(pipeline.measure.parity, "load_model", altered)
+    change_what_the_trainer_reads(1, lambda layer: layer.self_attn.v_proj.weight.mul_(1.01), monkeypatch)
     parity = check_parity(folder, text, "cpu")
     assert not parity.passed and parity.max_difference > parity.tolerance

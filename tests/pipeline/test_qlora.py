@@ -1,5 +1,6 @@
 """Stage `qlora` on a tiny teacher: what it publishes, what it refuses, and what each way of merging costs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from model.files.artifact import open_artifact
 from model.files.checkpoint import is_quantized, load_model
+from model.lazy import open_published
 from model.lora import adapted_layers, detach_lora
 from model.quantized import quantized_layers
 from model.transformer import Transformer
@@ -162,12 +164,12 @@ def test_the_default_dropout_passes_parity_and_is_not_measured(tmp_path: Path) -
 
 
 def test_a_server_that_loses_the_adapter_fails_the_parity_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def losing(*args: Any, **kwargs: Any) -> Transformer:
-        model = load_model(*args, **kwargs)
+    def losing(*args: Any) -> tuple[Transformer, Callable[[int], object]]:
+        model, load_layer = open_published(*args)
         detach_lora(model)
-        return model
+        return model, load_layer
 
-    monkeypatch.setattr("serve.engine.loading.load_model", losing)
+    monkeypatch.setattr("serve.engine.loading.open_published", losing)
     with pytest.raises(GateRefused, match="01-qlora fails parity, trainer and server differ by") as refused:
         run(tmp_path)
     assert "gate" not in str(refused.value), "the recipe sets none"

@@ -26,7 +26,7 @@ from model.quantized import quantized_layers
 from model.transformer import Transformer
 from pipeline.cli import main
 from pipeline.errors import RunInterrupted
-from pipeline.measure import parity, quality
+from pipeline.measure import quality
 from pipeline.stages.base import read_result
 from pipeline.stages.precompute import run as precompute
 from pipeline.stages.quantize import run as quantize
@@ -153,15 +153,15 @@ def counting(words: list[str], folder: Path) -> int:
         setattr(module, name, count)
 
     counted(LazyModel, "made")
-    for module in (models, quality, parity):
+    for module in (models, quality):
         counted(module, "load_model", module.__name__.rpartition(".")[2])
     code = main(words)
     (folder / f"makers-{os.environ['RANK']}.json").write_text(json.dumps(makers))
     return code
 
 
-def test_no_process_makes_a_model_whole_but_the_main_one_for_parity(home: Path) -> None:
-    """Calibration has a layer at a time, and what conversion makes is measured and trained in shards."""
+def test_no_process_makes_a_model_whole(home: Path) -> None:
+    """Calibration and parity have a layer at a time, and what conversion makes is measured and trained in shards."""
     changes: dict[str, dict] = {
         "gqa": {"compare": ["mean"], "compare_tokens": 512},
         "mod": {"train": "adapters"},
@@ -173,7 +173,7 @@ def test_no_process_makes_a_model_whole_but_the_main_one_for_parity(home: Path) 
     with ranks(2, counting, words, folder, log=home / "log", environment=environment(*IN_SHARDS_OF_TWO)) as started:
         assert not any(end_of(started, 400)), (home / "log").read_text()[-9000:]
     makers = [json.loads((folder / f"makers-{rank}.json").read_text()) for rank in range(2)]
-    assert makers == [["parity"] * len(wanted), []]
+    assert makers == [[], []]
 
 
 def test_so_does_one_that_divides_tokens(home: Path) -> None:
