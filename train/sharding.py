@@ -118,7 +118,7 @@ class Sharded:
         shard_module(self.module, all_of_copy, policy=uncast, reshards=False)
         self._lend(model)
         parts.connect(twin)
-        twin.to(accelerator.device)
+        self.module.to(accelerator.device)  # not the twin alone: the head is of this group, which pads what has moved
         self.trained = LocalShards(twin, parts)
         self._copy = all_of_copy.get_group("shard")
         self.part = all_of_copy.get_local_rank("shard") if all_of_copy.get_local_rank("replicate") == 0 else None

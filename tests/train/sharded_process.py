@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,11 @@ CASES = {
     "routers alone": Case(_routers_alone, _routed_objective, unmade=True),
     "8 bits": Case(lambda: tiny_model(seed=1, **WIDE), settings={"optimizer": "adamw_8bit"}),
 }
+BY_THREES = {
+    f"{name}, by threes": replace(CASES[name], settings=CASES[name].settings | {"batch_tokens": 384})
+    for name in ("gqa", "distill", "qlora", "mod")
+}
+"""Such as two processes can share, and three."""
 
 
 def without_weights(model: Transformer) -> Transformer:
@@ -147,7 +152,8 @@ def run(folder: Path, name: str, shard: int | None = None, stop: int | None = No
     `shard`: over how many processes the recipe shards; None leaves that to the launcher.
     """
     this_accelerator()  # joins the group
-    case = CASES[name]
+    case = (CASES | BY_THREES)[name]
+    settings = {"batch_tokens": BATCH_TOKENS} | case.settings
     objective = case.objective()
     mesh = training_mesh(shard)
     taught = objective.objective if isinstance(objective, RoutedTraining) else objective
@@ -158,12 +164,11 @@ def run(folder: Path, name: str, shard: int | None = None, stop: int | None = No
         model=without_weights(case.model()) if case.unmade and not mesh.is_whole else case.model(),
         objective=objective if stop is None else Stopping(objective, stop),
         evaluate=held_out,
-        evaluate_every_tokens=3 * BATCH_TOKENS,
-        tokens=STEPS * BATCH_TOKENS,
-        batch_tokens=BATCH_TOKENS,
+        evaluate_every_tokens=3 * settings["batch_tokens"],
+        tokens=STEPS * settings["batch_tokens"],
         dp_shard_size=shard,
         checkpoint_every_s=1e6,
-        **case.settings,
+        **settings,
     )
     result = trainer.train()
     rank, moments = this_rank(), named_moments(trainer.parallel.trained, trainer.optimizer)

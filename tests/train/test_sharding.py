@@ -15,7 +15,7 @@ from model.training_memory import Setup
 from tests import trials
 from tests.forked import end_of, ranks
 from tests.train import memory_process, sharded_process
-from tests.train.sharded_process import CASES, run
+from tests.train.sharded_process import BY_THREES, CASES, run
 from train.config import TrainingConfig
 from train.tracking import read_metrics
 
@@ -29,6 +29,7 @@ PLACES = {
     "halves": DIVIDED,
     "layers": ("distill", "gqa", "mod", "qlora"),
     "fewer": ("gqa", "qlora"),
+    "odd": tuple(BY_THREES)[: trials.trials(1, 4)],
 }
 """Of what `folder` makes besides the cases by one process and by four: each in some place, and in each place one."""
 TRIED = trials.covering((place, name) for place, names in PLACES.items() for name in names)
@@ -61,7 +62,7 @@ def names_in(place: str) -> list[str]:
     return [name for _, name in tried_in(place)]
 
 
-STOPS = {("down", "4"): "/2", ("down", "2"): "/4", ("fewer", "2t2"): "/2", ("fewer", "1t2"): "/4"}
+STOPS = {("down", "4"): "/2", ("down", "2"): "/4", ("fewer", "2t2"): "/2", ("fewer", "1t2"): "/4", ("odd", "2"): "/3"}
 
 
 def jobs_in(**sizes: str) -> list[str]:
@@ -77,11 +78,12 @@ def jobs_in(**sizes: str) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of each case, and four: in one group, or in two that hold the same; and checkpoints.
 
-    `down` is begun by four, goes on with two and ends alone; `up` is begun alone and ends with four. In `layers` four
-    divide each layer among two, and in `fewer`, which they begin, two go on that do the same.
+    `down` is begun by four, goes on with two and ends alone; `up` is begun alone and ends with four, `odd` by two and
+    ends with three. In `layers` four divide each layer among two, and in `fewer`, which they begin, two go on that do
+    the same.
     """
     folder = tmp_path_factory.mktemp("sharded")
-    for name in CASES:
+    for name in (*CASES, *names_in("odd")):
         run(folder / "one", name)
     for name in names_in("up"):
         run(folder / "up", name, stop=3)
@@ -93,7 +95,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *jobs,
         *jobs_in(groups="2", down="4", up="4", parts="2x2", layers="2t2", fewer="2t2"),
     )
-    together(2, sharded_process, folder, *jobs_in(down="2", halves="1x2", fewer="1t2"))
+    together(2, sharded_process, folder, *jobs_in(down="2", odd="2", halves="1x2", fewer="1t2"))
+    together(3, sharded_process, folder, *jobs_in(odd="3"))
     for place in ("down", "fewer"):
         for name in names_in(place):
             run(folder / place, name)
@@ -151,7 +154,7 @@ def test_a_process_of_four_holds_a_quarter_of_a_frozen_base_and_of_its_adapter_a
         assert planned.optimizer == pytest.approx(held["moments"], rel=0.05)
 
 
-@pytest.mark.parametrize(("place", "name"), tried_in("down", "up"))
+@pytest.mark.parametrize(("place", "name"), tried_in("down", "up", "odd"))
 def test_a_checkpoint_resumes_on_another_number_of_processes(place: str, name: str, folder: Path) -> None:
     check(folder, place, name)
 
