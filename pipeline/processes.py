@@ -79,8 +79,9 @@ class Processes:
 
         from train.accelerator import this_accelerator
 
-        self._joined = True
-        number = torch.tensor([value], dtype=torch.int64, device=this_accelerator().device)
+        accelerator = this_accelerator()
+        self._joined = True  # not before: whom a signal ends while it joins has nothing to leave
+        number = torch.tensor([value], dtype=torch.int64, device=accelerator.device)
         broadcast(number, src=0)
         return int(number.item())
 

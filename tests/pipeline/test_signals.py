@@ -1,9 +1,13 @@
 import os
 import signal
+from contextlib import closing
+from typing import NoReturn
 
 import pytest
 
+import train.accelerator
 from pipeline.errors import RunInterrupted
+from pipeline.processes import Processes
 from pipeline.signals import ended_by_signals
 
 
@@ -22,3 +26,18 @@ def test_a_signal_is_an_interruption_whatever_is_made_of_it(number: int, what: E
 def test_an_error_without_a_signal_stays_what_it_is() -> None:
     with pytest.raises(ValueError, match="of the user"), ended_by_signals():
         raise ValueError("of the user")
+
+
+def test_who_is_interrupted_while_it_joins_has_nothing_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was half imported then is not asked for again."""
+    calls = []
+
+    def joining() -> NoReturn:
+        calls.append("asked")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.accelerator, "this_accelerator", joining)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with closing(Processes()) as processes, pytest.raises(KeyboardInterrupt):
+        processes.wait()
+    assert calls == ["asked"]
