@@ -1,13 +1,16 @@
 """SIGKILL at random moments of a stage, then the same command: the same weights, bit for bit, and the same log."""
 
 import json
+import os
 import random
 import re
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import yaml
@@ -16,13 +19,15 @@ from model.files.artifact import MANIFEST_NAME
 from pipeline.stages.base import read_result
 from tests.pipeline.fork_server import ForkServer
 from tests.pipeline.test_gqa import STAGE as GQA
+from tests.pipeline.test_launch import LAUNCHERS
 from tests.pipeline.test_mod import STAGE as MOD
 from tests.pipeline.test_qlora import STAGE as QLORA
-from tests.pipeline.tiny_run import RECIPE, TinyRun
-from tests.trials import trials
+from tests.pipeline.tiny_run import RECIPE, ROOT, TinyRun
+from tests.trials import in_full, trials
 
 KILLS = trials(20, 300)
 """Of each kind."""
+COLD_KILLS = 20
 SIGNALS = trials(4, 100)
 GRACE_S = 30.0
 """After SIGTERM, what services send SIGKILL after."""
@@ -39,12 +44,43 @@ STAGES = {
 KINDS = list(STAGES)[: trials(1, 4)]
 
 
+class Runs(Protocol):
+    """Commands, of which the status and the seconds are told."""
+
+    def run(
+        self, arguments: list[str], kill_after_s: float | None = None, number: int = signal.SIGKILL
+    ) -> dict[str, Any]: ...
+
+
+class Launches:
+    """Each by an `accelerate launch` of its own; the signal comes to the launcher and to what it has launched."""
+
+    def run(
+        self, arguments: list[str], kill_after_s: float | None = None, number: int = signal.SIGKILL
+    ) -> dict[str, Any]:
+        command = [str(LAUNCHERS / "accelerate"), "launch", "--config_file", "configs/accelerate/cpu.yaml"]
+        environment, begun = os.environ | {"OMP_NUM_THREADS": "1"}, time.monotonic()
+        with subprocess.Popen(
+            [*command, "-m", "pipeline", *arguments],
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as launched:
+            try:
+                launched.wait(kill_after_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(launched.pid, number)
+        return {"status": launched.returncode, "seconds": time.monotonic() - begun}
+
+
 @dataclass(frozen=True)
 class Whole:
     """The run of one stage of this kind that nobody killed, and how long it took; `forks` runs others."""
 
     kind: str
-    forks: ForkServer
+    forks: Runs
     teacher: TinyRun
     reference: TinyRun
     seconds: float
@@ -74,10 +110,27 @@ def whole(
 
 @pytest.mark.slow
 def test_a_killed_stage_goes_on_to_the_same_weights(whole: Whole, tmp_path: Path) -> None:
+    assert len(phases := phases_of_kills(whole, KILLS, tmp_path)) >= 4, f"kills fell only into {phases}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not in_full, reason="tried with --all-trials")
+def test_so_does_one_that_a_launcher_has_started(whole: Whole, tmp_path: Path) -> None:
+    """Cold: most kills fall into imports and what comes before training."""
+    launches = Launches()
+    timed = whole.victim(tmp_path / "timed")
+    ended = launches.run(whole.arguments(timed))
+    assert ended["status"] == 0
+    launched = replace(whole, forks=launches, reference=timed, seconds=ended["seconds"])
+    assert len(phases_of_kills(launched, COLD_KILLS, tmp_path)) > 1
+
+
+def phases_of_kills(whole: Whole, wanted: int, tmp_path: Path) -> set[str]:
+    """Kills so often, at random moments, and lets each run end, as the whole one did. Returns where kills fell."""
     generator = random.Random(0)
     kills, phases = 0, set()
-    for attempt in range(12 * KILLS // LIVES):  # a run may be faster than the one that was timed
-        if kills >= KILLS:
+    for attempt in range(12 * wanted // LIVES):  # a run may be faster than the one that was timed
+        if kills >= wanted:
             break
         victim = whole.victim(tmp_path / str(attempt))
         arguments = whole.arguments(victim)
@@ -90,8 +143,8 @@ def test_a_killed_stage_goes_on_to_the_same_weights(whole: Whole, tmp_path: Path
             phases.add(phase_of(victim, whole.kind))
         assert whole.forks.run(arguments)["status"] == 0
         assert_equal_runs(victim, whole)
-    assert kills >= KILLS
-    assert len(phases) >= 4, f"kills fell only into {phases}"
+    assert kills >= wanted
+    return phases
 
 
 @pytest.mark.slow
