@@ -19,6 +19,8 @@ from pipeline.meeting import FAILURE, SAID_S, Meeting, is_set
 
 WATCH_S = 0.5
 """How often a process looks whether the main one has ended."""
+LEAVE_S = 10.0
+"""Within which a process is gone that has failed. Groups of processes that one of them has left may wait for it."""
 SEEN_S = 0.2
 """In which everybody who looks for it has seen what was set."""
 END, SAID, OVER = "end", "said", "over"
@@ -63,6 +65,7 @@ class SharedExit:
                 end = BROKEN
             code = self._end_all(end) if self._rank.index == 0 else self._end_one(end)
             self._leave()
+            _end_soon(1 if code is None else code)
             if code is None:
                 raise
             raise EndedElsewhere(code) from error
@@ -145,6 +148,13 @@ class SharedExit:
         is_set(self._store, [f"{index} has left" for index in came], SAID_S)
         self._store.set(OVER, "")
         time.sleep(SEEN_S if came else 0)
+
+
+def _end_soon(code: int) -> None:
+    """Unless this process has ended by itself: all is said and closed that others could miss."""
+    timer = threading.Timer(LEAVE_S, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def _is_of_a_connection(error: BaseException) -> bool:

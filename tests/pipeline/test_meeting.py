@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from pipeline import meeting
+from pipeline import meeting, shared_exit
 from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.meeting import Address, difference, leaves, timeout_s
@@ -57,6 +57,19 @@ def with_a_death(words: Sequence[str]) -> int:
         processes.wait()
 
     with mock.patch("pipeline.run.run_recipe", run_recipe):
+        return main(words)
+
+
+def with_a_group_that_waits(words: Sequence[str]) -> int:
+    """The command, whose main process is interrupted, and then cannot leave the others."""
+
+    def run_recipe(*_: object, processes: Processes, **__: object) -> None:
+        if processes.is_main:
+            raise KeyboardInterrupt
+        time.sleep(HOUR_S)
+
+    waits = mock.patch.object(Processes, "close", lambda _: time.sleep(HOUR_S))
+    with mock.patch("pipeline.run.run_recipe", run_recipe), waits, mock.patch.object(shared_exit, "LEAVE_S", 0.5):
         return main(words)
 
 
@@ -131,6 +144,12 @@ def test_a_process_that_is_killed_ends_the_others_with_a_sentence(words: list[st
     codes, said = ended(2, with_a_death, words, folder=tmp_path, variables=PATIENTLY)
     assert codes == [1, -signal.SIGKILL]
     assert said.count("potstill: the connection to another process is broken") == 1 and "Traceback" not in said
+
+
+def test_who_has_failed_waits_for_no_library_that_waits_for_others(words: list[str], tmp_path: Path) -> None:
+    codes, said = ended(2, with_a_group_that_waits, words, folder=tmp_path, variables=PATIENTLY)
+    assert codes == [130, 130]
+    assert said.count("potstill: interrupted") == 1
 
 
 def test_differences_are_told_by_machine() -> None:
