@@ -151,7 +151,7 @@ def passing(model: Transformer, load_layer: Callable[[int], object]) -> Transfor
     @contextmanager
     def made(layer: nn.Module, number: int) -> Iterator[nn.Module]:
         load_layer(number)
-        form = copy.deepcopy(layer, _weights_of(layer))
+        form = copy.deepcopy(layer, weights_of(layer))
         try:
             yield form
         finally:
@@ -168,7 +168,7 @@ def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> 
 
     What is not in layers is copied at once.
     """
-    form = copy.deepcopy(model, _weights_of(model))
+    form = copy.deepcopy(model, weights_of(model))
     for owner, name in ((form.model, "embed_tokens"), (form.model, "norm"), (form, "lm_head")):
         if (module := getattr(owner, name)) is not None:
             setattr(owner, name, cast(copy.deepcopy(module)))
@@ -176,7 +176,7 @@ def passing_copy(model: Transformer, cast: Callable[[nn.Module], nn.Module]) -> 
     return form
 
 
-def _weights_of(module: nn.Module) -> dict[int, Any]:
+def weights_of(module: nn.Module) -> dict[int, Any]:
     """For `deepcopy`: what a copy shares."""
     shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
     for layer in quantized_layers(module).values():

@@ -44,7 +44,7 @@ class UnmadeLayers(LaterLayers):
 
 
 def filled_in_turn(model: Any) -> Callable[[int], nn.Module]:
-    """What gives a layer of a model its weights, by its number, if it lacks them; for each layer once.
+    """What gives a layer of a model its weights, by its number, if it lacks them.
 
     The model has plain layers from here on.
     """

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from model.collectives import Group
 from model.files.checkpoint import load_config
-from model.lazy import open_published
+from model.lazy import open_published, weights_of
 from model.lora import adapted_layers
 from model.mesh import Mesh
 from model.quantized import quantized_layers
@@ -325,10 +325,8 @@ def context_group(mesh: Mesh, device: torch.device) -> Group | None:
 
 def _twin(model: M) -> M:
     """A copy that shares all weights, under parameters of its own."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in model.parameters()}
-    for layer in quantized_layers(model).values():
-        memo |= {id(held): held for held in (layer._weight, layer._prepared)}
-    return copy.deepcopy(model, memo)
+    own = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, weights_of(model) | own)
 
 
 def _empty(module: nn.Module) -> None:

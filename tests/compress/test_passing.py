@@ -22,7 +22,6 @@ from compress.token_costs import skipping_costs
 from model.config import MixtureOfDepths
 from model.files.adapter import BASE_NAME, save_adapter
 from model.files.checkpoint import CheckpointError, load_model, save_model
-from model.formats.base import WeightFormat
 from model.formats.bitsandbytes import NF4
 from model.formats.compressed_tensors import Int4, Int8
 from model.fused_adapters import AdapterRoom
@@ -140,14 +139,9 @@ def test_what_is_made_of_a_folder(name: str, tmp_path: Path) -> None:
             assert torch.equal(weights[key], weight), key
 
 
-def quantized(model: Transformer, format: WeightFormat[Any]) -> Transformer:
-    quantize_model(model, format)
-    return model
-
-
 def adapted() -> Transformer:
     """An adapter that does something, beside a quantized base."""
-    model = quantized(tiny_model(seed=1, num_layers=LAYERS, intermediate_size=128), NF4())
+    model = quantize_model(tiny_model(seed=1, num_layers=LAYERS, intermediate_size=128), NF4())
     inject(model, LoraConfig(rank=4, targets=("*_proj", "lm_head")), seed=1)
     for layer in adapted_layers(model).values():
         torch.nn.init.normal_(layer.lora.b, std=0.05)
@@ -185,7 +179,7 @@ def saved(name: str, folder: Path) -> Path:
 
 MODELS: dict[str, Callable[[], Transformer]] = {
     "dense": lambda: tiny_model("qwen2", seed=1),
-    "INT4": lambda: quantized(tiny_model(seed=1, intermediate_size=128), Int4(32, symmetric=False)),
+    "INT4": lambda: quantize_model(tiny_model(seed=1, intermediate_size=128), Int4(32, symmetric=False)),
     "adapter": adapted,
     "routers": with_routers_made,
     "experts": lambda: tiny_model("mixtral", seed=1),
