@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels._rows_cpu import norm_rows, normalizes
 from kernels.common.triton import tl, triton
-from kernels.common.triton_support import check_rows, num_processors, runs_triton
+from kernels.common.triton_support import check_rows, in_fp32, num_processors, runs_triton
 
 # Up to this many rows a call costs more than its arithmetic.
 _MOST_SMALL_ROWS = 16
@@ -38,7 +38,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @triton.jit
 def inverse_rms(b_x, eps, SIZE: tl.constexpr):
     """1 / rms of each row of b_x, fp32 [R, BLOCK] → [R]; columns from SIZE on are zero."""
-    return tl.rsqrt(tl.sum(b_x * b_x, axis=1) / SIZE + eps)
+    return tl.rsqrt(tl.sum(b_x * b_x, axis=1) / SIZE + in_fp32(eps))
 
 
 @triton.jit

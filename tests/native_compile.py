@@ -3,8 +3,8 @@
 `python -m tests.native_compile 90 around losses` calls public wrappers on CPU tensors of a model's shapes, in bf16;
 `flash:float32` in another dtype. Each launch is compiled for an H100 (`80`: an A100, `89`: a 4090) as it would be on
 one, and not run: down to PTX, and the first of each kernel down to machine code, which takes a third of the time and
-finds nothing more in the others. Prints a line of JSON a kernel. It needs a process of its own: where Triton
-interprets, it cannot compile.
+finds nothing more in the others. `--floats-in-fp64`: as torch.compile launches it. Prints a line of JSON a kernel. It
+needs a process of its own: where Triton interprets, it cannot compile.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import CompiledKernel
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -56,6 +56,7 @@ TOKENS, PAGES, PAGE = 48, 8, 16
 HEADS = ((32, 8, 128), (9, 3, 64), (8, 8, 80))
 
 ONLY_PTX = "--only-ptx"
+FLOATS_IN_FP64 = "--floats-in-fp64"
 MOST_SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024, 80: 163 * 1024}
 """What one program may use, by compute capability, times ten."""
 
@@ -110,6 +111,17 @@ def compile_instead_of_launching(capability: int, *, only_ptx: bool = False) -> 
         for function in vars(module).keys() & answers.keys() if name.startswith(("kernels.", "model.")) else ():
             setattr(module, function, answers[function])
     return compiled
+
+
+def widen_floats() -> None:
+    """As torch.compile launches kernels: a float of Python's comes in fp64. For the rest of the process."""
+    begin = ASTSource.__init__
+
+    def widened(self: ASTSource, fn: JITFunction, signature: dict[str, str], *others: Any, **named: Any) -> None:
+        kinds = {name: "fp64" if kind == "fp32" else kind for name, kind in signature.items()}
+        begin(self, fn, kinds, *others, **named)
+
+    ASTSource.__init__ = widened
 
 
 def rows(*shape: int, dtype: torch.dtype, differentiable: bool = True) -> Tensor:
@@ -364,12 +376,12 @@ GROUPS = {
 
 
 def compile_alone(
-    capability: int, groups: list[str], cache: Path, *, only_ptx: bool = False, fits: int | None = None, **quickly: str
+    capability: int, groups: list[str], cache: Path, *flags: str, fits: int | None = None, **quickly: str
 ) -> None:
     """By a process of its own: every kernel of these groups compiles and fits into the shared memory of the GPU, or of
     another, `fits`. `quickly` are variables of its environment."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)} | quickly
-    command = [sys.executable, "-m", __name__, str(capability), *groups, *([ONLY_PTX] if only_ptx else [])]
+    command = [sys.executable, "-m", __name__, str(capability), *groups, *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
@@ -381,14 +393,16 @@ def compile_alone(
 
 def ptx_of(capability: int, group: str, cache: Path, *, fits: int | None = None) -> dict[str, str]:
     """PTX of all that a group compiles, by the kernel's name and a number; whoever asks assembles it."""
-    compile_alone(capability, [group], cache, only_ptx=True, fits=fits)
+    compile_alone(capability, [group], cache, ONLY_PTX, fits=fits)
     files = sorted(cache.glob("*/*.ptx"))
     return {f"{file.stem} {number}": file.read_text() for number, file in enumerate(files)}
 
 
 if __name__ == "__main__":
     compiled = compile_instead_of_launching(int(sys.argv[1]), only_ptx=ONLY_PTX in sys.argv)
-    for group in [argument for argument in sys.argv[2:] if argument != ONLY_PTX]:
+    if FLOATS_IN_FP64 in sys.argv:
+        widen_floats()
+    for group in [argument for argument in sys.argv[2:] if not argument.startswith("--")]:
         name, _, dtype = group.partition(":")
         GROUPS[name](getattr(torch, dtype or "bfloat16"))
     for name, kernel in compiled.items():

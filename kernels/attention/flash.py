@@ -45,7 +45,7 @@ from kernels.common.ragged_tiles import (
 )
 from kernels.common.soft_cap import check_soft_cap, soft_cap_slopes_tile, soft_capped, soft_capped_tile
 from kernels.common.triton import tl, triton
-from kernels.common.triton_support import check_rows, runs_triton
+from kernels.common.triton_support import check_rows, in_fp32, runs_triton
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # These change from batch to batch; no kernel is compiled anew because one of them is 1 or a multiple of 16.
@@ -151,7 +151,7 @@ def _forward_kernel(
     DESCRIPTORS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write O [T, Hq, d] and L [Hq, T]; an item is a tile of queries and a query head."""
-    num_tiles = tl.load(p_count)
+    num_tiles, scale = tl.load(p_count), in_fp32(scale)
     scale_log2 = scale * _LOG2_E
     for item in tl.range(tl.program_id(0), num_tiles * num_heads, tl.num_programs(0)):
         head, start_q, s_q, start_k, s_k, query = work_item(item, p_tiles, num_tiles, section, num_heads)
@@ -205,7 +205,7 @@ def _grad_queries_kernel(
     ONLY_DELTA: tl.constexpr, DESCRIPTORS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write δ [Hq, T] and, unless ONLY_DELTA, dQ [T, Hq, d]; an item is a tile of queries and a query head."""
-    num_tiles = tl.load(p_count)
+    num_tiles, scale = tl.load(p_count), in_fp32(scale)
     scale_log2 = scale * _LOG2_E
     for item in tl.range(tl.program_id(0), num_tiles * num_heads, tl.num_programs(0)):
         head, start_q, s_q, start_k, s_k, query = work_item(item, p_tiles, num_tiles, section, num_heads)
@@ -262,7 +262,7 @@ def _grad_keys_kernel(
 
     An item is a tile of keys and a key/value head; it sums over the heads and queries that see the tile.
     """
-    num_tiles = tl.load(p_count)
+    num_tiles, scale = tl.load(p_count), in_fp32(scale)
     scale_log2 = scale * _LOG2_E
     stride_ot = num_kv_heads * group * D
     for item in tl.range(tl.program_id(0), num_tiles * num_kv_heads, tl.num_programs(0)):

@@ -39,7 +39,7 @@ from kernels.attention.write_pages import check_page_dtypes
 from kernels.attention.write_pages import write_pages as write_pages
 from kernels.common.soft_cap import check_soft_cap, soft_capped, soft_capped_tile
 from kernels.common.triton import tl, triton
-from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
+from kernels.common.triton_support import check_rows, in_fp32, is_interpreted, num_processors, runs_triton
 
 PagedPlan: TypeAlias = GroupedPlan | ListedPlan
 """What `paged_attention` works out from lengths and block tables; the same for every layer of a step."""
@@ -219,7 +219,7 @@ def _attend_kernel(
     Grid: any. CHUNK > 0 in a batch-invariant plan: keys are attended in chunks of that many, and the results merged
     in order, here or, where the chunks are items of their own, by `_merge_kernel`.
     """
-    column = tl.arange(0, D)
+    column, score_scale = tl.arange(0, D), in_fp32(score_scale)
     for task in range(tl.program_id(0), tl.load(p_firsts + num_sequences + 1) * KV_HEADS, tl.num_programs(0)):
         head = tl.cast(task % KV_HEADS, tl.int64)
         p_item = p_items + task // KV_HEADS

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.common.triton import has_triton, triton
+from kernels.common.triton import has_triton, tl, triton
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,6 +42,12 @@ def runs_triton(x: Tensor) -> bool:
 def is_interpreted(x: Tensor) -> bool:
     """Return whether a kernel on `x` is interpreted: `tl.dot` then needs its bf16 operands cast to fp32."""
     return not x.is_cuda
+
+
+@triton.jit
+def in_fp32(number):
+    """A float as Triton launches a kernel with it. torch.compile passes it in fp64, which spreads to tiles it meets."""
+    return tl.cast(number, tl.float32)
 
 
 @cache

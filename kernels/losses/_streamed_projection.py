@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.common.ragged_tiles import dot
 from kernels.common.soft_cap import soft_capped_tile
 from kernels.common.triton import tl, triton
-from kernels.common.triton_support import check_rows, is_interpreted, num_processors
+from kernels.common.triton_support import check_rows, in_fp32, is_interpreted, num_processors
 from kernels.losses._projection import IGNORE_LABEL, slices
 
 # Logits of a model that training keeps at once; a chunk of rows has to be large enough for a pass over dW.
@@ -82,6 +82,7 @@ def logits_tile(
             b_logits = dot(b_hidden, b_weight, b_logits, INTERPRETED)
     if CAP is not None:
         b_logits = soft_capped_tile(b_logits, CAP)
+    least = in_fp32(least)
     # Not a maximum, which would hide NaN.
     b_logits = tl.where(b_logits < least, least, b_logits)
     return tl.where((columns < vocabulary)[None, :], b_logits, -1e30)

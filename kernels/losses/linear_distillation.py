@@ -39,7 +39,7 @@ from torch import Tensor
 
 from kernels.common.soft_cap import check_soft_cap, soft_cap_slopes_tile, soft_capped
 from kernels.common.triton import tl, triton
-from kernels.common.triton_support import runs_triton
+from kernels.common.triton_support import in_fp32, runs_triton
 from kernels.losses._divergence import (
     NO_CAPS,
     SHARE_DECAY,
@@ -145,6 +145,7 @@ def _statistics_kernel(
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     m_rows = rows < num_rows
     b_labels = tl.load(p_labels + rows, mask=m_rows, other=-100)
+    inverse_temperature = in_fp32(inverse_temperature)
     b_max_s = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     b_max_t = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     b_zero = tl.zeros([ROWS], dtype=tl.float32)
@@ -240,6 +241,9 @@ def _divergence_kernel(
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     m_rows = rows < num_rows
     b_labels = tl.load(p_labels + rows, mask=m_rows, other=-100)[:, None]
+    inverse_temperature, alpha = in_fp32(inverse_temperature), in_fp32(alpha)
+    log_weight_p, log_weight_q, weight_q = in_fp32(log_weight_p), in_fp32(log_weight_q), in_fp32(weight_q)
+    soft_scale, hard_scale = in_fp32(soft_scale), in_fp32(hard_scale)
     p_normalizers += rows
     b_norm_s = tl.load(p_normalizers, mask=m_rows, other=0.0)[:, None]
     b_norm_t = tl.load(p_normalizers + num_rows, mask=m_rows, other=0.0)[:, None]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.native_compile import compile_alone
+from tests.native_compile import FLOATS_IN_FP64, ONLY_PTX, compile_alone
 
 QUICKLY = {"DISABLE_PTXAS_OPT": "1", "DISABLE_LLVM_OPT": "1", "TRITON_DISABLE_LINE_INFO": "1"}
 """Machine code without the optimizations of LLVM and ptxas and without line numbers: half of the time goes there, and
@@ -56,3 +56,13 @@ def compiled(groups: str, capability: int) -> Any:
 )
 def test_kernels_compile(groups: str, capability: int, tmp_path: Path) -> None:
     compile_alone(capability, groups.split(), tmp_path, **QUICKLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("groups", "capability"), [compiled("around flash paged losses", 89)])
+def test_floats_of_torch_compile_stay_numbers(groups: str, capability: int, tmp_path: Path) -> None:
+    """torch.compile launches a kernel with floats in fp64: no tile may become fp64 by that."""
+    compile_alone(capability, groups.split(), tmp_path, ONLY_PTX, FLOATS_IN_FP64, **QUICKLY)
+    code = [line for file in tmp_path.glob("*/*.ttir") for line in file.read_text().splitlines()]
+    wide = [line for line in code if "f64" in line and "tt.func" not in line]
+    assert wide and all("arith.truncf" in line for line in wide), wide
