@@ -10,6 +10,9 @@ There are two sources of logits:
   buffer of bounded size, and dz replaces the student's there. With `_KEPT_LOGITS` = 0 it does multiply twice: then
   dz of one window of the vocabulary is the only buffer.
 
+Kept logits have the dtype of the products, as those of most training in bf16: a logit z is off by up to |z| / 256 and
+its probability by that share. In fp32 two walks and dz would move 30 bytes for each pair of them instead of 18.
+
 Nothing waits for the device: rows without a label are masked, not gathered.
 
 Legend: T tokens, R rows of a chunk, D hidden size, V vocabulary; a tile is ROWS x COLUMNS logits, multiplied DEPTH of D
@@ -79,7 +82,14 @@ def logits_tile(
             else:
                 b_hidden = tl.load(p_hidden + start, mask=(start + depth < D)[None, :], other=0.0)
                 b_weight = tl.load(p_weight + start, mask=(start + depth < D)[:, None], other=0.0)
-            b_logits = dot(b_hidden, b_weight, b_logits, INTERPRETED)
+            if b_hidden.dtype == tl.float32:
+                # Each of D additions is rounded to fp32, which leaves a logit off by 2.5e-8 √(D/2) of its size. Sums of
+                # DEPTH products, added up, are off by a quarter of that for D of 640 to 1000. As a plain addition it
+                # would not stay: Triton makes one long sum of it.
+                b_part = dot(b_hidden, b_weight, tl.zeros([ROWS, COLUMNS], dtype=tl.float32), INTERPRETED)
+                b_logits = tl.fma(b_part, 1.0, b_logits)
+            else:
+                b_logits = dot(b_hidden, b_weight, b_logits, INTERPRETED)
     if CAP is not None:
         b_logits = soft_capped_tile(b_logits, CAP)
     least = in_fp32(least)
