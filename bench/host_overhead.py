@@ -27,8 +27,8 @@ from triton.runtime.jit import JITFunction
 from bench.common import write_result
 from kernels.common.cuda_graph import Graphs, Outputs
 from serve.engine import engine as engine_module
+from serve.engine.batch_state import Staged
 from serve.engine.engine import Engine
-from serve.engine.graphs import Inputs
 from serve.sampling_params import SamplingParams
 from tests.serve.toys import make_engine
 from tests.tiny import tiny_model
@@ -78,7 +78,7 @@ def stubs() -> Iterator[Counter[str]]:
 
     replace(JITFunction, "__getitem__", launcher)
     replace(torch, "from_numpy", counted(torch.from_numpy))
-    replace(Inputs, "upload", counted(Inputs.upload))
+    replace(Staged, "upload", counted(Staged.upload))
     replace(torch, "empty", torch.zeros)  # what no kernel has written must still be a token
     for name, module in list(sys.modules.items()):
         for function in vars(module).keys() & AS_ON_A_GPU.keys() if name.startswith(("kernels.", "model.")) else ():

@@ -89,15 +89,19 @@ class PagedBatch:
         kv_lengths: Tensor,
         page_size: int,
         listing: Tensor | None = None,
+        num_busy: int | None = None,
     ) -> "PagedBatch":
         """A step of a model of this configuration.
 
         listing [2, B] int32, where its attention is routed: `rows` and `first` of `plan_visible_slots`.
+        `num_busy`: as `plan_paged_attention` takes it, for layers that every token enters.
         """
         routed = config.routed_attention
         windows = {window for layer, window in enumerate(config.windows) if layer not in routed}
         plans = {
-            window: plan_paged_attention(block_tables, cu_seqlens, kv_lengths, page_size, window=window)
+            window: plan_paged_attention(
+                block_tables, cu_seqlens, kv_lengths, page_size, window=window, num_busy=num_busy
+            )
             for window in windows
         }
         slot_plan = None

@@ -48,6 +48,8 @@ class Pass(NamedTuple):
     """[T] int32, each token's adapter; None when none has one, which spares the layers to look."""
     listing: Tensor | None = None
     """[2, B] int32; None where the model routes no token past attention."""
+    num_busy: int | None = None
+    """Sequences that have tokens, roughly, where others only fill up the batch; None: all B."""
 
 
 class PassRunner:
@@ -107,7 +109,9 @@ def _is_small(step: Pass) -> bool:
 
 def _plan(model: PagedModel, pages: KVPages, step: Pass) -> PagedBatch:
     tables = {"block_tables": step.block_tables, "cu_seqlens": step.cu_seqlens, "kv_lengths": step.kv_lengths}
-    return PagedBatch.plan(model.config, step.slots, page_size=pages.page_size, listing=step.listing, **tables)
+    return PagedBatch.plan(
+        model.config, step.slots, page_size=pages.page_size, listing=step.listing, num_busy=step.num_busy, **tables
+    )
 
 
 def _run(model: PagedModel, pages: KVPages, step: Pass, batch: PagedBatch) -> Tensor:
@@ -119,7 +123,7 @@ class _CapturedPass:
     """A pass over so many tokens, in tensors that later ones write their own into."""
 
     def __init__(self, model: PagedModel, pages: KVPages, step: Pass, memory: GraphMemory) -> None:
-        self._step = Pass(*(None if part is None else part.clone() for part in step))  # type: ignore[arg-type]
+        self._step = Pass(*(part.clone() if isinstance(part, Tensor) else part for part in step))  # type: ignore[arg-type]
         self._batch, self._graph = _plan(model, pages, self._step), CpuGraph(memory)
         with self._graph.capture():
             hidden = _run(model, pages, self._step, self._batch)

@@ -131,12 +131,15 @@ class ListedPlan:
     """None: chosen by `choose_tiles`."""
     table_rows: Tensor | None = None
     """[B] int32: each sequence's row of the block tables; None: its own number."""
+    num_busy: int | None = None
+    """Sequences that queries are taken to be divided among; None: all of them."""
     _listed: dict[Hashable, Work] = field(default_factory=dict)
 
     def work_for(self, q: Tensor, k_pages: Tensor) -> Work:
         key = (q.shape, q.dtype, k_pages.shape[2], k_pages.dtype)
         if key not in self._listed:
-            tiles = self.tiles or choose_tiles(q, k_pages, self.kv_lengths.shape[0], self.batch_invariant)
+            num_sequences = self.kv_lengths.shape[0] if self.num_busy is None else self.num_busy
+            tiles = self.tiles or choose_tiles(q, k_pages, num_sequences, self.batch_invariant)
             self._listed[key] = list_work(self, tiles, q, k_pages.shape[2])
         return self._listed[key]
 

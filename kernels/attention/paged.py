@@ -322,6 +322,7 @@ def plan_paged_attention(
     batch_invariant: bool = False,
     tiles: Tiles | None = None,
     table_rows: Tensor | None = None,
+    num_busy: int | None = None,
 ) -> PagedPlan:
     """Prepare the `paged_attention` calls of a step, which share block tables, lengths and window.
 
@@ -329,11 +330,12 @@ def plan_paged_attention(
     the last bit: not on other sequences, nor on how a prompt is cut into chunks or how many drafted tokens are
     verified at once. In the PyTorch form it does not depend on other sequences. `tiles`: how the Triton form cuts the
     work, instead of its own choice. `table_rows` [B] int32: which row of the block tables is each sequence's, where it
-    is not its own number. Made within the capture of a CUDA graph, the plan is renewed by each replay.
+    is not its own number. `num_busy`: sequences that the Triton form cuts its work for, where others only fill up a
+    batch. Made within the capture of a CUDA graph, the plan is renewed by each replay.
     """
     if runs_triton(block_tables):
         most_keys = block_tables.shape[1] * page_size
-        return ListedPlan(cu_seqlens_q, kv_lengths, most_keys, window, batch_invariant, tiles, table_rows)
+        return ListedPlan(cu_seqlens_q, kv_lengths, most_keys, window, batch_invariant, tiles, table_rows, num_busy)
     return GroupedPlan(
         block_tables, cu_seqlens_q, kv_lengths, page_size=page_size, window=window, batch_invariant=batch_invariant,
         table_rows=table_rows,

@@ -29,6 +29,36 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+_NUM_STAGING = 3
+"""One for the step that is being written, two for those whose upload may still be under way."""
+
+
+class Staged:
+    """int32 on the device that stays where it is, for what steps bring from the host."""
+
+    def __init__(self, values: np.ndarray, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.values = torch.tensor(values, device=device)
+        self._staging = [torch.zeros_like(self.values, device="cpu", pin_memory=on_gpu) for _ in range(_NUM_STAGING)]
+        self._places = [np.asarray(staging) for staging in self._staging]
+        """The same memory."""
+        self._left = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
+        self._turn = 0
+
+    def upload(self, values: np.ndarray) -> None:
+        """The first of them are these from here on.
+
+        Waits for the device where it is as many steps behind as there are places to upload from.
+        """
+        self._turn, n = (self._turn + 1) % _NUM_STAGING, len(values)
+        if self._left:
+            self._left[self._turn].synchronize()
+        self._places[self._turn][:n] = values
+        self.values[:n].copy_(self._staging[self._turn][:n], non_blocking=True)
+        if self._left:
+            self._left[self._turn].record()
+
+
 class Download:
     """Tensors on their way to the host, where they are needed later."""
 

@@ -110,9 +110,9 @@ class Engine:
         self.uniform_steps: UniformSteps | None = None
         """Launches steps in which every sequence decodes, where they can be captured."""
         if self.graphs is not None and models.target.can_be_captured:
-            self.uniform_steps = UniformSteps(
-                self.runner, self.sampler, self.tables, self.graphs, config.enable_lora or bool(config.adapters)
-            )
+            has_adapters = config.enable_lora or bool(config.adapters)
+            self.uniform_steps = UniformSteps(self.runner, self.sampler, self.tables, self.graphs, has_adapters)
+            self.runner.capture_passes(self.tables, self.graphs, config.max_num_batched_tokens)
         self.draft: Draft | None = None
         if kind is not None:
             self._add_draft(kind, models)

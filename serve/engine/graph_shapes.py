@@ -1,4 +1,4 @@
-"""What steps in which every sequence computes equally many tokens are captured for: their size, and what ends them.
+"""What steps are captured for: of how many sequences or tokens, and what ends those of equally many tokens each.
 
 B sequences of a captured size, q tokens of each.
 """
@@ -13,6 +13,10 @@ MOST_DISTRIBUTIONS = 128
 """Distributions that a captured step may make; more take their turns in the same memory, behind it."""
 _STEP = 8
 """Above this, every multiple of it is a size."""
+MOST_TOKENS = 1024
+"""Of a pass that is captured where sequences have different numbers of tokens: with more, a GPU computes for longer
+than the host launches (an H200 1,024 tokens of 8B in 24 ms, 32 layers 20 to 30 ms)."""
+_FEWEST_TOKENS = 16
 BYTES_PER_GRAPH = 32 * 2**20
 """Set aside for each that is captured before the first request; other engines report 24 to 28 MiB for theirs."""
 
@@ -27,6 +31,23 @@ def captured_size(num_sequences: int) -> int:
 def captured_sizes(most: int) -> list[int]:
     """All of them that `most` sequences may need, the largest first: the others find room in its memory."""
     return sorted({captured_size(number) for number in range(1, most + 1)}, reverse=True)
+
+
+def captured_tokens(num_tokens: int) -> int:
+    """The size that a pass over so many tokens is filled up to: by an eighth more on average where tokens cost time.
+
+    Multiples of 32 up to 256, whose weights take longer to read than their products; then four sizes an octave.
+    """
+    if num_tokens <= _FEWEST_TOKENS:
+        return _FEWEST_TOKENS
+    step = max(32, 1 << ((num_tokens - 1).bit_length() - 3))
+    return -(-num_tokens // step) * step
+
+
+def captured_token_counts(most: int) -> list[int]:
+    """All of them, up to `most` tokens and MOST_TOKENS, the largest first."""
+    most = min(most, MOST_TOKENS)
+    return sorted({size for n in range(1, most + 1) if (size := captured_tokens(n)) <= most}, reverse=True)
 
 
 class End(Enum):

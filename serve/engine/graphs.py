@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.common.cuda_graph import Graphs, Outputs
 from model.passes import Pass, run_pass
 from serve.config import NO_ADAPTER
-from serve.engine.batch_state import NOBODY, BatchState, feed_references, resolve, upload
+from serve.engine.batch_state import NOBODY, BatchState, Staged, feed_references, resolve, upload
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.graph_shapes import End, Shape, captured_size, target_end
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable
@@ -35,8 +35,6 @@ from serve.engine.sampling import (
     most_logprobs,
 )
 
-_NUM_STAGING = 3
-"""One for the step that is being written, two for those whose upload may still be under way."""
 _NO_PAGES = np.empty((3, 0), dtype=np.int32)
 
 
@@ -155,6 +153,12 @@ class Tables:
         self.take(upload(columns.copy(), self.pages.device))
         return columns[:, :0]
 
+    def bring(self, tables: Iterable[tuple[int, BlockTable]]) -> None:
+        """Upload the pages that the device lacks of these, each with its row."""
+        entries = [entry for row, table in tables for entry in _new_pages(table, row)]
+        if entries:
+            self.take(upload(np.array(entries, dtype=np.int32).T.copy(), self.pages.device))
+
     def take(self, entries: Tensor) -> None:
         """Write pages `[3, m]`."""
         rows, columns = entries[:2].long()
@@ -180,7 +184,6 @@ class Inputs:
         """Whether there are no draft tokens."""
         self.room = shape.size * (1 + (shape.num_tokens + PAGE_SIZE - 2) // PAGE_SIZE)
         """Pages that the device may lack."""
-        on_gpu = device.type == "cuda"
         nobody = [spare_row, 0, -shape.num_tokens, -1, NO_ADAPTER, 0, 0, NOBODY, 0]
         self._num_columns = len(nobody)
         self.empty = np.zeros((len(nobody) + shape.num_tokens) * shape.size + 3 * self.room, dtype=np.int32)
@@ -189,14 +192,10 @@ class Inputs:
         self._host, self._number, self._brings_pages = self.empty.copy(), 0, False
         """The latest batch, the number of its members, and whether it had new pages."""
         self._host_parts = self.parts(self._host)
-        self.values = torch.tensor(self.empty, device=device)
+        self._staged = Staged(self.empty, device)
+        self.upload, self.values = self._staged.upload, self._staged.values
         """What the latest step was given, or what one for a draft has left for the one behind it."""
         self._no_pages = self.parts(self.values.clone())[2]
-        self._staging = [torch.zeros_like(self.values, device="cpu", pin_memory=on_gpu) for _ in range(_NUM_STAGING)]
-        self._places = [np.asarray(staging) for staging in self._staging]
-        """The same memory."""
-        self._left = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
-        self._turn = 0
 
     def parts(self, values: Any) -> tuple[Any, Any, Any]:
         """Columns `[9, B]`, tokens `[B, q]` and new pages `[3, m]` (row, column, id), in an array or a tensor.
@@ -253,16 +252,6 @@ class Inputs:
         own.copy_(torch.stack(left))
         tokens.copy_(latest[:, None])
         pages.copy_(self._no_pages)
-
-    def upload(self, values: np.ndarray) -> None:
-        """Waits for the device where it is as many steps behind as there are places to upload from."""
-        self._turn = (self._turn + 1) % _NUM_STAGING
-        if self._left:
-            self._left[self._turn].synchronize()
-        self._places[self._turn][:] = values
-        self.values.copy_(self._staging[self._turn], non_blocking=True)
-        if self._left:
-            self._left[self._turn].record()
 
 
 class UniformSteps:

@@ -28,7 +28,7 @@ from serve.config import EngineConfig
 from serve.engine.drafts.base import Draft, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS
 from serve.engine.drafts.shared_cache import can_share_cache
-from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes
+from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes, captured_token_counts
 from serve.engine.kv_cache import PAGE_SIZE, pages_for
 from serve.engine.runner import LanguageModel
 
@@ -269,7 +269,8 @@ def num_distributions(config: EngineConfig, most_drafts: int) -> int:
 
 def bytes_for_pages(config: EngineConfig, total: int, used: int, temporaries: int) -> int:
     """Of a GPU's `total` what its granted share leaves beside what is `used`, a step's temporaries and its graphs."""
-    graphs = BYTES_PER_GRAPH * len(captured_sizes(config.max_num_seqs))
+    sizes = captured_sizes(config.max_num_seqs), captured_token_counts(config.max_num_batched_tokens)
+    graphs = BYTES_PER_GRAPH * sum(map(len, sizes))
     return int(total * config.gpu_memory_utilization) - used - temporaries - graphs
 
 

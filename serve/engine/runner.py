@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.common.cuda_graph import Graphs
 from model.adapter_slots import AdapterSlots
 from model.collectives import Group
 from model.kv_format import KVPages
@@ -22,15 +23,17 @@ from model.passes import PagedModel, Pass, PassRunner
 from model.tensor_parallel import ALONE
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import feed_reference, resolve, upload
-from serve.engine.drafts.length import PassCosts, PassTimer
+from serve.engine.drafts.length import PassCosts, PassTimer, Prepares
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, Branch, pages_for
 from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
+from serve.engine.ragged_passes import RaggedPasses
 from serve.engine.requests import Sequence
 from serve.engine.sampling import PendingSamples, Sampled, select
 from serve.engine.scheduler import Chunk
 
 if TYPE_CHECKING:
+    from serve.engine.graphs import Tables
     from serve.engine.ranks import Ranks
 
 
@@ -261,11 +264,19 @@ class Runner:
         self._back = back if ranks is None else ranks.grid.back
         self.device = feed.device
         self._passes = PassRunner(model, pages)
+        self.captured: RaggedPasses | None = None
+        """Computes what it takes, where there are CUDA graphs."""
+        self._latest: Prepares = self._passes
+
+    def capture_passes(self, tables: "Tables", graphs: Graphs, most_tokens: int) -> None:
+        """From here on; passes of at most so many tokens. Not where attention routes tokens past a layer."""
+        if not self.pages.visible:
+            self.captured = RaggedPasses(self.model, self.pages, self.feed, tables, graphs, most_tokens)
 
     @property
     def has_prepared(self) -> bool:
         """Whether the latest pass also did what later ones like it need not do again."""
-        return self._passes.has_prepared
+        return self._latest.has_prepared
 
     def run(self, inputs: list[SequenceInput], sampled: list[int]) -> Found:
         """Computes the inputs and stores their keys and values; `sampled`: the rows of which logits are wanted."""
@@ -276,7 +287,11 @@ class Runner:
 
         Passes end in the order in which they were begun.
         """
-        return self._begin(self.flatten(inputs, sampled))
+        step = self.flatten(inputs, sampled)
+        if self.captured is None or not self.captured.take(inputs):
+            return self._begin(step)
+        self._latest = self.captured
+        return partial(self.complete, step, self._wanted(step, self.captured.run(inputs, step)))
 
     @torch.inference_mode()
     def rehearse(self, sizes: range, timer: PassTimer) -> None:
@@ -316,12 +331,15 @@ class Runner:
         if (step.tokens < 0).any():
             tokens = resolve(tokens, self.feed)
         adapters, listing = (None if part is None else upload(part, self.device) for part in step[6:8])
+        self._latest = self._passes
         hidden = self._passes.hidden(Pass(tokens, positions, slots, tables, starts, lengths, adapters, listing))
-        if step.wanted is not None:
-            hidden = hidden[upload(step.wanted, self.device)]
+        hidden = self._wanted(step, hidden)
         if self._back.index == self._back.count - 1 > 0:
             self._back.send(hidden)
         return hidden
+
+    def _wanted(self, step: Step, hidden: Tensor) -> Tensor:
+        return hidden if step.wanted is None else hidden[upload(step.wanted, self.device)]
 
     def complete(self, step: Step, hidden: Tensor) -> Found:
         """What is left, in the first stage, of what it has launched: waits for the last one, and has the logits."""

@@ -6,7 +6,7 @@ served twice: as a rehearsal, whose kernels are then compiled side by side, and 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from kernels.common.rehearsal import Rehearsal
 from model.files.adapter import Adapter
 from model.lora_config import LoraConfig
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, FixedLength
-from serve.engine.graph_shapes import captured_sizes
+from serve.engine.graph_shapes import captured_sizes, captured_token_counts
 from serve.sampling_params import SamplingParams
 from serve.tenant import Tenant
 
@@ -30,7 +30,7 @@ _LENGTH = 8
 
 
 def warm_up(engine: "Engine") -> None:
-    """Serve requests of all kinds, and capture plain decoding; ValueError for a model that cannot be served.
+    """Serve requests of all kinds, and capture plain passes; ValueError for a model that cannot be served.
 
     On a CPU one short request does, and with a draft passes of each length that it may have: they are captured, and
     their costs decide which pays.
@@ -49,10 +49,15 @@ def warm_up(engine: "Engine") -> None:
         _serve_all_kinds(engine)
     if engine.uniform_steps is None:
         return
-    sizes = captured_sizes(engine.config.max_num_seqs)
+    if (passes := engine.runner.captured) is not None:
+        _capture("tokens", captured_token_counts(engine.config.max_num_batched_tokens), passes.prepare)
+    _capture("sequences", captured_sizes(engine.config.max_num_seqs), engine.uniform_steps.prepare)
+
+
+def _capture(what: str, sizes: list[int], prepare: Callable[[int], None]) -> None:
     for number, size in enumerate(sizes, 1):
-        log.info("capturing CUDA graph %d of %d: %d sequences", number, len(sizes), size)
-        engine.uniform_steps.prepare(size)
+        log.info("capturing CUDA graph %d of %d: %d %s", number, len(sizes), size, what)
+        prepare(size)
 
 
 def _compile(engine: "Engine", graphs: Graphs) -> None:

@@ -156,6 +156,7 @@ class ModelDraft:
         self._steps: UniformSteps | None = None
         if context.graphs is not None and context.model.can_be_captured:
             self._steps = UniformSteps(self.runner, self.sampler, context.tables, context.graphs)
+            self.runner.capture_passes(context.tables, context.graphs, context.max_tokens)
         self._reading = _TargetsPages() if self.shares_pages else _OwnPages(pool)
         self._pool = pool
         self.acceptance: Acceptance | None = None
