@@ -311,14 +311,14 @@ def test_shared_pages_that_are_copied_are_told() -> None:
 
 
 @needs_triton
-def test_plain_decoding_is_captured_before_the_first_request() -> None:
+def test_prompts_and_plain_decoding_are_captured_before_the_first_request() -> None:
     engine = make_engine(tiny_model(seed=3), max_num_seqs=20)
     warm_up(engine)
     graphs = engine.graphs
     assert graphs is not None and captured_sizes(20) == [24, 16, 8, 4, 2, 1]
     with counted(graphs) as counts:
         generate(engine, PROMPTS * 3, greedy(20))
-    assert counts["captures"] == 0 and counts["replays"] >= 19
+    assert counts["captures"] == 0 and counts["replays"] >= 21
 
 
 @needs_triton

@@ -18,7 +18,7 @@ from model.transformer import Transformer
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.engine import loading
-from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes
+from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes, captured_token_counts
 from serve.engine.graphs import Tables
 from serve.engine.kv_cache import PAGE_SIZE
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, most_draft_tokens
@@ -37,7 +37,8 @@ def test_what_torch_keeps_of_freed_weights_counts_as_free(monkeypatch: pytest.Mo
     models = replace(Models(tiny_model(), toy_tokenizer()), device=torch.device("cuda"))
     bytes_per_token = models.kv_bytes_per_token(models.dtype)
     config = EngineConfig("", gpu_memory_utilization=0.9)
-    left = 0.9 * 8 * GIB - 2 * GIB - BYTES_PER_GRAPH * len(captured_sizes(config.max_num_seqs))
+    num_graphs = len(captured_sizes(config.max_num_seqs)) + len(captured_token_counts(config.max_num_batched_tokens))
+    left = 0.9 * 8 * GIB - 2 * GIB - BYTES_PER_GRAPH * num_graphs
     pages = count_pages(config, models, bytes_per_token)
     assert left - 0.2 * GIB < pages * PAGE_SIZE * bytes_per_token < left
 
