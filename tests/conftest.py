@@ -4,7 +4,7 @@ import atexit
 import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _rows_left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Of tests that are marked as `covering`, by `trials.covering` over the values of their parameters."""
-    tests: dict[str, list[Any]] = {}
+    tests: dict[tuple[str, bool], list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("covering"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for rows in tests.values():
-        yield from set(rows) - set(trials.covering(rows, lambda item: trials.by_column(item.callspec.params.values())))
+        if mark := item.get_closest_marker("covering"):
+            tests.setdefault((item.nodeid.partition("[")[0], mark.kwargs.get("pairs", False)), []).append(item)
+    for (_, pairs), rows in tests.items():
+        yield from set(rows) - set(trials.covering(rows, _values_of_pairs if pairs else _values_of))
+
+
+def _values_of(item: Any) -> Iterable[Hashable]:
+    return trials.by_column(item.callspec.params.values())
+
+
+def _values_of_pairs(item: Any) -> Iterable[Hashable]:
+    return trials.by_pairs(item.callspec.params.values())
 
 
 def _slow_files_first(items: list[pytest.Item]) -> None:

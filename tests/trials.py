@@ -1,6 +1,7 @@
 """How often a promise is tried: a few times in every run of the tests, in full with `--all-trials` (`make soak`)."""
 
 from collections.abc import Callable, Hashable, Iterable
+from itertools import combinations
 from typing import Any, TypeVar
 
 Row = TypeVar("Row")
@@ -17,11 +18,16 @@ def by_column(row: Iterable[object]) -> Iterable[Hashable]:
     return enumerate(map(repr, row))
 
 
+def by_pairs(row: Iterable[object]) -> Iterable[Hashable]:
+    return combinations(by_column(row), 2)
+
+
 def covering(rows: Iterable[Row], values: Callable[[Any], Iterable[Hashable]] = by_column) -> list[Row]:
     """Few rows in which each value of any column occurs, greedily; with `--all-trials` all of them.
 
     What a value breaks shows in any row that has it, and most faults are of one value; those of two that meet, all rows
-    find. `values`: of a row, with their columns. Of rows with equally many new values that of the rarer others is next.
+    find, or `by_pairs`. `values`: of a row, with their columns. Of rows with equally many new values that of the rarer
+    others is next.
     """
     rows = list(rows)
     counts, taken = dict.fromkeys((value for row in rows for value in values(row)), 0), list[Row]()

@@ -1,8 +1,7 @@
 """What comes before any speed: the tests that need a GPU, and what the machine itself can do."""
 
+import os
 import sys
-import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,11 +11,14 @@ import torch
 from bench.common import DEVICE, ROOT
 from bench.gpu.figures import ITSELF, Figure, Goal
 from bench.gpu.process import last_lines, run_limited
+from bench.gpu.sources import TESTED, digest
 from bench.gpu.task import NotDone, Task, Unfinished
 from bench.kernels.timing import clock_of, measure_limits, side_stream
+from tests.gpu_results import FAILED, PASSED, results_in
 
-FILE_S = 240.0
-"""For one file of tests."""
+MOST_PROCESSES = 15
+"""Each keeps a context of CUDA, and what its tests take, on the one GPU."""
+MARGIN_S = 10.0
 COPY, PRODUCT = "copy", "bf16 product"
 
 
@@ -25,43 +27,37 @@ class TestsFailed(NotDone):
 
 
 def gpu_tests(task: Task) -> Iterator[Figure]:
-    """`pytest -m gpu`, each file of tests in a process of its own: an error of CUDA fails all that come behind it."""
+    """`pytest -m gpu` in as many processes as there are processors, for kernels take longer to compile than to run.
+
+    What has passed before with the same sources is not run again.
+    """
     marker, files = ("not slow", [ROOT / "tests/test_compiled_before.py"]) if task.tiny else ("gpu", marked_files())
-    ends, passed, total, failed = time.monotonic() + task.seconds - 10, 0, 0, []
-    for number, path in enumerate(files):
-        if (left_s := ends - time.monotonic()) <= 0:
-            raise Unfinished(f"{len(files) - number} of {len(files)} files are left, from {path.name} on")
-        found = run_file(path, marker, task.folder / "gpu", min(FILE_S, left_s))
-        passed, total = passed + found[0], total + found[1]
-        failed += [path.name] if found[0] < found[1] else []
-        yield Figure("tests passed", "tests", passed, goals=(Goal(ITSELF, total),))
-    if failed:
-        raise TestsFailed(f"tests failed in {', '.join(failed)}")
+    results = task.folder / "gpu" / f"tests-{digest(TESTED)}.jsonl"
+    if task.again:
+        results.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", *map(str, files), "-m", marker, "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.gpu_results", "--results", str(results)]
+    if marker == "gpu" and find_spec("xdist"):  # a dry run's tests end before other processes begin
+        processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+        command += ["-n", str(processes), "--maxschedchunk", "8", "--max-worker-restart", "50"]
+    log = task.folder / "gpu" / "pytest.log"
+    ended = run_limited(command, log, task.seconds - MARGIN_S, cwd=ROOT)
+    print(*last_lines(log), sep="\n", flush=True)
+    found = results_in(results)
+    if "" not in found:
+        raise TestsFailed(f"pytest ended with exit code {ended.code} before it had collected any tests")
+    total = found.pop("")["count"]
+    passed = [test for test, one in found.items() if one["outcome"] == PASSED]
+    yield Figure("tests passed", "tests", len(passed), goals=(Goal(ITSELF, total),))
+    if failed := sorted({test.partition("[")[0] for test, one in found.items() if one["outcome"] == FAILED}):
+        raise TestsFailed(f"failed: {', '.join(failed)}")
+    if left := total - len(passed):
+        raise Unfinished(f"{left} of {total} tests are left")
 
 
 def marked_files() -> list[Path]:
     """Only those with such tests: others may import what a GPU machine lacks."""
     return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
-
-
-def run_file(path: Path, marker: str, folder: Path, limit_s: float) -> tuple[int, int]:
-    """How many tests passed, and of how many; skipped ones do not count. A file that cannot be run is one failure."""
-    report, log = folder / "tests.xml", folder / f"tests-{path.stem}.log"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", str(path), "-m", marker, "-q", "-p", "no:cacheprovider"]
-    side_by_side = marker == "gpu" and find_spec("xdist")  # a dry run's tests end before four processes begin
-    command += [f"--junitxml={report}", *(["-n", "4"] if side_by_side else [])]
-    ended = run_limited(command, log, limit_s, cwd=ROOT)
-    print(*last_lines(log), sep="\n", flush=True)
-    if not report.exists():
-        print(f"{path.name}: {'killed at its limit' if ended.code is None else f'exit code {ended.code}'}", flush=True)
-        return 0, 1
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in suites:
-        counts = {name: count + int(suite.get(name, 0)) for name, count in counts.items()}
-    total = counts["tests"] - counts["skipped"]
-    return total - counts["failures"] - counts["errors"], total
 
 
 def peaks(task: Task) -> Iterator[Figure]:

@@ -1,6 +1,5 @@
 """Parts one after the other, each in a process of its own, and a record of all of them after each."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -9,17 +8,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
 from bench.gpu.figures import Figure, lines_of, table_of
 from bench.gpu.parts import PARTS, Part
 from bench.gpu.process import Ended, last_lines, run_limited
+from bench.gpu.sources import ROOT, digest
 from bench.gpu.task import NotDone, Skipped, Task, Unfinished, need, part_file
 from pipeline.files import write_atomically
 
-ROOT = Path(__file__).resolve().parents[2]
 ASKING_S = 120.0
 LEAST_S = 20.0
 """With less time than this left, no part is started."""
@@ -172,17 +170,6 @@ def ask_machine() -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=ASKING_S, check=True)
     machine: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return machine
-
-
-@cache
-def digest(sources: tuple[str, ...]) -> str:
-    """Of all Python and C files below these folders and files of the repository."""
-    found = hashlib.sha256()
-    roots = [ROOT / source for source in sources]
-    paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*.[pch]*"))]
-    for path in sorted(path for path in paths if path.suffix in (".py", ".c", ".h")):
-        found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def commit() -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.gpu.sources import TESTED
 from bench.parts import parts_of_family
 
 _KERNELS = ("kernels", "bench/kernels", "bench/gpu/kernels.py")
@@ -47,7 +48,7 @@ def _transformers(name: str, function: str, **options: Any) -> Part:
 
 # fmt: off
 _PARTS = (
-    Part("tests", "bench.gpu.checks:gpu_tests", 600, ("kernels", "model", "serve", "tests"), ("pytest",)),
+    Part("tests", "bench.gpu.checks:gpu_tests", 600, TESTED, ("pytest",)),
     _correct("attention", "flash", "decode", "verify", "prefill_paged"),
     _correct("fused"),
     _correct("linear", "quantized"),

@@ -31,7 +31,7 @@ from serve.engine.draft_watch import DraftWatch
 from serve.engine.drafts.base import Draft, DraftContext, draft_kind
 from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength, PassCosts, PassTimer, Prepares
 from serve.engine.drafts.tree import NO_DRAFT, Wanted
-from serve.engine.graphs import Members, Tables, UniformSteps
+from serve.engine.graphs import Members, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, KVCache
 from serve.engine.labels import Labels
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, load_weights, most_draft_tokens
@@ -39,6 +39,7 @@ from serve.engine.requests import Limits, Requests, Sequence
 from serve.engine.runner import PendingStep, Place, Runner, UnderWay, Work, lay_out
 from serve.engine.sampling import FIRST_PATH, Sampled, Sampler, SequenceRows
 from serve.engine.scheduler import Chunk, Schedule, Scheduler
+from serve.engine.tables import Tables
 from serve.outputs import Counters, EngineStats, RequestOutput, TokenLogprobs
 from serve.sampling_params import SamplingParams
 
@@ -95,8 +96,7 @@ class Engine:
             share_of=self.scheduler.shares.of,
         )
         self.add_request, self.abort = self.requests.add, self.requests.abort
-        self.set_token_mask = self.requests.set_token_mask
-        self.grammars = self.requests.grammars
+        self.set_token_mask, self.grammars = self.requests.set_token_mask, self.requests.grammars
         self.labels = Labels(config, models.tokenizer, self.device) if config.label_folder else None
         self.sampler = Sampler(self.state, self.labels)
         self.tables = Tables(1 + self.state.spare_row, self.max_model_len + self.state.max_drafts, self.device)

@@ -24,6 +24,7 @@ from model.mesh import choose_device
 from serve.config import EngineConfig
 from serve.engine.kv_cache import PAGE_SIZE
 from serve.engine.loading import count_pages, load_part
+from serve.engine.pass_inputs import Step
 from serve.engine.rank_messages import (
     Allocate,
     Begun,
@@ -40,7 +41,7 @@ from serve.engine.rank_messages import (
     tell,
 )
 from serve.engine.ranks import grid_of
-from serve.engine.runner import Runner, Step
+from serve.engine.runner import Runner
 from serve.messages import ProtocolError
 
 

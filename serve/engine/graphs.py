@@ -9,7 +9,7 @@ computes rows that are written nowhere and looked at by nobody.
 B sequences of a captured size, n ≤ B of them real, q tokens of each, P pages of a block table, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.common.cuda_graph import Graphs, Outputs
 from model.passes import Pass, run_pass
 from serve.config import NO_ADAPTER
-from serve.engine.batch_state import NOBODY, BatchState, Staged, feed_references, resolve, upload
+from serve.engine.batch_state import NOBODY, BatchState, Staged, feed_references, resolve
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.graph_shapes import End, Shape, captured_size, target_end
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable
@@ -34,8 +34,7 @@ from serve.engine.sampling import (
     meant_by,
     most_logprobs,
 )
-
-_NO_PAGES = np.empty((3, 0), dtype=np.int32)
+from serve.engine.tables import Tables
 
 
 class Batch(NamedTuple):
@@ -59,6 +58,11 @@ class Batch(NamedTuple):
     def num_tokens(self) -> int:
         """q"""
         return self.tokens.shape[1]
+
+    def may_lack(self) -> Iterator[tuple[int, BlockTable]]:
+        """Rows and tables of those who may have pages that the device lacks."""
+        rows, tables = self.who.rows, self.who.tables
+        return ((rows[n], tables[n]) for n in (range(len(tables)) if self.grown is None else self.grown))
 
 
 class Members:
@@ -115,64 +119,6 @@ class Members:
         latest = zip(self.references[:, 0].tolist(), self.sequences, strict=True)
         tokens[:, 0] = [reference if one.num_unread else one.tokens[-1] for reference, one in latest]
         return tokens
-
-
-class Tables:
-    """Block tables by batch row, on the device: a step brings only the pages that they lack."""
-
-    def __init__(self, num_rows: int, max_tokens: int, device: torch.device) -> None:
-        """`max_tokens`: up to the last that a step may compute for a sequence."""
-        self.pages = torch.zeros(num_rows, max_tokens // PAGE_SIZE + 1, dtype=torch.int32, device=device)
-        """[S, P]"""
-
-    @property
-    def num_rows(self) -> int:
-        """S."""
-        return self.pages.shape[0]
-
-    @property
-    def most_tokens(self) -> int:
-        """That a row's pages hold."""
-        return self.pages.shape[1] * PAGE_SIZE
-
-    @property
-    def list_sizes(self) -> dict[str, int]:
-        """As `KVFormat.allocate` asks for them: lists of visible slots are by batch row too."""
-        return {"num_rows": self.num_rows, "most_tokens": self.most_tokens}
-
-    def missing(self, batch: Batch, room: int) -> np.ndarray:
-        """Rows, columns and ids of pages that the device lacks, `[3, m]`, m ≤ room; more are uploaded here."""
-        tables, rows = batch.who.tables, batch.who.rows
-        grown = range(len(tables)) if batch.grown is None else batch.grown
-        entries = [entry for n in grown for entry in _new_pages(tables[n], rows[n])]
-        if not entries:
-            return _NO_PAGES
-        columns = np.array(entries, dtype=np.int32).T
-        if len(entries) <= room:
-            return columns
-        self.take(upload(columns.copy(), self.pages.device))
-        return columns[:, :0]
-
-    def bring(self, tables: Iterable[tuple[int, BlockTable]]) -> None:
-        """Upload the pages that the device lacks of these, each with its row."""
-        entries = [entry for row, table in tables for entry in _new_pages(table, row)]
-        if entries:
-            self.take(upload(np.array(entries, dtype=np.int32).T.copy(), self.pages.device))
-
-    def take(self, entries: Tensor) -> None:
-        """Write pages `[3, m]`."""
-        rows, columns = entries[:2].long()
-        self.pages.index_put_((rows, columns), entries[2])
-
-    def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Of these the device may know anything."""
-        for sequence in sequences:
-            sequence.table.changes_from(0)
-
-
-def _new_pages(table: BlockTable, row: int) -> list[tuple[int, int, int]]:
-    first, table.num_uploaded = table.num_uploaded, table.num_pages
-    return [(row, first + n, page) for n, page in enumerate(table.ids[first : table.num_pages].tolist())]
 
 
 class Inputs:
@@ -326,7 +272,7 @@ class UniformSteps:
             first_to_list=self._first_to_list(batch),
             positions=positions,
             adjusted=adjusted,
-            new_pages=self._tables.missing(batch, inputs.room),
+            new_pages=self._tables.missing(batch.may_lack(), inputs.room),
         )
         found = self._graphs_run(shape, inputs)
         return found if n == shape.size else (*(part[:n] for part in found[:-1]), found[-1][: n * q])

@@ -7,7 +7,7 @@ whose tokens they are, block tables lie on the device already, and what fills up
 T tokens of a captured size, B sequences: all that may run, and the one that fills up.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from model.passes import PagedModel, Pass, run_pass
 from serve.config import NO_ADAPTER
 from serve.engine.batch_state import Staged, resolve
 from serve.engine.graph_shapes import MOST_TOKENS, captured_tokens
-
-if TYPE_CHECKING:
-    from serve.engine.graphs import Tables
-    from serve.engine.runner import SequenceInput, Step
+from serve.engine.pass_inputs import SequenceInput, Step
+from serve.engine.tables import Tables
 
 _TOKENS_EACH = 64
 """Of a sequence that attention cuts its work for: right for prompts, and no loss for those that decode beside them."""
@@ -32,7 +30,7 @@ class RaggedPasses:
     """Runs one model over passes of up to `MOST_TOKENS` tokens."""
 
     def __init__(
-        self, model: PagedModel, pages: KVPages, feed: Tensor, tables: "Tables", graphs: Graphs, most_tokens: int
+        self, model: PagedModel, pages: KVPages, feed: Tensor, tables: Tables, graphs: Graphs, most_tokens: int
     ) -> None:
         """`most_tokens`: of any pass."""
         self._model, self._pages, self._feed, self._tables, self._graphs = model, pages, feed, tables, graphs
@@ -45,15 +43,15 @@ class RaggedPasses:
         """Whether the latest pass also did what later ones like it need not do again."""
         return self._graphs.has_prepared
 
-    def take(self, inputs: "list[SequenceInput]") -> bool:
+    def take(self, inputs: list[SequenceInput]) -> bool:
         """Whether these are computed so: each by its own block table, and few enough."""
         num_tokens = sum(len(one.tokens) for one in inputs)
         rows = {one.batch_row for one in inputs}
         return len(rows) == len(inputs) and captured_tokens(num_tokens) <= self._most_tokens
 
-    def run(self, inputs: "list[SequenceInput]", step: "Step") -> Tensor:
+    def run(self, inputs: list[SequenceInput], step: Step) -> Tensor:
         """The hidden states of the tokens, where the next pass puts its own."""
-        self._tables.bring((one.batch_row, one.table) for one in inputs)
+        self._tables.missing((one.batch_row, one.table) for one in inputs)
         t, n, size = len(step.tokens), len(inputs), captured_tokens(len(step.tokens))
         values = self._nobody(size)
         tokens, starts, sequences = self._parts(values, size)

@@ -26,14 +26,15 @@ from serve.engine.batch_state import feed_reference, resolve, upload
 from serve.engine.drafts.length import PassCosts, PassTimer, Prepares
 from serve.engine.drafts.tree import NO_DRAFT, DraftTree
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, Branch, pages_for
+from serve.engine.pass_inputs import SequenceInput, Step
 from serve.engine.prompt_outputs import PromptScores, PromptSum, pool_prompt, score_prompt
 from serve.engine.ragged_passes import RaggedPasses
 from serve.engine.requests import Sequence
 from serve.engine.sampling import PendingSamples, Sampled, select
 from serve.engine.scheduler import Chunk
+from serve.engine.tables import Tables
 
 if TYPE_CHECKING:
-    from serve.engine.graphs import Tables
     from serve.engine.ranks import Ranks
 
 
@@ -49,23 +50,6 @@ class LanguageModel(PagedModel, Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceInput:
-    """Consecutive tokens of one sequence, computed in one pass; their pages are reserved."""
-
-    tokens: list[int]
-    """Negative ones are stand-ins for tokens in the feed, by `feed_reference`."""
-    start: int
-    """Position of the first token."""
-    table: BlockTable
-    num_rows: int
-    """Of how many tokens, counted from the last, the hidden state is wanted."""
-    adapter: int = NO_ADAPTER
-    """Slot of the adapter that they go through."""
-    batch_row: int = 0
-    """Where the sequence's list of visible slots is, if attention is routed."""
 
 
 @dataclass(slots=True)
@@ -219,31 +203,6 @@ class PendingStep:
         return [found[number] for number in sorted(found)]
 
 
-class Step(NamedTuple):
-    """All that a pass is computed from, on the host; what `model.passes.Pass` has it explains."""
-
-    tokens: np.ndarray
-    """`[T]` int64, stand-ins included."""
-    positions: np.ndarray
-    slots: np.ndarray
-    block_tables: np.ndarray
-    cu_seqlens: np.ndarray
-    kv_lengths: np.ndarray
-    adapters: np.ndarray | None
-    listing: np.ndarray | None
-    wanted: np.ndarray | None
-    """`[R]` int64: which tokens' hidden states are wanted; None: all of them."""
-    sampled: list[int]
-    """Of which of those rows logits are, too; N of them."""
-
-    def following(self) -> "Step":
-        """Where there is one token of each sequence: the pass over those behind, as far as the tables reach."""
-        positions = self.positions + 1
-        pages = self.block_tables[np.arange(len(positions)), positions // PAGE_SIZE].astype(np.int64)
-        slots = pages * PAGE_SIZE + positions % PAGE_SIZE
-        return self._replace(positions=positions, slots=slots, kv_lengths=self.kv_lengths + 1)
-
-
 class Runner:
     """One model with its pages. The host waits for nothing here, but for other ranks."""
 
@@ -268,7 +227,7 @@ class Runner:
         """Computes what it takes, where there are CUDA graphs."""
         self._latest: Prepares = self._passes
 
-    def capture_passes(self, tables: "Tables", graphs: Graphs, most_tokens: int) -> None:
+    def capture_passes(self, tables: Tables, graphs: Graphs, most_tokens: int) -> None:
         """From here on; passes of at most so many tokens. Not where attention routes tokens past a layer."""
         if not self.pages.visible:
             self.captured = RaggedPasses(self.model, self.pages, self.feed, tables, graphs, most_tokens)

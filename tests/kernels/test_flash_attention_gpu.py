@@ -61,6 +61,7 @@ def check_case(
     check_all_close(grads, torch.autograd.grad(expected, wide, grad.double(), materialize_grads=True))
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -31,6 +31,7 @@ def expected_sum(y: Tensor, x: Tensor, weights: LoraWeights, slots: Tensor) -> T
     return result
 
 
+@pytest.mark.covering(pairs=True)
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 16, 4096, 4096), (8, 64, 4096, 1024), (33, 7, 1030, 777)], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 16, 33, 64, 65, 1037])
@@ -92,6 +93,7 @@ def test_in_a_cuda_graph(tokens: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(captured, work(), strict=True))
 
 
+@pytest.mark.covering(pairs=True)
 @BOTH
 @DTYPES
 @pytest.mark.parametrize("quantize", [quantize_nf4, quantize_int4, quantize_int8, quantize_fp8])

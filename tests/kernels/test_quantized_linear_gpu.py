@@ -38,6 +38,7 @@ def weight_of(quantize: Callable[[Tensor], QuantizedWeight], n: int, k: int) -> 
     return quantize(0.02 * torch.randn(n, k, device="cuda"))
 
 
+@pytest.mark.covering(pairs=True)
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(4096, 4096), (1536, 576), (1000, 1100), (129, 2050)], ids=str)

@@ -16,6 +16,7 @@ def rows(*shape: int, dtype: torch.dtype) -> Tensor:
     return (3 * torch.randn(shape, device="cuda")).to(dtype)
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("tokens", [1, 3, 1037])
 @DTYPES

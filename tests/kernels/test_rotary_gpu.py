@@ -15,6 +15,7 @@ def tables(tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
     return rotary_tables(positions, rope_frequencies(head_dim, 1e6).cuda())
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (14, 2), (32, 8), (40, 40), (71, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

@@ -30,6 +30,7 @@ def tables(tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
     return rotary_tables(torch.arange(tokens, device="cuda"), rope_frequencies(head_dim, 1e6).cuda())
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "heads", [(9, 3, 64), (14, 2, 64), (32, 8, 128), (16, 16, 96), (8, 1, 256), (32, 32, 80)], ids=str

@@ -10,6 +10,7 @@ from tests.compare import check_all_close, check_close
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [160, 1536, 4864, 8960, 11_008, 14_336])
 @pytest.mark.parametrize("tokens", [1, 3, 777])

@@ -19,9 +19,9 @@ from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.engine import loading
 from serve.engine.graph_shapes import BYTES_PER_GRAPH, captured_sizes, captured_token_counts
-from serve.engine.graphs import Tables
 from serve.engine.kv_cache import PAGE_SIZE
 from serve.engine.loading import Models, choose_max_model_len, count_pages, load_models, most_draft_tokens
+from serve.engine.tables import Tables
 from tests.serve.test_routed import routed_model
 from tests.serve.toys import toy_tokenizer
 from tests.tiny import full_logits, tiny_model

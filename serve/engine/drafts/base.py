@@ -14,11 +14,11 @@ from serve.config import DRAFT_MODEL, DRAFTS
 from serve.engine.drafts.length import PassTimer
 from serve.engine.drafts.tree import AtHand, DraftTree, Wanted
 from serve.engine.drafts.trial import Acceptance
-from serve.engine.graphs import Tables
 from serve.engine.kv_cache import KVCache
 from serve.engine.requests import Sequence
 from serve.engine.runner import LanguageModel
 from serve.engine.sampling import Sampler
+from serve.engine.tables import Tables
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from serve.engine.drafts.trial import Acceptance
 from serve.engine.graph_shapes import End, draft_end
 from serve.engine.graphs import Batch, UniformSteps
 from serve.engine.kv_cache import PAGE_SIZE, BlockTable, PagePool
+from serve.engine.pass_inputs import SequenceInput
 from serve.engine.requests import Sequence
-from serve.engine.runner import Runner, SequenceInput
+from serve.engine.runner import Runner
 from serve.engine.sampling import select, takes_likeliest
 
 
