@@ -131,17 +131,31 @@ def tile_product(
 
 
 @triton.jit
-def _add_parts(p_parts, b_sum, p_arrived, split, splits):
-    """Store this split's sums; returns whether it came last, and then all parts, added in their order."""
+def _stores_last(p_parts, b_sum, p_arrived, split, splits):
+    """Store this split's sums; returns whether it came last, so that all parts are there."""
     o_part = tl.arange(0, b_sum.shape[0])[:, None] * b_sum.shape[1] + tl.arange(0, b_sum.shape[1])[None, :]
     SIZE: tl.constexpr = b_sum.shape[0] * b_sum.shape[1]
     tl.store(p_parts + tl.cast(split, tl.int64) * SIZE + o_part, b_sum)
-    is_last = arrives_last(p_arrived, 0, splits)
-    if is_last:
-        b_sum = tl.zeros_like(b_sum)
-        for part in tl.range(0, splits, num_stages=1):
-            b_sum += tl.load(p_parts + tl.cast(part, tl.int64) * SIZE + o_part, cache_modifier=".cg")
-    return is_last, b_sum
+    return arrives_last(p_arrived, 0, splits)
+
+
+@triton.jit
+def _added_parts(p_parts, o_t, splits, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """All parts' sums of some rows [N, T], added in their order; AT_ONCE of them, four or one, are on their way."""
+    SIZE: tl.constexpr = OUTPUTS * TOKENS
+    o_part = tl.arange(0, OUTPUTS)[:, None] * TOKENS + o_t[None, :]
+    b_sum = tl.zeros([OUTPUTS, o_t.shape[0]], dtype=tl.float32)
+    for part in tl.range(0, splits, AT_ONCE, num_stages=1):
+        p_part = p_parts + tl.cast(part, tl.int64) * SIZE + o_part
+        b_0 = tl.load(p_part, cache_modifier=".cg")
+        if AT_ONCE == 4:
+            b_1 = tl.load(p_part + SIZE, mask=part + 1 < splits, other=0.0, cache_modifier=".cg")
+            b_2 = tl.load(p_part + 2 * SIZE, mask=part + 2 < splits, other=0.0, cache_modifier=".cg")
+            b_3 = tl.load(p_part + 3 * SIZE, mask=part + 3 < splits, other=0.0, cache_modifier=".cg")
+            b_sum = b_sum + b_0 + b_1 + b_2 + b_3
+        else:
+            b_sum += b_0
+    return b_sum
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_each"])
@@ -176,17 +190,28 @@ def _product_kernel(
             )  # fmt: skip
     if GROUP == 0:
         b_sum *= tl.load(p_scales + o_n, mask=m_n, other=0.0)[:, None]
-    ends = split == 0
-    if p_parts is not None:
-        place = row_block * tl.num_programs(0) + block
-        splits = tl.num_programs(2)
-        p_parts += tl.cast(place * splits, tl.int64) * (OUTPUTS * TOKENS)
-        ends, b_sum = _add_parts(p_parts, b_sum, p_arrived + place, split, splits)
-    if ends:
+    if p_parts is None:
         finish(
             tl.trans(b_sum), p_bias, p_z, p_b, p_lora_scales, p_slots, p_out, block, o_t, m_t, o_n, m_n,
             num_rows, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED, INTERPRETED,
         )  # fmt: skip
+    else:
+        place = row_block * tl.num_programs(0) + block
+        splits = tl.num_programs(2)
+        p_parts += tl.cast(place * splits, tl.int64) * (OUTPUTS * TOKENS)
+        if _stores_last(p_parts, b_sum, p_arrived + place, split, splits):
+            # 32 rows after 32, so that registers are left for a second program. Of fp32 four parts at once spill.
+            AT_ONCE: tl.constexpr = 1 if p_x.dtype.element_ty == tl.float32 else 4
+            ROWS: tl.constexpr = TOKENS if TOKENS < 32 or AT_ONCE == 1 else 32
+            for row in tl.static_range(0, TOKENS, ROWS):
+                o_some = row + tl.arange(0, ROWS)
+                b_some = _added_parts(p_parts, o_some, splits, OUTPUTS, TOKENS, AT_ONCE)
+                o_some += row_block * TOKENS
+                finish(
+                    tl.trans(b_some), p_bias, p_z, p_b, p_lora_scales, p_slots, p_out, block, o_some, o_some < num_rows,
+                    o_n, m_n, num_rows, num_outputs, num_columns, num_adapters, rank, Z_SPLITS, RANKS, GATED,
+                    INTERPRETED,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
