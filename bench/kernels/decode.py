@@ -170,8 +170,8 @@ def measure_attention() -> None:
 def tune() -> None:
     """Print the fastest tiles for each number of rows in the tables, and where expanding the weight first wins."""
     weight = 0.02 * normal(N, K).to(DEVICE)
-    for name, bits in (("nf4", 4), ("int8", 8)):
-        table = module._FORWARD_TILES[bits]
+    for name in ("nf4", "int4", "int8"):
+        table = module._FORWARD_TILES[name]
         copies = [prepare_quantized_weight(QUANTIZERS[name](weight)) for _ in range(24)]
         for rows in table:
             x, timed = normal(rows, K).to(DEVICE), {}
@@ -179,12 +179,12 @@ def tune() -> None:
                 table[rows] = Tiles(rows, outputs, warps, stages)
                 timed[table[rows]] = _microseconds(copies, x)
             table[rows] = min(timed, key=lambda tiles: timed[tiles])
-            print(f"{bits} bits, {rows} rows: {table[rows]}  {timed[table[rows]]:.1f} us", flush=True)
+            print(f"{name}, {rows} rows: {table[rows]}  {timed[table[rows]]:.1f} us", flush=True)
         for rows in (64, 96, 128, 192, 256, 512):
             x, taken = normal(rows, K).to(DEVICE), []
             for module.MOST_FUSED_ROWS in (0, 1 << 20):
                 taken.append(_microseconds(copies, x))
-            print(f"{bits} bits, {rows} rows: expanded {taken[0]:.1f} us, fused {taken[1]:.1f} us", flush=True)
+            print(f"{name}, {rows} rows: expanded {taken[0]:.1f} us, fused {taken[1]:.1f} us", flush=True)
 
 
 def _microseconds(copies: list[PreparedQuantizedWeight], x: Tensor) -> float:

@@ -11,7 +11,8 @@ So with LANES = 4 (fewer in a tile of 2 words) and M words a thread, code (i, b)
 - where in a word a code lies is the format's choice: so that bit operations yield pairs b = 0, 1 (`_quantized_pairs`);
 - INT6 has the low four bits as INT4 has its codes, and behind an output's words 16 bits for each of them, with the two
   bits above its codes in the same order;
-- TILE divides the group, so that one row of scales [N] serves a tile, and scales the sum instead of each weight.
+- TILE divides the group, so that one row of scales [N] serves a tile, and scales the sum instead of each weight;
+- doubly quantized absmax becomes fp32: its codes, and what they stand for, would be waited for in every tile.
 
 Where no tile of 16 or more fits into a group (NF4 with odd K, small groups) every element has its own scale ("fine").
 
@@ -30,7 +31,6 @@ from torch import Tensor
 from kernels.common.triton import tl, triton
 from kernels.linear._quantized_pairs import NF4_ORDER, decoded_pairs, nf4_bytes
 from kernels.linear.quantization import (
-    NESTED_BLOCK,
     NF4_BLOCK,
     SIXES,
     Fp8Weight,
@@ -39,13 +39,11 @@ from kernels.linear.quantization import (
     IntegerWeight,
     NF4Weight,
     QuantizedWeight,
-    dynamic_table,
     nf4_table,
 )
 
 MOST_SPLIT_BLOCKS = 1024
 _LONGEST_TILE, _SHORTEST_TILE, _USUAL_TILE = 128, 16, 64
-_NESTED_SHIFT = tl.constexpr(NESTED_BLOCK.bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class TiledWeight:
     words: Tensor
     """int32 [tiles, N, TILE · bits / 32]."""
     scales: Tensor
-    """fp32 or fp16 [G, N], [tiles, N, TILE] where fine, [1, N] for a scale a row; u8 [G, N] if doubly quantized."""
+    """fp32 or fp16 [G, N], [tiles, N, TILE] where fine, [1, N] for a scale a row."""
     shape: tuple[int, int]
     tile: int
     group: int
@@ -68,15 +66,8 @@ class TiledWeight:
     """u8, of the shape of the scales, if it is not."""
     minima: Tensor | None = None
     """As the scales: what code 0 stands for, of integers in groups."""
-    nested_absmax: Tensor | None = None
-    offset: Tensor | None = None
-    """fp32, both [⌈B/256⌉], if doubly quantized."""
     arrived: Tensor | None = None
     """int32 [MOST_SPLIT_BLOCKS], zeros: how many splits of a block of the result are done (`arrives_last`)."""
-
-    @property
-    def bits(self) -> int:
-        return {"nf4": 4, "int4": 4, "int6": 6}.get(self.format, 8)
 
 
 def tile_weight(weight: QuantizedWeight) -> TiledWeight:
@@ -121,11 +112,6 @@ def _tiled_nf4(weight: NF4Weight) -> TiledWeight:
     group = gcd(k, NF4_BLOCK)
     tile, fine = _tile_of(group)
     words = _words(weight.elements(), "nf4", tile)
-    if group == NF4_BLOCK and weight.nested_absmax is not None and weight.offset is not None:
-        codes = weight.absmax.view(n, -1).t().contiguous()
-        offset = weight.offset.expand(len(weight.nested_absmax)).contiguous()
-        tensors = words, codes, weight.shape, tile, group
-        return TiledWeight("nf4", *tensors, nested_absmax=weight.nested_absmax, offset=offset)
     starts = torch.arange(0, n * k, group, device=words.device)
     scales = weight.block_scales()[starts // NF4_BLOCK].view(n, -1)
     scales = _by_group(scales, group, tile) if fine else scales.t().contiguous()
@@ -197,14 +183,9 @@ def _by_group(values: Tensor, group: int, tile: int) -> Tensor:
     return F.pad(each, (0, -each.shape[1] % tile)).view(len(each), -1, tile).transpose(0, 1).contiguous()
 
 
-def tables(weight: TiledWeight, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """The codebook of the weight, and that of doubly quantized absmax.
-
-    The codebook is what `load_table` takes: values in `dtype`, or for None bytes (any tensor if the weight has none).
-    """
-    device = weight.words.device
-    table = _nf4_table(device, dtype) if weight.format == "nf4" else weight.scales
-    return table, None if weight.nested_absmax is None else dynamic_table(device)
+def codebook(weight: TiledWeight, dtype: torch.dtype | None) -> Tensor:
+    """What `load_table` takes: values in `dtype`, or for None bytes; any tensor if the weight has none."""
+    return _nf4_table(weight.words.device, dtype) if weight.format == "nf4" else weight.scales
 
 
 @cache
@@ -298,29 +279,15 @@ def element_offsets(tile, o_n, num_outputs, TILE: tl.constexpr):
 
 
 @triton.jit
-def group_scales(
-    p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs,
-):  # fmt: skip
-    """The scales of one group of each output, fp32 [N]."""
-    b_scales = tl.load(p_scales + tl.cast(group, tl.int64) * num_outputs + o_n, mask=m_n, other=0)
-    if p_nested is not None:
-        block = (o_n * num_groups + group) >> _NESTED_SHIFT  # 31 bits are enough for 2^37 weights
-        b_nested = tl.load(p_nested + block, mask=m_n, other=0.0)
-        b_offset = tl.load(p_offset + block, mask=m_n, other=0.0)
-        b_scales = tl.load(p_dynamic + b_scales.to(tl.int32)) * b_nested + b_offset
-    return b_scales.to(tl.float32)
-
-
-@triton.jit
-def group_minima(p_minima, group, o_n, m_n, num_outputs):
-    """The minima of one group of each output, fp32 [N]."""
-    return tl.load(p_minima + tl.cast(group, tl.int64) * num_outputs + o_n, mask=m_n, other=0.0).to(tl.float32)
+def of_group(p_values, group, o_n, m_n, num_outputs):
+    """The scales, or the minima, of one group of each output, fp32 [N]."""
+    return tl.load(p_values + tl.cast(group, tl.int64) * num_outputs + o_n, mask=m_n, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def scaled_tile(
-    p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
-    num_outputs, FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
+    p_words, table, p_zeros, p_scales, p_minima, tile, o_n, m_n, num_outputs,
+    FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """The weights of a tile [N, TILE], scaled, fp32."""
     b_values = tile_values(
@@ -334,8 +301,7 @@ def scaled_tile(
             b_values += tl.load(p_minima + o_scales, mask=m_n[:, None], other=0.0).to(tl.float32)
     else:
         group = tile * TILE // GROUP if GROUP > 1 else 0
-        b_scales = group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)
-        b_values *= b_scales[:, None]
+        b_values *= of_group(p_scales, group, o_n, m_n, num_outputs)[:, None]
         if p_minima is not None:
-            b_values += group_minima(p_minima, group, o_n, m_n, num_outputs)[:, None]
+            b_values += of_group(p_minima, group, o_n, m_n, num_outputs)[:, None]
     return b_values

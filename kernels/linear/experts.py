@@ -26,7 +26,7 @@ from kernels.linear._quantized_tiles import TiledWeight, load_table
 from kernels.linear.dense import PreparedWeight
 from kernels.linear.quantized import Tiles, constants_of, decodes_in_pairs, tensors_of, tile_product
 
-_STACKED = ("words", "scales", "zeros", "minima", "nested_absmax", "offset")
+_STACKED = ("words", "scales", "zeros", "minima")
 """What a tiled weight is made of."""
 _DECODE_ROWS = 16
 """Of an expert, on average: up to here a smaller tile wastes less."""
@@ -147,17 +147,16 @@ def _launch(x: Tensor, weights: ExpertWeights, rows: ExpertRows, out: Tensor) ->
     tiles, stacked = _tiles(x.dtype, is_decode=rows.is_decode), weights.stacked
     tensors: tuple[Tensor | None, ...]
     if isinstance(stacked, Tensor):
-        tensors, sizes, groups, constants = (stacked, *[None] * 7), (n * k, 0, 0), 1, _dense_constants(tiles, x)
+        tensors, sizes, constants = (stacked, *[None] * 4), (n * k, 0), _dense_constants(tiles, x)
     else:
         in_pairs = decodes_in_pairs(stacked, x)
-        tensors, groups = tensors_of(stacked, x.dtype, in_pairs=in_pairs), stacked.scales.shape[1]
-        nested = 0 if stacked.nested_absmax is None else stacked.nested_absmax.stride(0)
-        sizes = stacked.words.stride(0), stacked.scales.stride(0), nested
+        tensors = tensors_of(stacked, x.dtype, in_pairs=in_pairs)
+        sizes = stacked.words.stride(0), stacked.scales.stride(0)
         constants = constants_of(stacked, tiles, x) | {"IN_PAIRS": in_pairs}
     most = min(num_rows, len(rows.tiles))  # tiles that are none of any expert's rows find nothing to do
     _expert_kernel[(triton.cdiv(n, tiles.outputs), most)](
         x, rows.sources if len(x) < num_rows else None, rows.tiles, rows.num_tiles, *tensors, out,
-        k, n, groups, x.stride(0), *sizes, **constants, TOKENS=tiles.rows, WHOLE=k % constants["TILE"] == 0,
+        k, n, x.stride(0), *sizes, **constants, TOKENS=tiles.rows, WHOLE=k % constants["TILE"] == 0,
     )  # fmt: skip
 
 
@@ -172,8 +171,8 @@ def _dense_constants(tiles: Tiles, x: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _expert_kernel(
-    p_x, p_sources, p_tiles, p_num_tiles, p_weight, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
-    p_out, num_inputs, num_outputs, num_groups, stride_x, size_weight, size_scales, size_nested,
+    p_x, p_sources, p_tiles, p_num_tiles, p_weight, p_table, p_zeros, p_scales, p_minima,
+    p_out, num_inputs, num_outputs, stride_x, size_weight, size_scales,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, WHOLE: tl.constexpr, IN_PAIRS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -212,15 +211,11 @@ def _expert_kernel(
             p_zeros += expert * size_scales
         if p_minima is not None:
             p_minima += expert * size_scales
-        if p_nested is not None:
-            p_nested += expert * size_nested
-            p_offset += expert * size_nested
         table = load_table(p_table, FORMAT, WORDS)
         for tile in tl.range(0, tl.cdiv(num_inputs, TILE)):
             b_sum = tile_product(
-                b_sum, p_rows, p_weight, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile,
-                o_read, m_read, m_t, num_inputs, num_outputs, num_groups, FORMAT, WORDS, GROUP, ZERO, TILE, WHOLE,
-                IN_PAIRS, INTERPRETED,
+                b_sum, p_rows, p_weight, table, p_zeros, p_scales, p_minima, tile, o_read, m_read, m_t, num_inputs,
+                num_outputs, FORMAT, WORDS, GROUP, ZERO, TILE, WHOLE, IN_PAIRS, INTERPRETED,
             )  # fmt: skip
         if GROUP == 0:
             b_sum *= tl.load(p_scales + o_read)[:, None]

@@ -6,9 +6,9 @@
 `prepare_quantized_weight` repacks a weight once, at load, into the form that the device reads fastest.
 
 On CUDA, by the number of rows:
-- up to `MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers (of bf16 by bit operations) and go from
-  there through the tensor cores, outputs as rows: y[n, t] = Σ_k W[n, k] · x[t, k]; one row is 1/16 of their work, which
-  still takes less time than reading the weight;
+- up to `MOST_FUSED_ROWS`, twice as many of INT4: tiles of the weight become x's dtype in registers (of bf16 by bit
+  operations) and go from there through the tensor cores, outputs as rows: y[n, t] = Σ_k W[n, k] · x[t, k]; one row is
+  1/16 of their work, which still takes less time than reading the weight;
 - more: the weight becomes a matrix of x's dtype in a buffer that is free again after the product, by cuBLAS.
 Where outputs are too few to fill the GPU, K is split; the split that ends last adds all, in order: the same bits each
 run. It also adds the bias and adapters and applies the gate of `quantized_swiglu`, in fp32.
@@ -31,11 +31,10 @@ from kernels.linear._quantized_epilogue import finish, output_columns
 from kernels.linear._quantized_tiles import (
     MOST_SPLIT_BLOCKS,
     TiledWeight,
-    group_minima,
-    group_scales,
+    codebook,
     load_table,
+    of_group,
     scaled_tile,
-    tables,
     tile_codes,
     tile_values,
     tile_weight,
@@ -56,6 +55,7 @@ PreparedQuantizedWeight = TiledWeight | CpuWeight
 
 # Above this many rows expanding the weight first costs less than expanding its tiles for every 64 rows again:
 # 2 · T · N · K operations then take longer than moving 4.5 bytes per weight (`python -m bench.kernels.decode --tune`).
+# INT4, whose codes become numbers by two operations, gains by it up to twice as many rows on an H200.
 MOST_FUSED_ROWS = 128
 # Of gradients: above as many, tiles that each decode the weight and read dy again cost more than writing it once.
 _MOST_TILED_GRADIENTS = 256
@@ -72,16 +72,16 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By bits a weight and the largest number of rows. Any GPU; `python -m bench.kernels.decode --tune`.
-_FORWARD_TILES = {
-    4: {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 4), 64: Tiles(64, 128, 8, 3)},
-    8: {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 3), 64: Tiles(64, 128, 8, 3)},
-}
-_FORWARD_TILES[6] = _FORWARD_TILES[8]
+# By format and the largest number of rows. Any GPU; `python -m bench.kernels.decode --tune`.
+_FOUR_BITS = {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 4), 64: Tiles(64, 128, 8, 3)}
+_MORE_BITS = {16: Tiles(16, 128, 4, 4), 32: Tiles(32, 128, 4, 3), 64: Tiles(64, 128, 8, 3)}
+_FORWARD_TILES = {"int4": _FOUR_BITS, "nf4": _FOUR_BITS | {64: Tiles(64, 64, 4, 4)}}
+_FORWARD_TILES |= {"int6": _MORE_BITS, "int8": _MORE_BITS, "fp8": _MORE_BITS}
 _BACKWARD_TILES = {16: Tiles(16, 64, 4, 3), 64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3)}
 # fp32 goes through no tensor cores, and takes twice the memory. Of six bits 64 outputs spill on an RTX 4090.
-_FP32_FORWARD_TILES = dict.fromkeys((4, 8), {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)})  # noqa: RUF024
-_FP32_FORWARD_TILES[6] = _FP32_FORWARD_TILES[8] | {16: Tiles(16, 32, 4, 2)}
+_FP32_TILES = {16: Tiles(16, 64, 4, 2), 32: Tiles(32, 64, 8, 2), 64: Tiles(64, 64, 8, 2)}
+_FP32_FORWARD_TILES = {"int4": _FP32_TILES, "nf4": _FP32_TILES, "int8": _FP32_TILES, "fp8": _FP32_TILES}
+_FP32_FORWARD_TILES["int6"] = _FP32_TILES | {16: Tiles(16, 32, 4, 2)}
 _FP32_BACKWARD_TILES = {16: Tiles(16, 32, 4, 2), 32: Tiles(32, 32, 8, 2)}
 _EXPAND_TILES = Tiles(0, 64, 4, 2)
 _PACKED_CODES = {"int4": pack_int4, "int6": pack_int6}
@@ -99,8 +99,8 @@ def quantized_linear_reference(
 
 @triton.jit
 def tile_product(
-    b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
-    tile, o_n, m_n, m_t, end, num_outputs, num_groups,
+    b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima,
+    tile, o_n, m_n, m_t, end, num_outputs,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
     WHOLE: tl.constexpr, IN_PAIRS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -114,18 +114,17 @@ def tile_product(
     b_x = tl.load(p_rows + o_k, mask=mask, other=0.0, eviction_policy="evict_last")
     if GROUP == 1:
         b_w = scaled_tile(
-            p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n,
-            num_groups, num_outputs, FORMAT, WORDS, GROUP, ZERO,
-        )  # fmt: skip
+            p_words, table, p_zeros, p_scales, p_minima, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO
+        )
         return dot(as_operand(b_w, DTYPE, INTERPRETED), tl.trans(b_x), b_sum, INTERPRETED)
     b_w = tile_values(p_words, table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO, DTYPE, IN_PAIRS)
     if GROUP == 0:
         return dot(b_w, tl.trans(b_x), b_sum, INTERPRETED)
     group = tile * TILE // GROUP
-    b_scales = group_scales(p_scales, p_dynamic, p_nested, p_offset, group, num_groups, o_n, m_n, num_outputs)
+    b_scales = of_group(p_scales, group, o_n, m_n, num_outputs)
     b_sum += dot(b_w, tl.trans(b_x), tl.zeros_like(b_sum), INTERPRETED) * b_scales[:, None]
     if p_minima is not None:
-        b_minima = group_minima(p_minima, group, o_n, m_n, num_outputs)
+        b_minima = of_group(p_minima, group, o_n, m_n, num_outputs)
         b_sum += b_minima[:, None] * tl.sum(b_x.to(tl.float32), axis=1)[None, :]
     return b_sum
 
@@ -160,9 +159,9 @@ def _added_parts(p_parts, o_t, splits, OUTPUTS: tl.constexpr, TOKENS: tl.constex
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_each"])
 def _product_kernel(
-    p_x, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
+    p_x, p_words, p_table, p_zeros, p_scales, p_minima,
     p_bias, p_z, p_b, p_lora_scales, p_slots, p_parts, p_arrived, p_out,
-    num_rows, num_inputs, num_outputs, num_columns, num_groups, tiles_each, num_adapters, rank, stride_x,
+    num_rows, num_inputs, num_outputs, num_columns, tiles_each, num_adapters, rank, stride_x,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
     IN_PAIRS: tl.constexpr, Z_SPLITS: tl.constexpr, RANKS: tl.constexpr, GATED: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -184,8 +183,8 @@ def _product_kernel(
     for first in tl.range(split * tiles_each, tl.cdiv(end, TILE), DEPTH, num_stages=STAGES):
         for tile in tl.static_range(DEPTH):
             b_sum = tile_product(
-                b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, first + tile,
-                o_read, m_read, m_t, end, num_outputs, num_groups, FORMAT, WORDS, GROUP, ZERO, TILE, WHOLE, IN_PAIRS,
+                b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima, first + tile,
+                o_read, m_read, m_t, end, num_outputs, FORMAT, WORDS, GROUP, ZERO, TILE, WHOLE, IN_PAIRS,
                 INTERPRETED,
             )  # fmt: skip
     if GROUP == 0:
@@ -216,8 +215,8 @@ def _product_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _grad_input_kernel(
-    p_grad, p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, p_out,
-    num_rows, num_inputs, num_outputs, num_groups, stride_grad,
+    p_grad, p_words, p_table, p_zeros, p_scales, p_minima, p_out,
+    num_rows, num_inputs, num_outputs, stride_grad,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -233,9 +232,8 @@ def _grad_input_kernel(
         m_n = o_n < num_outputs
         b_grad = tl.load(p_rows + o_n[None, :], mask=m_t[:, None] & m_n[None, :], other=0.0)
         b_w = scaled_tile(
-            p_words, table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, tile, o_n, m_n, num_groups,
-            num_outputs, FORMAT, WORDS, GROUP, ZERO,
-        )  # fmt: skip
+            p_words, table, p_zeros, p_scales, p_minima, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO
+        )
         b_sum = dot(b_grad, as_operand(b_w, p_grad.dtype.element_ty, INTERPRETED), b_sum, INTERPRETED)
     o_k = tile * TILE + tl.arange(0, TILE)
     o_out = o_t.to(tl.int64)[:, None] * num_inputs + o_k[None, :]
@@ -245,8 +243,8 @@ def _grad_input_kernel(
 
 @triton.jit
 def _expand_kernel(
-    p_words, p_table, p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset, p_out,
-    num_inputs, num_outputs, num_groups,
+    p_words, p_table, p_zeros, p_scales, p_minima, p_out,
+    num_inputs, num_outputs,
     FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TILE: tl.constexpr,
     OUTPUTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -254,10 +252,10 @@ def _expand_kernel(
     tile = tl.program_id(0)
     o_n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     m_n = o_n < num_outputs
+    table = load_table(p_table, FORMAT, WORDS)
     b_w = scaled_tile(
-        p_words, load_table(p_table, FORMAT, WORDS), p_zeros, p_scales, p_minima, p_dynamic, p_nested, p_offset,
-        tile, o_n, m_n, num_groups, num_outputs, FORMAT, WORDS, GROUP, ZERO,
-    )  # fmt: skip
+        p_words, table, p_zeros, p_scales, p_minima, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO
+    )
     o_k = tile * TILE + tl.arange(0, TILE)
     mask = m_n[:, None] & (o_k < num_inputs)[None, :]
     o_out = o_n.to(tl.int64)[:, None] * num_inputs + o_k[None, :]
@@ -363,7 +361,7 @@ def fused_product(
     if isinstance(weight, CpuWeight):
         return None
     learned = (x, bias) if lora is None else (x, bias, lora.a, lora.b)
-    if len(x) > MOST_FUSED_ROWS or wants_gradients(*learned):
+    if len(x) > MOST_FUSED_ROWS * (1 + (weight.format == "int4")) or wants_gradients(*learned):
         return None
     n = weight.shape[0]
     out = torch.empty(len(x), n // 2 if gated else n, dtype=x.dtype, device=x.device)
@@ -376,8 +374,8 @@ def _launch_product(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, adapters: AdapterOperands, out: Tensor, *, gated: bool
 ) -> None:
     (rows, columns), (n, k) = out.shape, weight.shape
-    by_bits = _FP32_FORWARD_TILES if x.dtype == torch.float32 else _FORWARD_TILES
-    tiles = _smallest(by_bits[weight.bits], rows)
+    by_format = _FP32_FORWARD_TILES if x.dtype == torch.float32 else _FORWARD_TILES
+    tiles = _smallest(by_format[weight.format], rows)
     grid = triton.cdiv(columns, tiles.outputs // 2 if gated else tiles.outputs), triton.cdiv(rows, tiles.rows)
     # As many tiles at once as make 16 words an output; where every element brings its scale, one.
     depth = 1 if weight.group == 1 else max(1, _WORDS_AT_ONCE // weight.words.shape[2])
@@ -390,7 +388,7 @@ def _launch_product(
     constants = constants_of(weight, tiles, x) | adapter_constants
     _product_kernel[(*grid, splits)](
         x, *tensors_of(weight, x.dtype, in_pairs=in_pairs), bias, *operands, parts, weight.arrived, out,
-        rows, k, n, columns, len(weight.scales), steps * depth, *counts, x.stride(0), **constants,
+        rows, k, n, columns, steps * depth, *counts, x.stride(0), **constants,
         TOKENS=tiles.rows, DEPTH=depth, STAGES=constants["num_stages"], WHOLE=k % (depth * weight.tile) == 0,
         IN_PAIRS=in_pairs, GATED=gated,
     )  # fmt: skip
@@ -405,7 +403,7 @@ def grad_input(grad: Tensor, weight: TiledWeight) -> Tensor:
     if rows:
         tiles = _smallest(_FP32_BACKWARD_TILES if grad.dtype == torch.float32 else _BACKWARD_TILES, rows)
         _grad_input_kernel[(len(weight.words), triton.cdiv(rows, tiles.rows))](
-            grad, *tensors_of(weight, torch.float32), out, rows, k, n, len(weight.scales), grad.stride(0),
+            grad, *tensors_of(weight, torch.float32), out, rows, k, n, grad.stride(0),
             **constants_of(weight, tiles, grad), TOKENS=tiles.rows,
         )  # fmt: skip
     return out
@@ -416,7 +414,7 @@ def expand(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.words.device)
     _expand_kernel[(len(weight.words), triton.cdiv(n, _EXPAND_TILES.outputs))](
-        *tensors_of(weight, torch.float32), out, k, n, len(weight.scales), **constants_of(weight, _EXPAND_TILES, out)
+        *tensors_of(weight, torch.float32), out, k, n, **constants_of(weight, _EXPAND_TILES, out)
     )
     return out
 
@@ -428,9 +426,8 @@ def decodes_in_pairs(weight: TiledWeight, x: Tensor) -> bool:
 
 
 def tensors_of(weight: TiledWeight, dtype: torch.dtype, *, in_pairs: bool = False) -> tuple[Tensor | None, ...]:
-    table, dynamic = tables(weight, None if in_pairs else dtype)
-    nested = dynamic, weight.nested_absmax, weight.offset
-    return weight.words, table, weight.zeros, weight.scales, weight.minima, *nested
+    table = codebook(weight, None if in_pairs else dtype)
+    return weight.words, table, weight.zeros, weight.scales, weight.minima
 
 
 def constants_of(weight: TiledWeight, tiles: Tiles, x: Tensor) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_parts_lie_in_the_same_memory(device: torch.device) -> None:
     part.write(slice(0, 8), torch.ones(8, 16, device=device))
     assert (dense.stacked[2] == 1).all() and not (dense.stacked[1] == 1).any()
     for number, weight in enumerate(weights):
-        assert torch.equal(tiled[number].words, weight.words) and torch.equal(tiled[number].offset, weight.offset)
+        assert torch.equal(tiled[number].words, weight.words) and torch.equal(tiled[number].scales, weight.scales)
     assert tiled[3].words.data_ptr() == tiled.stacked.words[3].data_ptr()
 
 
