@@ -29,6 +29,7 @@ NEED_TRITON = [
     "kernels/test_paged_attention_triton.py",
     "kernels/test_quantized_pairs.py",
     "kernels/test_random.py",
+    "kernels/test_wgmma_registers.py",
     "serve/test_warm_up.py",
 ]
 """Files that are about it throughout; single tests elsewhere are skipped without it (tests/interpreted.py)."""

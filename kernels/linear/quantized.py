@@ -6,9 +6,9 @@
 `prepare_quantized_weight` repacks a weight once, at load, into the form that the device reads fastest.
 
 On CUDA, by the number of rows:
-- up to `MOST_FUSED_ROWS`, twice as many of INT4: tiles of the weight become x's dtype in registers (of bf16 by bit
-  operations) and go from there through the tensor cores, outputs as rows: y[n, t] = Σ_k W[n, k] · x[t, k]; one row is
-  1/16 of their work, which still takes less time than reading the weight;
+- up to `MOST_FUSED_ROWS`: tiles of the weight become x's dtype in registers (of bf16 by bit operations) and go from
+  there through the tensor cores, outputs as rows: y[n, t] = Σ_k W[n, k] · x[t, k]; one row is 1/16 of their work, which
+  still takes less time than reading the weight;
 - more: the weight becomes a matrix of x's dtype in a buffer that is free again after the product, by cuBLAS.
 Where outputs are too few to fill the GPU, K is split; the split that ends last adds all, in order: the same bits each
 run. It also adds the bias and adapters and applies the gate of `quantized_swiglu`, in fp32.
@@ -55,7 +55,6 @@ PreparedQuantizedWeight = TiledWeight | CpuWeight
 
 # Above this many rows expanding the weight first costs less than expanding its tiles for every 64 rows again:
 # 2 · T · N · K operations then take longer than moving 4.5 bytes per weight (`python -m bench.kernels.decode --tune`).
-# INT4, whose codes become numbers by two operations, gains by it up to twice as many rows on an H200.
 MOST_FUSED_ROWS = 128
 # Of gradients: above as many, tiles that each decode the weight and read dy again cost more than writing it once.
 _MOST_TILED_GRADIENTS = 256
@@ -98,6 +97,16 @@ def quantized_linear_reference(
 
 
 @triton.jit
+def added_product(b_w, b_x, b_sum, INTERPRETED: tl.constexpr):
+    """b_sum + W xᵀ, where W is in registers. The product ends here, for the next tile's numbers go there.
+
+    As a sum of the matrix units', on Hopper Triton leaves products under way that still read those registers (seen:
+    INT8 gave other bits in every run on an H200). As a plain addition it would become one.
+    """
+    return tl.fma(dot(b_w, tl.trans(b_x), tl.zeros_like(b_sum), INTERPRETED), 1.0, b_sum)
+
+
+@triton.jit
 def tile_product(
     b_sum, p_rows, p_words, table, p_zeros, p_scales, p_minima,
     tile, o_n, m_n, m_t, end, num_outputs,
@@ -116,10 +125,10 @@ def tile_product(
         b_w = scaled_tile(
             p_words, table, p_zeros, p_scales, p_minima, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO
         )
-        return dot(as_operand(b_w, DTYPE, INTERPRETED), tl.trans(b_x), b_sum, INTERPRETED)
+        return added_product(as_operand(b_w, DTYPE, INTERPRETED), b_x, b_sum, INTERPRETED)
     b_w = tile_values(p_words, table, p_zeros, tile, o_n, m_n, num_outputs, FORMAT, WORDS, GROUP, ZERO, DTYPE, IN_PAIRS)
     if GROUP == 0:
-        return dot(b_w, tl.trans(b_x), b_sum, INTERPRETED)
+        return added_product(b_w, b_x, b_sum, INTERPRETED)
     group = tile * TILE // GROUP
     b_scales = of_group(p_scales, group, o_n, m_n, num_outputs)
     b_sum += dot(b_w, tl.trans(b_x), tl.zeros_like(b_sum), INTERPRETED) * b_scales[:, None]
@@ -361,7 +370,7 @@ def fused_product(
     if isinstance(weight, CpuWeight):
         return None
     learned = (x, bias) if lora is None else (x, bias, lora.a, lora.b)
-    if len(x) > MOST_FUSED_ROWS * (1 + (weight.format == "int4")) or wants_gradients(*learned):
+    if len(x) > MOST_FUSED_ROWS or wants_gradients(*learned):
         return None
     n = weight.shape[0]
     out = torch.empty(len(x), n // 2 if gated else n, dtype=x.dtype, device=x.device)

@@ -67,11 +67,8 @@ class NF4(KernelFormat[NF4Weight]):
         return math.ceil(size / 2) + scales
 
     def prepared_bytes(self, shape: Sequence[int], *, on_gpu: bool) -> int:
-        """On a GPU the scales of blocks in another order; on a CPU in fp32, where they are not."""
-        blocks = math.ceil(math.prod(shape) / NF4_BLOCK)
-        if on_gpu:
-            return blocks if self.double else 4 * blocks
-        return 4 * blocks if self.double else 0
+        """Scales of blocks in fp32: on a GPU in another order, on a CPU where the weight's own are not."""
+        return 4 * math.ceil(math.prod(shape) / NF4_BLOCK) if on_gpu or self.double else 0
 
     def stack(self, weights: Sequence[NF4Weight]) -> NF4Weight | None:
         return stack_nf4(weights)
