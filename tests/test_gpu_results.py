@@ -1,6 +1,5 @@
 """The plugin that keeps results of tests on machines that are lent for minutes."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +37,7 @@ def test_what_has_passed_is_not_run_again_and_a_lost_gpu_takes_nothing_with_it(
 
     def run() -> tuple[list[str], dict[str, int]]:
         (tmp_path / "ran").unlink(missing_ok=True)
-        outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-        subprocess.run([*command, *processes, f"--rootdir={tmp_path}", "-p", "no:cacheprovider"], cwd=ROOT, env=outside)
+        subprocess.run([*command, *processes, f"--rootdir={tmp_path}", "-p", "no:cacheprovider"], cwd=ROOT)
         found = results_in(results)
         assert found.pop("")["count"] == 6
         outcomes = [one["outcome"] for one in found.values()]

@@ -14,7 +14,7 @@ from bench.gpu.process import last_lines, run_limited
 from bench.gpu.sources import TESTED, digest
 from bench.gpu.task import NotDone, Task, Unfinished
 from bench.kernels.timing import clock_of, measure_limits, side_stream
-from tests.gpu_results import FAILED, PASSED, results_in
+from tests.gpu_results import FAILED, PASSED, SKIPPED, results_in
 
 MOST_PROCESSES = 15
 """Each keeps a context of CUDA, and what its tests take, on the one GPU."""
@@ -29,7 +29,7 @@ class TestsFailed(NotDone):
 def gpu_tests(task: Task) -> Iterator[Figure]:
     """`pytest -m gpu` in as many processes as there are processors, for kernels take longer to compile than to run.
 
-    What has passed before with the same sources is not run again.
+    What has passed before with the same sources is not run again; skipped ones do not count.
     """
     marker, files = ("not slow", [ROOT / "tests/test_compiled_before.py"]) if task.tiny else ("gpu", marked_files())
     results = task.folder / "gpu" / f"tests-{digest(TESTED)}.jsonl"
@@ -46,12 +46,12 @@ def gpu_tests(task: Task) -> Iterator[Figure]:
     found = results_in(results)
     if "" not in found:
         raise TestsFailed(f"pytest ended with exit code {ended.code} before it had collected any tests")
-    total = found.pop("")["count"]
-    passed = [test for test, one in found.items() if one["outcome"] == PASSED]
-    yield Figure("tests passed", "tests", len(passed), goals=(Goal(ITSELF, total),))
+    outcomes = [one["outcome"] for test, one in found.items() if test]
+    total, passed = found.pop("")["count"] - outcomes.count(SKIPPED), outcomes.count(PASSED)
+    yield Figure("tests passed", "tests", passed, goals=(Goal(ITSELF, total),))
     if failed := sorted({test.partition("[")[0] for test, one in found.items() if one["outcome"] == FAILED}):
         raise TestsFailed(f"failed: {', '.join(failed)}")
-    if left := total - len(passed):
+    if left := total - passed:
         raise Unfinished(f"{left} of {total} tests are left")
 
 

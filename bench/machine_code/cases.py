@@ -62,7 +62,7 @@ def backward(*outputs: Tensor) -> None:
 
 
 QUANTIZE = {"nf4": quantize_nf4, "int4": quantize_int4, "int8": quantize_int8, "fp8": quantize_fp8}
-WEIGHT_BYTES = {"dense": 2.0, "nf4": 0.5 + 1 / 64, "int4": 0.5 + 4 / 128, "int8": 1.0, "fp8": 1.0}
+WEIGHT_BYTES = {"dense": 2.0, "nf4": 0.5 + 4 / 64, "int4": 0.5 + 4 / 128, "int8": 1.0, "fp8": 1.0}
 """Read for each weight, with its share of a scale."""
 MOST_RATIO = {"nf4": 1.15, "int4": 1.0, "int8": 1.0, "fp8": 1.0}
 
