@@ -26,7 +26,7 @@ class SequenceInput:
     adapter: int = NO_ADAPTER
     """Slot of the adapter that they go through."""
     batch_row: int = 0
-    """Where the sequence's list of visible slots is, if attention is routed."""
+    """Where its block table is on the device, and its list of visible slots, if attention is routed."""
 
 
 class Step(NamedTuple):

@@ -36,7 +36,7 @@ class RaggedPasses:
         self._model, self._pages, self._feed, self._tables, self._graphs = model, pages, feed, tables, graphs
         self._most_tokens = min(MOST_TOKENS, most_tokens)
         self._num_sequences = tables.num_rows
-        self._staged = Staged(np.zeros(4 * self._most_tokens + 3 * self._num_sequences + 1, np.int32), feed.device)
+        self._staged = Staged(self._nobody(self._most_tokens), feed.device)
 
     @property
     def has_prepared(self) -> bool:
@@ -82,11 +82,8 @@ class RaggedPasses:
 
     def _replay(self, values: np.ndarray, size: int, *, has_adapters: bool) -> Tensor:
         self._staged.upload(values)
-        num_values = len(values)
-        (hidden,) = self._graphs.run(
-            (id(self), size, has_adapters),
-            lambda: self._compute(self._staged.values[:num_values], size, has_adapters),
-        )
+        given = self._staged.values[: len(values)]
+        (hidden,) = self._graphs.run((id(self), size, has_adapters), lambda: self._compute(given, size, has_adapters))
         return hidden
 
     def _compute(self, values: Tensor, size: int, has_adapters: bool) -> Outputs:
