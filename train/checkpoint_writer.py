@@ -1,5 +1,6 @@
 """Checkpoints behind training: what one holds is copied, and a thread writes the copy while training goes on.
 
+    prepare on a CPU, some time before the first save: the thread asks the system for the copy's memory, page by page
     save    waits for the checkpoint before; copies weights and moments to host memory; starts the thread
     thread  train.checkpoint.save_checkpoint: write, force to the disk, rename, read back, purge
     wait    for the thread, which then works as fast as it can; raises what it failed with
@@ -23,6 +24,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from model.files.safe_io import HASH_CHUNK_BYTES
 from train.accelerator import this_accelerator, writers_group
 from train.checkpoint import Files, save_checkpoint
 from train.offload import PinnedArena
@@ -42,10 +44,20 @@ class HostCopy:
         self._arena: PinnedArena | None = None
         self._stream: Any = None
 
+    def allocate(self, files: Files) -> None:
+        """Undefined memory of their shapes. Raises as `take`."""
+        self.files, self._arena = Files(), None  # never two of them
+        if self.device.type != "cuda":
+            self.files = _empty(files, self.device)
+            return
+        shapes = _empty(files, torch.device("meta"))
+        self._arena = PinnedArena(list(shapes.values()), holds="the copy of a checkpoint")
+        self.files = dict(zip(shapes, self._arena.states, strict=True))
+
     def take(self, files: Files) -> None:
         """Copies them as they are now. Raises MemoryError where there is no room to pin."""
         if _shapes(files) != _shapes(self.files):
-            self._allocate(files)
+            self.allocate(files)
         if self.device.type != "cuda":
             self._copy(files)
             return
@@ -64,15 +76,6 @@ class HostCopy:
         for name, tensors in files.items():
             for key, tensor in tensors.items():
                 self.files[name][key].copy_(tensor, non_blocking=True)
-
-    def _allocate(self, files: Files) -> None:
-        self.files, self._arena = Files(), None  # never two of them
-        if self.device.type != "cuda":
-            self.files = _empty(files, self.device)
-            return
-        shapes = _empty(files, torch.device("meta"))
-        self._arena = PinnedArena(list(shapes.values()), holds="the copy of a checkpoint")
-        self.files = dict(zip(shapes, self._arena.states, strict=True))
 
 
 class CheckpointWriter:
@@ -96,6 +99,15 @@ class CheckpointWriter:
         self.error: Exception | None = None
         """What the thread failed with; the next `wait` raises it, in all processes."""
 
+    def prepare(self, files: Callable[[], Files]) -> None:
+        """Has the memory of the first save's copy made behind training, where pages cost a core that trains time.
+
+        `files` is asked once for what `save` will be given.
+        """
+        if self._rests and self.part is not None and not self.copy.files:
+            self.copy.allocate(files())
+            self._begin(self._touch)
+
     def save(self, step: int, files: Files, state: dict[str, Any]) -> None:
         """Copies `files`, the tensors that this process is to write, and has them written with the main one's `state`.
 
@@ -104,9 +116,7 @@ class CheckpointWriter:
         self.wait()
         if self.part is not None:
             self.copy.take(files)
-        self._awaited.clear()
-        self._thread = threading.Thread(target=self._write, args=(step, self.copy.arriving, state), daemon=True)
-        self._thread.start()
+        self._begin(self._write, step, self.copy.arriving, state)
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises OSError, or what else the last checkpoint failed with."""
@@ -127,6 +137,11 @@ class CheckpointWriter:
             self._is_given_up = True
             self._join()
 
+    def _begin(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._awaited.clear()
+        self._thread = threading.Thread(target=self._work, args=(work, *arguments), daemon=True)
+        self._thread.start()
+
     def _join(self) -> None:
         if self._thread is not None:
             self._awaited.set()
@@ -135,14 +150,25 @@ class CheckpointWriter:
 
     # In the thread
 
-    def _write(self, step: int, arriving: Any, state: dict[str, Any]) -> None:
+    def _work(self, work: Callable[..., None], *arguments: Any) -> None:
         self._worked_s = time.thread_time()
         try:
-            if arriving is not None:
-                arriving.synchronize()
-            save_checkpoint(self.folder, step, files=self.copy.files, state=state, keep=self.keep, writers=self)
+            work(*arguments)
         except Exception as error:
             self.error = error
+
+    def _touch(self) -> None:
+        """Writes to each page; a system gives them when they are first written to."""
+        for tensors in self.copy.files.values():
+            for tensor in tensors.values():
+                for piece in tensor.view(-1).view(torch.uint8).split(HASH_CHUNK_BYTES):
+                    piece.zero_()
+                    self.moved(piece.nbytes)
+
+    def _write(self, step: int, arriving: Any, state: dict[str, Any]) -> None:
+        if arriving is not None:
+            arriving.synchronize()
+        save_checkpoint(self.folder, step, files=self.copy.files, state=state, keep=self.keep, writers=self)
 
     def together(self, work: Callable[[], None]) -> None:
         """As `train.checkpoint.Writers` says."""

@@ -231,6 +231,8 @@ class Trainer:
                     interrupted, save = self._run_step(signals, display)
                 if interrupted or self._finished() or (save and not self.counters.evaluation_due):
                     self._save()
+                elif time.monotonic() - self._saved_at >= self.config.checkpoint_every_s / 2:
+                    self.writer.prepare(self._files)
         if not interrupted:
             self.parallel.whole()
         self.model.eval()
@@ -408,18 +410,19 @@ class Trainer:
         """Has a checkpoint written behind training, unless one of this very state exists."""
         now = (self.counters.step, self.counters.evaluation_due)
         if self._saved != now:
-            written = self.parallel.written()
-            weights, moments = (
-                named_weights(self.parallel.trained),
-                named_moments(self.parallel.trained, self.optimizer),
-            )
-            states = [(*key.partition(".")[::2], tensor) for key, tensor in moments.items()]
-            files: Files = {
-                "model": {written[name]: tensor for name, tensor in weights.items() if name in written},
-                "optimizer": {f"{kind}.{written[name]}": tensor for kind, name, tensor in states if name in written},
-            }
-            self.writer.save(self.counters.step, files, self._state() if self.is_main else {})
+            self.writer.save(self.counters.step, self._files(), self._state() if self.is_main else {})
         self._saved, self._saved_at = now, time.monotonic()
+
+    def _files(self) -> Files:
+        """What this process writes of a checkpoint."""
+        written = self.parallel.written()
+        weights = named_weights(self.parallel.trained)
+        moments = named_moments(self.parallel.trained, self.optimizer)
+        states = [(*key.partition(".")[::2], tensor) for key, tensor in moments.items()]
+        return {
+            "model": {written[name]: tensor for name, tensor in weights.items() if name in written},
+            "optimizer": {f"{kind}.{written[name]}": tensor for kind, name, tensor in states if name in written},
+        }
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -137,6 +137,36 @@ def test_its_memory_is_allocated_once(tmp_path: Path) -> None:
     assert places[0] == places[1]
 
 
+def test_a_first_save_finds_its_memory_made(tmp_path: Path) -> None:
+    """Each page that is first written to is an interrupt, of a step where training copies to it."""
+    files: Files = {"model": {str(number): torch.ones(1000, 1000) for number in range(50)}}
+    with writer_in(tmp_path) as writer:
+        writer.prepare(lambda: files)
+        writer.wait()
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        writer.save(1, files, {})
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 1000  # 200 MB are 48,828 pages
+    check_published(tmp_path, 1, files)
+
+
+@pytest.mark.parametrize(("waited_s", "made_before"), [(0, False), (600, True)])
+def test_training_makes_the_memory_of_its_first_save_once_half_of_the_time_has_passed(
+    waited_s: float, made_before: bool, tmp_path: Path
+) -> None:
+    trainer = toy_trainer(tmp_path, checkpoint_every_s=1000)
+    trainer._saved_at -= waited_s
+    made, taken = [], []
+
+    def addresses() -> list[int]:
+        return [tensor.data_ptr() for group in trainer.writer.copy.files.values() for tensor in group.values()]
+
+    prepare, take = trainer.writer.prepare, trainer.writer.copy.take
+    trainer.writer.prepare = lambda files: (prepare(files), made.append(addresses()))  # type: ignore[assignment]
+    trainer.writer.copy.take = lambda files: (take(files), taken.append(addresses()))  # type: ignore[assignment]
+    trainer.train()
+    assert len(taken) == 1 and made == (STEPS - 1) * taken * made_before
+
+
 def test_on_a_cpu_it_takes_a_tenth_of_a_core_until_somebody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
