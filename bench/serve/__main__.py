@@ -55,6 +55,8 @@ LLAMA_CPP_TYPES = ("q4_1", "q8_0")
 PEERS = ("transformers", "llama.cpp", "vllm", "continuous")
 CONTINUOUS_TOKENS = 16
 LONG_PROMPT = 900
+REST_S = 0.5
+"""Between two sides: threads of OpenMP wait actively for the next work, Intel's for 0.2 s, on cores of the other's."""
 
 
 def generate(model: Any, prompts: list[list[int]], lengths: list[int], batch_size: int) -> None:
@@ -93,6 +95,7 @@ def by_turns(sides: Mapping[Any, Callable[[], Any]], tokens: int, rounds: int) -
     """Tokens per second of each side, which all make so many; prints as it goes."""
     speeds: dict[Any, list[float]] = {name: [] for name in sides}
     for name, run in [*sides.items()] * rounds:
+        time.sleep(REST_S)
         start = time.perf_counter()
         run()
         speeds[name].append(tokens / (time.perf_counter() - start))

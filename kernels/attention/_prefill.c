@@ -195,24 +195,29 @@ INLINE void hide(Task *task, const Lanes *last, int64_t window, int64_t first, i
 
 /* Scores become probabilities times 2^-top, as words. `shrink`: what the sums so far are to be multiplied with. */
 INLINE void exponentiate(Task *task, int64_t tile, int64_t low, int64_t high, Wide *shrink, bool in_pairs) {
+    Wide top[PARTS], finite[PARTS], total[PARTS];
+    UNROLLED(int w = 0; w < PARTS; w++) top[w] = task->top[tile][w];
+    for (int64_t j = low; j < high; j++)
+        UNROLLED(int w = 0; w < PARTS; w++) top[w] = highest_of(top[w], task->scores[j][w]);
     UNROLLED(int w = 0; w < PARTS; w++) {
-        Wide top = task->top[tile][w];
-        for (int64_t j = low; j < high; j++) top = highest_of(top, task->scores[j][w]);
-        Wide finite = chosen(top == all(-__builtin_inff()), all(0), top); /* of a row that has seen no key */
-        shrink[w] = exp2_wide(task->top[tile][w] - finite);
-        Wide total = all(0);
-        for (int64_t j = low; j < high; j += 2) {
-            Wide even = exp2_wide(task->scores[j][w] - finite), odd = exp2_wide(task->scores[j + 1][w] - finite);
+        finite[w] = chosen(top[w] == all(-__builtin_inff()), all(0), top[w]); /* of a row that has seen no key */
+        shrink[w] = exp2_wide(task->top[tile][w] - finite[w]);
+        total[w] = all(0);
+    }
+    for (int64_t j = low; j < high; j += 2)
+        UNROLLED(int w = 0; w < PARTS; w++) {
+            Wide even = exp2_wide(task->scores[j][w] - finite[w]), odd = exp2_wide(task->scores[j + 1][w] - finite[w]);
             if (in_pairs) {
                 Wide pair = task->scores[j / 2][w] = paired(even, odd);
                 even = first_of_pairs(pair), odd = second_of_pairs(pair);
             } else {
                 task->scores[j][w] = even, task->scores[j + 1][w] = odd;
             }
-            total = total + even + odd;
+            total[w] = total[w] + even + odd;
         }
-        task->top[tile][w] = top;
-        task->total[tile][w] = task->total[tile][w] * shrink[w] + total;
+    UNROLLED(int w = 0; w < PARTS; w++) {
+        task->top[tile][w] = top[w];
+        task->total[tile][w] = task->total[tile][w] * shrink[w] + total[w];
     }
 }
 

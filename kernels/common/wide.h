@@ -8,6 +8,10 @@
 
 #include <stdint.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "inline.h"
 
 #ifndef WIDTH
@@ -28,9 +32,16 @@ INLINE Wide all(float x) { return (Wide){0} + x; }
 /* Of each lane `yes` where the mask is -1, `no` where it is 0. */
 INLINE Wide chosen(Lanes mask, Wide yes, Wide no) { return (Wide)((mask & (Lanes)yes) | (~mask & (Lanes)no)); }
 
+/* Of each lane a if it is more than b, else b; so b where one is NaN. */
+#if defined(__AVX512F__) && WIDTH == 16
+INLINE Wide highest_of(Wide a, Wide b) { return (Wide)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__) && WIDTH == 8
+INLINE Wide highest_of(Wide a, Wide b) { return (Wide)_mm256_max_ps((__m256)a, (__m256)b); }
+#else
 INLINE Wide highest_of(Wide a, Wide b) { return chosen(a > b, a, b); }
+#endif
 
-/* 2^x = power · (1 + slope · rest), where power is the nearest power of two; |x| <= 126. */
+/* 2^x = power · (1 + slope · rest), where power is the nearest power of two; |x| <= 127, of which -127 gives 0. */
 typedef struct {
     Wide power, slope, rest;
 } Exp2;
@@ -46,11 +57,10 @@ INLINE Exp2 exp2_parts(Wide x) {
     return (Exp2){(Wide)(((Lanes)shifted << 23) + 0x3f800000), y, f};
 }
 
-/* 2^x for x <= 0, to 2e-7; 0 below 2^-126, and NaN of NaN. */
+/* 2^x for x <= 0, to 2e-7; 0 from 2^-127 on, and NaN of NaN. */
 INLINE Wide exp2_wide(Wide x) {
-    Lanes tiny = x < all(-126);
-    Exp2 e = exp2_parts(chosen(tiny, all(-126), x));
-    return (Wide)(~tiny & (Lanes)((e.slope * e.rest + 1.0f) * e.power));
+    Exp2 e = exp2_parts(highest_of(all(-127), x));
+    return (e.slope * e.rest + 1.0f) * e.power;
 }
 
 /* tanh x, to 4e-7 of itself, and NaN of NaN: (2^y - 1) / (2^y + 1), from a 2^y - 1 that loses no digits near 0. */
