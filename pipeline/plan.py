@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from model.config import ModelConfig
 from model.cost import GPUS, Gpu
+from model.formats.base import WeightFormat
 from model.mesh import gpus
 from model.sharded_memory import smallest_shards
 from model.training_memory import Memory, Setup, largest_micro_batch
@@ -78,15 +80,21 @@ def stage_plans(
     shapes: dict[str, ModelConfig] = {}
     makers: dict[str, Stage] = {}
     plans = []
+
+    def formats_of(model: str | None) -> Mapping[str, WeightFormat[Any]]:
+        maker = makers.get(model or "")
+        if maker is None or maker.name in imported:
+            return {}
+        return kind_of(maker.kind).formats(maker.config, shapes, cache)
+
     for stage in recipe.plan():
         kind = kind_of(stage.kind)
+        if formats_of(origin := kind.starts_from(stage.config)):
+            raise UserError(f"{stage.name}: {origin} is quantized already; name the model that it was made from.")
         setup, data = kind.setup(stage.config, shapes), kind.data(stage.config)
         shape = imported.get(stage.name) or kind.shape(stage.config, shapes, cache)
         if setup is not None and data is not None:
-            maker = makers.get(kind.teacher(stage.config) or "")
-            if maker is not None and maker.name not in imported:
-                formats = kind_of(maker.kind).formats(maker.config, shapes, cache)
-                setup = replace(setup, teacher_formats=formats)
+            setup = replace(setup, teacher_formats=formats_of(kind.teacher(stage.config)))
             plans.append(StagePlan(stage.name, setup, setup.memory(), data, recipe.data_set(data).sequence_length))
         if stage.out is not None and shape is not None:
             shapes[stage.out], makers[stage.out] = shape, stage

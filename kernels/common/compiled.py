@@ -45,6 +45,7 @@ def _library(source: Path, needs: Needs) -> Path:
     name = f"{source.stem}-{hashlib.sha256(repr(made_from).encode()).hexdigest()[:16]}.so"
     library = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill" / "compiled" / name
     if not library.exists():
+        log.info("compiling %s for this processor, which takes some seconds, once", source.name)
         _compile(source, compiler, library)
     return library
 

@@ -84,6 +84,8 @@ class StageKind(Generic[C, D]):
     tunable: Tunable[C] | None = None
     teacher: Callable[[C], str | None] = lambda config: None
     """Name of a model that it learns from as that is published, quantized or not."""
+    starts_from: Callable[[C], str | None] = lambda config: None
+    """Name of the model whose weights it goes on from: they must not be quantized."""
     runner: str = ""
     """Module of the functions below; by default the run.py of the kind's folder."""
 

@@ -41,7 +41,10 @@ def kept(tmp_path: Path) -> list[Path]:
 
 
 @needs_compiler
-def test_compiles_once_until_the_source_changes(source: Path, tmp_path: Path) -> None:
+def test_compiles_once_until_the_source_changes_and_says_so(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     library = compiled(source, needs=(frozenset(),))
     assert library is not None and library.answer() == 42
     (first,) = kept(tmp_path)
@@ -52,6 +55,7 @@ def test_compiles_once_until_the_source_changes(source: Path, tmp_path: Path) ->
     changed = compiled(source, needs=(frozenset(),))
     assert changed is not None and changed.answer() == 43
     assert len(kept(tmp_path)) == 2
+    assert caplog.messages == ["compiling answer.c for this processor, which takes some seconds, once"] * 2
 
 
 @needs_compiler
@@ -103,7 +107,7 @@ def test_a_compiler_that_fails(
 ) -> None:
     fake_compiler(tmp_path, monkeypatch, script)
     assert compiled(source, needs=(frozenset(),)) is None
-    (message,) = caplog.messages
+    message = caplog.messages[-1]
     assert message.startswith("what answer.c makes faster runs in torch: ") and message.endswith("no floppy")
 
 
@@ -113,7 +117,8 @@ def test_a_compiler_that_makes_something_else(
     fake_compiler(tmp_path, monkeypatch, 'for last; do :; done; [ "$last" = --version ] || echo hello > "$last"')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
     assert compiled(source, needs=(frozenset(),)) is None
-    assert len(caplog.messages) == 1
+    begins, fails = caplog.messages
+    assert begins.startswith("compiling answer.c") and fails.startswith("what answer.c makes faster runs in torch: ")
 
 
 def test_a_processor_without_the_instructions(source: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,5 +135,5 @@ def test_a_cache_that_cannot_be_written(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert compiled(source, needs=(frozenset(),)) is None
-    (message,) = caplog.messages
+    message = caplog.messages[-1]
     assert str(tmp_path / "file") in message

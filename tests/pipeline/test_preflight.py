@@ -76,6 +76,36 @@ def test_groups_that_do_not_divide_the_model_of_an_earlier_stage(
     assert main(["plan", str(two)]) == 2 and told in capsys.readouterr().err
 
 
+STEPS = {"data": "text", "tokens": 512, "batch_tokens": 512, "micro_batch_tokens": 512}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gqa", {"model": "small", "kv_heads": 1, **STEPS}),
+        ("mod", {"model": "small", "layers": [1], **STEPS}),
+        ("distill", {"teacher": "teacher", "student": {"from": "small", "layers": 1}, **STEPS}),
+        ("sft", {"model": "small", **STEPS}),
+        ("qlora", {"model": "small", **STEPS}),
+        ("dpo", {"model": "small", **STEPS, "data": "pairs"}),
+        ("quantize", {"model": "small", "data": "text"}),
+    ],
+)
+def test_a_stage_that_goes_on_from_what_an_earlier_one_quantizes(
+    kind: str, settings: dict[str, object], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = yaml.safe_load(recipe.read_text())
+    raw["data"]["pairs"] = raw["data"]["text"] | {"preference": True}
+    raw["stages"] = [
+        {"quantize": {"model": "teacher", "data": "text", "out": "small"}},
+        {kind: {**settings, "out": "next"}},
+    ]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    sentence = f"02-{kind}: small is quantized already; name the model that it was made from."
+    assert said_before_anything(path, tmp_path, capsys) == f"potstill: {sentence}"
+
+
 def test_a_disk_without_room_for_checkpoints(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

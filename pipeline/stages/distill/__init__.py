@@ -12,4 +12,5 @@ KIND = StageKind(
     mistakes,
     teacher=lambda config: config.teacher,
     tunable=Tunable(lambda config: config.student.origin, choices),
+    starts_from=lambda config: config.student.origin,
 )

@@ -4,4 +4,4 @@ from pipeline.stages.base import StageKind
 from pipeline.stages.dpo.config import Dpo, mistakes
 from pipeline.stages.dpo.report import DpoDetails, sections
 
-KIND = StageKind("dpo", Dpo, DpoDetails, sections, mistakes, reads_pairs=True)
+KIND = StageKind("dpo", Dpo, DpoDetails, sections, mistakes, reads_pairs=True, starts_from=lambda config: config.model)

@@ -13,4 +13,5 @@ KIND = StageKind(
     mistakes,
     kept_figures=("start.json", "compared"),
     tunable=Tunable(lambda config: config.model, choices),
+    starts_from=lambda config: config.model,
 )

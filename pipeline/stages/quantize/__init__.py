@@ -5,5 +5,11 @@ from pipeline.stages.quantize.config import Quantize, choices, mistakes
 from pipeline.stages.quantize.report import QuantizeDetails, sections
 
 KIND = StageKind(
-    "quantize", Quantize, QuantizeDetails, sections, mistakes, tunable=Tunable(lambda config: config.model, choices)
+    "quantize",
+    Quantize,
+    QuantizeDetails,
+    sections,
+    mistakes,
+    tunable=Tunable(lambda config: config.model, choices),
+    starts_from=lambda config: config.model,
 )
