@@ -35,5 +35,8 @@ def generate(served: Served, prompt: str, options: argparse.Namespace) -> int:
     accepted = ""
     if answer.num_drafted:
         accepted = f"; {answer.num_accepted} of {answer.num_drafted} drafted tokens accepted"
-    Console(stderr=True).print(f"{count} tokens, {count / seconds:.1f} tokens/s{accepted}", style="dim")
+    end = ""
+    if answer.finish_reason == "length":
+        end = f"; stopped at {'--max-tokens' if count == options.max_tokens else 'the last position of the model'}"
+    Console(stderr=True).print(f"{count} tokens, {count / seconds:.1f} tokens/s{accepted}{end}", style="dim")
     return 0

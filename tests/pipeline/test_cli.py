@@ -124,6 +124,12 @@ def test_generate_answers(finished_run: TinyRun, how: list[str], capsys: pytest.
     assert main(["generate", str(finished_run.folder.path), "copper", "--max-tokens", "6", *how]) == 0
     captured = capsys.readouterr()
     assert captured.out.strip() and "6 tokens, " in captured.err
+    assert captured.err.endswith("; stopped at --max-tokens\n")
+
+
+def test_generate_says_where_the_model_ends(finished_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(finished_run.folder.path), "copper", "--max-tokens", "5000"]) == 0
+    assert capsys.readouterr().err.endswith("; stopped at the last position of the model\n")
 
 
 def test_a_verified_answer_is_the_teachers_own(finished_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
