@@ -18,13 +18,14 @@ of all documents first; their byte counts are exactly the text that their labels
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,14 +33,15 @@ import numpy as np
 
 from model.files.distributions import Distributions, shard_name, write_index, write_shard
 from model.files.label_shards import label_shards
-from model.files.labels import LabelledDocument, Origin, read_labels, read_origin, vocabulary_digest
+from model.files.labels import Origin, read_labels, read_origin, vocabulary_digest
 from model.files.safe_io import sha256_of
 from model.files.sealed_folder import check, seal
 from model.text.tokenizer import Tokenizer
+from train.encoding import Encoded, encode_document, encode_labelled, held_out_windows
 from train.mixture import Mixture, document_order
 from train.progress import Progress
-from train.rows import Completion, Content, Continuation, Learnt, Preference
-from train.sources import DataConfig, Document, Source, name_some, open_source, settings_of
+from train.rows import Content, roles_of
+from train.sources import DataConfig, Source, name_some, open_source, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +151,7 @@ def _write_mixed(folder: Path, split: str, parts: Sequence[TokenizedDocuments], 
         documents = parts[part]
         where = slice(documents.offsets[number], documents.offsets[number + 1])
         mask = None if documents.labels_mask is None else documents.labels_mask[where]
-        encoded = _Encoded(documents.tokens[where], mask, int(documents.num_bytes_per_document[number]))
+        encoded = Encoded(documents.tokens[where], mask, int(documents.num_bytes_per_document[number]))
         writer.append(encoded, part)
     writer.set_weights(weights)
     writer.close()
@@ -222,17 +224,8 @@ def _publish(staging: Path, folder: Path) -> None:
     staging.mkdir(exist_ok=True)  # for the temporary-folder context that will remove it
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """A document as token ids; `mask` is None where every token may be a label."""
-
-    ids: np.ndarray
-    mask: np.ndarray | None
-    num_bytes: int
-
-    def beginning(self, tokens: int) -> "_Encoded":
-        """What a sequence of so many tokens holds of it; its bytes are not counted anew."""
-        return replace(self, ids=self.ids[:tokens], mask=None if self.mask is None else self.mask[:tokens])
+Candidate = tuple[Content | list[int], Callable[[], Sequence[Encoded]]]
+"""What a document is told apart by, and how it is encoded."""
 
 
 class PairFit:
@@ -243,7 +236,7 @@ class PairFit:
         self.shortened: list[str] = []
         self.left_out: list[str] = []
 
-    def note(self, where: str, pair: Sequence[_Encoded]) -> None:
+    def note(self, where: str, pair: Sequence[Encoded]) -> None:
         """Looks at the two documents of one row."""
         begun = [one.beginning(self.sequence_length + 1) for one in pair]
         if not all(one.mask is not None and one.mask[1:].any() for one in begun):
@@ -273,7 +266,7 @@ class _SplitWriter:
         self.num_tokens, self.num_documents, self.num_labels = 0, 0, 0
         self._write("offsets", 0)
 
-    def append(self, document: _Encoded, part: int = 0) -> None:
+    def append(self, document: Encoded, part: int = 0) -> None:
         self._write("tokens", document.ids)
         if "mask" in self.files:
             self._write("mask", np.ones(len(document.ids)) if document.mask is None else document.mask)
@@ -301,49 +294,53 @@ class _SplitWriter:
 class _Splits:
     """Documents on their way into the two splits."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, folder: Path, *, masked: bool) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, folder: Path, candidates: Iterable[Candidate], *, masked: bool
+    ) -> None:
+        """`candidates`: all documents, of which as many are looked at as it takes to find one to hold out."""
         self._config, self._tokenizer = config, tokenizer
+        self._threshold = _threshold(config, candidates, tokenizer)
         self.train, self.held_out = (_SplitWriter(folder, split, masked=masked) for split in SPLITS)
-        self._windows: list[tuple[int, int, _Encoded]] = []
+        self._windows: list[tuple[int, int, Encoded]] = []
         """Number of the window in its document, of the window, and what it holds."""
-        self._count, self._smallest = 0, 1.0
+        self._count = 0
 
-    def add(self, content: Content | list[int], encoded: Sequence[_Encoded]) -> bool:
+    def add(self, content: Content | list[int], encoded: Sequence[Encoded]) -> bool:
         """Takes a document, or the two of a pair. Returns whether it is trained on."""
-        fraction = _hash_fraction(content, self._config.seed)
-        self._count, self._smallest = self._count + 1, min(self._smallest, fraction)
-        if fraction >= self._config.held_out:
+        self._count += 1
+        if _hash_fraction(content, self._config.seed) >= self._threshold:
             for document in encoded:
                 self.train.append(document)
             return True
-        windows, number = _held_out_windows(encoded, self._config.sequence_length, self._tokenizer), len(self._windows)
+        windows, number = held_out_windows(encoded, self._config.sequence_length, self._tokenizer), len(self._windows)
         self._windows += [(at, number, window) for at, window in windows]
         return False
 
-    def close(self, *, learns_all: bool) -> None:
-        """Raises ValueError where a split is empty."""
+    def close(self, lacks: Callable[[], str]) -> None:
+        """Raises ValueError where a split is empty; `lacks` says what documents lack in which nothing is learnt."""
         for _, _, window in sorted(self._windows, key=lambda entry: entry[:2]):
             self.held_out.append(window)
         for writer in (self.train, self.held_out):
             writer.close()
-        _check_supervision(self._config, learns_all, (self.train, self.held_out), self._count, self._smallest)
+        _check_supervision(self._config, lacks, (self.train, self.held_out), self._count)
 
 
 def _build(config: DataConfig, source: Source, tokenizer: Tokenizer, folder: Path, *, progress: bool) -> None:
     for sentence in source.left_out:
         log.warning("%s.", sentence)
-    splits = _Splits(config, tokenizer, folder, masked=not source.learns_all)
+    candidates = ((one.content, partial(encode_document, one, tokenizer)) for one in source.documents())
+    splits = _Splits(config, tokenizer, folder, candidates, masked=not source.learns_all)
     fit = PairFit(config.sequence_length)
     with Progress(f"tokenizing {config.source}", source.size, enabled=progress) as bar:
         for document in source.documents():
-            encoded = _encode_checked(document, tokenizer)
+            encoded = encode_document(document, tokenizer)
             if config.preference:
                 fit.note(document.where, encoded)
             splits.add(document.content, encoded)
             bar.advance(document.weight, f"{splits.train.num_tokens:,} tokens")
     for sentence in fit.sentences(config.source):
         log.warning("%s.", sentence)
-    splits.close(learns_all=source.learns_all)
+    splits.close(partial(_lacks, source))
     seal(folder)
 
 
@@ -360,31 +357,25 @@ def _labelled(config: DataConfig, tokenizer: Tokenizer, cache_folder: Path) -> P
 def _build_labelled(
     config: DataConfig, origin: Origin, shards: Sequence[Path], tokenizer: Tokenizer, folder: Path
 ) -> None:
-    splits, left = _Splits(config, tokenizer, folder, masked=True), config.max_documents
+    stored = islice(chain.from_iterable(map(read_labels, shards)), config.max_documents)
+    candidates = ((one.tokens.tolist(), lambda one=one: [encode_labelled(one, tokenizer)]) for one in stored)
+    splits, left = _Splits(config, tokenizer, folder, candidates, masked=True), config.max_documents
     firsts: list[int] = []
     for shard in shards:
         start, tokens, found = splits.train.num_tokens, [], []
         for document in islice(read_labels(shard), left):
             left = None if left is None else left - 1
             first = splits.train.num_tokens - start
-            if splits.add(document.tokens.tolist(), [_encode_labelled(document, tokenizer)]):
+            if splits.add(document.tokens.tolist(), [encode_labelled(document, tokenizer)]):
                 tokens.append(document.tokens)
                 found.append((document.positions + first, document.sampled))
         if tokens:
             write_shard(folder / shard_name(len(firsts)), np.concatenate(tokens), found)
             firsts.append(start)
-    splits.close(learns_all=False)
+    splits.close(lambda: "answers of an assistant, and no completions")
     digest = _digest_of(sha256_of(path) for path in sorted(folder.glob("train.*")))
     write_index(folder, first_tokens=firsts, draws=origin.draws, documents=digest, teacher=origin.teacher)
     seal(folder)
-
-
-def _encode_labelled(document: LabelledDocument, tokenizer: Tokenizer) -> _Encoded:
-    """Labels are the tokens of which it is known what the model would have said."""
-    mask, bytes_of = np.zeros(len(document.tokens), dtype=np.uint8), tokenizer.token_bytes(skip_special_tokens=True)
-    mask[document.positions + 1] = 1
-    num_bytes = sum(len(bytes_of[token]) for token in document.tokens[document.positions + 1].tolist())
-    return _Encoded(document.tokens, mask, num_bytes)
 
 
 def _hash_fraction(content: Content | list[int], seed: int) -> float:
@@ -394,96 +385,48 @@ def _hash_fraction(content: Content | list[int], seed: int) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _encode_checked(document: Document, tokenizer: Tokenizer) -> list[_Encoded]:
-    """One document, or the two of a pair."""
-    content = document.content
-    try:
-        return [_encode(part, tokenizer) for part in (content if isinstance(content, Preference) else (content,))]
-    except ValueError as reason:
-        raise ValueError(f"{document.where}: {reason}") from None
-
-
-def _encode(content: Learnt, tokenizer: Tokenizer) -> _Encoded:
-    """Text ends with the tokenizer's end-of-text token; a conversation ends as its template ends it."""
-    if isinstance(content, str):
-        ids = _ended(tokenizer.encode(content, add_special_tokens=True), tokenizer)
-        return _Encoded(np.array(ids, dtype=np.int32), None, len(content.encode()))
-    if isinstance(content, Completion):
-        return _encode_completion(content, tokenizer)
-    if "default" not in tokenizer.templates:
-        raise ValueError(
-            "the model has no chat template to write conversations in; give it one in the recipe, as in "
-            "`models: {NAME: {from: …, chat_template: chatml}}`"
-        )
-    asked, answered = content if isinstance(content, Continuation) else ([], content)
-    ids, mask = tokenizer.assistant_mask([*asked, *answered])
-    if asked:  # earlier answers stand there to be read, not learnt
-        before = tokenizer.chat_token_ids(asked, add_generation_prompt=True)
-        if ids[: len(before)] != before:
-            raise ValueError("the chat template renders the prompt otherwise once a completion follows it")
-        mask = [0] * len(before) + mask[len(before) :]
-    spoken = [m["content"] for m in answered if m["role"] == "assistant" and isinstance(m["content"], str)]
-    num_bytes = sum(len(text.encode()) for text in spoken)
-    return _Encoded(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8), num_bytes)
-
-
-def _encode_completion(content: Completion, tokenizer: Tokenizer) -> _Encoded:
-    """One text; the end of it is learnt too."""
-    ids, mask = tokenizer.completion_mask(*content)
-    ended = _ended(ids, tokenizer)
-    mask += [1] * (len(ended) - len(ids))
-    return _Encoded(np.array(ended, dtype=np.int32), np.array(mask, dtype=np.uint8), len(content.completion.encode()))
-
-
-def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """With the end-of-text token, if the tokenizer has one, once."""
-    if tokenizer.eos_token_ids and (not ids or ids[-1] not in tokenizer.eos_token_ids):
-        return [*ids, tokenizer.eos_token_ids[0]]
-    return ids
-
-
-def _held_out_windows(
-    documents: Sequence[_Encoded], sequence_length: int, tokenizer: Tokenizer
-) -> list[tuple[int, _Encoded]]:
-    """Windows with their numbers in their document; of a pair the first of each answer, or none."""
-    if len(documents) == 1:
-        return list(enumerate(_cut_windows(documents[0], sequence_length, tokenizer)))
-    beginnings = [one.beginning(sequence_length + 1) for one in documents]
-    windows = [_cut_windows(one, sequence_length, tokenizer) for one in beginnings]
-    return [(0, window) for (window,) in windows] if all(windows) else []
-
-
-def _cut_windows(document: _Encoded, sequence_length: int, tokenizer: Tokenizer) -> list[_Encoded]:
-    """Windows overlap by one token: the last label of one is the first context of the next."""
-    bytes_of = tokenizer.token_bytes(skip_special_tokens=True)
-    windows = []
-    for start in range(0, max(len(document.ids) - 1, 0), sequence_length):
-        ids = document.ids[start : start + sequence_length + 1]
-        mask = None if document.mask is None else document.mask[start : start + sequence_length + 1]
-        labels = ids[1:] if mask is None else ids[1:][mask[1:] == 1]
-        if len(labels):
-            windows.append(_Encoded(ids, mask, sum(len(bytes_of[i]) for i in labels.tolist())))
-    return windows
+def _threshold(config: DataConfig, candidates: Iterable[Candidate], tokenizer: Tokenizer) -> float:
+    """What hashes of held-out documents lie below: `held_out`, or just above the least where that selects none."""
+    least = 1.0
+    for content, encode in candidates if config.held_out > 0 else ():
+        fraction = _hash_fraction(content, config.seed)
+        if fraction < least and held_out_windows(encode(), config.sequence_length, tokenizer):
+            least = fraction
+        if least < config.held_out:
+            break
+    return config.held_out if least == 1 else max(config.held_out, math.nextafter(least, 1))
 
 
 def _check_supervision(
-    config: DataConfig, learns_all: bool, splits: tuple[_SplitWriter, _SplitWriter], count: int, smallest: float
+    config: DataConfig, lacks: Callable[[], str], splits: tuple[_SplitWriter, _SplitWriter], count: int
 ) -> None:
-    """Raises ValueError where a split is empty; `count` documents, the first of them by hash at `smallest`."""
+    """Raises ValueError where a split of these `count` documents is empty."""
     train, held_out = splits
     name = f"data source {config.source!r}"
     if train.num_labels == 0 and held_out.num_labels == 0:
-        kind = "text of at least two tokens" if learns_all else "answers of an assistant, and no completions"
-        raise ValueError(f"{name} supervises no token: it has no {kind}")
+        raise ValueError(f"{name} supervises no token: it has no {lacks()}")
     if config.held_out > 0 and count == 1:
         raise ValueError(
             f"{name} is a single document, which cannot be both learnt and held out: give it as several files, or as "
             'rows of a .jsonl file, {"text": …} on each line'
         )
     if train.num_labels == 0:
-        raise ValueError(f"{name}: held_out={config.held_out} leaves nothing to train on")
+        what = f"held_out={config.held_out} leaves nothing to train on"
+        raise ValueError(f"{name}: {what}; give more documents that differ, or lower it, to 0 to evaluate on nothing")
     if config.held_out > 0 and held_out.num_labels == 0:
-        raise ValueError(
-            f"{name}: held_out={config.held_out} selects none of its {count} "
-            f"documents; set held_out above {smallest:.4f} to select at least one, or to 0 to evaluate on nothing"
-        )
+        fit = f"sequence_length={config.sequence_length} ends before an answer begins"
+        raise ValueError(f"{name}: none of its {count} pairs can be held out: in each of them {fit}")
+
+
+def _lacks(source: Source) -> str:
+    """What there is not in documents in which nothing is learnt, and who speaks instead."""
+    if source.learns_all:
+        return "text of at least two tokens"
+    roles: dict[str, str] = {}
+    for document in source.documents():
+        for role in roles_of(document.content):
+            roles.setdefault(role, f"{role!r} (first in {document.where})")
+    answers = "answers of an assistant, and no completions"
+    if not roles or "assistant" in roles:
+        return answers
+    return f"{answers}; its messages are of {name_some(list(roles.values()))}, none of 'assistant'"

@@ -62,6 +62,15 @@ class Preference(NamedTuple):
 Content = Learnt | Preference
 
 
+def roles_of(content: Content) -> Iterator[str]:
+    """Who speaks in a document, message after message; nobody in texts."""
+    if isinstance(content, Preference | Continuation):
+        for part in content:
+            yield from roles_of(part)
+    elif isinstance(content, list):
+        yield from (message["role"] for message in content)
+
+
 class FieldNames(Protocol):
     """The settings that say how rows are read."""
 

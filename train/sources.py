@@ -88,7 +88,8 @@ class DataConfig(SourceConfig):
     sequence_length: int = setting(1024, count=True, range=(2, 1e7))
     """Most tokens a position can look back on; longer documents are cut."""
     held_out: float = setting(0.02, range=(0.0, 0.999))
-    """Fraction of the documents that training never sees; chosen by a hash of the document, so that none ever moves."""
+    """Fraction of the documents that training never sees; chosen by a hash of the document, so that none ever moves.
+    Where it selects none, the document of least hash is held out."""
     seed: int = 0
     """Decides which documents are held out."""
     preference: bool = setting(False, later=True)

@@ -20,6 +20,10 @@ COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
 LARGEST_CELL = 2**31 - 1
 SPACE = re.compile(r"[ \t\r\n]*")
+NO_TEXT = (
+    "is not UTF-8 text: save text as UTF-8, and name other files by what they are, Parquet .parquet, and compressed "
+    "ones with .gz or .zst at the end"
+)
 
 Placed = Iterator[tuple[str, Any]]
 """Rows with their places in the file."""
@@ -65,8 +69,8 @@ def first_fields(file: Path) -> tuple[str, Any] | None:
 def _named(file: Path) -> Iterator[None]:
     try:
         yield
-    except UnicodeDecodeError as reason:
-        raise ValueError(f"{file} is not UTF-8 text: {reason.reason} at byte {reason.start}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} {NO_TEXT}") from None
     except (OSError, EOFError) as reason:
         raise ValueError(f"{file} cannot be read: {reason}") from None
 
@@ -106,19 +110,28 @@ def _json_lines(file: Path, lines: Iterable[bytes | str]) -> Placed:
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{file}, line {number}"
-            yield where, _parsed(line, where)
+            if line.lstrip()[:1] in (b"[", "["):
+                what = 'begins a list; a row is an object like {"text": "…"}'
+                raise ValueError(f"{where} {what}, and a file that is one list of rows is to be named .json")
+            yield where, _parsed(line.rstrip(), where)
 
 
-def _parsed(text: bytes | str, where: str) -> Any:
+def _parsed(line: bytes | str, where: str) -> Any:
+    """A line without its end, so that a string which is cut off is called that."""
     try:
-        return json.loads(text)
+        return json.loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} {NO_TEXT}") from None
+    except json.JSONDecodeError as reason:
+        what = reason.msg.rstrip(": ").removesuffix(" at")
+        raise ValueError(f"{where} is not valid JSON: {what} at column {reason.colno}") from None
     except (ValueError, RecursionError) as reason:
         raise ValueError(f"{where} is not valid JSON: {reason}") from None
 
 
 def _json(file: Path, stream: IO[bytes]) -> Placed:
     """A list of rows, one row, or a row a line."""
-    text = stream.read().decode("utf-8-sig")
+    text = _decoded(file, stream.read())
     if text.lstrip().startswith("["):
         yield from _json_list(file, text)
         return
@@ -126,6 +139,14 @@ def _json(file: Path, stream: IO[bytes]) -> Placed:
         yield f"{file}, row 1", json.loads(text)
     except (ValueError, RecursionError):
         yield from _json_lines(file, text.splitlines())
+
+
+def _decoded(file: Path, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as reason:
+        line = reason.object.count(b"\n", 0, reason.start) + 1
+        raise ValueError(f"{file}, line {line} {NO_TEXT}") from None
 
 
 def _json_list(file: Path, text: str) -> Placed:

@@ -13,6 +13,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from model.files.distributions import Sampled
+from model.files.labels import LabelFolder, LabelledDocument, Origin, vocabulary_digest
 from model.text.tokenizer import Tokenizer
 from tests.model.tiny_tokenizers import our_tokenizer
 from tests.trials import trials
@@ -158,13 +160,51 @@ def test_a_held_out_document_never_moves(tmp_path: Path, tokenizer: Tokenizer) -
     assert held_out(TEXTS, seed=1) != many
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_where_the_hash_selects_no_document_the_one_of_least_hash_is_held_out(
+    seed: int, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    def split(texts: list[str], held_out: float) -> tuple[list[str], list[str]]:
+        file = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+        config = DataConfig(str(file), held_out=held_out, seed=seed)
+        data = prepare(config, tokenizer, tmp_path / "cache", progress=False)
+        return texts_of(tokenizer, data.train), texts_of(tokenizer, data.held_out)
+
+    learnt, (least,) = split(TEXTS, 1e-9)
+    assert learnt == [text for text in TEXTS if text != least]
+    assert split(TEXTS[::-1], 1e-9) == (learnt[::-1], [least])
+    assert split(["", *TEXTS], 1e-9)[1] == [least], "of a text without labels nothing could be measured"
+    assert least in split(TEXTS, 0.5)[1], "a part that selects some begins with it"
+    assert split(TEXTS[:2], 0.0) == (TEXTS[:2], [])
+
+
+def test_of_a_servers_labels_one_document_is_held_out_at_least(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = LabelFolder(tmp_path / "labels", Origin("teacher", vocabulary_digest(tokenizer), 50), max_bytes=1 << 30)
+    one = Sampled(np.array([1]), np.array([7]), np.array([50], np.uint8), np.zeros(1, np.float32))
+    for text in TEXTS[:3]:
+        ids = np.array(tokenizer.encode(text), np.int32)
+        folder.write([LabelledDocument(ids, np.array([2]), one)])
+    folder.close()
+    config = DataConfig(str(folder.folder), held_out=1e-9, sequence_length=1000)
+    data = prepare(config, tokenizer, tmp_path / "cache", progress=False)
+    (least,) = texts_of(tokenizer, data.held_out)
+    assert texts_of(tokenizer, data.train) == [text for text in TEXTS[:3] if text != least]
+    assert data.train.distributions is not None
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
         ([{"text": ""}], {}, "supervises no token"),
         ([{"messages": [{"role": "user", "content": "Hi"}]}], {"chat": True}, "supervises no token: .* assistant"),
-        ([{"text": "ab"}, {"text": "c"}], {"held_out": 1e-3}, r"held_out=0.001 selects none of its 2 documents; set"),
-        ([{"text": "ab"}, {"text": "c"}], {"held_out": 0.999}, "leaves nothing to train on"),
+        (
+            [{"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "bot", "content": "a"}]}],
+            {"chat": True},
+            r"of 'user' \(first in .*a.jsonl, line 1\), 'bot' \(first in .*a.jsonl, line 2\), none of 'assistant'$",
+        ),
+        ([{"messages": []}], {"chat": True}, "completions$"),
+        ([{"text": "ab"}, {"text": "c"}], {"held_out": 0.999}, "leaves nothing to train on; give more documents that"),
+        ([{"text": "ab"}, {"text": "ab"}], {"held_out": 1e-3}, "leaves nothing to train on; give more documents that"),
         ([{"text": "abc"}], {"held_out": 0.001}, "a.jsonl' is a single document, which cannot be both learnt and held"),
         ([{"text": "abc"}], {"held_out": 0.999}, "a.jsonl' is a single document, which cannot be both learnt and held"),
         ([{"text": 3}], {}, "'text' must be text, not int"),

@@ -132,7 +132,7 @@ def test_other_weights_are_other_data_and_nothing_is_tokenized_again(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = build(config, tmp_path)
-    monkeypatch.setattr("train.data._encode", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr("train.encoding._encode", lambda *_: pytest.fail("tokenized again"))
     assert build(config, tmp_path).train.digest == first.train.digest
     other = replace(config, mix=(config.mix[0], replace(config.mix[1], weight=2.0)))
     assert build(other, tmp_path).train.digest != first.train.digest

@@ -160,6 +160,18 @@ def test_held_out_pairs_stay_pairs(tmp_path: Path, tokenizer: Tokenizer) -> None
         assert any(token < 0 for token in chosen) and any(token < 0 for token in rejected)
 
 
+def test_of_pairs_one_that_fits_is_held_out_at_least(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    long = [{"prompt": f"{'word ' * 40}{n}", "chosen": "a", "rejected": "b"} for n in range(20)]
+    path = write(tmp_path / "pairs.jsonl", [*long, {"prompt": "one", "chosen": "two", "rejected": "three"}])
+    config = DataConfig(str(path), held_out=1e-9, preference=True, sequence_length=16)
+    assert prepare(config, tokenizer, tmp_path / "cache", progress=False).held_out.num_documents == 2
+    write(path, long)
+    with pytest.raises(
+        ValueError, match="none of its 20 pairs can be held out: in each of them sequence_length=16 ends"
+    ):
+        prepare(config, tokenizer, tmp_path / "cache", progress=False)
+
+
 def test_pairs_are_no_part_of_a_mixture() -> None:
     with pytest.raises(ValueError, match="preference stands beside mix"):
         DataConfig(mix=({"source": "a.jsonl"},), preference=True)  # type: ignore[arg-type]

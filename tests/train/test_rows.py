@@ -138,7 +138,7 @@ def test_a_format_is_recognised_by_its_fields(fields: list[str], chat: bool, nam
             "line 1 has the fields body, which are no known format: expected is text (text) or mess",
         ),
         ([{"text": "x"}], True, "line 1 has text in 'text', but no conversation; leave `chat` out to train on text"),
-        ([[1]], False, "line 1 is of type list; a row is an object"),
+        ([[1]], False, "line 1 begins a list; a row is an object"),
         ([{"text": "x"}, {"body": 1}], False, "line 2 has no field 'text' (found: body); the first row holds text"),
         ([{"text": "x"}, "y"], False, "line 2 is of type str; a row is an object"),
         ([{"messages": "Hi"}], False, "line 1: 'messages' must be a list of messages"),
