@@ -59,10 +59,14 @@ class _Loader(yaml.SafeLoader):
     """YAML's plain data only, and a key written twice is an error instead of the last one winning."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise RecipeError(f"The key {key!r} stands twice in one map (line {node.start_mark.line + 1}).")
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if key.value in first:
+                twice = f"the key {key.value!r} stands in this map already, in line {first[key.value]}"
+                raise yaml.MarkedYAMLError(problem=twice, problem_mark=key.start_mark)
+            first[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 
@@ -97,11 +101,17 @@ def parse_recipe(text: str, overrides: Iterable[str] = (), *, where: str = "the 
 def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except RecipeError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200] or "it is nested too deeply"
-        raise RecipeError(f"{where} is not plain YAML: {reason}.") from None
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, error.problem or error.context or "it cannot be read"
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise RecipeError(f"{where} is not plain YAML: {place}{' '.join(problem.split())[:200]}.") from None
+    except yaml.reader.ReaderError as error:
+        place = f"line {text.count(chr(10), 0, error.position) + 1}"
+        raise RecipeError(f"{where} is not plain YAML: {place}: no text holds U+{error.character:04X}.") from None
+    except RecursionError:
+        raise RecipeError(f"{where} is not plain YAML: it is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise RecipeError(f"{where} is not plain YAML: {' '.join(str(error).split())[:200]}.") from None
 
 
 def _check_plain(raw: Any) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.files.artifact import ArtifactError, open_artifact
+from model.files.artifact import MANIFEST_NAME, ArtifactError, open_artifact
 from model.files.sources import is_source, model_folder, source_name
 from pipeline.errors import RunLockedError, UserError
 from pipeline.files import write_atomically
@@ -105,8 +105,12 @@ class RunFolder:
         try:
             open_artifact(folder, verify=False)
         except ArtifactError as error:
-            reason = str(error).rstrip(".")
-            raise UserError(f"The run {self.path} has no finished model {name!r} yet ({reason}).") from None
+            if (folder / MANIFEST_NAME).exists():
+                raise UserError(f"The model {name!r} of the run {self.path} cannot be used: {error}") from None
+            raise UserError(
+                f"The run {self.path} is not finished: it has no model {name!r} yet; `potstill run` with its recipe "
+                "goes on from where it stopped."
+            ) from None
         return folder
 
     @contextmanager

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.config_fields import check_token_ids
+from model.config_fields import ConfigError, check_token_ids
 from model.files.adapter import base_folder, check_base, load_adapter
 from model.files.cache_scales import CACHE_SCALES, cache_scale_tensors, read_cache_scales, with_cache_scheme
 from model.files.safe_io import CheckpointError, Heard, read_json_object, sync_file, write_json
@@ -52,7 +52,10 @@ def load_config(folder: str | Path) -> ModelConfig:
     folder = base_folder(folder)
     raw = read_json_object(folder / "config.json", CheckpointError)
     formats_of_config(folder, raw)
-    config = ModelConfig.from_hf(raw)
+    try:
+        config = ModelConfig.from_hf(raw)
+    except ConfigError as error:
+        raise ConfigError(f"In {folder}, {error}") from None
     generation = folder / "generation_config.json"
     if generation.exists():
         eos = read_json_object(generation, CheckpointError).get("eos_token_id")

@@ -107,7 +107,39 @@ def _download(name: str, revision: str | None, files: list[str]) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         at = f" at {revision}" if revision else ""
-        reason = " ".join(str(error).split())[:200].rstrip(".")
         raise SourceError(
-            f"There is no folder {name} here, and {name}{at} could not be fetched from the hub: {reason}."
+            f"There is no folder {name} here, and {name}{at} could not be fetched from the hub: {_cause(error)}."
         ) from None
+
+
+def _cause(error: BaseException) -> str:
+    """Why the hub gave nothing, by the kind of what its library raised: the library's words are for its own callers."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return _cause_of_missing(error.__cause__)
+    if isinstance(error, errors.GatedRepoError):
+        return "access is refused; accept its terms on the hub, and give a token that may read it in HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such repository, or it is private and HF_TOKEN holds no token that may read it"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the repository has no such revision"
+    if isinstance(error, errors.HFValidationError):
+        return "no repository can have this name"
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        refused = status in (401, 403)
+        return "access is refused; HF_TOKEN must hold a token that may read it" if refused else f"it answers {status}"
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+def _cause_of_missing(error: BaseException | None) -> str:
+    """The same of what no earlier call has fetched, by what kept this one from fetching it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, HfHubHTTPError):
+        return _cause(error)
+    if isinstance(error, OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids it, and no earlier call has fetched it"
+    return "the network or the hub cannot be reached, and no earlier call has fetched it"

@@ -338,14 +338,18 @@ class Tokenizer:
         return None if spelling is None else self._control.token_to_id(spelling)
 
 
-def different_token(one: str | Path, other: str | Path) -> tuple[int, str | None, str | None] | None:
-    """The first id that is not the same token to the tokenizers of two model folders, with its spelling in each.
+def vocabulary_difference(one: str | Path, other: str | Path, *, names: tuple[str, str]) -> str | None:
+    """What differs between the vocabularies of two model folders, as "A has 1,024 tokens, B 1,536", by their names.
 
     None where they are equal: rows that only pad an embedding are no tokens. Merges, templates and settings may differ.
     """
     ours, theirs = _spellings_of(Path(one)), _spellings_of(Path(other))
-    different = [index for index in ours.keys() | theirs.keys() if ours.get(index) != theirs.get(index)]
-    return (min(different), ours.get(min(different)), theirs.get(min(different))) if different else None
+    if ours == theirs:
+        return None
+    if len(ours) != len(theirs):
+        return f"{names[0]} has {len(ours):,} tokens, {names[1]} {len(theirs):,}"
+    token = min(index for index in ours.keys() | theirs.keys() if ours.get(index) != theirs.get(index))
+    return f"token {token} is {ours.get(token)!r} in {names[0]} and {theirs.get(token)!r} in {names[1]}"
 
 
 def _spellings_of(folder: Path) -> dict[int, str]:

@@ -22,7 +22,7 @@ from model.lora import adapted_layers
 from model.mesh import choose_device, choose_dtype
 from model.quantized import quantized_layers, round_activations
 from model.tensor_parallel import WHOLE, Layout, Split, check_split
-from model.text.tokenizer import Tokenizer, different_token
+from model.text.tokenizer import Tokenizer, vocabulary_difference
 from model.transformer import Transformer
 from serve.config import EngineConfig
 from serve.engine.drafts.base import Draft, draft_kind
@@ -197,12 +197,8 @@ def load_weights(
 
 def check_same_vocabulary(model: str, draft: str) -> None:
     """Raise ValueError unless every token means the same to both; how far embeddings are padded does not matter."""
-    if (difference := different_token(model, draft)) is not None:
-        token, ours, theirs = difference
-        raise ValueError(
-            f"{draft} cannot draft for {model}, because their vocabularies differ: token {token} is {ours!r} in the "
-            f"target and {theirs!r} in the draft"
-        )
+    if difference := vocabulary_difference(model, draft, names=("the target", "the draft")):
+        raise ValueError(f"{draft} cannot draft for {model}, because their vocabularies differ: {difference}")
 
 
 def count_pages(config: EngineConfig, models: Models, bytes_per_token: int) -> int:

@@ -63,7 +63,7 @@ class AdapterRegistry:
     def use(self, name: str) -> None:
         """A request goes to this one. ApiError 404 if it has just been unloaded."""
         if name not in self._folders:
-            raise ApiError(404, "the requested model is not served here", code="model_not_found", param="model")
+            raise ApiError(404, "the requested adapter was unloaded just now", code="model_not_found", param="model")
         self._folders.move_to_end(name)
 
     async def load(self, name: str, folder: str, *, in_place: bool) -> str | None:

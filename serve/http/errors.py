@@ -15,6 +15,8 @@ ERROR_TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+MOST_NAMES = 8
+"""Of served models that an error lists; /v1/models lists all."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -103,4 +105,13 @@ def context_exceeded(max_model_len: int, size: str, num_output: int) -> ApiError
         f"and {num_output} output tokens are asked for; shorten the prompt or lower max_tokens",
         code="context_length_exceeded",
         param="prompt",
+    )
+
+
+def model_not_found(*served: str) -> ApiError:
+    """404: a request names a model that is none of those that are served."""
+    more = f" and {len(served) - MOST_NAMES} more" if len(served) > MOST_NAMES else ""
+    names = f"{', '.join(served[:MOST_NAMES])}{more}"
+    return ApiError(
+        404, f"the requested model is not served here; served are {names}", code="model_not_found", param="model"
     )

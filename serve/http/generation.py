@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve.http.accounts import Account
 from serve.http.engine_client import Call, EngineClient
-from serve.http.errors import ApiError, context_exceeded, invalid, late, unsupported
+from serve.http.errors import ApiError, context_exceeded, invalid, late, model_not_found, unsupported
 from serve.http.grammar_check import GrammarChecker
 from serve.http.metrics import Metrics
 from serve.http.options import EVERYBODY, ServerOptions
@@ -82,7 +82,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """ApiError 404 unless the request means the model that is served, or one of its adapters."""
         if name is not None and name not in self.options.model_names and name not in self.engine.adapters:
-            raise ApiError(404, "the requested model is not served here", code="model_not_found", param="model")
+            raise model_not_found(*self.options.model_names, *self.engine.adapters.folders)
 
     def cache_salt(self, tenant: bytes, wish: str | None) -> str:
         """The salt of a request's cached prefixes, of fixed size and not to be guessed: by key and by client's wish."""

@@ -102,7 +102,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+        reason = f"{error.strerror}; choose another with --port, or 0 for any that is free"
+        raise OSError(f"cannot listen on {host} port {port}: {reason}") from None
     listener.listen(BACKLOG)
     return listener
 

@@ -241,8 +241,9 @@ def test_a_folder_without_a_configuration(folder: Path) -> None:
 )
 def test_an_unknown_configuration_is_refused_by_field(changes: dict[str, Any], sentence: str, folder: Path) -> None:
     edit_json(folder / "config.json", **changes)
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
         load_model(folder)
+    assert str(caught.value).startswith(f"In {folder}, ")
 
 
 def test_a_missing_field_is_named(folder: Path) -> None:

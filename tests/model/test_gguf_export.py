@@ -38,6 +38,15 @@ from tests.tiny import full_logits
 GEMMA3 = {"family": "gemma3_text", "windows": (12, 12), "attention_scale": 0.25, "tie_word_embeddings": True}
 EXPERTS = MixtureOfExperts((1,), 5, 2, 96, normalizes=True, shared_intermediate_size=64)
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 512}
+LEFT_WITHOUT = (
+    "llama.cpp leaves every fourth layer of SmolLM3 without rotation, but this model leaves layer 1 where llama.cpp "
+    "expects no layer (no_rope_layers in config.json, counted from 0), which removing layers causes; a quantized "
+    "model can be exported to compressed-tensors instead."
+)
+NOT_NORMALIZED = (
+    "llama.cpp gives every layer of Qwen3-MoE experts, with weights that sum to 1, but this model has norm_topk_prob "
+    "false (its default) in config.json; a quantized model can be exported to compressed-tensors instead."
+)
 TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 ENDS = {"bos_token_id": 3, "eos_token_ids": (2,), "pad_token_id": 0}
 LLAMA3 = {
@@ -310,20 +319,40 @@ def refusal(folder: Path, path: Path, **options: Any) -> str:
         ({"mixture_of_depths": MixtureOfDepths("block", (1,), capacity=0.5)}, "GGUF holds no routers"),
         ({"layer_kv_heads": (1, 2)}, "as many KV heads in every layer, not [1, 2]"),
         ({"family": "mistral", "windows": (12, 12)}, "ignores this family's sliding window"),
-        ({"family": "smollm3", "rope_layers": (True, False)}, "every fourth layer"),
+        ({"family": "smollm3", "rope_layers": (True, False)}, LEFT_WITHOUT),
         ({"family": "qwen3", "qkv_bias": True}, "no such biases in models of the family qwen3: qkv_bias"),
         ({"family": "qwen2", "rope_scaling": LLAMA3}, "no divisors of the rotary frequencies for the family qwen2"),
-        ({**GEMMA3, "tie_word_embeddings": False}, "makes logits of Gemma 3 with the embeddings"),
-        ({**GEMMA3, "windows": (12, None)}, "all but every sixth layer of Gemma 3 a sliding window; this model has"),
-        ({**GEMMA3, "windows": (None, None)}, "all but every sixth layer of Gemma 3 a sliding window; this model has"),
-        ({**GEMMA3, "attention_scale": 0.2}, "scales scores of Gemma 3 by 1/√head_dim"),
-        ({**GEMMA3, "family": "gemma2"}, "every other layer of Gemma 2 a sliding window; this model has"),
+        (
+            {**GEMMA3, "tie_word_embeddings": False},
+            "embeddings, but this model has tie_word_embeddings false in config.json;",
+        ),
+        (
+            {**GEMMA3, "windows": (12, None)},
+            "but this model gives layer 0 one where llama.cpp expects layers 0, 1 (layer_",
+        ),
+        ({**GEMMA3, "windows": (None, None)}, "all but every sixth layer of Gemma 3 a sliding window, but this model "),
+        ({**GEMMA3, "attention_scale": 0.2}, "this model has query_pre_attn_scalar 25 in config.json, not 16;"),
+        ({**GEMMA3, "family": "gemma2"}, "every other layer of Gemma 2 a sliding window, but this model gives layers"),
         ({"family": "phi3", "windows": (12, 12)}, "ignores this family's sliding window"),
-        ({"family": "phi3", "head_dim": 32}, "shares the channels of Phi-3 out among its heads"),
+        (
+            {"family": "phi3", "head_dim": 32},
+            "but this model has head_dim 32 in config.json, not hidden_size / heads = 16;",
+        ),
         ({"family": "phi3", "rope_scaling": LONGROPE}, "no rotary frequencies of the kind longrope"),
-        ({"family": "olmo2", "qk_norm": True, "tie_word_embeddings": True}, "reads a head of its own of OLMo 2"),
-        ({"family": "qwen3_moe", "experts": EXPERTS}, "every layer of Qwen3-MoE experts, with weights that sum to 1"),
-        ({"family": "qwen2_moe", "experts": replace(EXPERTS, layers=(0, 1))}, "weights as the router has them"),
+        (
+            {"family": "olmo2", "qk_norm": True, "tie_word_embeddings": True},
+            "OLMo 2, but this model has tie_word_embeddings true",
+        ),
+        (
+            {"family": "qwen3_moe", "experts": EXPERTS},
+            "sum to 1, but this model has no experts in layer 0 (decoder_sparse_",
+        ),
+        ({"family": "qwen3_moe", "experts": replace(EXPERTS, layers=(0, 1), normalizes=False)}, NOT_NORMALIZED),
+        (
+            {"family": "qwen2_moe", "experts": replace(EXPERTS, layers=(0, 1))},
+            "has norm_topk_prob true in config.json;",
+        ),
+        ({"family": "qwen2_moe", "experts": EXPERTS}, "norm_topk_prob true in config.json and no experts in layer 0"),
         ({"family": "mixtral", "windows": (12, 12), "experts": EXPERTS}, "ignores this family's sliding window"),
         ({"eos_token_ids": (1, 2, 4, 5)}, "The model has 4 tokens that end a text"),
         ({"vocab_size": 499}, "token 500 has no row in the embeddings, which have 499"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.text.detokenizer import DecoderError
-from model.text.tokenizer import Tokenizer, TokenizerError
+from model.text.tokenizer import Tokenizer, TokenizerError, vocabulary_difference
 from tests.model.tiny_tokenizers import (
     CONTROL,
     KINDS,
@@ -249,3 +249,19 @@ def test_a_decoder_that_does_not_join_bytes_is_refused(decoder: Any) -> None:
     raw = json.loads(tokenizer_json("byte-level")) | {"decoder": decoder}
     with pytest.raises(DecoderError, match="decoder that is not supported"):
         Tokenizer(json.dumps(raw))
+
+
+def test_what_differs_between_two_vocabularies_is_named(tmp_path: Path) -> None:
+    def difference(change: dict[str, int]) -> str | None:
+        raw = json.loads((tmp_path / "one" / "tokenizer.json").read_text())
+        raw["model"]["vocab"] |= change
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(raw))
+        return vocabulary_difference(tmp_path / "one", tmp_path / "other", names=("one", "other"))
+
+    our_tokenizer().save(tmp_path / "one")
+    vocabulary = json.loads((tmp_path / "one" / "tokenizer.json").read_text())["model"]["vocab"]
+    a, b = vocabulary["a"], vocabulary["b"]
+    assert difference({}) is None
+    assert difference({"a": b, "b": a}) == f"token {a} is 'a' in one and 'b' in other"
+    assert str(difference({"a new one": 4321})).startswith("one has ")

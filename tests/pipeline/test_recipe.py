@@ -1,6 +1,7 @@
 """Recipes are data: every mistake is one sentence that names the key, and nothing in a recipe can run."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,24 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     for name in ("binary.yaml", "large.yaml", "missing.yaml"):
         with pytest.raises(RecipeError):
             load_recipe(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("models:\n  base: {from: m/llama\ndata: {}\n", "line 3, column 5: expected ',' or '}', but got ':'."),
+        ("name: x\n\tstages: []", "line 2, column 1: found character '\\t' that cannot start any token."),
+        ("name: x\ndata: {}\nname: y", "line 3, column 1: the key 'name' stands in this map already, in line 1."),
+        ("name: !!python/name:os.system", "line 1, column 7: could not determine a constructor for the tag "),
+        ("name: x\n\ufffe", "line 2: no text holds U+FFFE."),
+        ("name: 2001-99-99", "month must be in 1..12."),
+        ("[" * 5000, "it is nested too deeply."),
+    ],
+)
+def test_what_is_no_yaml_is_named_by_line(text: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(f"a.yaml is not plain YAML: {sentence}")) as caught:
+        parse_recipe(text, where="a.yaml")
+    assert "unicode string" not in str(caught.value)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)

@@ -323,7 +323,14 @@ def test_a_stricter_gate_takes_back_what_was_published(copied_run: TinyRun) -> N
     with pytest.raises(GateRefused):
         copied_run.run("distill.gate.min_acceptance=0.999")
     assert not (copied_run.folder.path / "01-distill" / "model").exists()
-    with pytest.raises(UserError, match="no finished model 'student'"):
+    unfinished = "is not finished: it has no model 'student' yet; `potstill run` with its recipe goes on from where"
+    with pytest.raises(UserError, match=unfinished):
+        resolve_served(str(copied_run.folder.path))
+
+
+def test_a_damaged_model_of_a_run_is_not_called_unfinished(copied_run: TinyRun) -> None:
+    (copied_run.folder.path / "01-distill" / "model" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"The model 'student' of the run .* cannot be used: .*config\.json is missing"):
         resolve_served(str(copied_run.folder.path))
 
 

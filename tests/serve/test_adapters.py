@@ -20,6 +20,7 @@ from model.transformer import Transformer
 from serve.config import EngineConfig
 from serve.engine.engine import Engine
 from serve.engine.loading import load_models
+from serve.http.errors import model_not_found
 from serve.llm import LLM
 from serve.outputs import RequestOutput
 from serve.tenant import Tenant
@@ -266,6 +267,9 @@ def test_an_unknown_model_is_a_404(server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         server.client().completions.create(model="c", prompt=PROMPT)
     assert caught.value.code == "model_not_found"
+    assert "the requested model is not served here; served are tiny, a, b" in str(caught.value)
+    many = [str(number) for number in range(10)]
+    assert model_not_found(*many).message.endswith("served are 0, 1, 2, 3, 4, 5, 6, 7 and 2 more")
 
 
 def test_a_served_base_cannot_carry_an_adapter_of_its_own(

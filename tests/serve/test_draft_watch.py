@@ -133,7 +133,7 @@ def test_what_cannot_take_the_drafts_place_is_left_alone(
         while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.02)
     [record] = caplog.records
-    said = {"shape": "holds a model of another configuration", "vocabulary": "their vocabularies differ"}
+    said = {"shape": "holds a model of another configuration", "vocabulary": "their vocabularies differ: token "}
     assert said[change] in record.getMessage() and record.exc_info is None
     serve_until(engine, lambda: engine.stats().num_draft_tokens > 20)
     assert engine.stats().num_draft_swaps == 0

@@ -358,7 +358,8 @@ def test_options_that_cannot_be_are_one_sentence(server: RunningServer, folder: 
 
     port = server.url.rpartition(":")[2]
     assert refused("no/such/folder").startswith("potstill: There is no model at no/such/folder; ")
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in refused(str(folder), "--port", port)
+    taken = f"potstill: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port, or "
+    assert refused(str(folder), "--port", port).startswith(taken)
     assert "--allow-unauthenticated" in refused(str(folder), "--host", "0.0.0.0")
 
 

@@ -3,7 +3,7 @@
 Source: llama.cpp's converter from Hugging Face, and its graphs in src/models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ class Assumption(NamedTuple):
     value: Callable[[ModelConfig], Any]
     sentence: str
     """What it does, as "gives every layer experts"."""
+    otherwise: Callable[[ModelConfig], str]
+    """What a model does that differs, and the key of config.json that says so, as "has head_dim 32"."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,10 @@ def check_fits(config: ModelConfig) -> None:
         )
     for one in own.assumptions:
         if getattr(config, one.field) != one.value(config):
-            raise GGUFError(f"llama.cpp {one.sentence}; this model has it otherwise.")
+            raise GGUFError(
+                f"llama.cpp {one.sentence}, but this model {one.otherwise(config)}; a quantized model can be exported "
+                "to compressed-tensors instead."
+            )
     if any(config.windows) and "windows" not in [one.field for one in own.assumptions]:
         raise GGUFError(
             "llama.cpp ignores this family's sliding window; if your texts fit into the window, set sliding_window to "
@@ -106,19 +111,47 @@ def check_fits(config: ModelConfig) -> None:
         raise GGUFError(f"This export writes no rotary frequencies of the kind {kind}.")
 
 
+def _layers(chosen: Iterable[Any]) -> str:
+    """Numbers of those layers for which `chosen` holds, as "layers 1, 3"."""
+    numbers = [str(layer) for layer, is_chosen in enumerate(chosen) if is_chosen]
+    return f"layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else "no layer"
+
+
 def _rotates_three_of_four(config: ModelConfig) -> tuple[bool, ...]:
     return tuple((layer + 1) % 4 != 0 for layer in range(config.num_layers))
+
+
+def _rotates_otherwise(config: ModelConfig) -> str:
+    without, expected = ((not one for one in layers) for layers in (config.rope_layers, _rotates_three_of_four(config)))
+    return (
+        f"leaves {_layers(without)} where llama.cpp expects {_layers(expected)} (no_rope_layers in config.json, "
+        "counted from 0), which removing layers causes"
+    )
 
 
 def _heads_share_channels(title: str) -> Assumption:
     def head_dim(config: ModelConfig) -> int:
         return config.hidden_size // config.num_query_heads
 
-    return Assumption("head_dim", head_dim, f"shares the channels of {title} out among its heads")
+    def otherwise(config: ModelConfig) -> str:
+        return f"has head_dim {config.head_dim} in config.json, not hidden_size / heads = {head_dim(config)}"
+
+    return Assumption("head_dim", head_dim, f"shares the channels of {title} out among its heads", otherwise)
 
 
 def _untied(title: str) -> Assumption:
-    return Assumption("tie_word_embeddings", lambda config: False, f"reads a head of its own of {title}")
+    return _tying(False, f"reads a head of its own of {title}")
+
+
+def _tying(ties: bool, sentence: str) -> Assumption:
+    def otherwise(config: ModelConfig) -> str:
+        return f"has tie_word_embeddings {_spelled(not ties)} in config.json"
+
+    return Assumption("tie_word_embeddings", lambda config: ties, sentence, otherwise)
+
+
+def _spelled(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _experts_everywhere(title: str, *, normalizes: bool) -> Assumption:
@@ -126,8 +159,18 @@ def _experts_everywhere(title: str, *, normalizes: bool) -> Assumption:
         layers = tuple(range(config.num_layers))
         return config.experts and replace(config.experts, layers=layers, normalizes=normalizes)
 
+    def otherwise(config: ModelConfig) -> str:
+        own, found = config.experts, []
+        if own is not None and own.normalizes != normalizes:
+            by_default = "" if own.normalizes else " (its default)"
+            found.append(f"norm_topk_prob {_spelled(own.normalizes)}{by_default} in config.json")
+        if own is not None and len(own.layers) < config.num_layers:
+            dense = _layers(layer not in own.layers for layer in range(config.num_layers))
+            found.append(f"no experts in {dense} (decoder_sparse_step, mlp_only_layers, counted from 0)")
+        return f"has {' and '.join(found)}"
+
     weights = "weights that sum to 1" if normalizes else "weights as the router has them"
-    return Assumption("experts", experts, f"gives every layer of {title} experts, with {weights}")
+    return Assumption("experts", experts, f"gives every layer of {title} experts, with {weights}", otherwise)
 
 
 def _gemma(title: str, *, period: int, layers: str, of_27b: int) -> tuple[Assumption, ...]:
@@ -141,11 +184,22 @@ def _gemma(title: str, *, period: int, layers: str, of_27b: int) -> tuple[Assump
         is_largest = config.num_layers == of_27b
         return (config.hidden_size // config.num_query_heads if is_largest else config.head_dim) ** -0.5
 
+    def windows_otherwise(config: ModelConfig) -> str:
+        here, expected = ((one is not None for one in each) for each in (config.windows, windows(config)))
+        return (
+            f"gives {_layers(here)} one where llama.cpp expects {_layers(expected)} (layer_types in config.json, "
+            "counted from 0), which removing layers causes"
+        )
+
+    def scale_otherwise(config: ModelConfig) -> str:
+        here, expected = (round(one**-2) for one in (config.attention_scale or config.head_dim**-0.5, scale(config)))
+        return f"has query_pre_attn_scalar {here} in config.json, not {expected}"
+
     scaled = f"scales scores of {title} by 1/√head_dim, with {of_27b} layers by 1/√(hidden_size / heads)"
     return (
-        Assumption("windows", windows, f"gives {layers} of {title} a sliding window"),
-        Assumption("attention_scale", scale, scaled),
-        Assumption("tie_word_embeddings", lambda config: True, f"makes logits of {title} with the embeddings"),
+        Assumption("windows", windows, f"gives {layers} of {title} a sliding window", windows_otherwise),
+        Assumption("attention_scale", scale, scaled, scale_otherwise),
+        _tying(True, f"makes logits of {title} with the embeddings"),
     )
 
 
@@ -157,7 +211,12 @@ ARCHITECTURES = (
         "smollm3",
         rotates_pairs=True,
         assumptions=(
-            Assumption("rope_layers", _rotates_three_of_four, "leaves every fourth layer of SmolLM3 without rotation"),
+            Assumption(
+                "rope_layers",
+                _rotates_three_of_four,
+                "leaves every fourth layer of SmolLM3 without rotation",
+                _rotates_otherwise,
+            ),
         ),
     ),
     Architecture("qwen2", "qwen2", biases=("qkv_bias",)),

@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.files.checkpoint import load_config
 from model.lazy import LazyModel
 from model.mesh import training_mesh
-from model.text.tokenizer import Tokenizer, different_token
+from model.text.tokenizer import Tokenizer, vocabulary_difference
 from model.training_memory import Setup
 from pipeline.errors import UserError
 from pipeline.results import Quality, Result
@@ -104,12 +104,9 @@ def _check_vocabularies(context: StageContext, config: Distill) -> None:
     teacher, student = config.teacher, config.student.origin
     if teacher is None:
         return
-    if (difference := different_token(context.model(teacher), context.model(student))) is not None:
-        token, taught, learnt = difference
-        raise UserError(
-            f"{student} and {teacher} have different tokenizers: token {token} is {learnt!r} in {student} and "
-            f"{taught!r} in {teacher}; they must be equal."
-        )
+    names = (student, teacher)
+    if difference := vocabulary_difference(context.model(student), context.model(teacher), names=names):
+        raise UserError(f"{student} and {teacher} have different tokenizers: {difference}; they must be equal.")
 
 
 def _check_mesh(config: Distill) -> None:
