@@ -38,5 +38,6 @@ def generate(served: Served, prompt: str, options: argparse.Namespace) -> int:
     end = ""
     if answer.finish_reason == "length":
         end = f"; stopped at {'--max-tokens' if count == options.max_tokens else 'the last position of the model'}"
-    Console(stderr=True).print(f"{count} tokens, {count / seconds:.1f} tokens/s{accepted}{end}", style="dim")
+    speed = f"{count} tokens, {count / seconds:.1f} tokens/s{accepted}{end}"
+    Console(stderr=True).print(speed, style="dim", soft_wrap=True)
     return 0
