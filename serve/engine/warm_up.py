@@ -14,7 +14,7 @@ from kernels.common.cuda_graph import Graphs
 from kernels.common.rehearsal import Rehearsal
 from model.files.adapter import Adapter
 from model.lora_config import LoraConfig
-from serve.engine.drafts.length import MAX_DRAFT_TOKENS, FixedLength
+from serve.engine.drafts.length import FixedLength
 from serve.engine.graph_shapes import captured_sizes, captured_token_counts
 from serve.sampling_params import SamplingParams
 from serve.tenant import Tenant
@@ -43,7 +43,7 @@ def warm_up(engine: "Engine") -> None:
             engine.draft_length.target_costs.only_rehearsed()  # one sequence's rows, on a machine that has just begun
             engine.draft_length.forget_acceptance()  # that text was nobody's
         return
-    with _always_drafting(engine):
+    with _drafting(engine, engine.state.max_drafts):
         _compile(engine, engine.graphs)
         log.info("running each kernel once")
         _serve_all_kinds(engine)
@@ -88,6 +88,9 @@ def _serve_all_kinds(engine: "Engine") -> None:
         {"temperature": 0.0, "logprobs": 1, "prompt_logprobs": 1},
     ):
         _serve(engine, min(_LENGTH, most), options)
+    for num_drafts in range(1, engine.state.max_drafts):  # a tile of attention follows how many
+        with _drafting(engine, num_drafts):
+            _serve(engine, min(_LENGTH, most), {"temperature": 0.0})
 
 
 def _serve(engine: "Engine", prompt: int, options: dict[str, Any], adapter: str | None = None) -> None:
@@ -103,14 +106,14 @@ def _serve(engine: "Engine", prompt: int, options: dict[str, Any], adapter: str 
 
 
 @contextmanager
-def _always_drafting(engine: "Engine") -> Iterator[None]:
-    """Drafts of full length, whether they pay or not."""
+def _drafting(engine: "Engine", num_drafts: int) -> Iterator[None]:
+    """Drafts of this length, whether they pay or not."""
     if engine.draft is None:
         yield
         return
     chosen = engine.draft_length
     costs = chosen.target_costs, chosen.draft_costs
-    engine.draft_length = FixedLength(engine.config.num_speculative_tokens or MAX_DRAFT_TOKENS, *costs, engine.draft)
+    engine.draft_length = FixedLength(num_drafts, *costs, engine.draft)
     try:
         yield
     finally:

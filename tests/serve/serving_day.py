@@ -24,8 +24,10 @@ from model.formats.registry import format_named
 from model.transformer import Transformer
 from serve.config import EngineConfig
 from serve.engine import engine as engine_module
+from serve.engine.drafts.length import MAX_DRAFT_TOKENS, AdaptiveLength, FixedLength
 from serve.engine.engine import Engine
 from serve.engine.loading import Models
+from serve.engine.requests import Sequence
 from serve.engine.warm_up import warm_up
 from serve.sampling_params import SamplingParams
 from tests.compilations import Variants, note_instead_of_launching
@@ -112,8 +114,22 @@ def random_params(dice: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=dice.randint(1, 40), ignore_eos=True, **asked)
 
 
+class AnyLength(FixedLength):
+    """Drafts of all lengths that may come to pay: which do follows the hour of this machine, and not of a GPU."""
+
+    def __init__(self, chosen: AdaptiveLength, most: int, dice: random.Random) -> None:
+        super().__init__(most, chosen.target_costs, chosen.draft_costs, chosen.draft)
+        self._most, self._dice = most, dice
+
+    def begin_step(self, decoding: list[Sequence]) -> None:
+        self._length = self._dice.randint(0, self._most)
+        super().begin_step(decoding)
+
+
 def live(engine: Engine, dice: random.Random) -> None:
     """Requests that come one by one and in crowds, with pauses."""
+    if engine.draft is not None and engine.config.num_speculative_tokens is None:
+        engine.draft_length = AnyLength(engine.draft_length, MAX_DRAFT_TOKENS, dice)
     number = 0
     while number < REQUESTS or engine.has_work():
         for _ in range(dice.choice([0, 0, 0, 0, 1, 1, 2, 5, 30]) if number < REQUESTS else 0):
