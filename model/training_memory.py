@@ -64,8 +64,9 @@ class Memory:
     host: int = 0
     """Moments in pinned host memory; and what is trained in shards, whole: as the main process gets it back."""
     checkpoint: int = 0
-    """As large as its files: in host memory, pinned beside a GPU, a copy from the first one on, which is written behind
-    training. Of processes that hold the same, the first one has it."""
+    """As large as its files: in host memory, a copy that is written behind training. Beside a GPU it is pinned, and
+    made for the first one; without a GPU it is there from half-way to the first one on. Of processes that hold the
+    same, the first one has it."""
 
 
 class TrainingStep(Protocol):

@@ -9,12 +9,10 @@
 */
 
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "panels.h"
-
-enum { CHUNK = 256 };
+#include "panel_tiles.h"
+#include "reserve.h"
 
 typedef struct {
     int64_t n, k;
@@ -31,21 +29,28 @@ static void pack(const uint16_t *x, int64_t stride, uint32_t *to, int64_t tokens
 
 /* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
 int pairs_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *y, int64_t rows, int threads) {
-    int64_t pairs = w->k / 2;
-    uint32_t *x = malloc(rows * pairs * sizeof *x);
-    if (rows && !x) return 1;
+    if (!rows) return 0;
+    int64_t pairs = w->k / 2, by_tiles = takes_tiles(pairs), together = by_tiles ? SIDE : TILE_ROWS;
+    uint32_t *x = reserve((rows + together - 1) / together * together * pairs * sizeof *x);
+    if (!x) return 1;
 #pragma omp parallel num_threads(threads)
     {
+        if (by_tiles) begin_tiles(rows);
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < rows; t += TILE_ROWS)
-            pack(inputs + t * stride, stride, x + t * pairs, smaller(rows - t, TILE_ROWS), pairs);
+        for (int64_t t = 0; t < rows; t += together) {
+            const uint16_t *from = inputs + t * stride;
+            if (by_tiles) pack_for_tiles(from, stride, pairs, x + t * pairs, rows - t);
+            else pack(from, stride, x + t * pairs, smaller(rows - t, TILE_ROWS), pairs);
+        }
 #pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t t = 0; t < rows; t += CHUNK)
+        for (int64_t t = 0; t < rows; t += AT_ONCE)
             for (int64_t n = 0; n < w->n; n += PANEL_OUTPUTS) {
                 Columns to = {y + t * w->n + n, w->n, w->n - n, w->bias ? w->bias + n : NULL};
-                panel_product(w->panels + n * pairs, pairs, x + t * pairs, to, smaller(rows - t, CHUNK));
+                const uint32_t *panel = w->panels + n * pairs;
+                if (by_tiles) product_by_tiles(panel, pairs, x + t * pairs, to, smaller(rows - t, AT_ONCE));
+                else panel_product(panel, pairs, x + t * pairs, to, smaller(rows - t, AT_ONCE));
             }
+        if (by_tiles) end_tiles();
     }
-    free(x);
     return 0;
 }

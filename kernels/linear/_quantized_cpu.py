@@ -1,8 +1,8 @@
 """`quantized_linear` on the CPU.
 
-With AMX rows in bf16 go through `_tiles_cpu`. Few rows go through `_skinny_cpu`, or, where that cannot be compiled, in
-bf16 through torch's packed products. Else a block of outputs at a time becomes a matrix of the dtype of x: there is
-never more than a block of the weight in it.
+Few rows, and all rows in bf16 where weights are turned, go through `_skinny_cpu`, with AMX rows in bf16 with others
+through `_tiles_cpu`; few rows, where that cannot be compiled, in bf16 through torch's packed products. Else a block of
+outputs at a time becomes a matrix of the dtype of x: there is never more than a block of the weight in it.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from kernels.linear._skinny_cpu import (
     slices,
     takes_rows,
 )
-from kernels.linear._tiles_cpu import has_tiles, tiled_product
+from kernels.linear._tiles_cpu import takes_tiles, tiled_product
 from kernels.linear._turned_cpu import TurnedWeight
 from kernels.linear.quantization import (
     NF4_BLOCK,
@@ -96,7 +96,7 @@ def _packed_by_torch(weight: QuantizedWeight) -> CpuWeight:
 
 
 def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-    if weight.skinny is not None and has_tiles(x):
+    if weight.skinny is not None and takes_tiles(x, weight.skinny):
         return _with_bias(tiled_product(x, weight.skinny), bias)
     if weight.skinny is not None and takes_rows(x, weight.skinny):
         return _with_bias(skinny_product(x, weight.skinny), bias)

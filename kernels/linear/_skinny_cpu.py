@@ -5,7 +5,7 @@
     fp32 rows    `_skinny_wide.c`     AVX2, FMA, F16C; or NEON  quantized weights, or numbers in bf16
                  `_skinny_outputs.c`  AVX-512 (F, BW, VL)       all of these but FP8
 
-(With AMX `_tiles_cpu` multiplies all but single rows in bf16.)
+With AMX `_skinny_pairs.c` multiplies all but the fewest rows by tiles, and `_tiles_cpu` weights in NF4 and FP8.
 
 A weight that is not turned is read as it is stored, so preparing it copies nothing. W is `dequantize` in the dtype of x
 to the bit; of turned weights, beside up to 32 rows in bf16, in fp32.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kernels.common.compiled_by_one_cpu import compiled_by_one
 from kernels.common.cpu_graph import call
-from kernels.common.floats_cpu import AVX2, NEEDS, multiplies_tiles
+from kernels.common.floats_cpu import AVX2, NEEDS
 from kernels.common.processor import Needs, processor_features
 from kernels.linear import _turned_cpu
 from kernels.linear._turned_cpu import TurnedWeight, turned
@@ -211,8 +211,12 @@ def _library_of_outputs() -> Any:
 @cache
 def _library_of_pairs() -> Any:
     """None where weights are not turned."""
-    is_meant = processor_features() >= _turned_cpu.NEEDS and not multiplies_tiles()
-    return _library_with_products(_PAIRS) if is_meant else None
+    if not processor_features() >= _turned_cpu.NEEDS:
+        return None
+    library = _library_with_products(_PAIRS)
+    if library is not None:
+        library.permit_tiles()
+    return library
 
 
 def _library_with_products(source: _Source) -> Any:

@@ -1,7 +1,9 @@
-/* Products of bf16 rows with a weight of integers that lies turned (weights.h), for x86 processors with AVX-512 BF16.
+/* Products of bf16 rows with a weight of integers that lies turned (weights.h), for x86 processors with AVX-512 BF16, by
+   AMX where they have it.
 
    y[t, n] = sum over k of x[t, k] * W[n, k], in fp32 and rounded once, in an order that depends on K alone: a row of y has
-   the same bits whatever rows are beside it, up to DIRECT_ROWS, and however many threads there are.
+   the same bits whatever rows are beside it, up to DIRECT_ROWS, and however many threads there are. By tiles that is so
+   from two rows to MOST_TILED_ROWS; in groups of 16, which are no whole step, from FEWEST_SIXTEENS on.
 
    A lane is an output. Registers of words of codes become pairs of inputs in bf16, and no weight is rounded:
 
@@ -9,8 +11,9 @@
        8 bits          in the highest bits of an integer they become a float of 2^24 times their code, whose lower half is
                        zero; so x is multiplied with 2^-24 first (below 2e-31 it becomes 0)
 
-   A span of inputs sums up to x * (offset + code), and  scale * (that - (offset + zero) * sum of x)  is added to y. For
-   more rows than DIRECT_ROWS a panel of W becomes `dequantize(torch.bfloat16)` in the cache, of eight bits times 2^24.
+   A span of inputs sums up to x * (offset + code), and  scale * (that - (offset + zero) * sum of x)  is added to y. By tiles
+   the pairs of a span lie in the cache before they are multiplied. For more rows a panel of W becomes
+   `dequantize(torch.bfloat16)` in the cache, of eight bits times 2^24.
 
    Legend: T rows of x, N outputs, K inputs (a multiple of 32), G groups of a row of W.
 */
@@ -19,9 +22,9 @@
 
 #include "../common/pairs.h"
 #include "outputs.h"
-#include "panels.h"
+#include "panel_tiles.h"
 
-enum { SPAN = 128, STEP = 32, MOST_PARTS = 6, DIRECT_ROWS = 32, CHUNK = 256 };
+enum { SPAN = 128, STEP = 32, MOST_PARTS = 6, DIRECT_ROWS = 32, MOST_TILED_ROWS = 128, FEWEST_SIXTEENS = 5 };
 
 /* What a product is compiled for. */
 typedef struct {
@@ -79,11 +82,11 @@ INLINE __m512i paired_inputs(const int bits, __m512i x) {
     return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(x, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
 }
 
-/* Row t of x into its tile [K / 2, tokens]. */
-INLINE void pack_row(const int bits, const uint16_t *x, int64_t k, uint32_t *tile, int64_t tokens) {
+/* Row t of x into its tile [K / 2, tokens], or `by_tiles` [S, SIDE, WORDS]. */
+INLINE void pack_row(const int bits, const uint16_t *x, int64_t k, uint32_t *tile, int64_t tokens, const int by_tiles) {
     for (int64_t i = 0; i < k; i += STEP, tile += STEP / 2 * tokens) {
         __m512i pairs = paired_inputs(bits, _mm512_loadu_si512(x + i));
-        if (tokens == 1) {
+        if (tokens == 1 || by_tiles) {
             _mm512_storeu_si512(tile, pairs);
             continue;
         }
@@ -114,18 +117,21 @@ static int64_t spans_of(const Weight *w) {
 typedef struct {
     uint32_t *words;
     float *totals;
-    int64_t rows, spans;
+    int64_t rows, spans, by_tiles;
 } Rows;
 
-static void pack_tile(const Weight *w, const uint16_t *x, int64_t stride, const Rows *rows, int64_t first) {
-    int64_t tokens = smaller(TILE_ROWS, rows->rows - first);
+INLINE int64_t together(const Rows *rows) { return rows->by_tiles ? SIDE : TILE_ROWS; }
+
+INLINE void pack_tile(const Weight *w, const uint16_t *x, int64_t stride, const Rows *rows, int64_t first,
+                      const int by_tiles) {
+    int64_t tokens = smaller(together(rows), rows->rows - first), distance = by_tiles ? SIDE : tokens;
     for (int64_t t = 0; t < tokens; t++) {
         const uint16_t *row = x + (first + t) * stride;
-        uint32_t *tile = rows->words + first * w->k / 2 + t;
+        uint32_t *tile = rows->words + first * w->k / 2 + (by_tiles ? t * WORDS : t);
         switch (w->format) {
-        case INT8: pack_row(8, row, w->k, tile, tokens); break;
-        case INT6: pack_row(6, row, w->k, tile, tokens); break;
-        default: pack_row(4, row, w->k, tile, tokens);
+        case INT8: pack_row(8, row, w->k, tile, distance, by_tiles); break;
+        case INT6: pack_row(6, row, w->k, tile, distance, by_tiles); break;
+        default: pack_row(4, row, w->k, tile, distance, by_tiles);
         }
         if (rows->spans) sum_spans(w, row, rows->totals + first * rows->spans + t, tokens);
     }
@@ -250,6 +256,65 @@ INLINE void multiply_direct(const Kind kind, const Whole *whole, int64_t n, cons
     }
 }
 
+/* A step of PANEL_WORDS panels from `part` on, [16 pairs, PANEL_OUTPUTS]. */
+INLINE void spread_step(const Kind kind, const Parts *w, const int part, int64_t at, uint32_t *out) {
+    UNROLLED(int i = 0; i < PANEL_WORDS; i++) {
+        const uint8_t *codes = w->codes[part + i] + at;
+        uint32_t *to = out + i * OUTPUTS;
+        for (int first = 0; first < WORDS; first += pairs_of(kind), codes += bytes_of_pairs(kind) * OUTPUTS)
+#pragma GCC unroll 16
+            for (int pair = 0; pair < pairs_of(kind); pair++, to += PANEL_OUTPUTS)
+                _mm512_storeu_si512(to, codes_at(kind, codes, pair));
+    }
+}
+
+/* What a span of `tokens` rows has summed up to, [PANEL_WORDS, SIDE, OUTPUTS], added to y [tokens, PANEL_OUTPUTS]. */
+INLINE void add_sums(const Kind kind, const Parts *w, const int part, int64_t group, const float *totals,
+                     const float *sums, float *y, int64_t tokens) {
+    UNROLLED(int i = 0; i < PANEL_WORDS; i++, y += OUTPUTS, sums += SIDE * OUTPUTS) {
+        __m512 scale = _mm512_loadu_ps(w->scales[part + i] + group * OUTPUTS), offset = _mm512_set1_ps(offset_of(kind));
+        __m512 shift = _mm512_loadu_ps(w->shifts[part + i] + group * OUTPUTS);
+        if (!kind.has_minima) offset = _mm512_add_ps(offset, shift);
+        for (int64_t t = 0; t < tokens; t++) {
+            float *to = y + t * PANEL_OUTPUTS;
+            __m512 total = _mm512_set1_ps(totals[t]), sum = _mm512_loadu_ps(to), span = _mm512_load_ps(sums + t * OUTPUTS);
+            if (kind.has_minima) sum = _mm512_fmadd_ps(shift, total, sum);
+            if (kind.bits < 8) span = _mm512_fnmadd_ps(offset, total, span);
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(span, scale, sum));
+        }
+    }
+}
+
+/* All rows of x, as tiles, times MOST_PARTS panels from output n on. */
+INLINE void multiply_by_tiles(const Kind kind, const Whole *whole, int64_t n, const Rows *x, uint16_t *y) {
+    const Weight *w = &whole->all;
+    ALIGNED float constants[2 * MOST_PARTS * groups_of(w) * OUTPUTS], sums[PANEL_OUTPUTS * SIDE];
+    ALIGNED float all[MOST_TILED_ROWS * PANEL_OUTPUTS];
+    ALIGNED uint32_t panel[SPAN / 2 * PANEL_OUTPUTS];
+    Parts parts = parts_from(kind, whole, n, MOST_PARTS, constants);
+    for (int part = 0; part < MOST_PARTS && n + part * OUTPUTS < w->n; part += PANEL_WORDS) {
+        int64_t at = 0, span = 0;
+        memset(all, 0, x->rows * PANEL_OUTPUTS * sizeof *all);
+        for (int64_t k = 0, end; k < w->k; k = end, span++) {
+            end = k + span_of(w, k);
+            for (int64_t c = k; c < end; c += STEP, at += bytes_of(w->format, STEP) * OUTPUTS)
+                spread_step(kind, &parts, part, at, panel + (c - k) / 2 * PANEL_OUTPUTS);
+            for (int64_t t = 0; t < x->rows; t += SIDE) {
+                int64_t tokens = smaller(SIDE, x->rows - t);
+                sum_parts(panel, (end - k) / 2, x->words + t * w->k / 2 + k / 2 * SIDE, sums, 0);
+                add_sums(kind, &parts, part, k / w->group, x->totals + t * x->spans + span * tokens, sums,
+                         all + t * PANEL_OUTPUTS, tokens);
+            }
+        }
+        for (int64_t t = 0; t < x->rows; t++)
+            UNROLLED(int i = 0; i < PANEL_WORDS; i++) {
+                int64_t first = n + (part + i) * OUTPUTS;
+                _mm256_mask_storeu_epi16(y + t * w->n + first, lanes_until(w->n - first, 0),
+                                         (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(all + t * PANEL_OUTPUTS + i * OUTPUTS)));
+            }
+    }
+}
+
 /* A pair of every output as it is: two codes times their scales, in bf16. */
 INLINE __m512i weights_at(const Kind kind, const uint8_t *codes, const int pair, __m512 scale, __m512 shift) {
     __m512i numbers = codes_at(kind, codes, pair), high = _mm512_set1_epi32(0xffff0000);
@@ -282,6 +347,15 @@ INLINE void decode_panel(const Kind kind, const Whole *whole, int64_t n, uint32_
 
 /* Kinds are asked for inside of loops, since a parallel loop becomes a function of its own before they are known. */
 INLINE void multiply_few(const Whole *w, int64_t n, const Rows *x, uint16_t *y) {
+    if (x->by_tiles) {
+        switch (w->all.format) {
+        case INT4: multiply_by_tiles(FOUR, w, n, x, y); break;
+        case INT4_FROM_MINIMA: multiply_by_tiles(FOUR_FROM_MINIMA, w, n, x, y); break;
+        case INT6: multiply_by_tiles(SIX, w, n, x, y); break;
+        case INT8: multiply_by_tiles(EIGHT, w, n, x, y); break;
+        }
+        return;
+    }
     switch (w->all.format) {
     case INT4: multiply_direct(FOUR, w, n, x, y); break;
     case INT4_FROM_MINIMA: multiply_direct(FOUR_FROM_MINIMA, w, n, x, y); break;
@@ -300,12 +374,19 @@ INLINE void multiply_many(const Whole *whole, int64_t n, const Rows *x, int64_t 
     case INT8: decode_panel(EIGHT, whole, n, panel); break;
     }
     Columns to = {y + first * w->n + n, w->n, w->n - n, NULL};
-    panel_product(panel, w->k / 2, x->words + first * w->k / 2, to, smaller(CHUNK, x->rows - first));
+    int64_t pairs = w->k / 2, rows = smaller(AT_ONCE, x->rows - first);
+    if (x->by_tiles) product_by_tiles(panel, pairs, x->words + first * pairs, to, rows);
+    else panel_product(panel, pairs, x->words + first * pairs, to, rows);
 }
 
 static void product_of_few(const Whole *w, const Rows *x, uint16_t *y, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t n = 0; n < w->all.n; n += MOST_PARTS * OUTPUTS) multiply_few(w, n, x, y);
+#pragma omp parallel num_threads(threads)
+    {
+        if (x->by_tiles) begin_tiles(x->rows);
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < w->all.n; n += MOST_PARTS * OUTPUTS) multiply_few(w, n, x, y);
+        if (x->by_tiles) end_tiles();
+    }
 }
 
 /* Returns 0, or 1 without memory. */
@@ -315,10 +396,12 @@ static int product_of_many(const Whole *w, const Rows *x, uint16_t *y, int threa
     {
         uint32_t *panel = malloc((w->all.k / 2 + PANELS_AHEAD) * PANEL_OUTPUTS * sizeof *panel);
         failed = !panel;
+        if (x->by_tiles) begin_tiles(x->rows);
 #pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t t = 0; t < x->rows; t += CHUNK)
+        for (int64_t t = 0; t < x->rows; t += AT_ONCE)
             for (int64_t n = 0; n < w->all.n; n += PANEL_OUTPUTS)
                 if (panel) multiply_many(w, n, x, t, panel, y);
+        if (x->by_tiles) end_tiles();
         free(panel);
     }
     return failed;
@@ -326,14 +409,21 @@ static int product_of_many(const Whole *w, const Rows *x, uint16_t *y, int threa
 
 /* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
 int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *y, int64_t rows, int threads) {
-    Rows x = {malloc(rows * w->k / 2 * sizeof(uint32_t)), NULL, rows, rows <= DIRECT_ROWS ? spans_of(w) : 0};
+    if (!rows) return 0;
+    int64_t has_steps = w->group % STEP == 0, most = DIRECT_ROWS;
+    if (has_tiles()) most = has_steps ? MOST_TILED_ROWS : FEWEST_SIXTEENS - 1;
+    Rows x = {.rows = rows, .by_tiles = has_tiles() && rows >= (has_steps ? 2 : FEWEST_SIXTEENS)};
+    x.spans = rows > most ? 0 : spans_of(w);
+    x.words = malloc((rows + SIDE - 1) / SIDE * SIDE * w->k / 2 * sizeof *x.words);
     x.totals = malloc(rows * x.spans * sizeof(float));
     char *memory = calloc(1, last_bytes(w));
-    int failed = !memory || (rows && (!x.words || (x.spans && !x.totals)));
+    int failed = !memory || !x.words || (x.spans && !x.totals);
     if (!failed) {
         Whole whole = {*w, last_outputs(w, memory)};
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows > TILE_ROWS)
-        for (int64_t t = 0; t < rows; t += TILE_ROWS) pack_tile(w, inputs, stride, &x, t);
+        for (int64_t t = 0; t < rows; t += together(&x))
+            if (x.by_tiles) pack_tile(w, inputs, stride, &x, t, 1);
+            else pack_tile(w, inputs, stride, &x, t, 0);
         if (x.spans)
             product_of_few(&whole, &x, y, threads);
         else

@@ -1,4 +1,4 @@
-/* Products of rows in bf16 with a quantized weight, for x86 processors with AMX BF16 beside what _skinny.c needs.
+/* Products of rows in bf16 with a weight in NF4 or FP8, for x86 processors with AMX BF16 beside what _skinny.c needs.
 
    y[t, n] = sum over k of x[t, k] * W[n, k]. Sums are fp32, in an order that depends on K alone: a row of y has the same
    bits whatever rows are beside it and however many threads there are.
@@ -13,12 +13,12 @@
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
+#include "amx.h"
 #include "decode.h"
+#include "reserve.h"
 
-enum { SIDE = 16, TILE = SIDE * STEP, OUTPUTS = 2 * SIDE, ROWS = 2 * SIDE };
+enum { TILE = SIDE * STEP, OUTPUTS = 2 * SIDE, ROWS = 2 * SIDE };
 enum { CHUNK = 256 }; /* inputs decoded at once for a few rows of x: they stay in the first-level cache */
 enum { CACHE = 1 << 20 }; /* bytes of x that stay in the second-level cache while all of W passes by */
 /* Registers: sums of the first and second outputs by the first and second rows, outputs, rows. */
@@ -33,22 +33,6 @@ enum { CACHE = 1 << 20 }; /* bytes of x that stay in the second-level cache whil
 
 /* Whatever has SIDE registers keeps them only if every loop over them is unrolled. */
 #define SIXTEEN_TIMES(i) _Pragma("GCC unroll 16") for (int i = 0; i < SIDE; i++)
-
-/* Shapes of the tile registers, as `ldtilecfg` reads them. */
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes_of_row[16];
-    uint8_t rows[16];
-} Tiles;
-
-static const Tiles FULL_TILES = {
-    .palette = 1, .bytes_of_row = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
-
-/* Asks the system for the registers, which it gives a process that asks. Returns 0, or 1 where it refuses. */
-int permit_tiles(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0;
-}
 
 /* 16 x 16 numbers of 32 bits. */
 INLINE void transpose(__m512i r[SIDE]) {
@@ -148,22 +132,13 @@ INLINE void take_sums(uint16_t *y, int64_t stride, int64_t rows, int64_t columns
 INLINE int64_t chunk_of(const Weight *w, int64_t rows) { return rows > ROWS ? w->k : smaller(CHUNK, w->k); }
 
 /* OUTPUTS columns of y from n on, of the rows whose tiles are `packed`. */
-INLINE void multiply_outputs(const Weight *all, int64_t n, const uint16_t *packed, uint16_t *decoded, uint16_t *y,
+INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed, uint16_t *decoded, uint16_t *y,
                              int64_t rows) {
-    int64_t chunk = chunk_of(all, rows);
-    int8_t codes[widened_bytes(all, OUTPUTS)];
-    Weight bytes;
-    const Weight *w = in_bytes(all, n, OUTPUTS, codes, &bytes);
+    int64_t chunk = chunk_of(w, rows);
     for (int64_t k = 0; k < w->k; k += chunk) {
         int64_t end = smaller(k + chunk, w->k);
-        switch (format_of(w)) {
-        case NF4: decode_chunk(NF4, w, n, k, end, chunk, decoded); break;
-        case INT4: decode_chunk(INT4, w, n, k, end, chunk, decoded); break;
-        case INT8: decode_chunk(INT8, w, n, k, end, chunk, decoded); break;
-        case FP8: decode_chunk(FP8, w, n, k, end, chunk, decoded); break;
-        case INT4_FROM_MINIMA: decode_chunk(INT4_FROM_MINIMA, w, n, k, end, chunk, decoded); break;
-        case INT8_SIXTEENS: decode_chunk(INT8_SIXTEENS, w, n, k, end, chunk, decoded); break;
-        }
+        if (w->format == NF4) decode_chunk(NF4, w, n, k, end, chunk, decoded);
+        else decode_chunk(FP8, w, n, k, end, chunk, decoded);
         for (int64_t t = 0; t < rows; t += ROWS) {
             if (k == 0) clear_sums();
             multiply(decoded, SIDE * chunk, packed + t * w->k + SIDE * k, SIDE * w->k, end - k, rows - t > SIDE);
@@ -186,17 +161,6 @@ INLINE void multiply_rows(const Weight *w, const uint16_t *x, int64_t stride, ui
         for (int64_t n = 0; n < w->n; n += OUTPUTS) multiply_outputs(w, n, packed, own, y, rows);
         _tile_release();
     }
-}
-
-/* Memory of the calling thread, which it keeps: given back, it would come with new pages each time. Null if there is none. */
-INLINE uint16_t *reserve(int64_t bytes) {
-    static _Thread_local uint16_t *memory;
-    static _Thread_local int64_t size;
-    if (bytes <= size) return memory;
-    free(memory);
-    memory = aligned_alloc(64, bytes);
-    size = memory ? bytes : 0;
-    return memory;
 }
 
 /* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */

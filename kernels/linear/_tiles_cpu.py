@@ -1,4 +1,4 @@
-"""Products of rows in bf16 with a quantized weight by AMX, the matrix registers of some CPUs (`_tiles.c`)."""
+"""Products of rows in bf16 with a weight in NF4 or FP8 by AMX, the matrix registers of some CPUs (`_tiles.c`)."""
 
 import ctypes
 import logging
@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.common.compiled import compiled
 from kernels.common.processor import processor_features
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress, product_in_c
+from kernels.linear._turned_cpu import TurnedWeight
 
 NEEDS = frozenset({"amx_bf16", "avx512_bf16", "avx512vbmi"})
 _FEWEST_ROWS = 2
@@ -19,8 +20,13 @@ _FEWEST_ROWS = 2
 log = logging.getLogger(__name__)
 
 
+def takes_tiles(x: Tensor, weight: SkinnyWeight) -> bool:
+    """Whether rows x [T, K] are best multiplied with this weight here: one that is not turned."""
+    return not isinstance(weight.held, TurnedWeight) and has_tiles(x)
+
+
 def has_tiles(x: Tensor) -> bool:
-    """Whether rows x [T, K] are best multiplied here."""
+    """Whether so many rows in this dtype are, whatever else is asked of the weight."""
     return x.dtype == torch.bfloat16 and x.shape[0] >= _FEWEST_ROWS and _library() is not None
 
 

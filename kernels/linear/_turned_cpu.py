@@ -1,5 +1,5 @@
-"""Integer weights that are turned once, at load: for C products in which a lane is an output, on CPUs with AVX-512 BF16
-and no AMX.
+"""Integer weights that are turned once, at load: for C products in which a lane is an output, and a tile of AMX has
+pairs of inputs by outputs, on CPUs with AVX-512 BF16.
 
 Rows of codes, scales, zeros and minima are turned each time they are read. Turned ones lie in memory instead of them,
 and become rows again for whoever asks.

@@ -2,7 +2,7 @@
 
 On the CPU a weight can be prepared once for many products:
 
-- In bf16 C reads it in panels, where the processor has AVX-512 BF16 and no AMX (`_pairs_cpu.py`); elsewhere oneDNN
+- In bf16 C reads it in panels, where the processor has AVX-512 BF16 (`_pairs_cpu.py`); elsewhere oneDNN
   finds it in blocks that it multiplies without copying, which about halves the time of one to four rows (decode), saves
   a third at eight and a few percent at hundreds.
 - In fp32, if every number is one of bf16 too, as in checkpoints in bf16, bf16 is what stays in memory, and C reads half

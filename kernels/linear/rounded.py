@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu
+from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu
 from kernels.linear._quantized_tiles import TiledWeight
 from kernels.linear._rounded_cpu import rounded_product, rounded_rows, takes
 from kernels.linear._rounded_tiles import multiplies, product_of_codes
-from kernels.linear._tiles_cpu import has_tiles, tiled_product
+from kernels.linear._tiles_cpu import has_tiles
 from kernels.linear.lora import wants_gradients
 from kernels.linear.quantized import MOST_FUSED_ROWS, PreparedQuantizedWeight, grad_input, quantized_linear
 
@@ -83,7 +83,7 @@ def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:
 
 def _integer_product(x: Tensor, weight: CpuWeight, group: int) -> Tensor:
     if has_tiles(x):
-        return tiled_product(rounded_rows(x, group), weight.skinny)  # type: ignore[arg-type]
+        return linear_on_cpu(rounded_rows(x, group), weight, None)
     product: Tensor = rounded_product(x, weight.skinny, group)  # type: ignore[arg-type]
     return product.to(x.dtype)
 

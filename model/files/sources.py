@@ -100,12 +100,12 @@ def _checked_file(path: Path, sha256: str | None) -> Path:
 
 def _download(name: str, revision: str | None, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
     log.info("fetching %s from the hub, unless it is here already", name)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except (HTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         at = f" at {revision}" if revision else ""
         raise SourceError(
             f"There is no folder {name} here, and {name}{at} could not be fetched from the hub: {_cause(error)}."
@@ -130,6 +130,8 @@ def _cause(error: BaseException) -> str:
         status = error.response.status_code
         refused = status in (401, 403)
         return "access is refused; HF_TOKEN must hold a token that may read it" if refused else f"it answers {status}"
+    if isinstance(error, errors.HTTPError):
+        return f"the connection was lost ({type(error).__name__}); the same command again goes on from there"
     return getattr(error, "strerror", None) or type(error).__name__
 
 

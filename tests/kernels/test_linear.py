@@ -85,7 +85,6 @@ def test_writing_rows() -> None:
 @pytest.mark.skipif(pairs._library() is None, reason="no C compiler, or a processor without AVX-512 BF16")
 def test_bf16_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy has the same numbers, and so has a row in any company, on any number of threads; rows can be written."""
-    monkeypatch.setattr(pairs, "multiplies_tiles", lambda: False)
     whole, x, bias = torch.randn(500, 640).bfloat16(), torch.randn(600, 640).bfloat16(), torch.randn(500).bfloat16()
     prepared = deepcopy(prepare_linear_weight(whole))
     assert isinstance(prepared.held, pairs.PairedWeight) and prepared.shape == (500, 640)
@@ -94,11 +93,19 @@ def test_bf16_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = linear(x, prepared, bias)
     check_close(expected, linear_reference(x.double(), whole.double(), bias.double()))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 257):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 33, 48, 49, 64, 65, 257):
         assert torch.equal(linear(x[:rows], prepared, bias), expected[:rows])
     whole[50:150] = 1
     prepared.write(slice(50, 150), whole[50:150])
     check_close(linear(x, prepared), linear_reference(x.double(), whole.double()))
+
+
+@pytest.mark.skipif(pairs._library() is None, reason="no C compiler, or a processor without AVX-512 BF16")
+def test_bf16_in_panels_of_a_number_of_inputs_that_no_tile_has() -> None:
+    whole, x = torch.randn(70, 84).bfloat16(), torch.randn(40, 84).bfloat16()
+    expected = linear_reference(x.double(), whole.double())
+    for rows in (1, 16, 40):
+        check_close(linear(x[:rows], prepare_linear_weight(whole)), expected[:rows])
 
 
 def test_gradients() -> None:

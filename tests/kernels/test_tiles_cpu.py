@@ -8,15 +8,17 @@ from torch import Tensor
 
 import kernels.linear._tiles_cpu as module
 from kernels.linear._rounded_cpu import rounded_rows
+from kernels.linear._skinny_cpu import skinny_product
 from kernels.linear._tiles_cpu import has_tiles, tiled_product
-from kernels.linear.dense import linear, prepare_linear_weight
-from kernels.linear.quantization import quantize_int4
+from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_nf4
 from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from kernels.linear.rounded import Rounding, round_activations, rounded_linear
 from tests.compare import check_close
-from tests.kernels.test_skinny_cpu import ALL, Quantize, prepared, with_random_codes
+from tests.kernels.test_skinny_cpu import QUANTIZERS, TURNED, Quantize, fewest_alike, prepared, with_random_codes
 
 pytestmark = pytest.mark.skipif(not has_tiles(torch.zeros(2, 64).bfloat16()), reason="no C compiler or no AMX")
+AS_STORED = {name: make for name, make in QUANTIZERS.items() if name not in TURNED}
+ALL = pytest.mark.parametrize("quantize", AS_STORED.values(), ids=AS_STORED)
 
 
 def inputs(rows: int, k: int) -> Tensor:
@@ -35,8 +37,20 @@ def test_products_of_any_number_of_rows(quantize: Quantize, n: int) -> None:
         assert y.shape == (rows, n) and torch.equal(y, every[:rows])
 
 
+@pytest.mark.parametrize("quantize", TURNED.values(), ids=TURNED)
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 130])
+def test_products_with_turned_weights_of_any_number_of_rows(quantize: Quantize, n: int) -> None:
+    """The same from a few rows on; also with groups of no whole step, which become bf16 first."""
+    weight, x = with_random_codes(quantize(torch.randn(n, 320))), inputs(128, 320)
+    every = skinny_product(x, prepared(weight))
+    check_close(every, x.double() @ weight.dequantize(torch.float64).t())
+    for rows in (0, fewest_alike(prepared(weight), x.dtype), 15, 16, 17, 31, 32, 33, 48, 64, 65, 127):
+        y = skinny_product(x[:rows], prepared(weight))
+        assert y.shape == (rows, n) and torch.equal(y, every[:rows])
+
+
 def test_more_rows_than_the_cache_holds_and_rows_that_lie_apart() -> None:
-    weight, x = quantize_int4(torch.randn(48, 4096)), inputs(400, 8192)[:, ::2][:, :4096]
+    weight, x = quantize_nf4(torch.randn(48, 4096), double=False), inputs(400, 8192)[:, ::2][:, :4096]
     y = tiled_product(x, prepared(weight))
     check_close(y, x.double() @ weight.dequantize(torch.float64).t())
     part = inputs(150, 4160)[:, :4096]
@@ -44,7 +58,7 @@ def test_more_rows_than_the_cache_holds_and_rows_that_lie_apart() -> None:
 
 
 def test_threads_change_no_bit() -> None:
-    weight, x, before = prepared(quantize_int4(torch.randn(100, 512))), inputs(50, 512), torch.get_num_threads()
+    weight, x, before = prepared(quantize_fp8(torch.randn(100, 512))), inputs(50, 512), torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2, 5):
@@ -68,14 +82,18 @@ def test_zeros_outliers_and_what_is_not_finite_keep_to_their_row(quantize: Quant
 
 def test_in_turns_with_onednn_which_has_shapes_of_its_own_for_the_registers() -> None:
     weight, x = torch.randn(64, 256).bfloat16(), inputs(40, 256)
-    quantized, packed = quantize_int4(weight.float()), prepare_linear_weight(weight)
+    quantized, packed = quantize_fp8(weight.float()), torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def linear(x: Tensor, packed: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+
     ours, theirs = tiled_product(x, prepared(quantized)), linear(x, packed)
     for _ in range(3):
         assert torch.equal(tiled_product(x, prepared(quantized)), ours) and torch.equal(linear(x, packed), theirs)
 
 
 def test_quantized_layers_use_them_with_a_bias() -> None:
-    weight, x, bias = quantize_int4(torch.randn(40, 128)), inputs(9, 128), torch.randn(40).bfloat16()
+    weight, x, bias = quantize_fp8(torch.randn(40, 128)), inputs(9, 128), torch.randn(40).bfloat16()
     y = quantized_linear(x, prepare_quantized_weight(weight), bias)
     assert torch.equal(y, tiled_product(x, prepared(weight)) + bias)
 

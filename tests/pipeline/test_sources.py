@@ -168,6 +168,10 @@ def not_here(cause: Exception | None) -> errors.LocalEntryNotFoundError:
         (answered(errors.RepositoryNotFoundError, 404), "there is no such repository, or it is private and HF_TOKEN"),
         (answered(errors.RevisionNotFoundError, 404), "the repository has no such revision."),
         (answered(errors.HfHubHTTPError, 401), "access is refused; HF_TOKEN must hold a token that may read it."),
+        (
+            errors.HTTPError("The read operation timed out"),
+            "the connection was lost (HTTPError); the same command again",
+        ),
         (errors.HFValidationError("Repo id must"), "no repository can have this name."),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device."),
     ],
