@@ -167,16 +167,17 @@ def by_expert(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @FAMILIES
 def test_one_step_has_their_gradients(folder: Path) -> None:
+    """Of the mean over labels: 1e-5, where either side's own rounding takes it up to 3e-5 from fp64."""
     ours, theirs, text = load_model(folder).requires_grad_(True), opened(folder), PROMPTS[0]
     batch = batch_of([text])
-    LanguageModelling()(ours.train(), batch).loss_sum.backward()
-    theirs(torch.tensor([text]), labels=torch.tensor([text])).loss.mul(batch.num_labels).backward()
+    LanguageModelling()(ours.train(), batch).loss_sum.div(batch.num_labels).backward()
+    theirs(torch.tensor([text]), labels=torch.tensor([text])).loss.backward()
     expected = by_expert({name: parameter.grad for name, parameter in theirs.named_parameters()})
     assert expected.keys() >= dict(ours.named_parameters()).keys()
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
         torch.testing.assert_close(
-            parameter.grad, expected[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n} {m}"
+            parameter.grad, expected[name], atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n} {m}"
         )
 
 
