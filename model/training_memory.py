@@ -119,7 +119,8 @@ class Setup:
     routed: bool = False
     """Whether routers that are not in `model` yet choose among the tokens of each document."""
     whole_documents: bool = False
-    """Whether no two processes can share a micro-batch: its losses are those of whole documents."""
+    """Whether no two processes can share a micro-batch: its losses are those of whole documents, as of stored
+    distributions."""
     on_gpu: bool = True
     processes: int = 1
     shards: int = 1
@@ -128,6 +129,11 @@ class Setup:
     """Among these, processes that compute a micro-batch together, each a part of its tokens (model/context.py)."""
     tensor: int = 1
     """Or each a part of every layer (model/trained_split.py)."""
+
+    @property
+    def asked_teacher(self) -> ModelConfig | None:
+        """The teacher, if it makes passes in training: what learns from stored distributions has it to measure by."""
+        return None if self.whole_documents else self.teacher
 
     def memory(self) -> Memory:
         """Raises LoraError for a target that names no layer, MeshError for `tensor` that cannot be."""
@@ -346,7 +352,7 @@ class Arithmetic:
 
     def _compared(self) -> int:
         """Residual streams of both models, where a distillation has them compared."""
-        teacher, loss = self.setup.teacher, getattr(self.training, "loss", None)
+        teacher, loss = self.setup.asked_teacher, getattr(self.training, "loss", None)
         if teacher is None or loss is None or not loss.hidden_weight:
             return 0
         ours = self.config.num_layers * self.config.hidden_size * self.stream
@@ -466,13 +472,13 @@ class Arithmetic:
 
     def _loss(self) -> int:
         """Buffers of the loss; the gradients of hidden states and of a trained output projection."""
-        config, teacher, tokens = self.config, self.setup.teacher, self.rows
+        config, teacher, tokens = self.config, self.setup.asked_teacher, self.rows
         heads = [(config, self.stream)] + ([(teacher, self.teacher_item)] if teacher is not None else [])
         total = sum(self._head(head, dtype) for head, dtype in heads)
         if self.setup.on_gpu:
             return total + FULL * tokens * config.hidden_size + self._head_gradient()
         block = _projection.rows_per_block(self._rows_of_loss, config.vocab_size) * config.vocab_size
-        blocks = _LOSS_BLOCKS if teacher is None else _DIVERGENCE_BLOCKS
+        blocks = _LOSS_BLOCKS if self.setup.teacher is None else _DIVERGENCE_BLOCKS
         return total + self.item * tokens * config.hidden_size + self._head_gradient() + blocks * FULL * block
 
     @property

@@ -24,7 +24,7 @@ from model.sharded_memory import smallest_shards
 from model.training_memory import Memory, Setup, largest_micro_batch
 from pipeline.errors import UserError
 from pipeline.report.section import Table
-from pipeline.schema import Recipe, Stage
+from pipeline.schema import DataSource, Recipe, Stage
 from pipeline.stages.base import kind_of
 from train.progress import as_duration
 
@@ -94,11 +94,22 @@ def stage_plans(
         setup, data = kind.setup(stage.config, shapes), kind.data(stage.config)
         shape = imported.get(stage.name) or kind.shape(stage.config, shapes, cache)
         if setup is not None and data is not None:
-            setup = replace(setup, teacher_formats=formats_of(kind.teacher(stage.config)))
-            plans.append(StagePlan(stage.name, setup, setup.memory(), data, recipe.data_set(data).sequence_length))
+            source = recipe.data_set(data)
+            setup = replace(
+                setup,
+                teacher_formats=formats_of(kind.teacher(stage.config)),
+                whole_documents=setup.whole_documents or _learns_from_stored(stage.config, source),
+            )
+            plans.append(StagePlan(stage.name, setup, setup.memory(), data, source.sequence_length))
         if stage.out is not None and shape is not None:
             shapes[stage.out], makers[stage.out] = shape, stage
     return plans
+
+
+def _learns_from_stored(config: Any, source: DataSource) -> bool:
+    """Whether what its teacher would say lies with the data."""
+    loss = getattr(config, "loss", None)
+    return source.has_distributions and loss is not None and loss.kind != "cross_entropy"
 
 
 def on_gpus(plans: Sequence[StagePlan], gpus: int, budgets: Sequence[int]) -> list[StagePlan]:

@@ -48,12 +48,13 @@ Models = tuple[Transformer, Transformer | None]
 def training_seconds(setup: Setup, models: Models, data: TokenizedDocuments, sequence_length: int) -> float:
     """All steps of a stage, in one process, which train its `random_models`; what a student writes itself is not in it.
 
-    Steps with routers are timed as without: early every token passes, later fewer do. Raises MemoryShortageError, and
-    KeyboardInterrupt where a signal came first, for which training stops in peace.
+    Steps with routers are timed as without: early every token passes, later fewer do. Those that learn from stored
+    distributions are timed as steps that learn the text, which have one product with the vocabulary too. Raises
+    MemoryShortageError, and KeyboardInterrupt where a signal came first, for which training stops in peace.
     """
     training: Any = setup.training
     model, teacher = models
-    objective = objective_by_settings(training, teacher)
+    objective = objective_by_settings(training, None if setup.asked_teacher is None else teacher)
     short = replace(training, tokens=(STEPS + 1) * training.batch_tokens, evaluate_every_tokens=None)
     short = replace(short, checkpoint_every_s=1e9)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from pipeline.cli import main
 from pipeline.errors import UserError
 from pipeline.measure import training_time
 from pipeline.measure.quality import HeldOut
-from pipeline.plan import GIB, budgets_of, plan_recipe, plan_table
+from pipeline.plan import GIB, budgets_of, plan_recipe, plan_table, timed
 from pipeline.recipe import load_recipe
 from pipeline.stages.base import kind_of
 from pipeline.stages.distill import run as distill
@@ -23,7 +23,7 @@ from pipeline.stages.mod.config import Mod
 from pipeline.stages.qlora.config import Qlora
 from pipeline.stages.quantize.config import Quantize, Weights
 from tests.pipeline.tiny_run import run_stages, write_teacher, write_text
-from train.loop import Trainer
+from train.loop import MemoryShortageError, Trainer
 
 
 @pytest.fixture
@@ -87,6 +87,35 @@ def test_a_quantized_teacher_is_planned_in_its_format(recipe: Path, tmp_path: Pa
         sizes.append(plan.memory.weights - 4 * plan.setup.model.num_parameters())
         assert sizes[-1] == planned_weight_bytes(plan.setup.teacher, plan.setup.teacher_formats, torch.bfloat16)
     assert sizes[0] == 2 * plan.setup.teacher.num_parameters() > 2 * sizes[1]
+
+
+def test_a_teacher_that_has_said_all_before_makes_no_pass_in_training(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays, to measure by, and costs neither buffers of the loss nor time; of a loss of the text alone as ever."""
+    raw = yaml.safe_load(recipe.read_text())
+    training = {**raw["stages"][1]["distill"], "student": {"from": "teacher", "layers": 2}}
+    raw["stages"] = [
+        {"precompute": {"model": "teacher", "data": "text", "out": "told"}},
+        {"distill": {**training, "data": "told", "out": "stored"}},
+        {"distill": {**training, "data": "text", "out": "dense"}},
+        {"distill": {**training, "data": "told", "out": "plain", "loss": {"kind": "cross_entropy"}}},
+    ]
+    recipe.write_text(yaml.safe_dump(raw))
+    stored, dense, plain = plan_recipe(load_recipe(recipe, []), tmp_path)
+    assert stored.setup.teacher is not None and stored.setup.asked_teacher is None
+    assert dense.setup.asked_teacher == plain.setup.asked_teacher == stored.setup.teacher
+    assert stored.memory.loss < dense.memory.loss and stored.memory.weights == dense.memory.weights
+    with_teacher = []
+
+    def refuses(training: Any, teacher: Any) -> None:
+        with_teacher.append(teacher is not None)
+        raise MemoryShortageError("seen")
+
+    monkeypatch.setattr(training_time, "objective_by_settings", refuses)
+    monkeypatch.setattr("pipeline.data.data_sets", lambda recipe, cache: [])
+    timed([stored, dense, plain], load_recipe(recipe, []), tmp_path)
+    assert with_teacher == [False, True, True]
 
 
 def test_recovery_of_quantized_weights_is_planned_by_what_it_trains(recipe: Path, tmp_path: Path) -> None:
