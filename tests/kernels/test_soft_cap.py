@@ -22,6 +22,7 @@ from kernels.common.soft_cap import soft_cap_, soft_cap_slopes, soft_capped
 from kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from kernels.losses.linear_distillation import DivergenceKind, linear_distillation, linear_distillation_reference
 from tests.compare import check_all_close, check_close, check_slopes
+from tests.interpreted import needs_triton
 from tests.kernels.losses import LOGITS, choose_logits, use_small_tiles, wide
 from tests.paged import PagedCase, grow_trees, hide_slots, make_case
 from tests.trials import covering
@@ -294,6 +295,7 @@ def test_without_gradients_packed_documents_go_to_c(monkeypatch: pytest.MonkeyPa
     assert met == [1.5]
 
 
+@needs_triton
 def test_the_kernels_in_gluon_leave_a_cap_to_the_portable_ones() -> None:
     hopper = pytest.importorskip("kernels.attention._flash_hopper")
     q, k, v, _ = heads_of(CPU, torch.bfloat16, 64)
