@@ -246,7 +246,8 @@ def main() -> None:
     if options.beside == "vllm":
         check_peer(options.peer, "vllm", "make an environment as bench/serve/vllm_cpu.py says")
         result = beside_vllm(teacher_folder(), options.peer, options.rounds)
-        write_result_by_processor("serve-vllm-cpu", "python -m bench.serve --beside vllm --peer PEER/bin/python", result)
+        command = "python -m bench.serve --beside vllm --peer PEER/bin/python"
+        write_result_by_processor("serve-vllm-cpu", command, result)
         return
     if options.beside == "llama.cpp":
         check_installed()

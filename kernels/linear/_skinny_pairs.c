@@ -18,6 +18,7 @@
    Legend: T rows of x, N outputs, K inputs (a multiple of 32), G groups of a row of W.
 */
 
+#include <omp.h>
 #include <stdlib.h>
 
 #include "../common/pairs.h"
@@ -167,6 +168,14 @@ INLINE Parts parts_from(const Kind kind, const Whole *w, int64_t n, int count, f
     return parts;
 }
 
+/* Codes are wanted soon. Panels are too short for processors with AMX to see that they go on: of one row, on one thread,
+   this saves a tenth of the time. */
+INLINE void fetch(const Kind kind, const Parts *w, int64_t at, const int parts) {
+    UNROLLED(int i = 0; i < parts; i++)
+        UNROLLED(int byte = 0; byte < bytes_of_pairs(kind) * OUTPUTS; byte += CACHE_LINE)
+            _mm_prefetch(w->codes[i] + at + byte, _MM_HINT_T0);
+}
+
 /* Some inputs of every output times those of `tokens` rows of x [pairs, tokens]. */
 INLINE void multiply_pairs(const Kind kind, const Parts *w, int64_t at, const uint32_t *x,
                            __m512 sums[TILE_ROWS][MOST_PARTS], const int tokens, const int parts) {
@@ -203,14 +212,17 @@ INLINE void tile(const Kind kind, const Weight *w, const Parts *parts, const uin
                  const int tokens, const int count) {
     ALIGNED float y[tokens * count * OUTPUTS];
     memset(y, 0, sizeof y);
-    int64_t at = 0, step = bytes_of_pairs(kind) * OUTPUTS;
+    int64_t at = 0, step = bytes_of_pairs(kind) * OUTPUTS, next = count * OUTPUTS * bytes_of(w->format, w->k);
+    next *= omp_get_num_threads(); /* which take panels in turns */
     for (int64_t k = 0, end; k < w->k; k = end, totals += tokens) {
         __m512 sums[TILE_ROWS][MOST_PARTS];
         UNROLLED(int t = 0; t < tokens; t++)
             UNROLLED(int i = 0; i < count; i++) sums[t][i] = _mm512_setzero_ps();
         end = k + span_of(w, k);
-        for (int64_t c = k; c < end; c += 2 * pairs_of(kind), at += step, x += pairs_of(kind) * tokens)
+        for (int64_t c = k; c < end; c += 2 * pairs_of(kind), at += step, x += pairs_of(kind) * tokens) {
+            if (HAS_AMX && tokens == 1) fetch(kind, parts, at + next, count);
             multiply_pairs(kind, parts, at, x, sums, tokens, count);
+        }
         add_span(kind, parts, k / w->group, totals, sums, y, tokens, count);
     }
     UNROLLED(int t = 0; t < tokens; t++)

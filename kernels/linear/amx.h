@@ -16,6 +16,8 @@ INLINE int has_tiles(void) { return permitted; }
 
 #ifdef __AMX_BF16__
 
+enum { HAS_AMX = 1 };
+
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -38,6 +40,8 @@ static const Tiles FULL_TILES = {
     .palette = 1, .bytes_of_row = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
 #else
+
+enum { HAS_AMX = 0 };
 
 int permit_tiles(void) { return 1; }
 

@@ -143,7 +143,8 @@ INLINE void product_of_four(const uint32_t *panel, int64_t pairs, const uint32_t
     } else if (tiles > 1) {
         sum_last_part(panel, pairs, x, sums, 2);
     }
-    if (tiles % 2) sum_parts(panel, pairs, x + (tiles - 1) * SIDE * pairs, sums + (tiles - 1) * apart, is_first && tiles == 1);
+    if (tiles % 2)
+        sum_parts(panel, pairs, x + (tiles - 1) * SIDE * pairs, sums + (tiles - 1) * apart, is_first && tiles == 1);
     for (int64_t tile = 0; tile < tiles; tile++, to.y += SIDE * to.stride)
         store_parts(sums + tile * apart, to, rows - tile * SIDE);
 }
@@ -162,6 +163,7 @@ static void product_by_tiles(const uint32_t *panel, int64_t pairs, const uint32_
 INLINE void begin_tiles(int64_t rows) {}
 INLINE void end_tiles(void) {}
 INLINE void pack_for_tiles(const uint16_t *x, int64_t stride, int64_t pairs, uint32_t *to, int64_t rows) {}
+INLINE void sum_parts(const uint32_t *panel, int64_t pairs, const uint32_t *x, float *sums, const int is_first) {}
 INLINE void product_by_tiles(const uint32_t *panel, int64_t pairs, const uint32_t *x, Columns to, int64_t rows) {}
 
 #endif
