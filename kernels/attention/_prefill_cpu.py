@@ -1,8 +1,8 @@
 """Attention of many queries a sequence on the CPU by `_prefill.c`: fp32 or bf16, over keys of the same or of 8 bits.
 
-Not taken, so that torch does it: gradients, fp16, head dims that are not a multiple of 8 or above 256, and bf16 where
-the processor multiplies tiles of it (AMX). Arithmetic is fp32, but that products of bf16 are pairs where the processor
-has such (AVX-512 BF16): probabilities are rounded to bf16 then, as on a GPU.
+Not taken, so that torch does it: gradients, fp16, and head dims that are not a multiple of 8 or above 256. Arithmetic is
+fp32, but that products of bf16 are pairs where the processor has such (AVX-512 BF16, AMX): probabilities are rounded to
+bf16 then, as on a GPU, and keys and values of 8 bits.
 
 Legend: T queries of all sequences, Hq query heads, Hkv key/value heads, d head dim, B sequences, S prompts.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.attention._cached_rows import CachedRows, values_of_codes
 from kernels.common.compiled import compiled
 from kernels.common.cpu_graph import call
-from kernels.common.floats_cpu import DTYPES, NEEDS, is_plain, multiplies_tiles
+from kernels.common.floats_cpu import DTYPES, NEEDS, is_plain
 
 _QUERIES = 64
 """Of one task, as in the C source."""
@@ -83,7 +83,6 @@ def takes(q: Tensor, k: CachedRows, v: CachedRows) -> bool:
         is_plain(q)
         and q.shape[2] % 8 == 0
         and q.shape[2] <= 256
-        and not (q.dtype == torch.bfloat16 and multiplies_tiles())
         and all(_reads(x, q.dtype) for x in (k, v))
         and _library() is not None
     )
@@ -127,4 +126,6 @@ def load(source: Path) -> Any:
     if library is not None:
         library.attend_prefill.argtypes = (ctypes.POINTER(_Batch), ctypes.c_int)
         library.attend_prefill.restype = ctypes.c_int
+        library.permit_tiles.argtypes, library.permit_tiles.restype = (), ctypes.c_int
+        library.permit_tiles()
     return library

@@ -3,12 +3,10 @@
 The C side is `floats.h`.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from kernels.common.processor import Needs, processor_features
+from kernels.common.processor import Needs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """What C calls them."""
@@ -21,9 +19,3 @@ NEEDS: Needs = (AVX2, NEON)
 def is_plain(x: Tensor) -> bool:
     """Whether C can read x where it lies: on the CPU, in one of `DTYPES`, the last dimension without gaps."""
     return x.is_cpu and x.dtype in DTYPES and x.stride(-1) == 1
-
-
-@cache
-def multiplies_tiles() -> bool:
-    """Whether the processor multiplies tiles of bf16 (AMX)."""
-    return "amx_bf16" in processor_features()

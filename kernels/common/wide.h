@@ -6,6 +6,7 @@
 #ifndef WIDE_H
 #define WIDE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #if defined(__x86_64__)
@@ -31,6 +32,13 @@ INLINE Wide all(float x) { return (Wide){0} + x; }
 
 /* Of each lane `yes` where the mask is -1, `no` where it is 0. */
 INLINE Wide chosen(Lanes mask, Wide yes, Wide no) { return (Wide)((mask & (Lanes)yes) | (~mask & (Lanes)no)); }
+
+/* Whether the mask is -1 anywhere. */
+INLINE bool any_lane(Lanes mask) {
+    int32_t found = 0;
+    UNROLLED(int i = 0; i < WIDTH; i++) found |= mask[i];
+    return found;
+}
 
 /* Of each lane a if it is more than b, else b; so b where one is NaN. */
 #if defined(__AVX512F__) && WIDTH == 16

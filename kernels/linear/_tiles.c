@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "amx.h"
+#include "../common/amx.h"
 #include "decode.h"
 #include "reserve.h"
 

@@ -11,7 +11,7 @@
 #ifndef PANEL_TILES_H
 #define PANEL_TILES_H
 
-#include "amx.h"
+#include "../common/amx.h"
 #include "panels.h"
 
 enum { TILE_WORDS = SIDE * WORDS, PANEL_BYTES = 4 * PANEL_OUTPUTS };

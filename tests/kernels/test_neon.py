@@ -128,7 +128,6 @@ def test_attention_of_decode(emulate: Emulate) -> None:
 
 def test_attention_of_prefill(emulate: Emulate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators, of which each compiler makes what it likes, so bits may differ."""
-    monkeypatch.setattr(prefill, "multiplies_tiles", lambda: False)
     monkeypatch.setattr(test_prefill_cpu, "SEQUENCES", [(17, 17), (65, 65), (40, 120)])
     emulate(prefill, prefill._library)
     for dtype in DTYPES:

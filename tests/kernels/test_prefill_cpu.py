@@ -28,12 +28,6 @@ HEADS = pytest.mark.parametrize("heads", [(2, 2), (9, 3), (4, 1), (7, 1)], ids=s
 Make = Callable[..., PagedCase]
 
 
-@pytest.fixture(autouse=True)
-def in_bf16_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processor would multiply tiles of bf16, too."""
-    monkeypatch.setattr(in_c, "multiplies_tiles", lambda: False)
-
-
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str, scope="module")
 def make(request: pytest.FixtureRequest) -> Make:
     """A case of these sequences, in each dtype that C takes."""
@@ -138,15 +132,13 @@ def test_what_is_not_finite_stays_with_its_sequence_and_shows(make: Make, spoile
     assert result[0].isfinite().all() and result[2].isfinite().all() and not result[1].isfinite().any()
 
 
-def test_strided_queries_and_what_is_left_to_torch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strided_queries_and_what_is_left_to_torch(make: Make) -> None:
     case = make(SEQUENCES, heads=(4, 2))
     wide = torch.cat((case.q, case.q), 1)[:, :4]
     assert not wide.is_contiguous() and is_taken(replace(case, q=wide))
     assert torch.equal(replace(case, q=wide).attend(), case.attend())
     assert not is_taken(make([(20, 20)], head_dim=12)) and not is_taken(make([(20, 20)], head_dim=264))
     assert not is_taken(make_case([(20, 20)], torch.float16, CPU))
-    monkeypatch.setattr(in_c, "multiplies_tiles", lambda: True)
-    assert is_taken(case) == (case.q.dtype == torch.float32)
 
 
 @pytest.mark.parametrize("window", [None, 30])
@@ -164,10 +156,11 @@ def test_packed_documents_without_gradients(make: Make, window: int | None, monk
     flash_attention(padded, k, v, case.cu_seqlens, case.cu_seqlens, causal=False)
 
 
-def test_the_form_for_wider_registers(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 lanes, as with AVX-512, by two registers each where the processor has 8."""
-    source = tmp_path / "_prefill_16.c"
-    source.write_text(f'#define WIDTH 16\n#include "{Path(in_c.__file__).with_name("_prefill.c")}"\n')
+@pytest.mark.parametrize("line", ["#define WIDTH 16", "#undef __AMX_BF16__"])
+def test_other_forms(make: Make, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 lanes, as with AVX-512, by two registers each where the processor has 8; pairs of bf16 without AMX."""
+    source = tmp_path / "_prefill_other.c"
+    source.write_text(f'{line}\n#include "{Path(in_c.__file__).with_name("_prefill.c")}"\n')
     case = make(SEQUENCES, heads=(9, 3))
     usual, library = case.attend(window=50), in_c.load(source)
     assert library is not None

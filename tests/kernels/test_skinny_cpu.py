@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels.linear._skinny_cpu as products
-from kernels.common.floats_cpu import multiplies_tiles
+from kernels.common.processor import processor_features
 from kernels.linear._quantized_cpu import shares_codes
 from kernels.linear._skinny_cpu import SkinnyWeight, expanded_rows, multiplies, prepare_skinny, skinny_product
 from kernels.linear._turned_cpu import TurnedWeight
@@ -28,6 +28,7 @@ from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
 from tests.compare import check_close
 from tests.kernels.integers import from_minima, in_halves
 
+HAS_AMX = "amx_bf16" in processor_features()
 DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if multiplies(dtype)]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="no C compiler, or a processor without AVX2")
 EACH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,7 +67,7 @@ def prepared(weight: QuantizedWeight) -> SkinnyWeight:
 
 def fewest_alike(weight: SkinnyWeight, dtype: torch.dtype) -> int:
     """So many rows, and more, have the same bits in any company: the registers of AMX do not multiply fewer."""
-    if dtype == torch.float32 or not isinstance(weight.held, TurnedWeight) or not multiplies_tiles():
+    if dtype == torch.float32 or not isinstance(weight.held, TurnedWeight) or not HAS_AMX:
         return 1
     return 5 if getattr(weight.held.rest, "group", 0) == 16 else 2
 
@@ -175,7 +176,7 @@ def test_many_rows_of_bf16_are_multiplied_with_a_weight_in_bf16(quantize: Quanti
     weight, x = with_random_codes(quantize(torch.randn(n, 320))), torch.randn(300, 320).bfloat16()
     y, expected = skinny_product(x, prepared(weight)), x.double() @ weight.dequantize(torch.bfloat16).double().t()
     check_close(y, expected)
-    for rows in (129, 130, 257) if multiplies_tiles() else (33, 40, 257):
+    for rows in (129, 130, 257) if HAS_AMX else (33, 40, 257):
         assert torch.equal(skinny_product(x[:rows], prepared(weight)), y[:rows])
 
 

@@ -6,7 +6,7 @@
 #ifndef AMX_H
 #define AMX_H
 
-#include "../common/inline.h"
+#include "inline.h"
 
 enum { SIDE = 16 };
 
