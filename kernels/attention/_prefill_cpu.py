@@ -1,8 +1,8 @@
 """Attention of many queries a sequence on the CPU by `_prefill.c`: fp32 or bf16, over keys of the same or of 8 bits.
 
-Not taken, so that torch does it: gradients, fp16, and head dims that are not a multiple of 8 or above 256. Arithmetic is
-fp32, but that products of bf16 are pairs where the processor has such (AVX-512 BF16, AMX): probabilities are rounded to
-bf16 then, as on a GPU, and keys and values of 8 bits.
+Not taken, so that torch does it: gradients, fp16, and head dims that are not a multiple of 8 or above 256. Arithmetic
+is fp32, but that products of bf16 are pairs where the processor has such (AVX-512 BF16, AMX): probabilities, and keys
+and values of 8 bits, are rounded to bf16 then, as on a GPU.
 
 Legend: T queries of all sequences, Hq query heads, Hkv key/value heads, d head dim, B sequences, S prompts.
 """
