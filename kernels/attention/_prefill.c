@@ -17,10 +17,9 @@
    row is one head of one query.
 */
 
-#include <stdlib.h>
-
 #include "../common/floats.h"
 #include "../common/pairs.h"
+#include "../common/reserve.h"
 #include "../common/wide.h"
 #include "prefill_tiles.h"
 
@@ -340,10 +339,10 @@ static void work(const Batch *batch, Task *task, int64_t number, int64_t kv_head
         attend_all(batch, task, kv_head, PAIRS);
 }
 
-static Task *new_task(int64_t d) {
+static Task *task_for(int64_t d) {
     size_t rows = sizeof(float) * TILES * ROWS * d, keys = sizeof(float) * KEYS * d;
     size_t head = (sizeof(Task) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    Task *task = aligned_alloc(ALIGNMENT, head + 2 * rows + 3 * keys);
+    Task *task = reserve(head + 2 * rows + 3 * keys);
     if (!task) return NULL;
     task->queries = (float *)((char *)task + head);
     task->sums = task->queries + TILES * ROWS * d;
@@ -359,7 +358,7 @@ int attend_prefill(const Batch *batch, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
-        Task *task = new_task(batch->d);
+        Task *task = task_for(batch->d);
         failed += !task;
         if (has_tiles()) begin_tiles();
 #pragma omp for collapse(2) schedule(dynamic)
@@ -369,7 +368,6 @@ int attend_prefill(const Batch *batch, int threads) {
                 if (task) work(batch, task, left - 1, kv_head, kv_head * group + done, smaller(HEADS, group - done));
             }
         if (has_tiles()) end_tiles();
-        free(task);
     }
     return failed;
 }

@@ -12,7 +12,7 @@
 #include <string.h>
 
 #include "panel_tiles.h"
-#include "reserve.h"
+#include "../common/reserve.h"
 
 typedef struct {
     int64_t n, k;

@@ -14,8 +14,7 @@
    Legend: T rows of x, N outputs, K inputs (a multiple of MOST_SPAN), G groups of a row of W.
 */
 
-#include <stdlib.h>
-
+#include "../common/reserve.h"
 #include "outputs.h"
 #include "round.h"
 
@@ -255,7 +254,7 @@ int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride,
     int64_t block = most * (w->k + w->k / span * 3 * (int64_t)sizeof(float)); /* stays in the cache while W passes by */
     int has_four = has_four_bits(w->format);
     Kind kind = {has_four, has_four && (w->minima || w->zeros), span};
-    char *memory = malloc(block + last_bytes(w));
+    char *memory = reserve(block + last_bytes(w));
     if (!memory) return 1;
     Weight last = last_outputs(w, memset(memory + block, 0, last_bytes(w)));
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
@@ -263,6 +262,5 @@ int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride,
         multiply_rows(kind, w, &last, dtype, at(dtype, x, first * x_stride), x_stride, x_group, &rounded,
                       y + first * w->n * size_of(dtype), threads);
     }
-    free(memory);
     return 0;
 }

@@ -19,13 +19,15 @@
 */
 
 #include <omp.h>
-#include <stdlib.h>
+#include <stddef.h>
 
 #include "../common/pairs.h"
+#include "../common/reserve.h"
 #include "outputs.h"
 #include "panel_tiles.h"
 
 enum { SPAN = 128, STEP = 32, MOST_PARTS = 6, DIRECT_ROWS = 32, MOST_TILED_ROWS = 128, FEWEST_SIXTEENS = 5 };
+enum { MOST_AT_ONCE = 1024 }; /* rows for which a panel is decoded once, where each thread has some panels */
 
 /* What a product is compiled for. */
 typedef struct {
@@ -376,8 +378,10 @@ INLINE void multiply_few(const Whole *w, int64_t n, const Rows *x, uint16_t *y) 
     }
 }
 
-/* A chunk of rows from `first` on times PANEL_OUTPUTS outputs, which lie in `panel` then. */
-INLINE void multiply_many(const Whole *whole, int64_t n, const Rows *x, int64_t first, uint32_t *panel, uint16_t *y) {
+/* So many rows from `first` on times PANEL_OUTPUTS outputs, which lie in `panel` then. */
+INLINE void multiply_many(
+    const Whole *whole, int64_t n, const Rows *x, int64_t first, int64_t rows, uint32_t *panel, uint16_t *y
+) {
     const Weight *w = &whole->all;
     switch (w->format) {
     case INT4: decode_panel(FOUR, whole, n, panel); break;
@@ -386,10 +390,13 @@ INLINE void multiply_many(const Whole *whole, int64_t n, const Rows *x, int64_t 
     case INT8: decode_panel(EIGHT, whole, n, panel); break;
     }
     Columns to = {y + first * w->n + n, w->n, w->n - n, NULL};
-    int64_t pairs = w->k / 2, rows = smaller(AT_ONCE, x->rows - first);
+    int64_t pairs = w->k / 2;
     if (x->by_tiles) product_by_tiles(panel, pairs, x->words + first * pairs, to, rows);
     else panel_product(panel, pairs, x->words + first * pairs, to, rows);
 }
+
+/* Words of a panel, and of what is fetched behind it. */
+INLINE int64_t panel_size(const Weight *w) { return (w->k / 2 + PANELS_AHEAD) * PANEL_OUTPUTS; }
 
 static void product_of_few(const Whole *w, const Rows *x, uint16_t *y, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -401,22 +408,19 @@ static void product_of_few(const Whole *w, const Rows *x, uint16_t *y, int threa
     }
 }
 
-/* Returns 0, or 1 without memory. */
-static int product_of_many(const Whole *w, const Rows *x, uint16_t *y, int threads) {
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
+/* `panels`: memory for one of each thread. */
+static void product_of_many(const Whole *w, const Rows *x, uint32_t *panels, uint16_t *y, int threads) {
+    int64_t at_once = w->all.n >= 4 * threads * PANEL_OUTPUTS ? MOST_AT_ONCE : AT_ONCE;
+#pragma omp parallel num_threads(threads)
     {
-        uint32_t *panel = malloc((w->all.k / 2 + PANELS_AHEAD) * PANEL_OUTPUTS * sizeof *panel);
-        failed = !panel;
+        uint32_t *panel = panels + omp_get_thread_num() * panel_size(&w->all);
         if (x->by_tiles) begin_tiles(x->rows);
 #pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t t = 0; t < x->rows; t += AT_ONCE)
+        for (int64_t t = 0; t < x->rows; t += at_once)
             for (int64_t n = 0; n < w->all.n; n += PANEL_OUTPUTS)
-                if (panel) multiply_many(w, n, x, t, panel, y);
+                multiply_many(w, n, x, t, smaller(at_once, x->rows - t), panel, y);
         if (x->by_tiles) end_tiles();
-        free(panel);
     }
-    return failed;
 }
 
 /* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
@@ -426,21 +430,16 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
     if (has_tiles()) most = has_steps ? MOST_TILED_ROWS : FEWEST_SIXTEENS - 1;
     Rows x = {.rows = rows, .by_tiles = has_tiles() && rows >= (has_steps ? 2 : FEWEST_SIXTEENS)};
     x.spans = rows > most ? 0 : spans_of(w);
-    x.words = malloc((rows + SIDE - 1) / SIDE * SIDE * w->k / 2 * sizeof *x.words);
-    x.totals = malloc(rows * x.spans * sizeof(float));
-    char *memory = calloc(1, last_bytes(w));
-    int failed = !memory || !x.words || (x.spans && !x.totals);
-    if (!failed) {
-        Whole whole = {*w, last_outputs(w, memory)};
+    int64_t words = (rows + SIDE - 1) / SIDE * SIDE * w->k / 2, more = x.spans ? rows * x.spans : threads * panel_size(w);
+    x.words = reserve((words + more) * sizeof *x.words);
+    x.totals = (float *)(x.words + words);
+    if (!x.words) return 1;
+    Whole whole = {*w, last_outputs(w, NULL)};
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows > TILE_ROWS)
-        for (int64_t t = 0; t < rows; t += together(&x))
-            if (x.by_tiles) pack_tile(w, inputs, stride, &x, t, 1);
-            else pack_tile(w, inputs, stride, &x, t, 0);
-        if (x.spans)
-            product_of_few(&whole, &x, y, threads);
-        else
-            failed = product_of_many(&whole, &x, y, threads);
-    }
-    free(x.words), free(x.totals), free(memory);
-    return failed;
+    for (int64_t t = 0; t < rows; t += together(&x))
+        if (x.by_tiles) pack_tile(w, inputs, stride, &x, t, 1);
+        else pack_tile(w, inputs, stride, &x, t, 0);
+    if (x.spans) product_of_few(&whole, &x, y, threads);
+    else product_of_many(&whole, &x, x.words + words, y, threads);
+    return 0;
 }

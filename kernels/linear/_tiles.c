@@ -16,7 +16,7 @@
 
 #include "../common/amx.h"
 #include "decode.h"
-#include "reserve.h"
+#include "../common/reserve.h"
 
 enum { TILE = SIDE * STEP, OUTPUTS = 2 * SIDE, ROWS = 2 * SIDE };
 enum { CHUNK = 256 }; /* inputs decoded at once for a few rows of x: they stay in the first-level cache */

@@ -15,6 +15,7 @@
 #include "panels.h"
 
 enum { TILE_WORDS = SIDE * WORDS, PANEL_BYTES = 4 * PANEL_OUTPUTS };
+enum { ROWS_A_STEP = 2 };
 enum { AT_ONCE = 256 }; /* rows for which a panel is read once: they stay in the second cache */
 
 INLINE int takes_tiles(int64_t pairs) { return has_tiles() && pairs % WORDS == 0; }
@@ -45,15 +46,28 @@ INLINE void fetch_next(const uint32_t *panel) {
 
 /* Sums [PANEL_WORDS, SIDE, WORDS] of `rows` rows, at most SIDE, as columns of y. */
 INLINE void store_parts(const float *sums, Columns to, int64_t rows) {
-    UNROLLED(int i = 0; i < PANEL_WORDS; i++, sums += TILE_WORDS) {
-        __mmask16 shown = lanes_until(to.count, i * WORDS);
-        __m512 start = _mm512_setzero_ps();
-        if (to.bias) start = widen(_mm256_maskz_loadu_epi16(shown, to.bias + i * WORDS));
-        for (int64_t t = 0; t < smaller(rows, SIDE); t++) {
-            __m512 sum = _mm512_add_ps(_mm512_load_ps(sums + t * WORDS), start);
-            _mm256_mask_storeu_epi16(to.y + t * to.stride + i * WORDS, shown, (__m256i)_mm512_cvtneps_pbh(sum));
-        }
+    __mmask16 shown[PANEL_WORDS];
+    __m512 start[PANEL_WORDS];
+    UNROLLED(int i = 0; i < PANEL_WORDS; i++) {
+        shown[i] = lanes_until(to.count, i * WORDS);
+        start[i] = _mm512_setzero_ps();
+        if (to.bias) start[i] = widen(_mm256_maskz_loadu_epi16(shown[i], to.bias + i * WORDS));
     }
+    for (int64_t t = 0; t < smaller(rows, SIDE); t++, sums += WORDS, to.y += to.stride)
+        UNROLLED(int i = 0; i < PANEL_WORDS; i++) {
+            __m256i y = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(_mm512_load_ps(sums + i * TILE_WORDS), start[i]));
+            if (to.count >= PANEL_OUTPUTS) _mm256_storeu_si256((__m256i *)(to.y + i * WORDS), y);
+            else _mm256_mask_storeu_epi16(to.y + i * WORDS, shown[i], y);
+        }
+}
+
+/* Where sums will be stored: a row of y fetched so early is there by then. Returns the row behind `ROWS_A_STEP` more. */
+INLINE const uint16_t *fetch_rows(const uint16_t *y, int64_t stride) {
+    UNROLLED(int i = 0; i < ROWS_A_STEP; i++, y += stride) {
+        __builtin_prefetch(y, 1);
+        __builtin_prefetch(y + PANEL_OUTPUTS - 1, 1);
+    }
+    return y;
 }
 
 /* Up to SIDE rows, x [S, SIDE, WORDS], times a panel: sums [PANEL_WORDS, SIDE, WORDS]. `is_first`: nobody has read the
@@ -77,8 +91,12 @@ INLINE void sum_parts(const uint32_t *panel, int64_t pairs, const uint32_t *x, f
     _tile_stored(2, sums + 2 * TILE_WORDS, 64);
 }
 
-/* Two tiles of rows times two parts of a panel: sums [2, PANEL_WORDS, SIDE, WORDS]. */
-INLINE void sum_two_parts(const uint32_t *panel, int64_t pairs, const uint32_t *x, float *sums, const int is_first) {
+/* Two tiles of rows times two parts of a panel: sums [2, PANEL_WORDS, SIDE, WORDS], for rows of y. */
+INLINE void sum_two_parts(
+    const uint32_t *panel, int64_t pairs, const uint32_t *x, float *sums, const uint16_t *y, int64_t stride,
+    const int is_first
+) {
+    const uint16_t *end = y + 2 * SIDE * stride;
     float *second_sums = sums + PANEL_WORDS * TILE_WORDS;
     const uint32_t *second = x + SIDE * pairs;
     _tile_zero(0);
@@ -95,6 +113,7 @@ INLINE void sum_two_parts(const uint32_t *panel, int64_t pairs, const uint32_t *
         if (is_first) fetch_next(panel);
         _tile_dpbf16ps(2, 7, 4);
         _tile_dpbf16ps(3, 7, 5);
+        if (y != end) y = fetch_rows(y, stride);
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + TILE_WORDS, 64);
@@ -136,9 +155,9 @@ INLINE void product_of_four(const uint32_t *panel, int64_t pairs, const uint32_t
     const int64_t apart = PANEL_WORDS * TILE_WORDS;
     _Alignas(64) float sums[4 * PANEL_WORDS * TILE_WORDS];
     int64_t tiles = (rows + SIDE - 1) / SIDE;
-    if (tiles > 1) sum_two_parts(panel, pairs, x, sums, is_first);
+    if (tiles > 1) sum_two_parts(panel, pairs, x, sums, to.y, to.stride, is_first);
     if (tiles == 4) {
-        sum_two_parts(panel, pairs, x + 2 * SIDE * pairs, sums + 2 * apart, 0);
+        sum_two_parts(panel, pairs, x + 2 * SIDE * pairs, sums + 2 * apart, to.y + 2 * SIDE * to.stride, to.stride, 0);
         sum_last_part(panel, pairs, x, sums, 4);
     } else if (tiles > 1) {
         sum_last_part(panel, pairs, x, sums, 2);

@@ -5,7 +5,7 @@
 
 #include <stdlib.h>
 
-#include "../common/inline.h"
+#include "inline.h"
 
 /* Memory of the calling thread, which it keeps: given back, it would come with new pages each time. Null if there is none. */
 INLINE void *reserve(int64_t bytes) {
