@@ -419,10 +419,10 @@ def log_to(file: Path | None, *, show: bool) -> None:
 def _print_results(results: "Sequence[Result[Any]]", report: Path) -> None:
     from rich.console import Console
 
-    from pipeline.report.table import collect_rows, models_section
+    from pipeline.report.table import models_section
     from pipeline.report.terminal import print_sections
     from pipeline.stages.base import sections_of
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    print_sections(console, [*sections_of(results, curves={}), models_section(collect_rows(results))])
+    print_sections(console, [*sections_of(results, curves={}), models_section(results)])
     console.print(f"report: {report}", soft_wrap=True, highlight=False)

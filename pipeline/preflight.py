@@ -33,7 +33,7 @@ def preflight(recipe: Recipe, folder: RunFolder, cache: Path) -> None:
     Models that cannot be found, and stages that ask for more than their model has, are found by planning. A model that
     the run has imported need not be found again.
     """
-    unfinished = {stage.name for stage in recipe.plan() if not (folder.stage(stage) / "result.json").exists()}
+    unfinished = {stage.name for stage in recipe.plan()} - set(_finished(recipe, folder))
     if not unfinished:
         return
     finished = [stage for stage in recipe.plan() if stage.name not in unfinished]
@@ -51,6 +51,21 @@ def preflight(recipe: Recipe, folder: RunFolder, cache: Path) -> None:
         raise UserError(reason)
     if lack := little_room(plans, folder.path):
         raise UserError(lack)
+
+
+def _finished(recipe: Recipe, folder: RunFolder) -> Iterator[str]:
+    """Names of the stages that have a result, and nothing in the recipe that is other than in its last run: for an
+    import its own settings, for any other stage the data, its settings, and those of all before it."""
+    try:
+        before = folder.recipe()
+    except UserError:
+        return
+    earlier, same = {stage.name: stage for stage in before.plan()}, recipe.data == before.data
+    for stage in recipe.plan():
+        is_import, unchanged = not kind_of(stage.kind).in_recipes, earlier.get(stage.name) == stage
+        same = same and unchanged
+        if (unchanged if is_import else same) and (folder.stage(stage) / "result.json").exists():
+            yield stage.name
 
 
 def findings(recipe: Recipe, plans: Sequence[StagePlan]) -> list[str]:

@@ -11,7 +11,8 @@ to previous/ and stays there.
 import json
 import logging
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,13 @@ class Run:
     def _run(self, stage: Stage, keys: StageKeys) -> Result[Any] | None:
         """Runs a stage in its folder, on top of what an interrupted attempt at the same work left there."""
         folder = self.folder.stage(stage)
-        if self.processes.is_main:
-            self._open_stage(stage, keys)
+        replaced = self._open_stage(stage, keys) if self.processes.is_main else None
         self.processes.wait()
         log.info("%s begins", stage.name)
-        with tracked(self.recipe, stage, folder) if self.processes.is_main else nullcontext() as wandb:
+        with (
+            self._put_back(stage, replaced),
+            tracked(self.recipe, stage, folder) if self.processes.is_main else nullcontext() as wandb,
+        ):
             context = StageContext(
                 stage=stage,
                 recipe=self.recipe,
@@ -102,9 +105,25 @@ class Run:
         self.processes.wait()
         return result
 
-    def _open_stage(self, stage: Stage, keys: StageKeys) -> None:
-        """Makes the stage's folder ready: as it was left for the same work, empty for other work."""
-        folder = self.folder.stage(stage)
+    @contextmanager
+    def _put_back(self, stage: Stage, replaced: Path | None) -> Iterator[None]:
+        """What a stage replaces stays in service where it ends by a user's mistake before it has made anything."""
+        try:
+            yield
+        except ValueError:
+            folder = self.folder.stage(stage)
+            if replaced is not None and not any(path.name != INPUTS_NAME for path in folder.iterdir()):
+                shutil.rmtree(folder)
+                replaced.rename(folder)
+                log.info("what %s had made before is back in its place", stage.name)
+            raise
+
+    def _open_stage(self, stage: Stage, keys: StageKeys) -> Path | None:
+        """Makes the stage's folder ready: as it was left for the same work, empty for other work.
+
+        Returns where what it had made for other work lies now.
+        """
+        aside, folder = None, self.folder.stage(stage)
         recorded = _read_inputs(folder)
         if folder.exists() and not keys.may_continue(recorded):
             if any(path.name != INPUTS_NAME for path in folder.iterdir()):
@@ -119,6 +138,7 @@ class Run:
         for made in (self.folder.model(stage), self.folder.data(stage)):
             shutil.rmtree(made, ignore_errors=True)
         write_atomically(folder / INPUTS_NAME, json.dumps(keys.record()).encode())
+        return aside
 
     def _go_on(self, stage: Stage, keys: StageKeys, recorded: dict[str, Any]) -> None:
         """Readies what an earlier attempt left: a result of other settings moves aside, outdated figures go."""

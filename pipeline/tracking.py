@@ -83,12 +83,12 @@ def uploads_models() -> bool:
 def show_result(run: WandbRun, recipe: Recipe, folder: Path, result: Result[Any]) -> None:
     """Figures of all models, gates, the tables of the stage, the run's report up to it, and the model."""
     from pipeline.report.page import logged_curves, render
-    from pipeline.report.table import collect_rows, models_section
+    from pipeline.report.table import models_section
     from pipeline.stages.base import sections_of
 
     home = RunFolder(folder.parent)
     curves = logged_curves(home, recipe)
-    sections = [models_section(collect_rows([result])), *sections_of([result], curves)]
+    sections = [models_section([result]), *sections_of([result], curves)]
     page = render(recipe, home.results(recipe), curves)
     tables = {
         f"{section.title} {number}" if number else section.title: _plain(table)

@@ -77,7 +77,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     num_pages: int
     page_size: int
-    load_s: float
     stats: EngineStats
     """Counters do not begin at zero: the warm-up has run."""
     lost_adapters: tuple[str, ...] = ()

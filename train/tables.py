@@ -71,6 +71,8 @@ def _named(file: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError:
         raise ValueError(f"{file} {NO_TEXT}") from None
+    except gzip.BadGzipFile:
+        raise ValueError(f"{file} is not compressed by gzip, though its name ends in .gz") from None
     except (OSError, EOFError) as reason:
         raise ValueError(f"{file} cannot be read: {reason}") from None
 

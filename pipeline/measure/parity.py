@@ -39,8 +39,9 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
     The trainer's side is one packed forward; the server's is the real engine with its pages and chunks, asked for the
     log-probabilities of its prompts. Of either model a layer is in memory at a time.
     """
-    prompts = prompts_of(batches)
-    with Progress("parity", 2 * load_config(folder).num_layers) as progress:
+    config = load_config(folder)
+    prompts = prompts_of(batches, config.num_positions)
+    with Progress("parity", 2 * config.num_layers) as progress:
         model = passing(*open_published(folder, torch.float32, device))
         trained = log_probabilities(_shown(model, "the trainer", progress), prompts)
         is_rounded = any(layer.format.rounds_activations for layer in quantized_layers(model).values())
@@ -63,7 +64,8 @@ def check_parity(folder: Path, batches: Sequence[Batch], device: torch.device | 
 
 
 def _served(folder: Path, prompts: list[list[int]], device: torch.device | str, progress: Progress) -> list[Generation]:
-    options: Any = {"dtype": "float32", "device": str(device), "max_model_len": 2 * PARITY_TOKENS, "num_pages": 64}
+    longest = max(map(len, prompts), default=1) + 1
+    options: Any = {"dtype": "float32", "device": str(device), "max_model_len": longest, "num_pages": 64}
     models = load_part(EngineConfig(model=str(folder), **options), None, by_layers=True)
     _shown(cast("Transformer", models.target), "the server", progress)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
@@ -76,13 +78,14 @@ def _shown(model: Transformer, whose: str, progress: Progress) -> Transformer:
     return model
 
 
-def prompts_of(batches: Sequence[Batch]) -> list[list[int]]:
-    """What both sides read: the beginnings of the first few sequences."""
+def prompts_of(batches: Sequence[Batch], num_positions: int) -> list[list[int]]:
+    """What both sides read: the beginnings of the first few sequences, in fewer tokens than a model knows positions."""
+    longest = min(PARITY_TOKENS, num_positions - 1)
     prompts = []
     for batch in batches:
         for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
             if end - start >= 2:
-                prompts.append(batch.tokens[start : min(end, start + PARITY_TOKENS)].tolist())
+                prompts.append(batch.tokens[start : min(end, start + longest)].tolist())
     return prompts[:PARITY_SEQUENCES]
 
 

@@ -97,7 +97,7 @@ def measuring_seconds(setup: Setup, models: Models, data: TokenizedDocuments, se
         asked.append((between - began) / len(batch.tokens))
         measured.append((time.monotonic() - between) / len(batch.tokens))
     taught = config.teacher_tokens * (teacher is not None)
-    compared = 2 * sum(map(len, prompts_of(batches)))
+    compared = 2 * sum(map(len, prompts_of(batches, setup.model.num_positions)))
     seconds = (share * config.measured_tokens + compared) * statistics.median(measured[1:])
     return float(seconds + share * taught * statistics.median(asked[1:]))
 

@@ -52,7 +52,7 @@ def render(recipe: Recipe, results: Sequence[Result[Any]], curves: Curves) -> st
     rows = collect_rows(results)
     sections = [
         *run_sections(recipe, results),
-        models_section(rows),
+        models_section(results),
         _before_and_after(results),
         *sections_of(results, curves),
         *(_training(stage, logged) for stage, logged in curves.items()),

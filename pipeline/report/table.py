@@ -29,15 +29,14 @@ def collect_rows(results: Iterable[Result[Any]]) -> list[ModelReport]:
     that was to another reference than the one after. One that nothing trained has one state. Who was timed beside
     another model has that one's latest speed times the ratio of both: a machine is not equally fast in all stages.
     """
+    results = list(results)
     rows: dict[str, ModelReport] = {}
-    references: dict[str, str] = {}
+    references = _references(results)
     timed_beside: dict[str, str] = {}
     for result in results:
         for report in result.models:
             if report.same_shape_as and not result.cost.trained_tokens:
                 continue
-            if report.quality and report.quality.kl:
-                references[report.label] = reference_of(result)
             if report.speed:
                 timed_beside[report.label] = result.models[0].label
             known = rows.get(report.label)
@@ -74,6 +73,16 @@ def reference_of(result: Result[Any]) -> str:
     return next((row.label for row in result.models if not row.same_shape_as), "the teacher")
 
 
+def _references(results: Iterable[Result[Any]]) -> dict[str, str]:
+    """By a model's label that of what it was held against last."""
+    return {
+        report.label: reference_of(result)
+        for result in results
+        for report in result.models
+        if report.quality and report.quality.kl and not (report.same_shape_as and not result.cost.trained_tokens)
+    }
+
+
 def _latest(known: Quality | None, found: Quality | None) -> Quality | None:
     """What was found, with the distance to a reference that was known where no reference was asked."""
     if known is None or found is None or found.kl is not None:
@@ -103,13 +112,19 @@ def columns(rows: Sequence[ModelReport]) -> list[Column]:
     return [column for column in known if any(column.cell(row) != ABSENT for row in rows)]
 
 
-def models_section(rows: Sequence[ModelReport]) -> Section:
+def models_section(results: Sequence[Result[Any]]) -> Section:
     """The table that a run ends with: one row a model."""
+    rows, references = collect_rows(results), _references(results)
     shown = columns(rows)
     measured = sorted({row.quality.tokens for row in rows if row.quality})
     few = f", {TOO_FEW}" if measured and measured[0] < FEW_TOKENS else ""
     figures = " and ".join(f"{tokens:,}" for tokens in measured)
     notes = [f"Quality on {figures} held-out tokens{few}."] if measured else []
+    first, *others = dict.fromkeys(references.values()) or [""]
+    if others:
+        labels = {one: " and ".join(label for label, other in references.items() if other == one) for one in others}
+        exceptions = "".join(f", those of {labels[one]} to {one}" for one in others)
+        notes.append(f"KL, agreement and 1 − TV are to {first}{exceptions}.")
     if any(row.exact for row in rows):
         notes.append(
             "A verified pair has its verifier's own distribution by construction; it costs both models' memory."

@@ -227,7 +227,6 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
     from serve.engine.kv_cache import PAGE_SIZE
     from serve.engine.warm_up import warm_up
 
-    began = time.monotonic()
     engine = Engine(config)
     if engine.ranks is not None:
         engine.ranks.on_loss(lambda: os._exit(1))  # in whatever sum this process waits
@@ -245,7 +244,6 @@ def load(config: EngineConfig) -> tuple["Engine", Ready]:
         max_model_len=engine.max_model_len,
         num_pages=engine.num_pages,
         page_size=PAGE_SIZE,
-        load_s=time.monotonic() - began,
         stats=engine.stats(),
     )
 

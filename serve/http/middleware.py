@@ -167,7 +167,8 @@ def _details(exchange: _Exchange, summary: RequestSummary) -> str:
 def _no_route(error: HTTPException) -> ApiError:
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow")
-        return ApiError(405, "this path does not take this method", code="method_not_allowed", allow=allow)
+        taken = f"; it takes {allow}" if allow else ""
+        return ApiError(405, f"this path does not take this method{taken}", code="method_not_allowed", allow=allow)
     return ApiError(404, "there is nothing at this path", code="not_found")
 
 

@@ -108,6 +108,8 @@ class ServerOptions(RequestLimits):
         for name in ("max_queue", "drain_s", "port", "max_stop_strings", "max_logprobs"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.port > 65_535:
+            raise ValueError(f"port must be at most 65535, but is {self.port}")
         if taken := [name for name in self.engine.adapters if name in self.model_names]:
             raise ValueError(f"--adapter {taken[0]}: this is the name of the model itself")
         if self.allowed_lora_path is not None and not self.engine.enable_lora:

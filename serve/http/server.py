@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -197,8 +198,9 @@ async def _serve(
     try:
         async with running(service):
             announce_address(options, listener)
+            began = time.monotonic()
             if await _first(engine.wait_ready(), stop.wait()) and engine.info is not None:
-                announce_engine(options, engine.info)
+                announce_engine(options, engine.info, time.monotonic() - began)
             await _first(stop.wait(), engine.ended.wait())
             if not engine.ended.is_set():
                 await _drain(engine, options.drain_s, hurry)
@@ -239,11 +241,11 @@ def announce_address(options: ServerOptions, listener: socket.socket) -> None:
     print(f"potstill {__version__} listens on http://{shown}:{port} and loads {options.engine.model}", flush=True)
 
 
-def announce_engine(options: ServerOptions, info: Ready) -> None:
+def announce_engine(options: ServerOptions, info: Ready, seconds: float) -> None:
     draft = f"verified: tokens are drafted by {info.draft}" if info.draft else "not verified: there is no draft"
     adapters = f"; adapters: {', '.join(options.engine.adapters)}" if options.engine.adapters else ""
     print(
-        f"ready after {info.load_s:.1f} s: {options.model_names[0]}, {info.dtype} on {info.device}, "
+        f"ready after {seconds:.1f} s: {options.model_names[0]}, {info.dtype} on {info.device}, "
         f"{info.num_pages} KV pages = {info.num_pages * info.page_size} tokens "
         f"of {info.kv_bytes_per_token:,} bytes in {info.kv_cache_dtype}, "
         f"context {info.max_model_len} tokens, {draft}{adapters}",

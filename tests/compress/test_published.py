@@ -106,6 +106,13 @@ def test_nor_one_of_an_adapter(tmp_path: Path) -> None:
         parameter.data = whole
 
 
+def test_a_server_of_few_positions_computes_it_as_far_as_they_go(tmp_path: Path) -> None:
+    save_model(tiny_model("llama", max_position_embeddings=16), tmp_path)
+    toy_tokenizer().save(tmp_path)
+    found = check_parity(tmp_path, [prompts()], "cpu")
+    assert found.tokens == parity.PARITY_SEQUENCES * 14 and found.passed  # prompts of 15 tokens and one more
+
+
 @pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=["dense", *FORMATS])
 def test_the_server_computes_what_was_saved(format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "PARITY_SEQUENCES", PROMPTS)

@@ -40,12 +40,13 @@ EXPERTS = MixtureOfExperts((1,), 5, 2, 96, normalizes=True, shared_intermediate_
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 512}
 LEFT_WITHOUT = (
     "llama.cpp leaves every fourth layer of SmolLM3 without rotation, but this model leaves layer 1 where llama.cpp "
-    "expects no layer (no_rope_layers in config.json, counted from 0), which removing layers causes; a quantized "
-    "model can be exported to compressed-tensors instead."
+    "expects no layer (no_rope_layers in config.json, counted from 0), which removing layers causes; vLLM reads "
+    "its folder as it is or, quantized, once it is exported to compressed-tensors."
 )
 NOT_NORMALIZED = (
     "llama.cpp gives every layer of Qwen3-MoE experts, with weights that sum to 1, but this model has norm_topk_prob "
-    "false (its default) in config.json; a quantized model can be exported to compressed-tensors instead."
+    "false (its default) in config.json; vLLM reads its folder as it is or, quantized, once it is exported to "
+    "compressed-tensors."
 )
 TOKENS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 ENDS = {"bos_token_id": 3, "eos_token_ids": (2,), "pad_token_id": 0}

@@ -148,10 +148,25 @@ def test_a_model_that_is_imported_need_not_be_found_again(recipe: Path, tmp_path
         preflight(gone, folder, tmp_path)
     write_teacher(folder.model(imported))
     (folder.stage(imported) / "result.json").write_text("{}")
+    folder.write_recipe(gone)
     preflight(gone, folder, tmp_path)
+    with pytest.raises(ValueError, match="other"):
+        preflight(load_recipe(recipe, [f"models.teacher.from={tmp_path / 'other'}"]), folder, tmp_path)
     (folder.model(imported) / "config.json").unlink()
     with pytest.raises(ValueError, match="gone"):
         preflight(gone, folder, tmp_path)
+
+
+def test_a_finished_run_is_checked_again_where_its_recipe_has_changed(recipe: Path, tmp_path: Path) -> None:
+    folder, finished = RunFolder(tmp_path / "run"), load_recipe(recipe, [])
+    for stage in finished.plan():
+        folder.stage(stage).mkdir(parents=True)
+        (folder.stage(stage) / "result.json").write_text("{}")
+    folder.write_recipe(finished)
+    write_teacher(folder.model(finished.plan()[0]))
+    preflight(finished, folder, tmp_path)
+    with pytest.raises(ValueError, match="must be a multiple of num_key_value_heads"):
+        preflight(load_recipe(recipe, ["gqa.kv_heads=3"]), folder, tmp_path)
 
 
 def test_texts_longer_than_the_model_knows(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -230,15 +231,30 @@ def test_later_measurements_replace_earlier_ones_in_the_table() -> None:
     assert cells["agreement"] == ["25.0 %", "–", "100 %"]
     assert cells["tokens/s ×1"] == ["10.0", "–", "–"]
     assert "accepted" not in cells  # nothing was drafted
-    (table,) = models_section(rows).tables
+    (table,) = models_section([first, second]).tables
     assert len(terminal_table(table, width=200).columns) == len(cells) + 1
     assert len(terminal_table(table, width=60).columns) == len(rows) + 1
 
 
+def test_the_table_says_to_what_each_distance_is_where_that_differs() -> None:
+    def measured(reference: str, label: str) -> Result[Any]:
+        return make_result(
+            models=tuple(ModelReport(one, 1, 2, 3, quality(kl)) for one, kl in ((reference, None), (label, 0.5)))
+        )
+
+    def note_of(*results: Result[Any]) -> str:
+        (table,) = models_section(results).tables
+        return table.note
+
+    told = "KL, agreement and 1 − TV are to teacher, those of small to student."
+    assert told in note_of(measured("teacher", "student"), measured("student", "small"))
+    assert "1 − TV" not in note_of(measured("teacher", "student"), measured("teacher", "small"))
+
+
 @pytest.mark.parametrize(("tokens", "few"), [((999,), True), ((1000,), False), ((999, 5000), True)])
 def test_the_table_says_where_quality_stands_on_few_tokens(tokens: tuple[int, ...], few: bool) -> None:
-    rows = [ModelReport(str(one), 1, 2, 3, replace(quality(None), tokens=one)) for one in tokens]
-    (table,) = models_section(rows).tables
+    rows = tuple(ModelReport(str(one), 1, 2, 3, replace(quality(None), tokens=one)) for one in tokens)
+    (table,) = models_section([make_result(models=rows)]).tables
     assert ("too few to tell models apart" in table.note) == few
 
 

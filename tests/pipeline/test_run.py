@@ -360,9 +360,14 @@ def test_a_model_can_be_evaluated_alone(copied_run: TinyRun) -> None:
     ],
 )
 def test_mistakes_found_while_running_are_sentences(copied_run: TinyRun, override: str, sentence: str) -> None:
+    """What was made before stays where it was."""
+    before = copied_run.finished()
     with pytest.raises(ValueError) as caught:
         copied_run.run(override)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert copied_run.finished() == before
+    copied_run.run()
+    assert copied_run.finished() == before
 
 
 def test_a_recipe_says_in_what_its_model_caches(copied_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:

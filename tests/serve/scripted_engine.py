@@ -158,7 +158,6 @@ def load(config: EngineConfig, kind: type[ScriptedEngine] = ScriptedEngine) -> t
         max_model_len=MAX_MODEL_LEN,
         num_pages=100,
         page_size=16,
-        load_s=0.0,
         stats=engine.stats(),
     )
 

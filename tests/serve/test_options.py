@@ -98,6 +98,7 @@ def test_verify_serves_the_target_and_drafts_with_the_model() -> None:
         ("--drain-s", "-0.1"),
         ("--queue-wait-s", "0"),
         ("--port", "-1"),
+        ("--port", "65536"),
         ("--engine-timeout", "0"),
         ("--price-per-hour", "-1"),
         ("--api-key", " "),

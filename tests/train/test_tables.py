@@ -102,7 +102,7 @@ def test_any_list_of_rows_is_read(tmp_path_factory: pytest.TempPathFactory, rows
         ("a.csv", b"text,label\nx,1\ny\n", "a.csv, line 3 has 1 cells, but the header has 2"),
         ("a.csv", b'text\n"x\n', "a.csv, line 2 is not valid CSV"),
         ("a.csv", b"text\n\xff\n", "a.csv is not UTF-8 text: save text as UTF-8, and"),
-        ("a.jsonl.gz", b"plain", "a.jsonl.gz cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", b"plain", "a.jsonl.gz is not compressed by gzip, though its name ends in .gz"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-20], "a.jsonl.gz cannot be read: Compressed file ended"),
         ("a.jsonl.zst", b"plain", "a.jsonl.zst cannot be read: ZSTD"),
         ("a.jsonl.zst", zstd(LINES)[:-20], "a.jsonl.zst cannot be read: Truncated"),

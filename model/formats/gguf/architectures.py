@@ -93,8 +93,8 @@ def check_fits(config: ModelConfig) -> None:
     for one in own.assumptions:
         if getattr(config, one.field) != one.value(config):
             raise GGUFError(
-                f"llama.cpp {one.sentence}, but this model {one.otherwise(config)}; a quantized model can be exported "
-                "to compressed-tensors instead."
+                f"llama.cpp {one.sentence}, but this model {one.otherwise(config)}; vLLM reads its folder as it is "
+                "or, quantized, once it is exported to compressed-tensors."
             )
     if any(config.windows) and "windows" not in [one.field for one in own.assumptions]:
         raise GGUFError(
