@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from model.files.artifact import MANIFEST_NAME, open_artifact
 from model.formats.registry import FOREIGN_FORMATS
 from pipeline.errors import UserError
 from pipeline.run_folder import resolve_served
@@ -33,12 +34,17 @@ TARGETS = {
 
 
 def export(options: argparse.Namespace) -> str:
-    """Writes the model that the options name; returns the sentence that says what was written."""
+    """Writes the model that the options name; returns the sentence that says what was written.
+
+    Raises UserError where nothing can be written so, and ArtifactError where a published file was altered.
+    """
     target_name, _, wanted = options.to.partition(":")
     if target_name not in TARGETS:
         raise UserError(f"Nothing can be exported to {target_name!r}; known are {', '.join(TARGETS)}.")
     target, served = TARGETS[target_name], resolve_served(options.model)
     folder, type = Path(served.model), wanted or target.default_type
+    if (folder / MANIFEST_NAME).exists():
+        open_artifact(folder)
     name = served.name or _name_of(folder)
     out = options.out or Path(f"{name}-{type}{target.suffix}")
     module, _, function = target.function.partition(":")

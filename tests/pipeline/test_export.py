@@ -1,6 +1,7 @@
 """`potstill export`: what it writes, what it says, where it writes unless told."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ def test_a_run_exports_the_model_that_it_serves(finished_run: TinyRun, tmp_path:
     served = load_model(finished_run.folder.path / "01-distill" / "model", dtype=torch.bfloat16)
     for name, parameter in served.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
+
+
+def test_a_published_model_that_was_altered_is_not_exported(
+    copied_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, copy, out = copied_run.folder.path / "01-distill" / "model", tmp_path / "copy", str(tmp_path / "out.gguf")
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    assert main(["export", str(model), "--to", "gguf", "--out", out]) == 2
+    assert f"{model / 'model.safetensors'} " in capsys.readouterr().err and not Path(out).exists()
+    shutil.copytree(model, copy)
+    (copy / "potstill.json").unlink()  # whoever means it
+    assert main(["export", str(copy), "--to", "gguf", "--out", out]) == 0
 
 
 def test_a_model_in_a_run_is_named_after_its_stage(

@@ -98,8 +98,8 @@ def check_fits(config: ModelConfig) -> None:
             )
     if any(config.windows) and "windows" not in [one.field for one in own.assumptions]:
         raise GGUFError(
-            "llama.cpp ignores this family's sliding window; if your texts fit into the window, set sliding_window to "
-            "null in config.json and export again."
+            "llama.cpp ignores this family's sliding window; if your texts fit into the window, copy the folder "
+            "without potstill.json, set sliding_window to null in its config.json, and export the copy."
         )
     for bias in ALL_BIASES:
         if getattr(config, bias) and bias not in own.biases:
