@@ -31,25 +31,29 @@ static void pack(const uint16_t *x, int64_t stride, uint32_t *to, int64_t tokens
 int pairs_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *y, int64_t rows, int threads) {
     if (!rows) return 0;
     int64_t pairs = w->k / 2, by_tiles = takes_tiles(pairs), together = by_tiles ? SIDE : TILE_ROWS;
-    uint32_t *x = reserve((rows + together - 1) / together * together * pairs * sizeof *x);
+    int64_t packed = smaller(rows, PACKED_ROWS);
+    uint32_t *x = reserve((packed + together - 1) / together * together * pairs * sizeof *x);
     if (!x) return 1;
 #pragma omp parallel num_threads(threads)
     {
         if (by_tiles) begin_tiles(rows);
+        for (int64_t first = 0; first < rows; first += PACKED_ROWS) {
+            int64_t count = smaller(rows - first, PACKED_ROWS);
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < rows; t += together) {
-            const uint16_t *from = inputs + t * stride;
-            if (by_tiles) pack_for_tiles(from, stride, pairs, x + t * pairs, rows - t);
-            else pack(from, stride, x + t * pairs, smaller(rows - t, TILE_ROWS), pairs);
-        }
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t t = 0; t < rows; t += AT_ONCE)
-            for (int64_t n = 0; n < w->n; n += PANEL_OUTPUTS) {
-                Columns to = {y + t * w->n + n, w->n, w->n - n, w->bias ? w->bias + n : NULL};
-                const uint32_t *panel = w->panels + n * pairs;
-                if (by_tiles) product_by_tiles(panel, pairs, x + t * pairs, to, smaller(rows - t, AT_ONCE));
-                else panel_product(panel, pairs, x + t * pairs, to, smaller(rows - t, AT_ONCE));
+            for (int64_t t = 0; t < count; t += together) {
+                const uint16_t *from = inputs + (first + t) * stride;
+                if (by_tiles) pack_for_tiles(from, stride, pairs, x + t * pairs, count - t);
+                else pack(from, stride, x + t * pairs, smaller(count - t, TILE_ROWS), pairs);
             }
+#pragma omp for collapse(2) schedule(dynamic)
+            for (int64_t t = 0; t < count; t += AT_ONCE)
+                for (int64_t n = 0; n < w->n; n += PANEL_OUTPUTS) {
+                    Columns to = {y + (first + t) * w->n + n, w->n, w->n - n, w->bias ? w->bias + n : NULL};
+                    const uint32_t *panel = w->panels + n * pairs;
+                    if (by_tiles) product_by_tiles(panel, pairs, x + t * pairs, to, smaller(count - t, AT_ONCE));
+                    else panel_product(panel, pairs, x + t * pairs, to, smaller(count - t, AT_ONCE));
+                }
+        }
         if (by_tiles) end_tiles();
     }
     return 0;

@@ -27,7 +27,6 @@
 #include "panel_tiles.h"
 
 enum { SPAN = 128, STEP = 32, MOST_PARTS = 6, DIRECT_ROWS = 32, MOST_TILED_ROWS = 128, FEWEST_SIXTEENS = 5 };
-enum { MOST_AT_ONCE = 1024 }; /* rows for which a panel is decoded once, where each thread has some panels */
 
 /* What a product is compiled for. */
 typedef struct {
@@ -138,6 +137,13 @@ INLINE void pack_tile(const Weight *w, const uint16_t *x, int64_t stride, const 
         }
         if (rows->spans) sum_spans(w, row, rows->totals + first * rows->spans + t, tokens);
     }
+}
+
+static void pack_rows(const Weight *w, const uint16_t *inputs, int64_t stride, const Rows *x, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (x->rows > TILE_ROWS)
+    for (int64_t t = 0; t < x->rows; t += together(x))
+        if (x->by_tiles) pack_tile(w, inputs, stride, x, t, 1);
+        else pack_tile(w, inputs, stride, x, t, 0);
 }
 
 /* A weight, and its last outputs where they are fewer than OUTPUTS. */
@@ -408,9 +414,10 @@ static void product_of_few(const Whole *w, const Rows *x, uint16_t *y, int threa
     }
 }
 
-/* `panels`: memory for one of each thread. */
+/* Packed rows times panels that are decoded once for all of them or, where threads had too few panels then, for some.
+   `panels`: memory for one of each thread. */
 static void product_of_many(const Whole *w, const Rows *x, uint32_t *panels, uint16_t *y, int threads) {
-    int64_t at_once = w->all.n >= 4 * threads * PANEL_OUTPUTS ? MOST_AT_ONCE : AT_ONCE;
+    int64_t at_once = w->all.n >= 4 * threads * PANEL_OUTPUTS ? x->rows : AT_ONCE;
 #pragma omp parallel num_threads(threads)
     {
         uint32_t *panel = panels + omp_get_thread_num() * panel_size(&w->all);
@@ -430,16 +437,16 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
     if (has_tiles()) most = has_steps ? MOST_TILED_ROWS : FEWEST_SIXTEENS - 1;
     Rows x = {.rows = rows, .by_tiles = has_tiles() && rows >= (has_steps ? 2 : FEWEST_SIXTEENS)};
     x.spans = rows > most ? 0 : spans_of(w);
-    int64_t words = (rows + SIDE - 1) / SIDE * SIDE * w->k / 2, more = x.spans ? rows * x.spans : threads * panel_size(w);
-    x.words = reserve((words + more) * sizeof *x.words);
-    x.totals = (float *)(x.words + words);
+    int64_t packed = (smaller(rows, PACKED_ROWS) + SIDE - 1) / SIDE * SIDE * w->k / 2;
+    x.words = reserve((packed + (x.spans ? rows * x.spans : threads * panel_size(w))) * sizeof *x.words);
     if (!x.words) return 1;
+    x.totals = (float *)(x.words + packed);
     Whole whole = {*w, last_outputs(w, NULL)};
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows > TILE_ROWS)
-    for (int64_t t = 0; t < rows; t += together(&x))
-        if (x.by_tiles) pack_tile(w, inputs, stride, &x, t, 1);
-        else pack_tile(w, inputs, stride, &x, t, 0);
-    if (x.spans) product_of_few(&whole, &x, y, threads);
-    else product_of_many(&whole, &x, x.words + words, y, threads);
+    for (int64_t first = 0; first < rows; first += PACKED_ROWS) {
+        x.rows = smaller(rows - first, PACKED_ROWS);
+        pack_rows(w, inputs + first * stride, stride, &x, threads);
+        if (x.spans) product_of_few(&whole, &x, y, threads);
+        else product_of_many(&whole, &x, x.words + packed, y + first * w->n, threads);
+    }
     return 0;
 }

@@ -17,6 +17,7 @@
 enum { TILE_WORDS = SIDE * WORDS, PANEL_BYTES = 4 * PANEL_OUTPUTS };
 enum { ROWS_A_STEP = 2 };
 enum { AT_ONCE = 256 }; /* rows for which a panel is read once: they stay in the second cache */
+enum { PACKED_ROWS = 4 * AT_ONCE }; /* so many are packed, then multiplied, which bounds the memory that they take */
 
 INLINE int takes_tiles(int64_t pairs) { return has_tiles() && pairs % WORDS == 0; }
 

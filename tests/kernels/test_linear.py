@@ -85,7 +85,7 @@ def test_writing_rows() -> None:
 @pytest.mark.skipif(pairs._library() is None, reason="no C compiler, or a processor without AVX-512 BF16")
 def test_bf16_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy has the same numbers, and so has a row in any company, on any number of threads; rows can be written."""
-    whole, x, bias = torch.randn(500, 640).bfloat16(), torch.randn(600, 640).bfloat16(), torch.randn(500).bfloat16()
+    whole, x, bias = torch.randn(500, 640).bfloat16(), torch.randn(1100, 640).bfloat16(), torch.randn(500).bfloat16()
     prepared = deepcopy(prepare_linear_weight(whole))
     assert isinstance(prepared.held, pairs.PairedWeight) and prepared.shape == (500, 640)
     assert prepared.held.panels.nbytes == 528 * 640 * 2  # whole panels of 48
@@ -93,7 +93,7 @@ def test_bf16_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = linear(x, prepared, bias)
     check_close(expected, linear_reference(x.double(), whole.double(), bias.double()))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 33, 48, 49, 64, 65, 257):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 33, 48, 49, 64, 65, 257, 1030):
         assert torch.equal(linear(x[:rows], prepared, bias), expected[:rows])
     whole[50:150] = 1
     prepared.write(slice(50, 150), whole[50:150])

@@ -173,10 +173,10 @@ def test_turned_weights_are_the_same_numbers(quantize: Quantize, shape: tuple[in
 @pytest.mark.parametrize("n", [1, 49, 200])
 def test_many_rows_of_bf16_are_multiplied_with_a_weight_in_bf16(quantize: Quantize, n: int) -> None:
     """The products of chunks of rows, in fp32: of more than 32, with AMX of more than 128."""
-    weight, x = with_random_codes(quantize(torch.randn(n, 320))), torch.randn(300, 320).bfloat16()
+    weight, x = with_random_codes(quantize(torch.randn(n, 320))), torch.randn(1100, 320).bfloat16()
     y, expected = skinny_product(x, prepared(weight)), x.double() @ weight.dequantize(torch.bfloat16).double().t()
     check_close(y, expected)
-    for rows in (129, 130, 257) if HAS_AMX else (33, 40, 257):
+    for rows in (129, 130, 257, 1030) if HAS_AMX else (33, 40, 257, 1030):
         assert torch.equal(skinny_product(x[:rows], prepared(weight)), y[:rows])
 
 
