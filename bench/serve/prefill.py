@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import kernels.attention._paged_cpu as module
-from bench.common import DTYPE, teacher_folder, write_result
+from bench.common import DTYPE, teacher_folder, write_result_by_processor
 from bench.kernels.decode import LAYERS
 from kernels.attention.paged import paged_attention, plan_paged_attention
 from serve import LLM, SamplingParams
@@ -109,7 +109,7 @@ def main() -> None:
         "layers": noted(measure_layers()),
         "prompts": noted(measure_prompts(folder)),
     }
-    write_result("prefill-cpu", "python -m bench.serve.prefill", result)
+    write_result_by_processor("prefill-cpu", "python -m bench.serve.prefill", result)
 
 
 if __name__ == "__main__":
