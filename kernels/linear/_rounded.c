@@ -14,6 +14,7 @@
    Legend: T rows of x, N outputs, K inputs (a multiple of MOST_SPAN), G groups of a row of W.
 */
 
+#include "../common/amx.h"
 #include "../common/reserve.h"
 #include "outputs.h"
 #include "round.h"
@@ -159,7 +160,8 @@ INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, in
     ALIGNED float scales[groups * OUTPUTS], shifts[kind.has_shifts ? groups * OUTPUTS : 1];
     ALIGNED uint8_t turned_codes[turns ? OUTPUTS * bytes : 1];
     const uint8_t *codes = w->codes + n * bytes;
-    const uint8_t *next = w->is_turned && x->rows == 1 ? NULL : codes + AHEAD * bytes;
+    int is_seen = w->is_turned && x->rows == 1 && !HAS_AMX; /* that codes go on; processors with AMX do not see it */
+    const uint8_t *next = is_seen ? NULL : codes + AHEAD * bytes;
     Outputs outputs = {codes, next, scales, shifts, dtype, y, row, count};
     Weight turned = *w;
     for (int64_t i = 0; i < x->rows; i++) __builtin_prefetch(y + i * row, 1);
