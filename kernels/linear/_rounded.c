@@ -22,9 +22,10 @@
 enum { MOST_SPAN = 64, TOKENS = 8, BLOCK_ROWS = 128 };
 enum { AHEAD = 2 * OUTPUTS }; /* so many rows of W on is fetched: the processor's own prefetch ends with a page */
 
-/* What a product is compiled for. From symmetric codes an integer is subtracted, 8 or 128; the others have shifts. */
+/* What a product is compiled for. From symmetric codes an integer is subtracted, 8, 32 or 128; the others have shifts.
+   Turned codes of six bits are read as they lie, others have been widened to eight. */
 typedef struct {
-    int has_four_bits, has_shifts, span; /* of 32 or MOST_SPAN neighbours, within a group of W and of x */
+    int bits, has_shifts, span; /* of 32 or MOST_SPAN neighbours, within a group of W and of x */
 } Kind;
 
 /* Rows of x, rounded: one span of all of them after another. */
@@ -35,13 +36,19 @@ typedef struct {
     int32_t *offsets;     /* [K / span, T]: what symmetric sums begin with */
 } Rows;
 
-/* PIECE bytes of OUTPUTS rows of W, from byte `at` of each on, as unsigned bytes, four of every row in a register. */
+INLINE int piece_of(const Kind kind) { return kind.bits == 6 ? SIXES_BYTES : PIECE; }
+
+/* A piece of OUTPUTS rows of W, from byte `at` of each on, as unsigned bytes, four of every row in a register. */
 INLINE void decode(const Kind kind, const Weight *w, const uint8_t *block, int64_t at, __m512i *out) {
     const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(-128);
     __m512i fours[4];
+    if (kind.bits == 6) {
+        read_sixes(block + OUTPUTS * at, out);
+        return;
+    }
     read_codes(w, block, at, fours);
     UNROLLED(int i = 0; i < 4; i++) {
-        if (!kind.has_four_bits) {
+        if (kind.bits == 8) {
             out[i] = _mm512_xor_si512(fours[i], sign);
             continue;
         }
@@ -60,7 +67,7 @@ INLINE __m512i four_bytes(const int8_t *from) {
 INLINE void multiply_span(const Kind kind, const int tokens, const Weight *w, const uint8_t *codes, int64_t byte,
                           __m512 scales, __m512 shifts, const Rows *x, int64_t at, __m512 *y) {
     const int chains = tokens < 4 ? 4 : 1; /* since a product waits five cycles for the one before it */
-    const int decoded = kind.has_four_bits ? 8 : 4;
+    const int decoded = kind.bits == 8 ? 4 : 8;
     const int8_t *q = x->q + at * kind.span;
     __m512i sums[TOKENS], weights[8];
     UNROLLED(int i = 0; i < chains * tokens; i++) {
@@ -68,7 +75,7 @@ INLINE void multiply_span(const Kind kind, const int tokens, const Weight *w, co
         sums[i] = begins ? _mm512_set1_epi32(x->offsets[at + i]) : _mm512_setzero_si512();
     }
 #pragma GCC unroll 4
-    for (int first = 0; first < kind.span / 4; first += decoded, byte += PIECE) {
+    for (int first = 0; first < kind.span / 4; first += decoded, byte += piece_of(kind)) {
         decode(kind, w, codes, byte, weights);
         UNROLLED(int i = 0; i < decoded; i++)
             UNROLLED(int t = 0; t < tokens; t++) {
@@ -182,18 +189,20 @@ INLINE void multiply_outputs(const Kind kind, const Weight *w, const Rows *x, in
 /* The same, compiled for each kind. */
 static void multiply_kind(Kind kind, const Weight *all, const Rows *x, int64_t n, int dtype, char *y, int64_t stride,
                           int64_t count) {
-    ALIGNED int8_t codes[widened_bytes(all, OUTPUTS)];
+    ALIGNED int8_t codes[kind.bits == 8 ? widened_bytes(all, OUTPUTS) : 1];
     Weight bytes;
-    const Weight *w = outputs_in_bytes(all, n, codes, &bytes);
-    if (kind.span == MOST_SPAN) {
-        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, MOST_SPAN}, w, x, n, dtype, y, stride, count);
-        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, MOST_SPAN}, w, x, n, dtype, y, stride, count);
-        else multiply_outputs((Kind){1, 0, MOST_SPAN}, w, x, n, dtype, y, stride, count);
-    } else {
-        if (!kind.has_four_bits) multiply_outputs((Kind){0, 0, 32}, w, x, n, dtype, y, stride, count);
-        else if (kind.has_shifts) multiply_outputs((Kind){1, 1, 32}, w, x, n, dtype, y, stride, count);
-        else multiply_outputs((Kind){1, 0, 32}, w, x, n, dtype, y, stride, count);
-    }
+    const Weight *w = kind.bits == 8 ? outputs_in_bytes(all, n, codes, &bytes) : all;
+#define MULTIPLY(BITS, HAS_SHIFTS) \
+    if (kind.bits == BITS && kind.has_shifts == HAS_SHIFTS && kind.span == MOST_SPAN) \
+        multiply_outputs((Kind){BITS, HAS_SHIFTS, MOST_SPAN}, w, x, n, dtype, y, stride, count); \
+    if (kind.bits == BITS && kind.has_shifts == HAS_SHIFTS && kind.span == 32) \
+        multiply_outputs((Kind){BITS, HAS_SHIFTS, 32}, w, x, n, dtype, y, stride, count);
+    MULTIPLY(4, 0)
+    MULTIPLY(4, 1)
+    MULTIPLY(6, 0)
+    MULTIPLY(6, 1)
+    MULTIPLY(8, 0)
+#undef MULTIPLY
 }
 
 INLINE __m512 load_piece(int dtype, const void *from) {
@@ -214,13 +223,13 @@ static void round_row(Kind kind, int dtype, const char *x, int64_t k, int64_t gr
             __m512i q = _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(scaled, lowest), highest));
             __m128i bytes = _mm512_cvtepi32_epi8(q);
             sums = _mm512_add_epi32(sums, q);
-            if (kind.has_four_bits) bytes = _mm_shuffle_epi8(bytes, even_first);
+            if (kind.bits == 4) bytes = _mm_shuffle_epi8(bytes, even_first);
             _mm_storeu_si128((__m128i *)(out->q + span * kind.span + i), bytes);
         }
         int32_t sum = _mm512_reduce_add_epi32(sums);
         out->scales[span] = scale;
         out->sums[span] = scale * (float)sum;
-        out->offsets[span] = (kind.has_four_bits ? -8 : -128) * sum;
+        out->offsets[span] = -(1 << (kind.bits - 1)) * sum;
     }
 }
 
@@ -254,8 +263,8 @@ int rounded_product(const Weight *w, int dtype, const char *x, int64_t x_stride,
                     int threads) {
     int64_t span = w->group % MOST_SPAN || x_group % MOST_SPAN ? 32 : MOST_SPAN, most = smaller(rows, BLOCK_ROWS);
     int64_t block = most * (w->k + w->k / span * 3 * (int64_t)sizeof(float)); /* stays in the cache while W passes by */
-    int has_four = has_four_bits(w->format);
-    Kind kind = {has_four, has_four && (w->minima || w->zeros), span};
+    int bits = has_four_bits(w->format) ? 4 : w->format == INT6 && w->is_turned ? 6 : 8;
+    Kind kind = {bits, bits < 8 && (w->minima || w->zeros), span};
     char *memory = reserve(block + last_bytes(w));
     if (!memory) return 1;
     Weight last = last_outputs(w, memset(memory + block, 0, last_bytes(w)));

@@ -89,17 +89,23 @@ INLINE __m512i zeros_of_sixes(const Weight *w, int64_t n, int64_t group) {
     return _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
 }
 
-/* SIXES codes of OUTPUTS rows less their zeros: of turned words in six bits, those in eight. */
-INLINE void widen_words(const uint8_t *from, __m512i zeros, uint8_t *out) {
+/* SIXES codes of OUTPUTS rows: of turned words in six bits, those in eight. */
+INLINE void read_sixes(const uint8_t *from, __m512i *out) {
     const __m512i fours = _mm512_set1_epi32(0x0f0f0f0f), twos = _mm512_set1_epi32(0x30303030);
     const int either_and = 0xca; /* a ? b : c */
     UNROLLED(int i = 0; i < 8; i++) {
         __m512i low = _mm512_srli_epi32(_mm512_loadu_si512(from + i % 4 * CACHE_LINE), i / 4 * 4);
         __m512i high = _mm512_loadu_si512(from + (4 + i % 2) * CACHE_LINE);
         high = i < 4 ? _mm512_slli_epi32(high, 4 - i / 2 * 2) : _mm512_srli_epi32(high, i / 2 * 2 - 4);
-        __m512i codes = _mm512_ternarylogic_epi32(fours, low, _mm512_and_si512(high, twos), either_and);
-        _mm512_storeu_si512(out + i * CACHE_LINE, _mm512_sub_epi8(codes, zeros));
+        out[i] = _mm512_ternarylogic_epi32(fours, low, _mm512_and_si512(high, twos), either_and);
     }
+}
+
+/* The same, less their zeros. */
+INLINE void widen_words(const uint8_t *from, __m512i zeros, uint8_t *out) {
+    __m512i codes[8];
+    read_sixes(from, codes);
+    UNROLLED(int i = 0; i < 8; i++) _mm512_storeu_si512(out + i * CACHE_LINE, _mm512_sub_epi8(codes[i], zeros));
 }
 
 /* `in_bytes` of OUTPUTS rows; of a turned weight, turned. */
