@@ -91,6 +91,12 @@ def gate_halves(x: Tensor) -> Tensor:
     return y
 
 
+def gate_function(*, uses_gelu: bool) -> Any:
+    """What C calls for silu(gate) · up, or with GELU; None without C."""
+    library = _library()
+    return library and (library.geglu if uses_gelu else library.swiglu)
+
+
 def _call_gate(function: Any, gate: Tensor, at: tuple[int, int], up_row: int, y: Tensor) -> None:
     strides = gate.stride(0), up_row
     call(function, DTYPES[gate.dtype], *at, y.data_ptr(), *y.shape, *strides, torch.get_num_threads())

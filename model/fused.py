@@ -37,6 +37,11 @@ class Product:
     bias: Tensor | None
     adapters: FusedAdapters | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is added to it."""
+        return self.bias is None and self.adapters is None
+
     def __call__(self, x: Tensor, slots: Tensor | None, count: Tensor | None = None) -> Tensor:
         """`x [T, K] -> [T, N]`; `slots` and `count` as in `FusedLinear`."""
         y = self._of_leading_rows(x, slots, count)

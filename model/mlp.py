@@ -10,14 +10,18 @@ T tokens, D hidden size, E experts, k experts of a token.
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.geglu import geglu
+from kernels.linear.c_product import CProduct
 from kernels.linear.experts import ExpertWeights, arrange_rows, expert_products, sort_by_expert, stack_experts
+from kernels.linear.experts_on_cpu import ExpertsOnCpu, can_pass_experts
 from kernels.swiglu import swiglu
 from model.config import ModelConfig
 from model.experts_config import MixtureOfExperts
@@ -101,7 +105,7 @@ class Experts(nn.Module):
         shared = experts.shared_intermediate_size
         self.shared_expert = None if shared is None else MLP(config, shared)
         self.shared_expert_gate = None if shared is None else Scores(config.hidden_size, 1)
-        self.grouped: GroupedExperts | None = None
+        self.grouped: GroupedExperts | GroupedOnCpu | None = None
 
     @property
     def is_fused(self) -> bool:
@@ -116,9 +120,15 @@ class Experts(nn.Module):
             return y
         return y + torch.sigmoid(self.shared_expert_gate(x)).to(y.dtype) * self.shared_expert(x, slots)
 
-    def group(self) -> None:
-        """Of fused experts: have all computed at once, where their weights allow that."""
-        self.grouped = GroupedExperts.of([expert for expert in self.experts if isinstance(expert, MLP)])
+    def group(self, dtype: torch.dtype) -> None:
+        """Of fused experts: have all computed at once for tokens in this dtype, where their weights allow that."""
+        experts = [expert for expert in self.experts if isinstance(expert, MLP)]
+        self.grouped = GroupedExperts.of(experts) or GroupedOnCpu.of(experts, dtype)
+
+    def group_again(self, dtype: torch.dtype) -> None:
+        """After weights were replaced, which gives them new memory on the CPU."""
+        if isinstance(self.grouped, GroupedOnCpu):
+            self.group(dtype)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights w `[T, k]` fp32 and numbers `[T, k]` int64 of each token's experts."""
@@ -127,7 +137,7 @@ class Experts(nn.Module):
 
     def _mixed(self, x: Tensor, weights: Tensor, chosen: Tensor, slots: Tensor | None) -> Tensor:
         """The rows of each expert lie together while it computes them."""
-        if self.grouped is not None:
+        if self.grouped is not None and self.grouped.takes(x):
             return _weighted(self.grouped(x, chosen), weights)
         tokens, back, counts = sort_by_expert(chosen, len(self.experts))
         sizes = counts.tolist()
@@ -171,6 +181,10 @@ class GroupedExperts:
             _share_memory(expert.down, down, number)
         return cls(gate_up, down[0], len(experts), uses_gelu=experts[0].uses_gelu)
 
+    def takes(self, x: Tensor) -> bool:
+        """Whether `x [T, D]` is computed so."""
+        return True
+
     def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
         """`x [T, D]` and the experts chosen for each token, int64 `[T, k]` -> `[T, k, D]`."""
         rows = arrange_rows(chosen, self._num_experts, x.dtype)
@@ -180,11 +194,50 @@ class GroupedExperts:
         return self.total(expert_products(gated, self._down, rows))[rows.back]
 
 
+class GroupedOnCpu:
+    """The serving form of all experts of a layer on the CPU: one call, whatever few tokens have chosen."""
+
+    def __init__(self, experts: Sequence[MLP], dtype: torch.dtype) -> None:
+        """`of` makes it. `experts` hold the weights."""
+        self._experts, self._dtype = experts, dtype
+        products = [_c_products(expert, dtype) for expert in experts]
+        self._in_c = ExpertsOnCpu(products, dtype, uses_gelu=experts[0].uses_gelu)
+        self.total: Callable[[Tensor], Tensor] = lambda y: y
+        """As `GroupedExperts.total`."""
+
+    @classmethod
+    def of(cls, experts: Sequence[MLP], dtype: torch.dtype) -> "GroupedOnCpu | None":
+        """Of fused MLPs, for tokens in this dtype; None where C has no products with their weights."""
+        is_in_c = can_pass_experts() and all(_c_products(expert, dtype) for expert in experts)
+        return cls(experts, dtype) if is_in_c else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedOnCpu":
+        copy = GroupedOnCpu(deepcopy(self._experts, memo), self._dtype)
+        copy.total = self.total
+        return copy
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `x [T, D]` has so few rows."""
+        return self._in_c.takes(x)
+
+    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """As `GroupedExperts`."""
+        return self.total(self._in_c(x, chosen).flatten(0, 1)).view(*chosen.shape, -1)
+
+
+def _c_products(expert: MLP, dtype: torch.dtype) -> list[CProduct]:
+    """Of a fused MLP, in their order; none where one is not in C, or something is added to it."""
+    products = [product for layer in (expert.gate_up, expert.down) if layer is not None for product in layer.products]
+    in_c = [product.form.c_product(product.weight, dtype) for product in products if product.is_plain]
+    found = [product for product in in_c if product is not None]
+    return found if len(found) == len(products) else []
+
+
 def _stacked(layers: Sequence[Fused | None]) -> list[ExpertWeights] | None:
     """The weights of each product of a layer, of all experts; None where more than that makes it, or they differ."""
     found = []
     for products in zip(*[() if layer is None else layer.products for layer in layers], strict=True):
-        is_plain = all(product.bias is None and product.adapters is None for product in products)
+        is_plain = all(product.is_plain and not product.form.rounds_activations for product in products)
         weights = stack_experts([product.weight for product in products]) if is_plain else None
         if weights is None:
             return None

@@ -223,7 +223,7 @@ class Transformer(nn.Module):
                 part.fuse(choices, self.dtype)
         for part in module.modules():
             if isinstance(part, Experts):
-                part.group()
+                part.group(self.dtype)
 
     def _slots(self, room: AdapterRoom) -> AdapterSlots:
         places = {
@@ -277,6 +277,9 @@ class Transformer(nn.Module):
         for name, values in weights.items():
             place: Any = places[name]
             place.write(values) if isinstance(place, FusedTensor) else place.copy_(values)
+        for part in self.modules():
+            if isinstance(part, Experts):
+                part.group_again(self.dtype)
         if self._prepared_head is not None and not weights.keys().isdisjoint(_HEADS):
             self._prepare_head()
 

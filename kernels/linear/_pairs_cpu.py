@@ -20,6 +20,7 @@ from kernels.common.compiled_by_one_cpu import compiled_by_one
 from kernels.common.cpu_graph import call
 from kernels.common.large_pages_cpu import in_large_pages
 from kernels.common.processor import processor_features
+from kernels.linear.c_product import ANY_ROWS, CProduct
 
 NEEDS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
 _OUTPUTS = 48
@@ -65,6 +66,13 @@ def paired_product(x: Tensor, weight: PairedWeight, bias: Tensor | None) -> Tens
     at = _Weight(n, k, weight.panels.data_ptr(), None if bias is None else bias.data_ptr())
     call(_library().pairs_product, at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
     return out
+
+
+def paired_c_product(weight: PairedWeight) -> CProduct:
+    """What `paired_product` calls without a bias."""
+    function = _library().pairs_product
+    at = _Weight(*weight.shape, weight.panels.data_ptr(), None)
+    return CProduct(at, weight.shape, function, function, ANY_ROWS)
 
 
 @cache

@@ -18,12 +18,14 @@ from kernels.linear._skinny_cpu import (
     expanded_rows,
     linear_in_blocks,
     prepare_skinny,
+    skinny_c_product,
     skinny_product,
     slices,
     takes_rows,
 )
-from kernels.linear._tiles_cpu import takes_tiles, tiled_product
+from kernels.linear._tiles_cpu import takes_tiles, tiled_product, with_tiles
 from kernels.linear._turned_cpu import TurnedWeight
+from kernels.linear.c_product import CProduct
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -107,6 +109,14 @@ def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     return linear_in_blocks(
         x, weight.shape[0], bias, lambda rows: _expanded(weight, x.dtype, rows), _block_elements(weight)
     )
+
+
+def quantized_c_product(weight: object, dtype: torch.dtype) -> CProduct | None:
+    """What `linear_on_cpu` calls for few rows in this dtype, without a bias; None where that is nothing in C."""
+    if not isinstance(weight, CpuWeight) or weight.skinny is None:
+        return None
+    few = skinny_c_product(weight.skinny, dtype)
+    return None if few is None else with_tiles(few, weight.skinny, dtype)
 
 
 def rows_on_cpu(weight: CpuWeight, numbers: Tensor, dtype: torch.dtype) -> Tensor:

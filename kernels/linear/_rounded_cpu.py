@@ -15,6 +15,7 @@ from kernels.common.floats_cpu import AVX2, DTYPES, NEEDS
 from kernels.common.processor import Needs, processor_features, suits
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress
 from kernels.linear._turned_cpu import TurnedWeight
+from kernels.linear.c_product import ANY_ROWS, CProduct
 from kernels.linear.quantization import Int8Weight, IntegerWeight
 
 _SOURCES: dict[str, Needs] = {
@@ -46,6 +47,14 @@ def rounded_product(x: Tensor, weight: SkinnyWeight, group: int) -> Tensor:
     where = DTYPES[x.dtype], x.data_ptr(), x.stride(0), group, out.data_ptr()
     call(_library().rounded_product, weight.at, *where, x.shape[0], torch.get_num_threads())
     return out
+
+
+def rounded_c_product(weight: SkinnyWeight, group: int, few: CProduct | None) -> CProduct:
+    """What `rounded_product` calls; several rows are rounded for those of `few`, if there are any."""
+    shape, functions = (weight.at.n, weight.at.k), {"rounded": _library().rounded_product, "group": group}
+    if few is None:
+        return CProduct(weight.at, shape, None, None, ANY_ROWS, **functions)
+    return few._replace(one=None, round=_library_of_rows().rounded_rows, **functions)
 
 
 def rounded_rows(x: Tensor, group: int) -> Tensor:

@@ -30,6 +30,7 @@ from kernels.common.floats_cpu import AVX2, NEEDS
 from kernels.common.processor import Needs, processor_features
 from kernels.linear import _turned_cpu
 from kernels.linear._turned_cpu import TurnedWeight, turned
+from kernels.linear.c_product import ANY_ROWS, CProduct
 from kernels.linear.quantization import (
     NF4_BLOCK,
     Fp8Weight,
@@ -178,12 +179,22 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 def takes_rows(x: Tensor, weight: SkinnyWeight) -> bool:
     """Whether rows x [T, K] are few enough that `skinny_product` multiplies them fastest."""
-    if not multiplies(x.dtype):
-        return False
-    library = product_library(x.dtype, weight)
-    if library is _library(x.dtype):
-        return x.shape[0] <= _MOST_ROWS
-    return library is _library_of_pairs() or x.shape[0] <= _MOST_ROWS_BY_OUTPUTS
+    return multiplies(x.dtype) and x.shape[0] <= _most_rows(x.dtype, weight)
+
+
+def _most_rows(dtype: torch.dtype, weight: SkinnyWeight) -> int:
+    library = product_library(dtype, weight)
+    if library is _library(dtype):
+        return _MOST_ROWS
+    return ANY_ROWS if library is _library_of_pairs() else _MOST_ROWS_BY_OUTPUTS
+
+
+def skinny_c_product(weight: SkinnyWeight, dtype: torch.dtype) -> CProduct | None:
+    """What `skinny_product` calls for rows in this dtype, if it takes any."""
+    if not multiplies(dtype):
+        return None
+    function, shape = product_library(dtype, weight).skinny_product, (weight.at.n, weight.at.k)
+    return CProduct(weight.at, shape, function, function, _most_rows(dtype, weight))
 
 
 def product_library(dtype: torch.dtype, weight: SkinnyWeight) -> Any:

@@ -13,6 +13,7 @@ from kernels.common.compiled import compiled
 from kernels.common.processor import processor_features
 from kernels.linear._skinny_cpu import SkinnyWeight, WeightAddress, product_in_c
 from kernels.linear._turned_cpu import TurnedWeight
+from kernels.linear.c_product import ANY_ROWS, CProduct
 
 NEEDS = frozenset({"amx_bf16", "avx512_bf16", "avx512vbmi"})
 _FEWEST_ROWS = 2
@@ -27,7 +28,19 @@ def takes_tiles(x: Tensor, weight: SkinnyWeight) -> bool:
 
 def has_tiles(x: Tensor) -> bool:
     """Whether so many rows in this dtype are, whatever else is asked of the weight."""
-    return x.dtype == torch.bfloat16 and x.shape[0] >= _FEWEST_ROWS and _library() is not None
+    return x.shape[0] >= _FEWEST_ROWS and has_tiles_for(x.dtype)
+
+
+def has_tiles_for(dtype: torch.dtype) -> bool:
+    """Whether several rows in this dtype are."""
+    return dtype == torch.bfloat16 and _library() is not None
+
+
+def with_tiles(few: CProduct, weight: SkinnyWeight, dtype: torch.dtype) -> CProduct:
+    """The products of few rows, where `takes_tiles` has a say in them."""
+    if isinstance(weight.held, TurnedWeight) or not has_tiles_for(dtype):
+        return few
+    return few._replace(more=_library().tiled_product, most_rows=ANY_ROWS)
 
 
 def tiled_product(x: Tensor, weight: SkinnyWeight) -> Tensor:

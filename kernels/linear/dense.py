@@ -18,16 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear._pairs_cpu import PairedWeight, paired_product, prepare_pairs
+from kernels.linear._pairs_cpu import PairedWeight, paired_c_product, paired_product, prepare_pairs
 from kernels.linear._skinny_cpu import (
     BLOCK_ELEMENTS_IN_C,
     SkinnyWeight,
     expanded_rows,
     linear_in_blocks,
     prepare_skinny_numbers,
+    skinny_c_product,
     skinny_product,
     takes_rows,
 )
+from kernels.linear.c_product import CProduct
 
 # Below this many elements torch's own fp32 product costs less than another call (measured up to 64 rows).
 _SMALLEST_FP32_WEIGHT_TO_PREPARE = 512 * 512
@@ -111,6 +113,13 @@ def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = Non
     if weight.packed:
         return torch.ops.mkldnn._linear_pointwise.default(x, weight.held, bias, "none", [], "")
     return F.linear(x, weight.held, bias)
+
+
+def dense_c_product(weight: PreparedWeight, dtype: torch.dtype) -> CProduct | None:
+    """What `linear` calls for few rows in this dtype, without a bias; None where that is nothing in C."""
+    if isinstance(weight.held, SkinnyWeight):
+        return skinny_c_product(weight.held, dtype)
+    return paired_c_product(weight.held) if isinstance(weight.held, PairedWeight) and dtype == torch.bfloat16 else None
 
 
 def _linear_of_bf16(x: Tensor, weight: SkinnyWeight[Tensor], bias: Tensor | None) -> Tensor:

@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu
+from kernels.common.floats_cpu import DTYPES
+from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, quantized_c_product
 from kernels.linear._quantized_tiles import TiledWeight
-from kernels.linear._rounded_cpu import rounded_product, rounded_rows, takes
+from kernels.linear._rounded_cpu import rounded_c_product, rounded_product, rounded_rows, takes
 from kernels.linear._rounded_tiles import multiplies, product_of_codes
-from kernels.linear._tiles_cpu import has_tiles
+from kernels.linear._tiles_cpu import has_tiles, has_tiles_for
+from kernels.linear.c_product import CProduct
 from kernels.linear.lora import wants_gradients
 from kernels.linear.quantized import MOST_FUSED_ROWS, PreparedQuantizedWeight, grad_input, quantized_linear
 
@@ -74,6 +76,14 @@ def rounded_linear(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | No
         q, scales = round_activations(x, rounding)
         y = quantized_linear((_grouped(q, rounding) * scales[..., None]).view(x.shape).to(x.dtype), weight)
     return y if bias is None else y + bias.to(x.dtype)
+
+
+def rounded_linear_c_product(weight: object, rounding: Rounding, dtype: torch.dtype) -> CProduct | None:
+    """What `rounded_linear` calls for few rows in this dtype, without a bias; None where that is nothing in C."""
+    if not isinstance(weight, CpuWeight) or dtype not in DTYPES or not _multiplies_integers(weight, rounding):
+        return None
+    few = quantized_c_product(weight, dtype) if has_tiles_for(dtype) else None
+    return rounded_c_product(weight.skinny, rounding.group or weight.shape[1], few)  # type: ignore[arg-type]
 
 
 def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kernels.linear._quantized_cpu import shares_codes, turned_weight
+from kernels.linear._quantized_cpu import quantized_c_product, shares_codes, turned_weight
+from kernels.linear.c_product import CProduct
 from kernels.linear.dense import linear
 from kernels.linear.lora import LoraWeights, Slots, lora_add
 from kernels.linear.quantization import (
@@ -29,7 +30,7 @@ from kernels.linear.quantization import (
 from kernels.linear.quantized import TiledWeight, expand, prepare_quantized_weight, quantized_linear, stored_codes
 from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
-from kernels.linear.rounded import Rounding, rounded_linear
+from kernels.linear.rounded import Rounding, rounded_linear, rounded_linear_c_product
 from kernels.swiglu import swiglu_of_halves
 from model.files.artifact import READERS
 from model.files.safe_io import CheckpointError
@@ -58,6 +59,11 @@ ROUNDED_BLOCKS, WIDE_BLOCKS = Rounding(torch.int8, group=32), Rounding(torch.int
 class ServingForm(ABC, Generic[W]):
     """How weights are multiplied: what serving asks of quantized weights, and of dense ones too."""
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether products round what they multiply with weights."""
+        return False
+
     def stack(self, weights: Sequence[W]) -> W | None:
         """Matrices of the same K below one another as one, to the bit; None where they do not go together."""
         return None
@@ -77,6 +83,10 @@ class ServingForm(ABC, Generic[W]):
     ) -> Tensor:
         """`silu(gate) * up` of the two halves of `product`."""
         return swiglu_of_halves(self.product(x, prepared, bias, lora, slots))
+
+    def c_product(self, prepared: Any, dtype: torch.dtype) -> CProduct | None:
+        """What `product` calls for few rows in this dtype on the CPU, without a bias; None where that is not in C."""
+        return None
 
     def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
         """The matrix [N, K] that `product` multiplies many rows with on a GPU; None where it does something else."""
@@ -153,11 +163,6 @@ class WeightFormat(ServingForm[W]):
         return self
 
     # Products
-
-    @property
-    def rounds_activations(self) -> bool:
-        """Whether products round what they multiply with weights."""
-        return False
 
     def rounded(self, num_inputs: int) -> Self:
         """The same, but products round rows of so many activations to 8 bits. ValueError where there are none such."""
@@ -287,6 +292,11 @@ class KernelFormat(WeightFormat[W]):
             return quantized_linear(x, prepared, bias, lora, slots)
         y = rounded_linear(x, prepared, bias, self.rounding)
         return y if lora is None else lora_add(y, x, lora, slots)
+
+    def c_product(self, prepared: Any, dtype: torch.dtype) -> CProduct | None:
+        if self.rounding is None:
+            return quantized_c_product(prepared, dtype)
+        return rounded_linear_c_product(prepared, self.rounding, dtype)
 
     def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
         return expand(prepared, dtype) if self.rounding is None and isinstance(prepared, TiledWeight) else None

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
+from kernels.linear.c_product import CProduct
+from kernels.linear.dense import PreparedWeight, dense_c_product, linear, prepare_linear_weight
 from kernels.linear.lora import LoraWeights, lora_add
 from model.formats.base import ServingForm
 
@@ -29,6 +30,9 @@ class Dense(ServingForm[Tensor]):
     ) -> Tensor:
         y = linear(x, prepared, bias)
         return y if lora is None else lora_add(y, x, lora, slots)
+
+    def c_product(self, prepared: PreparedWeight, dtype: torch.dtype) -> CProduct | None:
+        return dense_c_product(prepared, dtype)
 
     def expanded(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor | None:
         return prepared.held if isinstance(prepared.held, Tensor) and not prepared.packed else None

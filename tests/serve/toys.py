@@ -101,15 +101,14 @@ def make_engine(
     ranks: "Ranks | None" = None,
     **options: Any,
 ) -> Engine:
-    """An fp32 engine on the CPU; `draft` is a model, or the name of a kind, which may use `draft_model`."""
+    """On the CPU, in the target's dtype or fp32; `draft` is a model, or a kind that may use `draft_model`."""
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 256, "max_model_len": 256} | options
     config = EngineConfig(model="toy", draft=draft if isinstance(draft, str) else None, **options)
     tokenizer = toy_tokenizer(target.config.vocab_size)
     device = torch.device("cpu" if config.device == "auto" else config.device)
     model, scales = draft_model if isinstance(draft, str) else draft, getattr(target, "cache_scales", ())
-    return Engine(
-        config, Models(target, tokenizer, model, share_cache, cache_scales=scales, device=device, ranks=ranks)
-    )
+    named = {"cache_scales": scales, "dtype": getattr(target, "dtype", torch.float32), "device": device, "ranks": ranks}
+    return Engine(config, Models(target, tokenizer, model, share_cache, **named))
 
 
 def end_with(engine: Engine, token: int) -> None:
