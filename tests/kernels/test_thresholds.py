@@ -48,6 +48,8 @@ def test_thresholds_are_those_of_a_sort(
     """In rows of three blocks."""
     logits = torch.from_numpy(np.array([row for row, _ in rows], dtype=np.float32)).to(dtype)
     logits = logits.nan_to_num(neginf=-math.inf)  # finite numbers that bf16 rounds to infinity
+    if dtype == torch.bfloat16:  # Triton's interpreter makes other numbers of those that are subnormal
+        logits = torch.where(logits.abs() < torch.finfo(dtype).tiny, 0.0, logits)
     asked = [torch.tensor(x) for x in zip(*(limit for _, limit in rows), strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_race, "BLOCK", BLOCK)
