@@ -197,10 +197,9 @@ class GroupedExperts:
 class GroupedOnCpu:
     """The serving form of all experts of a layer on the CPU: one call, whatever few tokens have chosen."""
 
-    def __init__(self, experts: Sequence[MLP], dtype: torch.dtype) -> None:
-        """`of` makes it. `experts` hold the weights."""
+    def __init__(self, experts: Sequence[MLP], products: Sequence[list[CProduct]], dtype: torch.dtype) -> None:
+        """`of` makes it. `experts` hold the weights of the products."""
         self._experts, self._dtype = experts, dtype
-        products = [_c_products(expert, dtype) for expert in experts]
         self._in_c = ExpertsOnCpu(products, dtype, uses_gelu=experts[0].uses_gelu)
         self.total: Callable[[Tensor], Tensor] = lambda y: y
         """As `GroupedExperts.total`."""
@@ -208,11 +207,12 @@ class GroupedOnCpu:
     @classmethod
     def of(cls, experts: Sequence[MLP], dtype: torch.dtype) -> "GroupedOnCpu | None":
         """Of fused MLPs, for tokens in this dtype; None where C has no products with their weights."""
-        is_in_c = can_pass_experts() and all(_c_products(expert, dtype) for expert in experts)
-        return cls(experts, dtype) if is_in_c else None
+        products = [_c_products(expert, dtype) for expert in experts]
+        return cls(experts, products, dtype) if all(products) and can_pass_experts() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedOnCpu":
-        copy = GroupedOnCpu(deepcopy(self._experts, memo), self._dtype)
+        experts = deepcopy(self._experts, memo)
+        copy = GroupedOnCpu(experts, [_c_products(expert, self._dtype) for expert in experts], self._dtype)
         copy.total = self.total
         return copy
 

@@ -48,7 +48,7 @@ class ExpertsOnCpu:
 
     def __init__(self, experts: Sequence[Sequence[CProduct]], dtype: torch.dtype, *, uses_gelu: bool) -> None:
         """`experts`: of each the products for gate and up [I, D], or for both as one [2·I, D], and for down [D, I]."""
-        self._dtype, self._gate = dtype, gate_function(uses_gelu=uses_gelu)
+        self._dtype, self._gate = dtype, _address(gate_function(uses_gelu=uses_gelu))
         self._hidden, self._neurons = experts[0][-1].shape
         self._most_rows = min(product.most_rows for products in experts for product in products)
         self._held = experts
@@ -66,7 +66,7 @@ class ExpertsOnCpu:
         y = x.new_empty(rows, per_token, self._hidden)
         order, work = torch.empty_like(chosen), x.new_empty(rows, 3 * self._hidden + 4 * self._neurons)
         sizes = len(self._at), per_token, self._hidden, self._neurons
-        mixture = _Mixture(ctypes.addressof(self._at), _address(self._gate), *sizes, DTYPES[x.dtype], x.itemsize)
+        mixture = _Mixture(ctypes.addressof(self._at), self._gate, *sizes, DTYPES[x.dtype], x.itemsize)
         inputs = x.data_ptr(), x.stride(0), chosen.data_ptr(), rows
         room = order.data_ptr(), work.data_ptr(), y.data_ptr()
         call(_library().mixture, mixture, *inputs, *room, torch.get_num_threads())
