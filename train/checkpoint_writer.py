@@ -1,14 +1,14 @@
 """Checkpoints behind training: what one holds is copied, and a thread writes the copy while training goes on.
 
     prepare on a CPU, some time before the first save: the thread asks the system for the copy's memory, page by page
-    save    waits for the checkpoint before; copies weights and moments to host memory; starts the thread
+    save    waits for the checkpoint before; begins to copy weights and moments to host memory; starts the thread
     thread  train.checkpoint.save_checkpoint: write, force to the disk, rename, read back, purge
     wait    for the thread, which then works as fast as it can; raises what it failed with
 
-From a GPU the copy goes to pinned memory on a stream of its own, beside the next step's forward and backward; its
-update waits for it. On a CPU, whose cores training needs, the thread rests most of the time. Between its pieces of a
-MiB alone it holds Python's lock. A process that is killed takes it along: what is on the disk by then is a whole
-checkpoint, or a staging folder.
+The copy is made beside the next step's forward and backward, and its update waits for it: from a GPU to pinned memory
+on a stream of its own, on a CPU by a thread. On a CPU, whose cores training needs, the thread that writes rests most of
+the time. Between its pieces of a MiB alone it holds Python's lock. A process that is killed takes it along: what is on
+the disk by then is a whole checkpoint, or a staging folder.
 
 Several processes write a part each. They agree over a group of their own, whose collectives are in no order with those
 of training.
@@ -17,6 +17,7 @@ of training.
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +34,28 @@ SHARE = 0.1
 """Of one core, which the thread takes beside training on a CPU."""
 
 
+class _Copying(threading.Thread):
+    """Makes copies, as events of a GPU tell of theirs."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._copy = copy
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._copy()
+        except Exception as error:
+            self._error = error
+
+    def synchronize(self) -> None:
+        """Returns when all is here. Raises what the thread failed with."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
 class HostCopy:
     """A copy in host memory of the tensors that files will hold; its memory is allocated once."""
 
@@ -40,7 +63,7 @@ class HostCopy:
         """`device`: that trains. From a GPU memory is pinned."""
         self.device, self.files = device, Files()
         self.arriving: Any = None
-        """The event after which all is here; None on a CPU, and as soon as an update waits for it."""
+        """What `synchronize` returns of when all is here; None as soon as an update waits for it."""
         self._arena: PinnedArena | None = None
         self._stream: Any = None
 
@@ -55,11 +78,11 @@ class HostCopy:
         self.files = dict(zip(shapes, self._arena.states, strict=True))
 
     def take(self, files: Files) -> None:
-        """Copies them as they are now. Raises MemoryError where there is no room to pin."""
+        """Copies them as they are until an update may begin. Raises MemoryError where there is no room to pin."""
         if _shapes(files) != _shapes(self.files):
             self.allocate(files)
         if self.device.type != "cuda":
-            self._copy(files)
+            self.arriving = _Copying(partial(self._copy, files))
             return
         self._stream = self._stream or torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -69,9 +92,15 @@ class HostCopy:
 
     def update_may_begin(self) -> None:
         """What is launched from now on may change what was copied."""
-        torch.cuda.current_stream(self.device).wait_event(self.arriving)
+        if self.arriving is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_event(self.arriving)
+        else:
+            self.arriving.synchronize()
         self.arriving = None
 
+    @torch.no_grad()
     def _copy(self, files: Files) -> None:
         for name, tensors in files.items():
             for key, tensor in tensors.items():

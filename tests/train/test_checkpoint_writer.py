@@ -221,6 +221,43 @@ def test_a_write_that_fails_stops_training_with_a_sentence_and_costs_no_checkpoi
     assert weights_hash(again.model) == weights_hash(straight.model)
 
 
+class SlowCopy(HostCopy):
+    """On a CPU; it copies once it may, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.error, self.begun, self.may_copy = error, threading.Event(), threading.Event()
+
+    def _copy(self, files: Files) -> None:
+        self.begun.set()
+        assert self.may_copy.wait(30)
+        if self.error is not None:
+            raise self.error
+        super()._copy(files)
+
+
+def test_on_a_cpu_training_goes_on_beside_the_copy_until_an_update() -> None:
+    copy, files = SlowCopy(), random_files(1)
+    before = copied(files)
+    copy.take(files)
+    assert copy.begun.wait(30)
+    threading.Timer(0.2, copy.may_copy.set).start()
+    copy.update_may_begin()
+    for tensor in itertools.chain.from_iterable(group.values() for group in files.values()):
+        tensor.zero_()
+    for name, tensors in before.items():
+        assert all(torch.equal(copy.files[name][key], tensor) for key, tensor in tensors.items())
+    copy.update_may_begin()  # nothing is on its way
+
+
+def test_on_a_cpu_an_update_says_what_the_copy_failed_with() -> None:
+    copy = SlowCopy(MemoryError("no room"))
+    copy.may_copy.set()
+    copy.take(random_files(1))
+    with pytest.raises(MemoryError, match="no room"):
+        copy.update_may_begin()
+
+
 # On a GPU
 
 
