@@ -73,7 +73,7 @@ def test_a_request_is_a_span_of_the_clients_trace(folder: Path, tmp_path: Path, 
         began, asked = time.time_ns(), time.monotonic()
         assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
         ended, waited = time.time_ns(), time.monotonic() - asked
-        late = body | {"max_tokens": 1000, "deadline_s": 0.1, "prompt": "secret words"}
+        late = body | {"max_tokens": 50_000, "deadline_s": 0.1, "prompt": "secret words"}
         assert httpx.post(f"{server.url}/v1/completions", json=late).status_code == 504
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert server.terminate() == 0
