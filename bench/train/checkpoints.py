@@ -1,11 +1,13 @@
 """What checkpoints cost training: steps while one is written, beside steps while none is.
 
-    OMP_NUM_THREADS=1 python -m bench.train.checkpoints [--tiny]
+    OMP_NUM_THREADS=1 python -m bench.train.checkpoints [--runs RUNS] [--tiny]
 
-A model of 300 MB is trained on random tokens; every twelfth step is saved. Steps take what they take by the clock, and
-of the processor, of the thread that trains: that other work on the machine changes less. The longest one while none is
-written tells how much steps differ anyway. What a save keeps training from counts with the step behind it. Before the
-first one memory is made for the copies.
+A model of 300 MB is trained on random tokens, several times from its beginning; every twelfth step is saved. Steps take
+what they take by the clock, and of the processor, of the thread that trains. What a save keeps training from counts
+with the step behind it. Before the first one memory is made for the copies.
+
+A save disturbs the same steps in every run, other work on the machine others each time: so of each step the least of
+all runs is compared, too. The longest one while none is written tells how much steps differ anyway.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from train.progress import Progress
 from train.signals import StopSignals
 from train.tracking import Tracker
 
-TOKENS, STEPS, SAVED_EVERY = 512, 49, 12
+TOKENS, STEPS, SAVED_EVERY, RUNS = 512, 37, 12, 5
 MEMORY_AFTER_S = 10.0
 """Memory for copies is made half-way to a save, which is by steps here."""
 
@@ -82,8 +84,18 @@ class TimedTrainer(Trainer):
         return "memory" if self.counters.step < SAVED_EVERY else "checkpoint"
 
 
-def measure(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Trains; the first save, which also allocates its memory, counts as all others, the first step does not."""
+@dataclass
+class Run:
+    """One training."""
+
+    steps: list[Step]
+    """The first save, which also allocates its memory, counts as all others, the first step does not."""
+    weight_bytes: int
+    checkpoint_bytes: int
+
+
+def run(config: ModelConfig, folder: Path) -> Run:
+    """Trains."""
     model = Transformer(config)
     model.initialize(0)
     length = TOKENS + 1
@@ -101,17 +113,28 @@ def measure(config: ModelConfig, folder: Path) -> dict[str, Any]:
         tracker=Tracker(folder),
     )  # fmt: skip
     trainer.train()
-    steps = trainer.timed[1:]
-    found = {name: _compared(steps, name) for name in ("clock_s", "processor_s")}
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     newest = next(path for path in trainer.checkpoints.iterdir() if path.name.endswith(f"{STEPS:08d}"))
-    checkpoint_bytes = sum(path.stat().st_size for path in newest.iterdir())
-    return {
-        "weight_bytes": weight_bytes,
-        "checkpoint_bytes": checkpoint_bytes,
-        **found,
-        "steps": [asdict(s) for s in steps],
-    }
+    return Run(
+        trainer.timed[1:],
+        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        checkpoint_bytes=sum(path.stat().st_size for path in newest.iterdir()),
+    )
+
+
+def least(runs: list[Run]) -> list[Step]:
+    """Each step as it took least; a checkpoint was written behind it if that is so of any run."""
+    return [
+        Step(
+            min(step.clock_s for step in same),
+            min(step.processor_s for step in same),
+            next((behind for behind in ("checkpoint", "memory") if any(step.behind == behind for step in same)), None),
+        )
+        for same in zip(*(run.steps for run in runs), strict=True)
+    ]
+
+
+def compared(steps: list[Step]) -> dict[str, dict[str, float]]:
+    return {name: _compared(steps, name) for name in ("clock_s", "processor_s")}
 
 
 def _compared(steps: list[Step], name: str) -> dict[str, float]:
@@ -133,14 +156,29 @@ def _compared(steps: list[Step], name: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=RUNS, help="trainings, default %(default)s")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; writes no result")
-    tiny = parser.parse_args().tiny
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(shape(tiny=tiny), Path(folder))
-    for name in ("clock_s", "processor_s"):
-        print(name, {key: round(value, 3) for key, value in found[name].items()})
-    if not tiny:
+    arguments = parser.parse_args()
+    runs = []
+    for number in range(arguments.runs):
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(run(shape(tiny=arguments.tiny), Path(folder)))
+        _print(f"run {number + 1} of {arguments.runs}", compared(runs[-1].steps))
+    of_least = compared(least(runs))
+    _print("the least of each step", of_least)
+    found = {
+        "weight_bytes": runs[0].weight_bytes,
+        "checkpoint_bytes": runs[0].checkpoint_bytes,
+        "least_of_each_step": of_least,
+        "runs": [compared(run.steps) | {"steps": [asdict(step) for step in run.steps]} for run in runs],
+    }
+    if not arguments.tiny:
         write_result("checkpoints-cpu", "OMP_NUM_THREADS=1 python -m bench.train.checkpoints", found)
+
+
+def _print(title: str, found: dict[str, dict[str, float]]) -> None:
+    for name, numbers in found.items():
+        print(f"{title}, {name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()), flush=True)
 
 
 if __name__ == "__main__":
