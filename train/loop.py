@@ -342,7 +342,8 @@ class Trainer:
             torch._foreach_mul_(gradients, scale * min(1.0, self.config.max_grad_norm / max(norm, 1e-12)))
             for group in self.optimizer.param_groups:
                 group["lr"] = self.config.learning_rate * factor * group["rate"]
-            self.writer.copy.update_may_begin()
+            if self.writer.copy.arriving is not None:
+                self.writer.copy.update_may_begin()
             self.optimizer.step()
             self.counters.updates += 1
         self.parallel.clear()
