@@ -198,7 +198,7 @@ class OnGpus:
         """As `step_bytes`, and where several GPUs share a layer the logits as they are gathered from all of them."""
         config, dtype = self.served.config, self.served.dtype
         part = rank_config(config, Group(0, self.tensor))
-        gathered = 2 * rows * config.vocab_size * dtype.itemsize if self.tensor > 1 else 0
+        gathered = 2 * rows * config.vocab_size * torch.float32.itemsize if self.tensor > 1 else 0
         return (
             step_bytes(part, dtype, tokens=tokens, rows=0) + step_bytes(config, dtype, tokens=0, rows=rows) + gathered
         )

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.rotary import partial_frequencies, rope_frequencies, rope_magnitude, rotary_tables
 from kernels.common.soft_cap import soft_cap_, soft_capped
-from kernels.linear.dense import PreparedWeight, linear, prepare_linear_weight
+from kernels.linear.dense import PreparedWeight, linear_in_fp32, prepare_head_weight
 from model.adapter_slots import AdapterSlots
 from model.attention import AttentionOverBatch
 from model.config import ModelConfig
@@ -126,11 +126,14 @@ class Transformer(nn.Module):
         return embedded if multiplier == 1 else embedded * _rounded(multiplier, embedded.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, D] -> [N, V]`. Training uses the chunked losses of `kernels` instead."""
+        """`hidden [N, D] -> [N, V]` in fp32: in bf16 the likeliest tokens would often be as likely as one another.
+
+        Training uses the chunked losses of `kernels` instead.
+        """
         if (head := self._quantized_head) is not None:
-            logits = head.format.product(hidden, head.prepared_weight)
+            logits = head.format.in_fp32(hidden, head.prepared_weight)
         else:
-            logits = linear(hidden, self.head_weight if self._prepared_head is None else self._prepared_head)
+            logits = linear_in_fp32(hidden, self._prepared_head or self.head_weight)
         logits = (soft_capped if logits.requires_grad else soft_cap_)(logits, self.config.logit_soft_cap)
         if self._head_tokens is None:
             return logits
@@ -257,7 +260,7 @@ class Transformer(nn.Module):
         if (head := self._quantized_head) is not None:
             _ = head.prepared_weight
         else:
-            self._prepared_head = prepare_linear_weight(self.head_weight)
+            self._prepared_head = prepare_head_weight(self.head_weight)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor]) -> None:

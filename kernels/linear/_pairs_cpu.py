@@ -28,7 +28,10 @@ _OUTPUTS = 48
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = (("n", ctypes.c_int64), ("k", ctypes.c_int64), ("panels", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+    _fields_ = (
+        *(("n", ctypes.c_int64), ("k", ctypes.c_int64), ("panels", ctypes.c_void_p), ("bias", ctypes.c_void_p)),
+        ("keeps_sums", ctypes.c_int64),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,15 @@ class PairedWeight:
         return pairs.view(torch.bfloat16).view(-1, k)[:n]
 
 
+def multiplies_pairs() -> bool:
+    """Whether the machine fits."""
+    return _library() is not None
+
+
 def prepare_pairs(weight: Tensor) -> PairedWeight | None:
     """Of a weight [N, K] in bf16; None where its shape or the machine does not fit."""
     n, k = weight.shape
-    if weight.dtype != torch.bfloat16 or k % 2 or _library() is None:
+    if weight.dtype != torch.bfloat16 or k % 2 or not multiplies_pairs():
         return None
     panels = -(-n // _OUTPUTS)
     whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _OUTPUTS - n)).contiguous()
@@ -57,13 +65,16 @@ def prepare_pairs(weight: Tensor) -> PairedWeight | None:
     return PairedWeight(in_large_pages(pairs.transpose(1, 2)), (n, k))
 
 
-def paired_product(x: Tensor, weight: PairedWeight, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b, [T, N], of x [T, K] and b [N] or None, all in bf16."""
+def paired_product(
+    x: Tensor, weight: PairedWeight, bias: Tensor | None, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """x Wᵀ + b, [T, N], of x [T, K] and b [N] or None, all in bf16; in bf16 or fp32."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, (n, k) = x.shape[0], weight.shape
-    out = x.new_empty(rows, n)
-    at = _Weight(n, k, weight.panels.data_ptr(), None if bias is None else bias.data_ptr())
+    out = torch.empty(rows, n, dtype=out_dtype)
+    bias_at = None if bias is None else bias.data_ptr()
+    at = _Weight(n, k, weight.panels.data_ptr(), bias_at, out_dtype == torch.float32)
     call(_library().pairs_product, at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
     return out
 
@@ -71,7 +82,7 @@ def paired_product(x: Tensor, weight: PairedWeight, bias: Tensor | None) -> Tens
 def paired_c_product(weight: PairedWeight) -> CProduct:
     """What `paired_product` calls without a bias."""
     function = _library().pairs_product
-    at = _Weight(*weight.shape, weight.panels.data_ptr(), None)
+    at = _Weight(*weight.shape, weight.panels.data_ptr(), None, False)
     return CProduct(at, weight.shape, function, function, ANY_ROWS)
 
 

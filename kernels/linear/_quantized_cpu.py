@@ -111,6 +111,16 @@ def linear_on_cpu(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     )
 
 
+def linear_on_cpu_in_fp32(x: Tensor, weight: CpuWeight) -> Tensor:
+    """The sums that `linear_on_cpu` rounds to the dtype of x, in fp32; rounded after all where torch multiplies."""
+    skinny = weight.skinny
+    if skinny is not None and takes_tiles(x, skinny):
+        return tiled_product(x, skinny, torch.float32)
+    if skinny is not None and takes_rows(x, skinny):
+        return skinny_product(x, skinny, torch.float32)
+    return linear_on_cpu(x if weight.packed is not None else x.float(), weight, None).float()
+
+
 def quantized_c_product(weight: object, dtype: torch.dtype) -> CProduct | None:
     """What `linear_on_cpu` calls for few rows in this dtype, without a bias; None where that is nothing in C."""
     if not isinstance(weight, CpuWeight) or weight.skinny is None:

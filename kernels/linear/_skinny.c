@@ -35,21 +35,24 @@ INLINE void multiply_step(int format, const uint8_t *const *codes, int64_t bytes
 }
 
 /* Columns of y from n on are the sums of lanes, of four registers at once; beyond the end the last one again. */
-INLINE void store_sums(const Weight *w, int64_t n, __m512 sums[8][4], uint16_t *y, int64_t rows, const int TOKENS,
+INLINE void store_sums(const Weight *w, int64_t n, __m512 sums[8][4], void *y, int64_t rows, const int TOKENS,
                        const int OUTPUTS) {
     UNROLLED(int first = 0; first < TOKENS * OUTPUTS; first += 4) {
         __m512 four[4];
         UNROLLED(int j = 0; j < 4; j++) four[j] = sums[(first + j) % TOKENS][(first + j) / TOKENS];
-        uint64_t bits = _mm_cvtsi128_si64((__m128i)_mm_cvtneps_pbh(sums_of_lanes(four)));
+        __m128 wide = sums_of_lanes(four);
+        uint64_t bits = _mm_cvtsi128_si64((__m128i)_mm_cvtneps_pbh(wide));
         UNROLLED(int j = 0; j < 4; j++) {
-            int64_t t = (first + j) % TOKENS, i = (first + j) / TOKENS;
-            if (t < rows) y[t * w->n + smaller(n + i, w->n - 1)] = (uint16_t)(bits >> 16 * j);
+            int64_t t = (first + j) % TOKENS, i = (first + j) / TOKENS, at = t * w->n + smaller(n + i, w->n - 1);
+            if (t >= rows) continue;
+            if (w->keeps_sums) ((float *)y)[at] = ((const float *)&wide)[j];
+            else ((uint16_t *)y)[at] = (uint16_t)(bits >> 16 * j);
         }
     }
 }
 
 /* OUTPUTS columns of y from n on, of TOKENS rows of x, [K / 32, TOKENS, 32]; the first `rows` of them are stored. */
-INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows, const int TOKENS,
+INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, void *y, int64_t rows, const int TOKENS,
                  const int OUTPUTS) {
     int64_t size = group_of(format, w), together = groups_of_key(format, w), bytes = bytes_of(format, w->k), k = 0;
     int64_t output[4];
@@ -79,7 +82,7 @@ INLINE void tile(int format, const Weight *w, int64_t n, const uint16_t *x, uint
 }
 
 /* The same of rows of W that lie decoded, in mixed order. */
-INLINE void tile_of_decoded(const Weight *w, int64_t n, const uint16_t *weights, const uint16_t *x, uint16_t *y,
+INLINE void tile_of_decoded(const Weight *w, int64_t n, const uint16_t *weights, const uint16_t *x, void *y,
                             int64_t rows, const int TOKENS, const int OUTPUTS) {
     __m512 sums[8][4];
     UNROLLED(int t = 0; t < TOKENS; t++)
@@ -98,7 +101,7 @@ INLINE void tile_of_decoded(const Weight *w, int64_t n, const uint16_t *weights,
 /* How many outputs a tile has: 24 sums, and what a step needs beside them, fill the 32 registers. */
 INLINE int outputs_of(int64_t tokens) { return tokens == MOST_TOKENS ? 3 : 4; }
 
-INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows,
+INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, void *y, int64_t rows,
                     int64_t tokens) {
     switch (tokens) {
     case 1: tile(format, w, n, x, y, rows, 1, outputs_of(1)); break;
@@ -108,7 +111,7 @@ INLINE void tile_of(int format, const Weight *w, int64_t n, const uint16_t *x, u
 }
 
 /* Columns of y from n on, of all rows of x: a tile, or several, for which rows of W are decoded once. */
-INLINE void columns_of(int format, const Weight *w, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows,
+INLINE void columns_of(int format, const Weight *w, int64_t n, const uint16_t *x, void *y, int64_t rows,
                     int64_t tokens) {
     if (rows <= tokens) {
         tile_of(format, w, n, x, y, rows, tokens);
@@ -119,11 +122,11 @@ INLINE void columns_of(int format, const Weight *w, int64_t n, const uint16_t *x
     for (int64_t i = 0; i < outputs; i++)
         decode_row(format, w, smaller(n + i, w->n - 1), 0, w->k, outputs, decoded + i * w->k, STEP, 1);
     for (int64_t t = 0; t < rows; t += MOST_TOKENS)
-        tile_of_decoded(w, n, decoded, x + t * w->k, y + t * w->n, rows - t, MOST_TOKENS, outputs);
+        tile_of_decoded(w, n, decoded, x + t * w->k, row_of_y(w, y, t), rows - t, MOST_TOKENS, outputs);
 }
 
 /* The same of any format. */
-INLINE void columns(const Weight *all, int64_t n, const uint16_t *x, uint16_t *y, int64_t rows, int64_t tokens) {
+INLINE void columns(const Weight *all, int64_t n, const uint16_t *x, void *y, int64_t rows, int64_t tokens) {
     _Alignas(4) int8_t codes[rows_bytes(all, outputs_of(tokens))];
     Weight bytes;
     const Weight *w = in_rows(all, n, outputs_of(tokens), codes, &bytes);
@@ -152,8 +155,8 @@ INLINE void pack_tiles(int format, const uint16_t *x, int64_t x_stride, uint16_t
         }
 }
 
-/* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
-int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *y, int64_t rows, int threads) {
+/* y [rows, N] of x [rows, K] in bf16. Returns 0, or 1 without memory. */
+int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, void *y, int64_t rows, int threads) {
     int64_t tokens = tokens_of(rows);
     uint16_t *x = malloc((rows + tokens - 1) / tokens * tokens * w->k * sizeof *x);
     if (rows && !x) return 1;

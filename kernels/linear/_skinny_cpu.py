@@ -57,7 +57,7 @@ class WeightAddress(ctypes.Structure):
     """`Weight` of weights.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("format", "n", "k", "group", "is_half", "is_turned")),
+        *((name, ctypes.c_int64) for name in ("format", "n", "k", "group", "is_half", "is_turned", "keeps_sums")),
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "minima")),
     )
 
@@ -127,18 +127,21 @@ def prepare_skinny_numbers(weight: Tensor) -> SkinnyWeight[Tensor] | None:
     return SkinnyWeight(held, _address(held))
 
 
-def skinny_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
-    """x Wᵀ, [T, N], of x [T, K] in a dtype that `multiplies`."""
-    return product_in_c(product_library(x.dtype, weight).skinny_product, x, weight)
+def skinny_product(x: Tensor, weight: SkinnyWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x Wᵀ, [T, N], of x [T, K] in a dtype that `multiplies`; in that dtype, or in fp32 if that is asked for."""
+    return product_in_c(product_library(x.dtype, weight).skinny_product, x, weight, out_dtype)
 
 
-def product_in_c(multiply: Any, x: Tensor, weight: SkinnyWeight) -> Tensor:
+def product_in_c(multiply: Any, x: Tensor, weight: SkinnyWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     """x Wᵀ, [T, N], of x [T, K], by a function of a C source."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows = x.shape[0]  # len(x) costs a microsecond
-    out = x.new_empty(rows, weight.at.n)
-    call(multiply, weight.at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
+    rows, at = x.shape[0], weight.at  # len(x) costs a microsecond
+    out = torch.empty(rows, at.n, dtype=out_dtype or x.dtype)
+    if out.dtype != x.dtype:
+        at = WeightAddress.from_buffer_copy(at)
+        at.keeps_sums = True
+    call(multiply, at, x.data_ptr(), x.stride(0), out.data_ptr(), rows, torch.get_num_threads())
     return out
 
 
@@ -259,9 +262,9 @@ def _address(weight: QuantizedWeight | TurnedWeight | Tensor) -> WeightAddress:
         at.n, at.is_turned, at.codes = n, True, weight.panels.data_ptr()
         return at
     if isinstance(weight, Tensor):
-        return WeightAddress(_FORMATS.index(Tensor), n, k, k, False, False, weight.data_ptr())
+        return WeightAddress(_FORMATS.index(Tensor), n, k, k, False, False, False, weight.data_ptr())
     group = NF4_BLOCK if isinstance(weight, NF4Weight) else getattr(weight, "group", k)
     scales, zeros, minima = _scales(weight), getattr(weight, "zeros", None), getattr(weight, "minima", None)
     format = _FORMATS.index(type(weight)) if minima is None else _INT4_FROM_MINIMA
     places = (None if tensor is None else tensor.data_ptr() for tensor in (weight.codes, scales, zeros, minima))
-    return WeightAddress(format, n, k, group, scales.dtype == torch.float16, False, *places)
+    return WeightAddress(format, n, k, group, scales.dtype == torch.float16, False, False, *places)

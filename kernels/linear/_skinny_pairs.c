@@ -1,8 +1,8 @@
 /* Products of bf16 rows with a weight of integers that lies turned (weights.h), for x86 processors with AVX-512 BF16, by
    AMX where they have it.
 
-   y[t, n] = sum over k of x[t, k] * W[n, k], in fp32 and rounded once, in an order that depends on K alone: a row of y has
-   the same bits whatever rows are beside it, up to DIRECT_ROWS, and however many threads there are. By tiles that is so
+   y[t, n] = sum over k of x[t, k] * W[n, k], in fp32 and rounded once, or kept, in an order that depends on K alone: a row
+   of y has the same bits whatever rows are beside it, up to DIRECT_ROWS, and however many threads there are. By tiles that is so
    from two rows to MOST_TILED_ROWS; in groups of 16, which are no whole step, from FEWEST_SIXTEENS on.
 
    A lane is an output. Registers of words of codes become pairs of inputs in bf16, and no weight is rounded:
@@ -235,8 +235,8 @@ INLINE void tile(const Kind kind, const Weight *w, const Parts *parts, const uin
     }
     UNROLLED(int t = 0; t < tokens; t++)
         UNROLLED(int i = 0; i < count; i++)
-            _mm256_mask_storeu_epi16(to.y + t * to.stride + i * OUTPUTS, lanes_until(to.count, i * OUTPUTS),
-                                     (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(y + (t * count + i) * OUTPUTS)));
+            store_lanes(to.y, to.at + t * to.stride + i * OUTPUTS, lanes_until(to.count, i * OUTPUTS),
+                        _mm512_loadu_ps(y + (t * count + i) * OUTPUTS), to.keeps_sums);
 }
 
 /* The same of any number of rows: of few with all panels at once, of more with one half and then the other. */
@@ -249,7 +249,7 @@ INLINE void tile_of(const Kind kind, const Weight *w, const Parts *parts, const 
     case 4: tile(kind, w, parts, x, totals, to, 4, MOST_PARTS); return;
     }
     Parts half = *parts;
-    for (int part = 0; part < MOST_PARTS; part += PANEL_WORDS, to.y += PANEL_OUTPUTS, to.count -= PANEL_OUTPUTS) {
+    for (int part = 0; part < MOST_PARTS; part += PANEL_WORDS, to.at += PANEL_OUTPUTS, to.count -= PANEL_OUTPUTS) {
         for (int i = 0; i < PANEL_WORDS; i++) {
             half.codes[i] = parts->codes[part + i];
             half.scales[i] = parts->scales[part + i];
@@ -265,12 +265,12 @@ INLINE void tile_of(const Kind kind, const Weight *w, const Parts *parts, const 
 }
 
 /* All rows of x times MOST_PARTS panels from output n on. */
-INLINE void multiply_direct(const Kind kind, const Whole *whole, int64_t n, const Rows *x, uint16_t *y) {
+INLINE void multiply_direct(const Kind kind, const Whole *whole, int64_t n, const Rows *x, void *y) {
     const Weight *w = &whole->all;
     ALIGNED float constants[2 * MOST_PARTS * groups_of(w) * OUTPUTS];
     Parts parts = parts_from(kind, whole, n, MOST_PARTS, constants);
     for (int64_t t = 0; t < x->rows; t += TILE_ROWS) {
-        Columns to = {y + t * w->n + n, w->n, w->n - n, NULL};
+        Columns to = {y, t * w->n + n, w->n, w->n - n, NULL, w->keeps_sums};
         tile_of(kind, w, &parts, x->words + t * w->k / 2, x->totals + t * x->spans, to,
                 smaller(TILE_ROWS, x->rows - t));
     }
@@ -306,7 +306,7 @@ INLINE void add_sums(const Kind kind, const Parts *w, const int part, int64_t gr
 }
 
 /* All rows of x, as tiles, times MOST_PARTS panels from output n on. */
-INLINE void multiply_by_tiles(const Kind kind, const Whole *whole, int64_t n, const Rows *x, uint16_t *y) {
+INLINE void multiply_by_tiles(const Kind kind, const Whole *whole, int64_t n, const Rows *x, void *y) {
     const Weight *w = &whole->all;
     ALIGNED float constants[2 * MOST_PARTS * groups_of(w) * OUTPUTS], sums[PANEL_OUTPUTS * SIDE];
     ALIGNED float all[MOST_TILED_ROWS * PANEL_OUTPUTS];
@@ -329,8 +329,8 @@ INLINE void multiply_by_tiles(const Kind kind, const Whole *whole, int64_t n, co
         for (int64_t t = 0; t < x->rows; t++)
             UNROLLED(int i = 0; i < PANEL_WORDS; i++) {
                 int64_t first = n + (part + i) * OUTPUTS;
-                _mm256_mask_storeu_epi16(y + t * w->n + first, lanes_until(w->n - first, 0),
-                                         (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(all + t * PANEL_OUTPUTS + i * OUTPUTS)));
+                store_lanes(y, t * w->n + first, lanes_until(w->n - first, 0),
+                            _mm512_load_ps(all + t * PANEL_OUTPUTS + i * OUTPUTS), w->keeps_sums);
             }
     }
 }
@@ -366,7 +366,7 @@ INLINE void decode_panel(const Kind kind, const Whole *whole, int64_t n, uint32_
 }
 
 /* Kinds are asked for inside of loops, since a parallel loop becomes a function of its own before they are known. */
-INLINE void multiply_few(const Whole *w, int64_t n, const Rows *x, uint16_t *y) {
+INLINE void multiply_few(const Whole *w, int64_t n, const Rows *x, void *y) {
     if (x->by_tiles) {
         switch (w->all.format) {
         case INT4: multiply_by_tiles(FOUR, w, n, x, y); break;
@@ -386,7 +386,7 @@ INLINE void multiply_few(const Whole *w, int64_t n, const Rows *x, uint16_t *y) 
 
 /* So many rows from `first` on times PANEL_OUTPUTS outputs, which lie in `panel` then. */
 INLINE void multiply_many(
-    const Whole *whole, int64_t n, const Rows *x, int64_t first, int64_t rows, uint32_t *panel, uint16_t *y
+    const Whole *whole, int64_t n, const Rows *x, int64_t first, int64_t rows, uint32_t *panel, void *y
 ) {
     const Weight *w = &whole->all;
     switch (w->format) {
@@ -395,7 +395,7 @@ INLINE void multiply_many(
     case INT6: decode_panel(SIX, whole, n, panel); break;
     case INT8: decode_panel(EIGHT, whole, n, panel); break;
     }
-    Columns to = {y + first * w->n + n, w->n, w->n - n, NULL};
+    Columns to = {y, first * w->n + n, w->n, w->n - n, NULL, w->keeps_sums};
     int64_t pairs = w->k / 2;
     if (x->by_tiles) product_by_tiles(panel, pairs, x->words + first * pairs, to, rows);
     else panel_product(panel, pairs, x->words + first * pairs, to, rows);
@@ -404,7 +404,7 @@ INLINE void multiply_many(
 /* Words of a panel, and of what is fetched behind it. */
 INLINE int64_t panel_size(const Weight *w) { return (w->k / 2 + PANELS_AHEAD) * PANEL_OUTPUTS; }
 
-static void product_of_few(const Whole *w, const Rows *x, uint16_t *y, int threads) {
+static void product_of_few(const Whole *w, const Rows *x, void *y, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         if (x->by_tiles) begin_tiles(x->rows);
@@ -416,7 +416,7 @@ static void product_of_few(const Whole *w, const Rows *x, uint16_t *y, int threa
 
 /* Packed rows times panels that are decoded once for all of them or, where threads had too few panels then, for some.
    `panels`: memory for one of each thread. */
-static void product_of_many(const Whole *w, const Rows *x, uint32_t *panels, uint16_t *y, int threads) {
+static void product_of_many(const Whole *w, const Rows *x, uint32_t *panels, void *y, int threads) {
     int64_t at_once = w->all.n >= 4 * threads * PANEL_OUTPUTS ? x->rows : AT_ONCE;
 #pragma omp parallel num_threads(threads)
     {
@@ -430,8 +430,8 @@ static void product_of_many(const Whole *w, const Rows *x, uint32_t *panels, uin
     }
 }
 
-/* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
-int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint16_t *y, int64_t rows, int threads) {
+/* y [rows, N] of x [rows, K] in bf16. Returns 0, or 1 without memory. */
+int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, void *y, int64_t rows, int threads) {
     if (!rows) return 0;
     int64_t has_steps = w->group % STEP == 0, most = DIRECT_ROWS;
     if (has_tiles()) most = has_steps ? MOST_TILED_ROWS : FEWEST_SIXTEENS - 1;
@@ -446,7 +446,7 @@ int skinny_product(const Weight *w, const uint16_t *inputs, int64_t stride, uint
         x.rows = smaller(rows - first, PACKED_ROWS);
         pack_rows(w, inputs + first * stride, stride, &x, threads);
         if (x.spans) product_of_few(&whole, &x, y, threads);
-        else product_of_many(&whole, &x, x.words + packed, y + first * w->n, threads);
+        else product_of_many(&whole, &x, x.words + packed, row_of_y(w, y, first), threads);
     }
     return 0;
 }

@@ -70,17 +70,23 @@ INLINE void pack_rows(int format, const uint16_t *x, int64_t stride, int64_t row
     }
 }
 
-/* Sums of SIDE rows and OUTPUTS outputs as the first `columns` columns of y. */
-INLINE void store_sums(const float *sums, uint16_t *y, int64_t stride, int64_t rows, int64_t columns) {
+/* Sums of OUTPUTS outputs and SIDE rows as y from output n on, of which `rows` rows are left. */
+INLINE void store_sums(const float *sums, const Weight *w, int64_t n, void *y, int64_t rows) {
     __m512i low[SIDE], high[SIDE];
     SIXTEEN_TIMES(i) low[i] = _mm512_load_si512(sums + i * SIDE);
     SIXTEEN_TIMES(i) high[i] = _mm512_load_si512(sums + (SIDE + i) * SIDE);
     transpose(low);
     transpose(high);
-    __mmask32 shown = columns >= OUTPUTS ? 0xffffffff : (1u << columns) - 1;
+    __mmask32 shown = w->n - n >= OUTPUTS ? 0xffffffff : (1u << (w->n - n)) - 1;
     for (int64_t t = 0; t < smaller(rows, SIDE); t++) {
-        __m512bh row = _mm512_cvtne2ps_pbh(_mm512_castsi512_ps(high[t]), _mm512_castsi512_ps(low[t]));
-        _mm512_mask_storeu_epi16(y + t * stride, shown, (__m512i)row);
+        void *row = row_of_y(w, y, t);
+        if (w->keeps_sums) {
+            _mm512_mask_storeu_epi32((float *)row + n, shown, low[t]);
+            _mm512_mask_storeu_epi32((float *)row + n + SIDE, shown >> SIDE, high[t]);
+            continue;
+        }
+        __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_castsi512_ps(high[t]), _mm512_castsi512_ps(low[t]));
+        _mm512_mask_storeu_epi16((uint16_t *)row + n, shown, (__m512i)rounded);
     }
 }
 
@@ -116,23 +122,23 @@ INLINE void multiply(const uint16_t *outputs, int64_t second_outputs, const uint
     }
 }
 
-/* The sums as the first `columns` columns of the first `rows` rows of y. */
-INLINE void take_sums(uint16_t *y, int64_t stride, int64_t rows, int64_t columns) {
+/* The sums as y from output n on, of which `rows` rows are left. */
+INLINE void take_sums(const Weight *w, int64_t n, void *y, int64_t rows) {
     _Alignas(64) float sums[2 * SIDE * SIDE];
     _tile_stored(SUMS_11, sums, 64);
     _tile_stored(SUMS_21, sums + SIDE * SIDE, 64);
-    store_sums(sums, y, stride, rows, columns);
+    store_sums(sums, w, n, y, rows);
     if (rows <= SIDE) return;
     _tile_stored(SUMS_12, sums, 64);
     _tile_stored(SUMS_22, sums + SIDE * SIDE, 64);
-    store_sums(sums, y + SIDE * stride, stride, rows - SIDE, columns);
+    store_sums(sums, w, n, row_of_y(w, y, SIDE), rows - SIDE);
 }
 
 /* Inputs decoded at once for so many rows of x: one ROWS keeps its sums from chunk to chunk, several take turns. */
 INLINE int64_t chunk_of(const Weight *w, int64_t rows) { return rows > ROWS ? w->k : smaller(CHUNK, w->k); }
 
 /* OUTPUTS columns of y from n on, of the rows whose tiles are `packed`. */
-INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed, uint16_t *decoded, uint16_t *y,
+INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed, uint16_t *decoded, void *y,
                              int64_t rows) {
     int64_t chunk = chunk_of(w, rows);
     for (int64_t k = 0; k < w->k; k += chunk) {
@@ -142,14 +148,14 @@ INLINE void multiply_outputs(const Weight *w, int64_t n, const uint16_t *packed,
         for (int64_t t = 0; t < rows; t += ROWS) {
             if (k == 0) clear_sums();
             multiply(decoded, SIDE * chunk, packed + t * w->k + SIDE * k, SIDE * w->k, end - k, rows - t > SIDE);
-            if (end == w->k) take_sums(y + t * w->n + n, w->n, rows - t, w->n - n);
+            if (end == w->k) take_sums(w, n, row_of_y(w, y, t), rows - t);
         }
     }
 }
 
 /* `rows` rows of x, put into `packed` as tiles, times all of W, of which each thread decodes a chunk into `decoded`. */
 INLINE void multiply_rows(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *packed, uint16_t *decoded,
-                          uint16_t *y, int64_t rows, int threads) {
+                          void *y, int64_t rows, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         uint16_t *own = decoded + omp_get_thread_num() * OUTPUTS * chunk_of(w, rows);
@@ -163,15 +169,15 @@ INLINE void multiply_rows(const Weight *w, const uint16_t *x, int64_t stride, ui
     }
 }
 
-/* y [rows, N] of x [rows, K], both bf16. Returns 0, or 1 without memory. */
-int tiled_product(const Weight *w, const uint16_t *x, int64_t stride, uint16_t *y, int64_t rows, int threads) {
+/* y [rows, N] of x [rows, K] in bf16. Returns 0, or 1 without memory. */
+int tiled_product(const Weight *w, const uint16_t *x, int64_t stride, void *y, int64_t rows, int threads) {
     int64_t fitting = larger(1, CACHE / (ROWS * w->k * (int64_t)sizeof *x)), needed = (rows + ROWS - 1) / ROWS;
     int64_t parts = larger(1, (needed + fitting - 1) / fitting); /* alike: for each all of W is decoded */
     int64_t at_once = (needed + parts - 1) / parts * ROWS;
     uint16_t *packed = reserve((at_once + (int64_t)threads * OUTPUTS) * w->k * sizeof *packed);
     if (!packed) return 1;
     for (int64_t t = 0; t < rows; t += at_once)
-        multiply_rows(w, x + t * stride, stride, packed, packed + at_once * w->k, y + t * w->n,
+        multiply_rows(w, x + t * stride, stride, packed, packed + at_once * w->k, row_of_y(w, y, t),
                       smaller(at_once, rows - t), threads);
     return 0;
 }

@@ -43,9 +43,9 @@ def with_tiles(few: CProduct, weight: SkinnyWeight, dtype: torch.dtype) -> CProd
     return few._replace(more=_library().tiled_product, most_rows=ANY_ROWS)
 
 
-def tiled_product(x: Tensor, weight: SkinnyWeight) -> Tensor:
-    """x Wᵀ, [T, N], of x [T, K], both bf16."""
-    return product_in_c(_library().tiled_product, x, weight)
+def tiled_product(x: Tensor, weight: SkinnyWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x Wᵀ, [T, N], of x [T, K] in bf16; in bf16 too, or in fp32 if that is asked for."""
+    return product_in_c(_library().tiled_product, x, weight, out_dtype)
 
 
 @cache

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear._pairs_cpu import PairedWeight, paired_c_product, paired_product, prepare_pairs
+from kernels.linear._pairs_cpu import PairedWeight, multiplies_pairs, paired_c_product, paired_product, prepare_pairs
 from kernels.linear._skinny_cpu import (
     BLOCK_ELEMENTS_IN_C,
     SkinnyWeight,
@@ -30,6 +30,7 @@ from kernels.linear._skinny_cpu import (
     takes_rows,
 )
 from kernels.linear.c_product import CProduct
+from kernels.linear.lora import wants_gradients
 
 # Below this many elements torch's own fp32 product costs less than another call (measured up to 64 rows).
 _SMALLEST_FP32_WEIGHT_TO_PREPARE = 512 * 512
@@ -63,6 +64,15 @@ class PreparedWeight:
         if isinstance(self.held, PairedWeight):
             return self.held.dense()
         return self.held.to_dense() if self.packed else self.held
+
+
+def prepare_head_weight(weight: Tensor) -> PreparedWeight:
+    """As `prepare_linear_weight`, for `linear_in_fp32`."""
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not multiplies_pairs():
+        numbers = prepare_skinny_numbers(weight.detach())
+        if numbers is not None:
+            return PreparedWeight(numbers)
+    return prepare_linear_weight(weight)
 
 
 def prepare_linear_weight(weight: Tensor) -> PreparedWeight:
@@ -113,6 +123,23 @@ def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = Non
     if weight.packed:
         return torch.ops.mkldnn._linear_pointwise.default(x, weight.held, bias, "none", [], "")
     return F.linear(x, weight.held, bias)
+
+
+def linear_in_fp32(x: Tensor, weight: Tensor | PreparedWeight) -> Tensor:
+    """Return x Wᵀ in fp32, [T, N], of x [T, K] and weight [N, K]: the sums, which `linear` rounds to their dtype.
+
+    They are rounded after all where gradients are wanted, and where torch multiplies on the CPU.
+    """
+    if x.dtype == torch.float32:
+        return linear(x, weight)
+    held = weight.held if isinstance(weight, PreparedWeight) else weight
+    if isinstance(held, PairedWeight):
+        return paired_product(x, held, None, torch.float32)
+    if isinstance(held, SkinnyWeight):
+        return _linear_of_bf16(x.float(), held, None)
+    if x.is_cuda and not wants_gradients(x, held):
+        return torch.mm(x, held.t(), out_dtype=torch.float32)
+    return linear(x, weight).float()
 
 
 def dense_c_product(weight: PreparedWeight, dtype: torch.dtype) -> CProduct | None:

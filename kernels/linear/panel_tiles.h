@@ -54,19 +54,19 @@ INLINE void store_parts(const float *sums, Columns to, int64_t rows) {
         start[i] = _mm512_setzero_ps();
         if (to.bias) start[i] = widen(_mm256_maskz_loadu_epi16(shown[i], to.bias + i * WORDS));
     }
-    for (int64_t t = 0; t < smaller(rows, SIDE); t++, sums += WORDS, to.y += to.stride)
+    for (int64_t t = 0; t < smaller(rows, SIDE); t++, sums += WORDS, to.at += to.stride)
         UNROLLED(int i = 0; i < PANEL_WORDS; i++) {
-            __m256i y = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(_mm512_load_ps(sums + i * TILE_WORDS), start[i]));
-            if (to.count >= PANEL_OUTPUTS) _mm256_storeu_si256((__m256i *)(to.y + i * WORDS), y);
-            else _mm256_mask_storeu_epi16(to.y + i * WORDS, shown[i], y);
+            __m512 sum = _mm512_add_ps(_mm512_load_ps(sums + i * TILE_WORDS), start[i]);
+            store_lanes(to.y, to.at + i * WORDS, shown[i], sum, to.keeps_sums);
         }
 }
 
-/* Where sums will be stored: a row of y fetched so early is there by then. Returns the row behind `ROWS_A_STEP` more. */
-INLINE const uint16_t *fetch_rows(const uint16_t *y, int64_t stride) {
+/* Where sums will be stored, in rows so many bytes apart: one fetched so early is there by then. Returns the row behind
+   `ROWS_A_STEP` more. */
+INLINE const char *fetch_rows(const char *y, int64_t stride) {
     UNROLLED(int i = 0; i < ROWS_A_STEP; i++, y += stride) {
         __builtin_prefetch(y, 1);
-        __builtin_prefetch(y + PANEL_OUTPUTS - 1, 1);
+        __builtin_prefetch(y + PANEL_OUTPUTS * sizeof(uint16_t) - 1, 1);
     }
     return y;
 }
@@ -92,12 +92,12 @@ INLINE void sum_parts(const uint32_t *panel, int64_t pairs, const uint32_t *x, f
     _tile_stored(2, sums + 2 * TILE_WORDS, 64);
 }
 
-/* Two tiles of rows times two parts of a panel: sums [2, PANEL_WORDS, SIDE, WORDS], for rows of y. */
+/* Two tiles of rows times two parts of a panel: sums [2, PANEL_WORDS, SIDE, WORDS], for rows of y so many bytes apart. */
 INLINE void sum_two_parts(
-    const uint32_t *panel, int64_t pairs, const uint32_t *x, float *sums, const uint16_t *y, int64_t stride,
+    const uint32_t *panel, int64_t pairs, const uint32_t *x, float *sums, const char *y, int64_t stride,
     const int is_first
 ) {
-    const uint16_t *end = y + 2 * SIDE * stride;
+    const char *end = y + 2 * SIDE * stride;
     float *second_sums = sums + PANEL_WORDS * TILE_WORDS;
     const uint32_t *second = x + SIDE * pairs;
     _tile_zero(0);
@@ -153,19 +153,21 @@ INLINE void sum_last_part(const uint32_t *panel, int64_t pairs, const uint32_t *
 /* Up to four tiles of rows times a panel. */
 INLINE void product_of_four(const uint32_t *panel, int64_t pairs, const uint32_t *x, Columns to, int64_t rows,
                             const int is_first) {
-    const int64_t apart = PANEL_WORDS * TILE_WORDS;
+    const int64_t apart = PANEL_WORDS * TILE_WORDS, size = to.keeps_sums ? sizeof(float) : sizeof(uint16_t);
+    const char *y = (const char *)to.y + to.at * size;
+    int64_t stride = to.stride * size;
     _Alignas(64) float sums[4 * PANEL_WORDS * TILE_WORDS];
     int64_t tiles = (rows + SIDE - 1) / SIDE;
-    if (tiles > 1) sum_two_parts(panel, pairs, x, sums, to.y, to.stride, is_first);
+    if (tiles > 1) sum_two_parts(panel, pairs, x, sums, y, stride, is_first);
     if (tiles == 4) {
-        sum_two_parts(panel, pairs, x + 2 * SIDE * pairs, sums + 2 * apart, to.y + 2 * SIDE * to.stride, to.stride, 0);
+        sum_two_parts(panel, pairs, x + 2 * SIDE * pairs, sums + 2 * apart, y + 2 * SIDE * stride, stride, 0);
         sum_last_part(panel, pairs, x, sums, 4);
     } else if (tiles > 1) {
         sum_last_part(panel, pairs, x, sums, 2);
     }
     if (tiles % 2)
         sum_parts(panel, pairs, x + (tiles - 1) * SIDE * pairs, sums + (tiles - 1) * apart, is_first && tiles == 1);
-    for (int64_t tile = 0; tile < tiles; tile++, to.y += SIDE * to.stride)
+    for (int64_t tile = 0; tile < tiles; tile++, to.at += SIDE * to.stride)
         store_parts(sums + tile * apart, to, rows - tile * SIDE);
 }
 
@@ -173,7 +175,7 @@ INLINE void product_of_four(const uint32_t *panel, int64_t pairs, const uint32_t
 static void product_by_tiles(const uint32_t *panel, int64_t pairs, const uint32_t *x, Columns to, int64_t rows) {
     product_of_four(panel, pairs, x, to, smaller(rows, 4 * SIDE), 1);
     for (int64_t t = 4 * SIDE; t < rows; t += 4 * SIDE) {
-        to.y += 4 * SIDE * to.stride;
+        to.at += 4 * SIDE * to.stride;
         product_of_four(panel, pairs, x + t * pairs, to, smaller(rows - t, 4 * SIDE), 0);
     }
 }

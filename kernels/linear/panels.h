@@ -19,12 +19,25 @@ INLINE __mmask16 lanes_until(int64_t count, int from) {
     return count - from >= WORDS ? 0xffff : count <= from ? 0 : (1 << (count - from)) - 1;
 }
 
-/* Where products of a panel go: so many of its columns, of rows of y that lie `stride` apart, after `bias`, or none. */
+/* Where products of a panel go: so many of its columns, from number `at` of y on, in rows that lie `stride` apart, after
+   `bias`, or none. y is bf16, or fp32 where it keeps sums as they are. */
 typedef struct {
-    uint16_t *y;
-    int64_t stride, count;
+    void *y;
+    int64_t at, stride, count;
     const uint16_t *bias;
+    int64_t keeps_sums;
 } Columns;
+
+/* Those lanes of sums that are shown, as numbers of y from `at` on. */
+INLINE void store_lanes(void *y, int64_t at, __mmask16 shown, __m512 sums, int64_t keeps_sums) {
+    if (keeps_sums) {
+        _mm512_mask_storeu_ps((float *)y + at, shown, sums);
+        return;
+    }
+    __m256i rounded = (__m256i)_mm512_cvtneps_pbh(sums);
+    if (shown == 0xffff) _mm256_storeu_si256((__m256i *)((uint16_t *)y + at), rounded);
+    else _mm256_mask_storeu_epi16((uint16_t *)y + at, shown, rounded);
+}
 
 /* `tokens` rows x [K / 2, tokens] times a panel; `is_first`: nobody has read the panel before. */
 INLINE void panel_tile(const uint32_t *panel, int64_t pairs, const uint32_t *x, Columns to, const int tokens,
@@ -48,8 +61,8 @@ INLINE void panel_tile(const uint32_t *panel, int64_t pairs, const uint32_t *x, 
     }
     UNROLLED(int t = 0; t < tokens; t++)
         UNROLLED(int i = 0; i < PANEL_WORDS; i++)
-            _mm256_mask_storeu_epi16(to.y + t * to.stride + i * WORDS, lanes_until(to.count, i * WORDS),
-                                     (__m256i)_mm512_cvtneps_pbh(sums[t][i]));
+            store_lanes(to.y, to.at + t * to.stride + i * WORDS, lanes_until(to.count, i * WORDS), sums[t][i],
+                        to.keeps_sums);
 }
 
 INLINE void panel_tile_of(const uint32_t *panel, int64_t pairs, const uint32_t *x, Columns to, int64_t tokens,
@@ -70,7 +83,7 @@ INLINE void panel_tile_of(const uint32_t *panel, int64_t pairs, const uint32_t *
 static void panel_product(const uint32_t *panel, int64_t pairs, const uint32_t *x, Columns to, int64_t rows) {
     panel_tile_of(panel, pairs, x, to, smaller(rows, TILE_ROWS), 1);
     for (int64_t t = TILE_ROWS; t < rows; t += TILE_ROWS) {
-        to.y += TILE_ROWS * to.stride;
+        to.at += TILE_ROWS * to.stride;
         panel_tile_of(panel, pairs, x + t * pairs, to, smaller(rows - t, TILE_ROWS), 0);
     }
 }

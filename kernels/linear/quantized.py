@@ -26,7 +26,13 @@ from kernels.common.arrival import arrives_last
 from kernels.common.ragged_tiles import as_operand, dot
 from kernels.common.triton import tl, triton
 from kernels.common.triton_support import check_rows, is_interpreted, num_processors, runs_triton
-from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, prepare_for_cpu
+from kernels.linear._quantized_cpu import (
+    CpuWeight,
+    grad_input_on_cpu,
+    linear_on_cpu,
+    linear_on_cpu_in_fp32,
+    prepare_for_cpu,
+)
 from kernels.linear._quantized_epilogue import finish, output_columns
 from kernels.linear._quantized_tiles import (
     MOST_SPLIT_BLOCKS,
@@ -39,6 +45,7 @@ from kernels.linear._quantized_tiles import (
     tile_values,
     tile_weight,
 )
+from kernels.linear.dense import linear_in_fp32
 from kernels.linear.lora import (
     AdapterOperands,
     LoraWeights,
@@ -309,6 +316,17 @@ def quantized_linear(
     return y if lora is None else lora_add(y, x, lora, slots)
 
 
+def quantized_linear_in_fp32(x: Tensor, weight: PreparedQuantizedWeight) -> Tensor:
+    """Return x Wᵀ in fp32, [T, N], of x [T, K] and a prepared weight [N, K]: as `linear_in_fp32`."""
+    if wants_gradients(x):
+        return quantized_linear(x, weight).float()
+    check_operands(x, weight, None, None, None)
+    if isinstance(weight, CpuWeight):
+        return linear_on_cpu_in_fp32(x, weight)
+    fused = fused_product(x, weight, out_dtype=torch.float32)
+    return linear_in_fp32(x, expand(weight, x.dtype)) if fused is None else fused
+
+
 def _product(x: Tensor, weight: PreparedQuantizedWeight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, CpuWeight):
         return linear_on_cpu(x, weight, bias)
@@ -362,6 +380,7 @@ def fused_product(
     slots: Tensor | None = None,
     *,
     gated: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """`quantized_linear` in one kernel, two with adapters; `gated`: silu(gate) · up of its halves [gate, up].
 
@@ -373,7 +392,7 @@ def fused_product(
     if len(x) > MOST_FUSED_ROWS or wants_gradients(*learned):
         return None
     n = weight.shape[0]
-    out = torch.empty(len(x), n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    out = torch.empty(len(x), n // 2 if gated else n, dtype=out_dtype or x.dtype, device=x.device)
     if len(x):
         _launch_product(x, weight, bias, expand_operands(x, lora, slots), out, gated=gated)
     return out

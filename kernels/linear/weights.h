@@ -20,6 +20,7 @@ typedef struct {
     int64_t is_half;      /* whether scales and minima are fp16, else fp32 */
     int64_t is_turned;    /* whether words of codes, 32 bits each, lie as [⌈N / TURNED⌉, words of a row, TURNED], and
                              what groups have as [⌈N / TURNED⌉, G, TURNED] */
+    int64_t keeps_sums;   /* whether y is fp32 beside rows in bf16 */
     const uint8_t *codes; /* [N, K], or [N, K / 2] in four bits, [N, 3 K / 4] in six; of bf16 the numbers themselves */
     const void *scales;   /* [N, G]; null in bf16 */
     const uint8_t *zeros; /* [N, G] of asymmetric INT4 and INT6, else null */
@@ -35,6 +36,11 @@ static const float NF4_VALUES[16] = {
 
 INLINE int has_four_bits(int format) {
     return format == NF4 || format == INT4 || format == INT4_FROM_MINIMA || format == ASYMMETRIC;
+}
+
+/* Where row t of y lies, of rows in bf16. */
+INLINE void *row_of_y(const Weight *w, void *y, int64_t t) {
+    return (char *)y + t * w->n * (w->keeps_sums ? sizeof(float) : sizeof(uint16_t));
 }
 
 /* Where a scale or minimum of the weight lies, and its value. */

@@ -27,7 +27,14 @@ from kernels.linear.quantization import (
     quantize_integers,
     stack_integers,
 )
-from kernels.linear.quantized import TiledWeight, expand, prepare_quantized_weight, quantized_linear, stored_codes
+from kernels.linear.quantized import (
+    TiledWeight,
+    expand,
+    prepare_quantized_weight,
+    quantized_linear,
+    quantized_linear_in_fp32,
+    stored_codes,
+)
 from kernels.linear.quantized_embedding import quantized_embedding
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.linear.rounded import Rounding, rounded_linear, rounded_linear_c_product
@@ -188,6 +195,10 @@ class WeightFormat(ServingForm[W]):
     def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
         return prepared.dequantize(dtype)
 
+    def in_fp32(self, x: Tensor, prepared: Any) -> Tensor:
+        """`product`, in fp32 before it is rounded to the dtype of x, where that can be had: for logits."""
+        return self.product(x.float(), prepared)
+
     def times(self, x: Tensor, prepared: Any) -> Tensor:
         """`x Wᵀ` of x as it is, whatever `product` does to activations."""
         return self.product(x, prepared)
@@ -300,6 +311,11 @@ class KernelFormat(WeightFormat[W]):
 
     def expanded(self, prepared: Any, dtype: torch.dtype) -> Tensor | None:
         return expand(prepared, dtype) if self.rounding is None and isinstance(prepared, TiledWeight) else None
+
+    def in_fp32(self, x: Tensor, prepared: Any) -> Tensor:
+        if self.rounding is None:
+            return quantized_linear_in_fp32(x, prepared)
+        return super().in_fp32(x, prepared)
 
     def times(self, x: Tensor, prepared: Any) -> Tensor:
         return quantized_linear(x, prepared)

@@ -2,10 +2,17 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch import Tensor
 
 import kernels.linear._pairs_cpu as pairs
 from kernels.linear._skinny_cpu import SkinnyWeight, multiplies
-from kernels.linear.dense import linear, linear_reference, prepare_linear_weight
+from kernels.linear.dense import (
+    linear,
+    linear_in_fp32,
+    linear_reference,
+    prepare_head_weight,
+    prepare_linear_weight,
+)
 from tests.compare import check_close
 
 SHAPES = pytest.mark.parametrize(
@@ -106,6 +113,40 @@ def test_bf16_in_panels_of_a_number_of_inputs_that_no_tile_has() -> None:
     expected = linear_reference(x.double(), whole.double())
     for rows in (1, 16, 40):
         check_close(linear(x[:rows], prepare_linear_weight(whole)), expected[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(500, 640), (70, 84), (5, 7)], ids=str)
+def test_sums_in_fp32(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Within the rounding of fp32 sums where C multiplies; whoever rounds them has what `linear` returns."""
+    weight, x = torch.randn(shape).to(dtype), torch.randn(300, shape[1]).to(dtype)
+    prepared, in_pairs = prepare_head_weight(weight), pairs.multiplies_pairs() and not shape[1] % 2
+    in_c = dtype == torch.bfloat16 and (in_pairs or not isinstance(prepared.held, Tensor))
+    for rows in (0, 1, 2, 8, 9, 33, 300):
+        for given in (prepared, weight):
+            sums, expected = linear_in_fp32(x[:rows], given), linear_reference(x[:rows].double(), weight.double())
+            assert sums.dtype == torch.float32
+            check_close(sums.to(dtype), expected)
+            if given is prepared and rows and (in_c or dtype == torch.float32):
+                assert (sums - expected).abs().max() <= 2e-5 * expected.abs().max()
+            if given is prepared and dtype == torch.bfloat16 and in_pairs:
+                assert torch.equal(sums.bfloat16(), linear(x[:rows], prepared))
+
+
+@pytest.mark.skipif(not multiplies(torch.float32), reason="C has no products of fp32 here")
+def test_sums_in_fp32_where_there_are_no_products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "_library", lambda: None)
+    weight, x = torch.randn(500, 640).bfloat16(), torch.randn(40, 640).bfloat16()
+    prepared, expected = prepare_head_weight(weight), linear_reference(x.double(), weight.double())
+    assert isinstance(prepared.held, SkinnyWeight)
+    for rows in (1, 40):
+        assert (linear_in_fp32(x[:rows], prepared) - expected[:rows]).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_sums_in_fp32_have_gradients() -> None:
+    x, weight = torch.randn(3, 8).bfloat16().requires_grad_(), torch.randn(4, 8).bfloat16().requires_grad_()
+    linear_in_fp32(x, weight).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad[0], x.grad[1]) and weight.grad is not None
 
 
 def test_gradients() -> None:

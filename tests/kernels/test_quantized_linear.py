@@ -8,6 +8,7 @@ from torch import Tensor
 
 import kernels.linear.quantized as module
 from kernels.linear._quantized_cpu import _expanded, prepare_for_cpu
+from kernels.linear._skinny_cpu import multiplies
 from kernels.linear.quantization import (
     Fp8Weight,
     QuantizedWeight,
@@ -18,7 +19,12 @@ from kernels.linear.quantization import (
     quantize_nf4,
     stack_nf4,
 )
-from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, quantized_linear_reference
+from kernels.linear.quantized import (
+    prepare_quantized_weight,
+    quantized_linear,
+    quantized_linear_in_fp32,
+    quantized_linear_reference,
+)
 from tests.compare import check_close
 from tests.kernels.integers import from_minima, in_halves
 
@@ -82,6 +88,38 @@ def test_cpu(quantize: Quantize, dtype: torch.dtype, shape: tuple[int, int], tok
     check(rows(cpu, tokens, shape[1], dtype=dtype), weight_of(cpu, quantize, *shape), bias if tokens == 8 else None)
 
 
+def check_sums(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """That they are in fp32 and, rounded, what `quantized_linear` returns; they are returned."""
+    prepared = prepare_quantized_weight(weight)
+    sums = quantized_linear_in_fp32(x, prepared)
+    assert sums.dtype == torch.float32
+    check_close(sums.to(x.dtype), quantized_linear_reference(x.double(), weight))
+    return sums
+
+
+@ALL
+@DTYPES
+@pytest.mark.parametrize("shape", [(64, 256), (192, 384), (70, 130)], ids=str)
+def test_cpu_sums_in_fp32(quantize: Quantize, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    cpu = torch.device("cpu")
+    weight, x = weight_of(cpu, quantize, *shape), rows(cpu, 130, shape[1], dtype=dtype)
+    prepared = prepare_quantized_weight(weight)
+    for tokens in (0, 1, 2, 8, 30, 130):
+        sums = check_sums(x[:tokens], weight)
+        if not tokens or prepared.skinny is None:
+            continue
+        if dtype == torch.bfloat16 and multiplies(dtype) and tokens <= 30:
+            assert torch.equal(sums.bfloat16(), quantized_linear(x[:tokens], prepared))
+        assert not torch.equal(sums, sums.to(torch.bfloat16).float())
+
+
+def test_cpu_sums_in_fp32_have_gradients() -> None:
+    weight = prepare_quantized_weight(quantize_int8(torch.randn(48, 64)))
+    x = torch.randn(3, 64).bfloat16().requires_grad_()
+    (grad,) = torch.autograd.grad(quantized_linear_in_fp32(x, weight).sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(quantized_linear(x, weight).sum(), x)[0])
+
+
 def test_cpu_expands_the_weight_block_by_block() -> None:
     """Weights of more than two million elements, in shapes for C and in others."""
     cpu = torch.device("cpu")
@@ -116,6 +154,9 @@ def test_kernel_in_every_format_and_dtype(device: torch.device, quantize: Quanti
     weight, bias = weight_of(device, quantize, 72, 256), rows(device, 72, dtype=dtype).requires_grad_()
     for tokens in (1, 3, 17):
         check(rows(device, tokens, 256, dtype=dtype), weight, bias if tokens != 3 else None)
+    x = rows(device, 3, 256, dtype=dtype)
+    sums = check_sums(x, weight)
+    assert torch.equal(sums.to(dtype), quantized_linear(x, prepare_quantized_weight(weight)))
 
 
 @pytest.mark.covering

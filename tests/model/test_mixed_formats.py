@@ -17,6 +17,7 @@ from compress.quantize.round_to_nearest import (
     quantize_folder,
     quantize_model,
 )
+from kernels.linear._skinny_cpu import multiplies
 from model.cost import planned_weight_bytes, weight_bytes
 from model.files.checkpoint import CheckpointError, load_model, save_model
 from model.formats.bitsandbytes import NF4
@@ -56,6 +57,7 @@ ROUNDED: dict[str, tuple[Any, Overrides, bool]] = {
     "int4 activations": (Int4.with_options(activations=True), {}, False),
     "int6 activations": (Int6.with_options(group=32, activations=True), {}, False),
     "int8 activations of groups": (Int8.with_options(group=32, activations=True), {}, False),
+    "head of rounded activations": (Int4(), {"lm_head": Int8.with_options(activations=True)}, False),
     "int8 activations and int4": (Int8.with_options(activations=True), {"down_proj": Int4()}, False),
 }
 
@@ -105,6 +107,18 @@ def test_rounded_activations_are_those_of_the_server(case: str, tmp_path: Path) 
     )
     assert answer.choices[0].token_ids == greedy_oracle(model, TOKENS, 12)
     assert relative_rms(full_logits(load_model(folder).fuse(), TOKENS), full_logits(model, TOKENS)) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["int4", "head in int8", "fp8 and int4", "head of rounded activations"])
+def test_logits_of_bf16_are_fp32(case: str, tmp_path: Path) -> None:
+    model = load_model(make_folder(tmp_path, case, torch.bfloat16), dtype="auto")
+    hidden = torch.randn(5, model.config.hidden_size).bfloat16()
+    expected = hidden.double() @ model.head_weight.double().t()
+    for fused in (False, True):
+        logits = (model.fuse() if fused else model).logits(hidden)
+        assert logits.dtype == torch.float32 and relative_rms(logits, expected) < 0.01
+    if multiplies(torch.float32):
+        assert not torch.equal(logits, logits.bfloat16().float())
 
 
 @pytest.mark.parametrize("case", CASES | ROUNDED)
