@@ -35,7 +35,7 @@ from kernels.linear.experts import arrange_rows, expert_products, stack_experts
 from kernels.linear.leading_rows import linear_of_leading_rows
 from kernels.linear.lora import LoraWeights, lora_add
 from kernels.linear.quantization import quantize_fp8, quantize_int4, quantize_int6, quantize_int8, quantize_nf4
-from kernels.linear.quantized import prepare_quantized_weight, quantized_linear
+from kernels.linear.quantized import prepare_quantized_weight, quantized_linear, quantized_linear_in_fp32
 from kernels.linear.quantized_swiglu import quantized_swiglu
 from kernels.linear.rounded import Rounding, rounded_linear
 from kernels.losses import _streamed_projection
@@ -271,13 +271,15 @@ def routing(dtype: torch.dtype) -> None:
 
 
 def quantized(dtype: torch.dtype) -> None:
-    """Every format at every class of rows, and with K that 64 or 32 do not divide; forward and backward."""
+    """Every format at every class of rows, and K that 64 or 32 do not divide; forward and backward, and logits."""
     bias = torch.zeros(256, dtype=dtype)
     for k, rows_each in ((1024, (16, 32, 64, 128, 256)), (1030, (1, 64)), (1040, (1,))):
         for quantize in (quantize_nf4, quantize_int4, quantize_int6, quantize_int8, quantize_fp8):
             weight = prepare_quantized_weight(quantize(torch.zeros(256, k)))
             for tokens in rows_each:
                 backward(quantized_linear(rows(tokens, k, dtype=dtype), weight, bias))
+                if k == 1024 and tokens in (16, 128):
+                    quantized_linear_in_fp32(rows(tokens, k, dtype=dtype, differentiable=False), weight)
 
 
 def products(dtype: torch.dtype) -> None:

@@ -118,7 +118,8 @@ def linear_on_cpu_in_fp32(x: Tensor, weight: CpuWeight) -> Tensor:
         return tiled_product(x, skinny, torch.float32)
     if skinny is not None and takes_rows(x, skinny):
         return skinny_product(x, skinny, torch.float32)
-    return linear_on_cpu(x if weight.packed is not None else x.float(), weight, None).float()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return linear_on_cpu(x if weight.packed is not None else x.to(wide), weight, None).to(wide)
 
 
 def quantized_c_product(weight: object, dtype: torch.dtype) -> CProduct | None:

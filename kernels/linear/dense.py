@@ -128,9 +128,9 @@ def linear(x: Tensor, weight: Tensor | PreparedWeight, bias: Tensor | None = Non
 def linear_in_fp32(x: Tensor, weight: Tensor | PreparedWeight) -> Tensor:
     """Return x Wᵀ in fp32, [T, N], of x [T, K] and weight [N, K]: the sums, which `linear` rounds to their dtype.
 
-    They are rounded after all where gradients are wanted, and where torch multiplies on the CPU.
+    They are rounded after all where gradients are wanted, and where torch multiplies on the CPU. Of fp64 they stay so.
     """
-    if x.dtype == torch.float32:
+    if x.dtype in (torch.float32, torch.float64):
         return linear(x, weight)
     held = weight.held if isinstance(weight, PreparedWeight) else weight
     if isinstance(held, PairedWeight):

@@ -197,7 +197,7 @@ class WeightFormat(ServingForm[W]):
 
     def in_fp32(self, x: Tensor, prepared: Any) -> Tensor:
         """`product`, in fp32 before it is rounded to the dtype of x, where that can be had: for logits."""
-        return self.product(x.float(), prepared)
+        return self.product(x.to(torch.promote_types(x.dtype, torch.float32)), prepared)
 
     def times(self, x: Tensor, prepared: Any) -> Tensor:
         """`x Wᵀ` of x as it is, whatever `product` does to activations."""

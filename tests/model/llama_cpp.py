@@ -130,6 +130,7 @@ def rounded_activations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patched:
         patched.setattr(Ggml, "product", rounded)
+        patched.setattr(Ggml, "in_fp32", rounded)
         yield
 
 

@@ -107,7 +107,7 @@ def test_the_serving_dtype_is_the_model_s(tmp_path: Path) -> None:
     rough = make_base("nf4").to(torch.bfloat16)
     rough.fuse(load_adapters(rough, folders))
     exact, logits = (torch.cat(batch_logits(each, WHOSE)) for each in (model, rough))
-    assert logits.dtype == torch.bfloat16 and relative_rms(logits.float(), exact) < 0.05
+    assert 0.001 < relative_rms(logits, exact) < 0.05
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])

@@ -198,8 +198,7 @@ def test_bf16_serving_with_an_adapter_stays_close() -> None:
     disturb(model, 0.02)
     expected = full_logits(model, TOKENS)
     rough = full_logits(model.to(torch.bfloat16).fuse(), TOKENS)
-    assert rough.dtype == torch.bfloat16
-    assert (rough - expected).norm() / expected.norm() < 0.05
+    assert 0.001 < (rough - expected).norm() / expected.norm() < 0.05
 
 
 def test_patterns_select_layers() -> None:

@@ -128,7 +128,7 @@ def test_generate_answers(finished_run: TinyRun, how: list[str], capsys: pytest.
 
 
 def test_generate_says_where_the_model_ends(finished_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(finished_run.folder.path), "copper", "--max-tokens", "5000"]) == 0
+    assert main(["generate", str(finished_run.folder.path), "copper " * 480, "--max-tokens", "5000"]) == 0
     assert capsys.readouterr().err.endswith("; stopped at the last position of the model\n")
 
 

@@ -31,7 +31,7 @@ def test_no_request_of_a_day_compiles_a_kernel() -> None:
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == KINDS and all(num_warmed >= 20 for num_warmed, _ in found.values())
+    assert len(found) == KINDS and all(num_warmed >= 18 for num_warmed, _ in found.values())
     assert {kind: late for kind, (_, late) in found.items() if late} == {}
 
 
