@@ -258,14 +258,19 @@ def _mistyped(schema: Any, plain: Any, error: OmegaConfBaseException) -> str:
             return f"is wrong: {str(error.msg or error).splitlines()[0].rstrip('.')}"
         schema, value = _nested(hint) or hint, value[name]
     kinds = [WORDS[kind] for kind in (get_args(schema) or (schema,)) if kind in WORDS]
-    return f"is {'null' if value is None else repr(value)}; it must be {' or '.join(kinds) or 'of another type'}"
+    return f"is {_shown(value)}; it must be {' or '.join(kinds) or 'of another type'}"
+
+
+def _shown(value: Any) -> str:
+    """As YAML calls it."""
+    return "null" if value is None else repr(value)
 
 
 def _prepare(schema: type, raw: Any, path: str) -> dict[str, Any]:
     """Refuses unknown keys, spells keys as Python does, reads counts."""
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{path} must be a map, not {raw!r}.")
     known = {spelling(setting): setting for setting in fields(schema)}
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} must be a map, not {_shown(raw)}; its keys can be {', '.join(known)}.")
     _check_keys(raw, known, path)
     hints = get_type_hints(schema)
     plain = {}
@@ -401,9 +406,12 @@ def read_count(value: Any, path: str = "count") -> int:
 
 
 def _nearest(word: Any, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f". Did you mean {close[0]!r}?" if close and close[0] != word else "."
+    """The end of a sentence about an unknown word; nothing where two known ones are as near."""
+    close = difflib.get_close_matches(str(word), list(known), n=2, cutoff=0.5)
+    likeness = [difflib.SequenceMatcher(None, name, str(word)).ratio() for name in close]
+    if not close or close[0] == word or len(set(likeness)) < len(close):
+        return "."
+    return f". Did you mean {close[0]!r}?"
 
 
 def _nearest_or_all(word: Any, known: Iterable[str]) -> str:

@@ -141,7 +141,7 @@ def test_two_stages_of_a_kind_need_their_number() -> None:
         ("xyz.tokens=3", "begins with no key of a recipe; it can be name, models, data, "),
         ("distill.learning_rate=.nan", "stages.0.distill.learning_rate is nan"),
         ("distill.seed=yes", "stages.0.distill.seed must not be true"),
-        ("distill.student=null", "stages.0.distill.student must be a map"),
+        ("distill.student=null", "stages.0.distill.student must be a map, not null; its keys can be"),
         ("distill.student.layers=[2]", "stages.0.distill.student.layers is [2]; it must be a whole number"),
         ("distill.batch_tokens=3000", "a multiple of micro_batch_tokens"),
         ("distill.micro_batch_tokens=32", "at least the sequence_length"),
@@ -165,6 +165,11 @@ def test_every_mistake_is_one_sentence_that_names_the_key(override: str, sentenc
         parse_recipe(TEXT, [override])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_suggested_where_two_words_are_as_near() -> None:
+    with pytest.raises(RecipeError, match=r"is 'int3'; it can be .*, int8, .*[^?]$"):
+        parse_recipe(TEXT, ["stages=[{quantize: {model: teacher, data: text, weights: {format: int3}, out: q}}]"])
 
 
 def test_a_gate_needs_a_reference() -> None:
