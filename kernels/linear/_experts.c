@@ -22,9 +22,9 @@ typedef void (*Round)(const void *x, int64_t row, int64_t size, int64_t group, v
 typedef struct {
     Multiply one, more; /* for a row and for several */
     const void *weight;
-    MultiplyRounded rounded; /* where there is no such function: inputs are rounded, `group` neighbours together */
-    Round round;             /* where there is one: rounds what it is given, if anything does */
-    int64_t group;
+    MultiplyRounded rounded; /* for `most_rounded` rows, which it rounds, `group` neighbours together */
+    Round round;             /* for more of them, before they are multiplied, if anything rounds them */
+    int64_t most_rounded, group;
 } Product;
 
 typedef struct {
@@ -47,8 +47,9 @@ typedef struct {
 /* y [rows, .] of x [rows, size], whose rows are `row` numbers apart. */
 static int multiply(const Mixture *m, const Product *product, const char *x, int64_t row, int64_t size, const Room *room,
                     char *y, int64_t rows, int threads) {
+    if (rows <= product->most_rounded)
+        return product->rounded(product->weight, m->dtype, x, row, product->group, y, rows, threads);
     Multiply function = rows == 1 ? product->one : product->more;
-    if (!function) return product->rounded(product->weight, m->dtype, x, row, product->group, y, rows, threads);
     if (product->round) {
         product->round(x, row, size, product->group, room->rounded, rows, threads);
         x = room->rounded, row = size;

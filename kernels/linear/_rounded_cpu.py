@@ -49,12 +49,13 @@ def rounded_product(x: Tensor, weight: SkinnyWeight, group: int) -> Tensor:
     return out
 
 
-def rounded_c_product(weight: SkinnyWeight, group: int, few: CProduct | None) -> CProduct:
-    """What `rounded_product` calls; several rows are rounded for those of `few`, if there are any."""
+def rounded_c_product(weight: SkinnyWeight, group: int, beyond: tuple[int, CProduct] | None) -> CProduct:
+    """What `rounded_product` calls; rows `beyond` a number are rounded for other products, if there are any."""
     shape, functions = (weight.at.n, weight.at.k), {"rounded": _library().rounded_product, "group": group}
-    if few is None:
-        return CProduct(weight.at, shape, None, None, ANY_ROWS, **functions)
-    return few._replace(one=None, round=_library_of_rows().rounded_rows, **functions)
+    if beyond is None:
+        return CProduct(weight.at, shape, None, None, ANY_ROWS, most_rounded=ANY_ROWS, **functions)
+    most, others = beyond
+    return others._replace(most_rounded=most, round=_library_of_rows().rounded_rows, **functions)
 
 
 def rounded_rows(x: Tensor, group: int) -> Tensor:

@@ -17,15 +17,16 @@ class CProduct(NamedTuple):
     shape: tuple[int, int]
     """N and K."""
     one: Any
-    """For one row, None where `rounded` multiplies it; of the weight, x [T, K], from row to row, y [T, N], T, threads:
-    0, or 1 without memory."""
+    """For one row; of the weight, x [T, K], from row to row, y [T, N], T, threads: 0, or 1 without memory."""
     more: Any
     """For several."""
     most_rows: int
     """More of them are multiplied faster otherwise."""
     rounded: Any = None
     """`rounded_product` of `_rounded_cpu`."""
+    most_rounded: int = 0
+    """So many rows `rounded` multiplies."""
     round: Any = None
-    """`rounded_rows` of it, for rows that `one` and `more` multiply."""
+    """`rounded_rows` of `_rounded_cpu`, for rows that `one` and `more` multiply, if anything rounds them."""
     group: int = 0
     """Neighbours that are rounded together."""

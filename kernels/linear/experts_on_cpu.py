@@ -28,7 +28,7 @@ from kernels.linear.c_product import CProduct
 class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("one", "more", "weight", "rounded", "round")),
-        ("group", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("most_rounded", "group")),
     )
 
 
@@ -85,7 +85,8 @@ def _expert(products: Sequence[CProduct]) -> _Expert:
 
 def _product(product: CProduct) -> _Product:
     one, more, rounded, round_rows = map(_address, (product.one, product.more, product.rounded, product.round))
-    return _Product(one, more, ctypes.addressof(product.at), rounded, round_rows, product.group)
+    weight = ctypes.addressof(product.at)
+    return _Product(one, more, weight, rounded, round_rows, product.most_rounded, product.group)
 
 
 def _address(function: Any) -> int | None:

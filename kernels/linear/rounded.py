@@ -6,11 +6,11 @@ for each group of a token's neighbours, as llama.cpp does on CPUs.
     y[t, n] = Σ_k s[t, k] · q[t, k] · W[n, k] + b[n]
 
 q is computed in fp32. With AVX2 or NEON codes of integer weights are multiplied as integers (`_rounded.c`): exactly
-within 32 or 64 neighbours, in fp32 between. Several rows in bf16, where there is AMX, are multiplied as s · q in bf16
-(`_tiles_cpu`). On CUDA many rows of one scale are multiplied with weights of one scale an output as the codes they are
-(`_rounded_tiles`): INT8 with INT8, exactly, or FP8 with FP8. Elsewhere `quantized_linear` multiplies, at its speed:
-with q, whose values are numbers of bf16, fp16 and fp32, and s after the sum, where a token has one scale; else with
-s · q. The gradient of x passes the rounding as if it were none (straight-through).
+within 32 or 64 neighbours, in fp32 between. More than a few rows in bf16, where there is AMX, are multiplied as s · q
+in bf16 (`_skinny_pairs.c`). On CUDA many rows of one scale are multiplied with weights of one scale an output as the
+codes they are (`_rounded_tiles`): INT8 with INT8, exactly, or FP8 with FP8. Elsewhere `quantized_linear` multiplies, at
+its speed: with q, whose values are numbers of bf16, fp16 and fp32, and s after the sum, where a token has one scale;
+else with s · q. The gradient of x passes the rounding as if it were none (straight-through).
 
 Source: vllm-project/compressed-tensors, dynamic per-token and group quantization; narrow:
 https://arxiv.org/abs/2402.17764.
@@ -28,13 +28,15 @@ from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_o
 from kernels.linear._quantized_tiles import TiledWeight
 from kernels.linear._rounded_cpu import rounded_c_product, rounded_product, rounded_rows, takes
 from kernels.linear._rounded_tiles import multiplies, product_of_codes
-from kernels.linear._tiles_cpu import has_tiles, has_tiles_for
+from kernels.linear._tiles_cpu import has_tiles_for
 from kernels.linear.c_product import CProduct
 from kernels.linear.lora import wants_gradients
 from kernels.linear.quantized import MOST_FUSED_ROWS, PreparedQuantizedWeight, grad_input, quantized_linear
 
 _RANGES = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
 _TINIEST = 1e-30
+_MOST_BESIDE_TILES = 8
+"""Rows whose integers are multiplied where AMX multiplies more of them, faster."""
 
 
 class Rounding(NamedTuple):
@@ -82,8 +84,9 @@ def rounded_linear_c_product(weight: object, rounding: Rounding, dtype: torch.dt
     """What `rounded_linear` calls for few rows in this dtype, without a bias; None where that is nothing in C."""
     if not isinstance(weight, CpuWeight) or dtype not in DTYPES or not _multiplies_integers(weight, rounding):
         return None
-    few = quantized_c_product(weight, dtype) if has_tiles_for(dtype) else None
-    return rounded_c_product(weight.skinny, rounding.group or weight.shape[1], few)  # type: ignore[arg-type]
+    tiles = quantized_c_product(weight, dtype) if has_tiles_for(dtype) else None
+    beyond = None if tiles is None else (_MOST_BESIDE_TILES, tiles)
+    return rounded_c_product(weight.skinny, rounding.group or weight.shape[1], beyond)  # type: ignore[arg-type]
 
 
 def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:
@@ -92,7 +95,7 @@ def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:
 
 
 def _integer_product(x: Tensor, weight: CpuWeight, group: int) -> Tensor:
-    if has_tiles(x):
+    if x.shape[0] > _MOST_BESIDE_TILES and has_tiles_for(x.dtype):
         return linear_on_cpu(rounded_rows(x, group), weight, None)
     product: Tensor = rounded_product(x, weight.skinny, group)  # type: ignore[arg-type]
     return product.to(x.dtype)
