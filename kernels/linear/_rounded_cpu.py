@@ -25,6 +25,9 @@ _SOURCES: dict[str, Needs] = {
 _BLOCK, _SPAN = 32, 64
 """Inputs whose products are summed in integers, and that are multiplied at once."""
 
+MOST_BESIDE_TILES = 8
+"""Rows that are multiplied here where AMX multiplies more of them faster."""
+
 
 def takes(weight: SkinnyWeight | None, group: int) -> bool:
     """Whether rows of which `group` neighbours share a scale are multiplied here as integers."""
@@ -49,13 +52,12 @@ def rounded_product(x: Tensor, weight: SkinnyWeight, group: int) -> Tensor:
     return out
 
 
-def rounded_c_product(weight: SkinnyWeight, group: int, beyond: tuple[int, CProduct] | None) -> CProduct:
-    """What `rounded_product` calls; rows `beyond` a number are rounded for other products, if there are any."""
+def rounded_c_product(weight: SkinnyWeight, group: int, tiles: CProduct | None) -> CProduct:
+    """What `rounded_product` calls; more rows are rounded for those of `tiles`, if there are any."""
     shape, functions = (weight.at.n, weight.at.k), {"rounded": _library().rounded_product, "group": group}
-    if beyond is None:
+    if tiles is None:
         return CProduct(weight.at, shape, None, None, ANY_ROWS, most_rounded=ANY_ROWS, **functions)
-    most, others = beyond
-    return others._replace(most_rounded=most, round=_library_of_rows().rounded_rows, **functions)
+    return tiles._replace(most_rounded=MOST_BESIDE_TILES, round=_library_of_rows().rounded_rows, **functions)
 
 
 def rounded_rows(x: Tensor, group: int) -> Tensor:

@@ -17,7 +17,8 @@ class CProduct(NamedTuple):
     shape: tuple[int, int]
     """N and K."""
     one: Any
-    """For one row; of the weight, x [T, K], from row to row, y [T, N], T, threads: 0, or 1 without memory."""
+    """For one row, None where `rounded` multiplies any; of the weight, x [T, K], from row to row, y [T, N], T, threads:
+    0, or 1 without memory."""
     more: Any
     """For several."""
     most_rows: int

@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.common.floats_cpu import DTYPES
 from kernels.linear._quantized_cpu import CpuWeight, grad_input_on_cpu, linear_on_cpu, quantized_c_product
 from kernels.linear._quantized_tiles import TiledWeight
-from kernels.linear._rounded_cpu import rounded_c_product, rounded_product, rounded_rows, takes
+from kernels.linear._rounded_cpu import MOST_BESIDE_TILES, rounded_c_product, rounded_product, rounded_rows, takes
 from kernels.linear._rounded_tiles import multiplies, product_of_codes
 from kernels.linear._tiles_cpu import has_tiles_for
 from kernels.linear.c_product import CProduct
@@ -35,8 +35,6 @@ from kernels.linear.quantized import MOST_FUSED_ROWS, PreparedQuantizedWeight, g
 
 _RANGES = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-448.0, 448.0)}
 _TINIEST = 1e-30
-_MOST_BESIDE_TILES = 8
-"""Rows whose integers are multiplied where AMX multiplies more of them, faster."""
 
 
 class Rounding(NamedTuple):
@@ -85,8 +83,7 @@ def rounded_linear_c_product(weight: object, rounding: Rounding, dtype: torch.dt
     if not isinstance(weight, CpuWeight) or dtype not in DTYPES or not _multiplies_integers(weight, rounding):
         return None
     tiles = quantized_c_product(weight, dtype) if has_tiles_for(dtype) else None
-    beyond = None if tiles is None else (_MOST_BESIDE_TILES, tiles)
-    return rounded_c_product(weight.skinny, rounding.group or weight.shape[1], beyond)  # type: ignore[arg-type]
+    return rounded_c_product(weight.skinny, rounding.group or weight.shape[1], tiles)  # type: ignore[arg-type]
 
 
 def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:
@@ -95,7 +92,7 @@ def _multiplies_integers(weight: CpuWeight, rounding: Rounding) -> bool:
 
 
 def _integer_product(x: Tensor, weight: CpuWeight, group: int) -> Tensor:
-    if x.shape[0] > _MOST_BESIDE_TILES and has_tiles_for(x.dtype):
+    if x.shape[0] > MOST_BESIDE_TILES and has_tiles_for(x.dtype):
         return linear_on_cpu(rounded_rows(x, group), weight, None)
     product: Tensor = rounded_product(x, weight.skinny, group)  # type: ignore[arg-type]
     return product.to(x.dtype)
