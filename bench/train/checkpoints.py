@@ -31,7 +31,7 @@ from train.progress import Progress
 from train.signals import StopSignals
 from train.tracking import Tracker
 
-TOKENS, STEPS, SAVED_EVERY, RUNS = 512, 37, 12, 5
+TOKENS, STEPS, SAVED_EVERY, RUNS = 512, 37, 12, 10
 MEMORY_AFTER_S = 10.0
 """Memory for copies is made half-way to a save, which is by steps here."""
 
