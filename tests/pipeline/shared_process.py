@@ -19,7 +19,7 @@ from model.collectives import ALONE, Group
 from model.files.checkpoint import TensorFiles, load_config
 from model.lazy import LazyModel
 from model.lora import LoraConfig
-from model.mesh import Mesh, choose_device, choose_dtype, this_rank
+from model.mesh import Mesh, choose_device, this_rank
 from model.quantized import quantized_tensors
 from model.transformer import Transformer
 from pipeline.measure.quality import HeldOut, load_published
@@ -46,7 +46,7 @@ def group() -> Group:
 def measure(folder: Path, reference: Path) -> dict[str, object]:
     """Quality beside a reference, what the process holds of the model, and the most that loading and asking took."""
     held_out, mesh = HeldOut(BATCHES, group()), Mesh(1, this_rank().count)
-    states = held_out.states(load_published(reference, mesh))
+    states = held_out.states(load_published(reference, mesh, torch.bfloat16))
     model: list[Transformer] = []
     peak = peak_resident_bytes(lambda: model.append(opened(folder, mesh)))
     return {"quality": asdict(held_out.quality(model[0], states)), "held": held_bytes(model[0]), "loading": peak}
@@ -55,9 +55,8 @@ def measure(folder: Path, reference: Path) -> dict[str, object]:
 def opened(folder: Path, mesh: Mesh) -> Transformer:
     """The model in the folder, or the one beside it without its first layer."""
     if folder.name != "shortened":
-        return load_published(folder, mesh)
-    device = choose_device()
-    parent = LazyModel.of_folder(folder.with_name("dense"), choose_dtype("auto", device), device)
+        return load_published(folder, mesh, torch.bfloat16)
+    parent = LazyModel.of_folder(folder.with_name("dense"), torch.bfloat16, choose_device())
     student = shortened(parent, range(1, parent.config.num_layers))
     return student.made() if mesh.is_whole else make_frozen(*student.opened(), mesh)
 

@@ -137,7 +137,7 @@ def test_recovery_brings_it_closer_to_its_parent(train: str, changes: dict[str, 
 
 def test_a_recovery_pays_with_nothing_set_but_its_tokens(tmp_path: Path) -> None:
     told = {name: value for name, value in STAGE.items() if not name.endswith("batch_tokens")}
-    result = run_stages(tmp_path, {"quantize": told | {"compare": [], "tokens": "16k"}}, serve="small")[-1]
+    result = run_stages(tmp_path, {"quantize": told | {"compare": [], "tokens": "32k"}}, serve="small")[-1]
     _, before, after = (row.quality for row in result.models)
     assert before and after and before.kl and after.kl and before.acceptance and after.acceptance
     assert after.kl.value < 0.97 * before.kl.value and after.acceptance.value > before.acceptance.value

@@ -34,7 +34,8 @@ PLACES = {
 """Of what `folder` makes besides the cases by one process and by four: each in some place, and in each place one."""
 TRIED = trials.covering((place, name) for place, names in PLACES.items() for name in names)
 
-LAYERS = trials.trials(8, 12)
+MANY_LAYERS = 12
+LAYERS = trials.trials(8, MANY_LAYERS)
 """Of models whose memory is measured: of small parts of few layers the process itself would be much."""
 
 pytestmark = pytest.mark.slow
@@ -159,12 +160,14 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(place: str, name: s
     check(folder, place, name)
 
 
-def measured(folder: Path, processes: int, sizes: str, names: Sequence[str]) -> list[dict[str, dict[str, int]]]:
+def measured(
+    folder: Path, processes: int, sizes: str, names: Sequence[str], layers: int = LAYERS
+) -> list[dict[str, dict[str, int]]]:
     """The peaks of a step in each process: weights, gradients, moments, and all that it needs besides.
 
     Each is what is planned, and so are the weights.
     """
-    together(processes, memory_process, folder, sizes, LAYERS, *names)
+    together(processes, memory_process, folder, sizes, layers, *names)
     found = [json.loads((folder / f"{processes}-{rank}.json").read_text()) for rank in range(processes)]
     misses = [
         f"{name} in process {rank}: {part} {process[name][part]:,}, not {process[name][truth]:,}"
@@ -179,7 +182,7 @@ def measured(folder: Path, processes: int, sizes: str, names: Sequence[str]) -> 
 
 def test_a_process_of_four_takes_a_third_and_what_is_planned(tmp_path: Path) -> None:
     names = ("language", "distill")[: trials.trials(1, 2)]
-    (alone,), four = (measured(tmp_path, processes, str(processes), names) for processes in (1, 4))
+    (alone,), four = (measured(tmp_path, processes, str(processes), names, MANY_LAYERS) for processes in (1, 4))
     for name in names:
         assert max(process[name]["peak"] for process in four) <= 0.35 * alone[name]["peak"]
 
