@@ -98,8 +98,7 @@ INLINE void multiply_tile(const int is_int8, const int tokens, const Weight *w, 
     for (int64_t start = 0, group = 0; start < w->k; start += w->group, group++)
         for (int64_t k = start; k < smaller(start + w->group, w->k); k += BLOCK, x += bytes_of_block(is_int8)) {
             /* The same place of the next rows: the processor's own prefetch ends with a page. */
-            if (tokens == 1)
-                UNROLLED(int i = 0; i < LANES; i++) __builtin_prefetch(codes + (LANES + i) * outputs->stride);
+            UNROLLED(int i = 0; i < LANES; i++) __builtin_prefetch(codes + (LANES + i) * outputs->stride);
             multiply_block(is_int8, outputs, codes, group, x, tokens, sums);
             codes += is_int8 ? BLOCK : BLOCK / 2;
         }
