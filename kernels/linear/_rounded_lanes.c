@@ -21,6 +21,7 @@
 
 enum { BLOCK = 32, TOKENS = 8, BLOCK_ROWS = 64 };
 enum { MORE_GROUPS = 7 }; /* since 16 bytes of scales are read at once */
+enum { CACHE_LINE = 64 };
 
 /* BLOCK neighbours of TOKENS rows of x, for four-bit codes: even ones first, since a byte of codes holds one of each. */
 typedef struct {
@@ -152,6 +153,12 @@ INLINE void by_lanes(const Weight *w, const void *numbers, int64_t n, int64_t gr
         widen_by_lanes(from + b, stride, w->is_half, out + b / (w->is_half ? 2 : 4) * LANES);
 }
 
+/* Of numbers [N, G] those of LANES rows from n on. */
+INLINE void fetch_numbers(const Weight *w, const void *numbers, int64_t n, int64_t groups) {
+    const char *from = (const char *)place_of(w, numbers, n * groups);
+    for (int64_t i = 0; i < LANES * groups * (w->is_half ? 2 : 4); i += CACHE_LINE) __builtin_prefetch(from + i);
+}
+
 /* What is added to code * scale, [G, LANES]. */
 INLINE void shifts_by_lanes(const Weight *w, const float *scales, int64_t n, int64_t groups, float *out) {
     if (w->format == INT4_FROM_MINIMA) {
@@ -172,6 +179,8 @@ INLINE void multiply_outputs(const int is_int8, const Weight *w, const char *x, 
     int64_t count = smaller(LANES, w->n - n);
     float scales[(groups + MORE_GROUPS) * LANES], shifts[is_int8 ? 1 : (groups + MORE_GROUPS) * LANES];
     uint8_t copy[count < LANES ? LANES * bytes : 1]; /* of the last rows, since eight are read */
+    fetch_numbers(w, w->scales, n + LANES, groups);
+    if (w->minima) fetch_numbers(w, w->minima, n + LANES, groups);
     by_lanes(w, w->scales, n, groups, scales);
     if (!is_int8) shifts_by_lanes(w, scales, n, groups, shifts);
     for (int64_t i = 0; i < LANES && count < LANES; i++)
