@@ -5,11 +5,12 @@ An import of torch, and of what it and accelerate import at first use, takes lon
 
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -21,10 +22,20 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
+PORTS = range(20_000, 32_768)
+"""Below those that the system gives to whoever asks for any: one of these could be gone before our process listens."""
+
+
+def free_port() -> int:
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError(f"none of a hundred ports from {PORTS.start} to {PORTS.stop - 1} is free")
+
+
 def launched(count: int) -> list[dict[str, str]]:
     """What torchrun says to each of so many processes; tests/pipeline/test_launch.py starts some by torchrun itself."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     everybody = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         {name: str(value) for name, value in {**everybody, "RANK": rank, "LOCAL_RANK": rank}.items()}
