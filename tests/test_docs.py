@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from pipeline.recipe import load_recipe
 from pipeline.report.front import latency_chart
 from pipeline.results import ModelReport
 from tests import trials
+from tests.forked import free_port
 from tests.forked_command import potstill_in
 from tests.model.test_families import FAMILIES, their_model
 from tests.pipeline.tiny_run import ROOT, WORDS, write_teacher, write_text
@@ -157,9 +157,7 @@ def test_every_command_of_the_guides_does_what_they_say(
     family: str, conversations: str, processes: int, tmp_path: Path
 ) -> None:
     write_what_readers_bring(tmp_path, family, conversations)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "forks").mkdir()
     with potstill_in(tmp_path / "forks") as potstill, (tmp_path / "transcript.txt").open("w") as transcript:
         environment = variables(tmp_path / "cache", potstill)

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.forked import free_port
 from tests.model.test_fused_adapters import save_adapters
 from tests.serve.http_server import CORPUS, REAL, ROOT, children_of, running_server, save_tiny_folder
 from tests.serve.test_adapter_slots import CONFIGS
@@ -42,12 +43,6 @@ class NamedReplica(cluster.Replica):
                 if message["type"] == "http.response.start":
                     message["headers"] = [*message["headers"], (REPLICA_HEADER.encode(), str(os.getpid()).encode())]
             yield messages
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
