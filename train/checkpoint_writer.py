@@ -7,8 +7,8 @@
 
 The copy is made beside the next step's forward and backward, and its update waits for it: from a GPU to pinned memory
 on a stream of its own, on a CPU by a thread. On a CPU, whose cores training needs, the thread that writes rests most of
-the time. Between its pieces of a MiB alone it holds Python's lock. A process that is killed takes it along: what is on
-the disk by then is a whole checkpoint, or a staging folder.
+the time, at first for what the copy took. Between its pieces of a MiB alone it holds Python's lock. A process that is
+killed takes it along: what is on the disk by then is a whole checkpoint, or a staging folder.
 
 Several processes write a part each. They agree over a group of their own, whose collectives are in no order with those
 of training.
@@ -41,6 +41,8 @@ class _Copying(threading.Thread):
         super().__init__(daemon=True)
         self._copy = copy
         self._error: Exception | None = None
+        self.worked_s = 0.0
+        """Known when all is here."""
         self.start()
 
     def run(self) -> None:
@@ -48,6 +50,7 @@ class _Copying(threading.Thread):
             self._copy()
         except Exception as error:
             self._error = error
+        self.worked_s = time.thread_time()
 
     def synchronize(self) -> None:
         """Returns when all is here. Raises what the thread failed with."""
@@ -197,6 +200,8 @@ class CheckpointWriter:
     def _write(self, step: int, arriving: Any, state: dict[str, Any]) -> None:
         if arriving is not None:
             arriving.synchronize()
+            if self._rests:
+                self._rest_after(arriving.worked_s)
         save_checkpoint(self.folder, step, files=self.copy.files, state=state, keep=self.keep, writers=self)
 
     def together(self, work: Callable[[], None]) -> None:
@@ -215,10 +220,13 @@ class CheckpointWriter:
     def moved(self, num_bytes: int) -> None:
         """Rests, on a CPU that trains, for as long as makes its work a tenth."""
         if self._rests:
-            self._awaited.wait((time.thread_time() - self._worked_s) * (1 / SHARE - 1))
+            self._rest_after(time.thread_time() - self._worked_s)
             self._worked_s = time.thread_time()
         if self._is_given_up:
             raise InterruptedError("training was interrupted")
+
+    def _rest_after(self, worked_s: float) -> None:
+        self._awaited.wait(worked_s * (1 / SHARE - 1))
 
 
 def _shapes(files: Files) -> dict[str, dict[str, Any]]:

@@ -177,7 +177,21 @@ def test_on_a_cpu_it_takes_a_tenth_of_a_core_until_somebody_waits(
     writer.save(1, random_files(1), {})
     writer.wait()
     assert writer._awaited.is_set()
-    assert rests and all(0.25 / (0.25 + rest) == pytest.approx(SHARE) for rest in rests)
+    _, _, *others = rests  # one for what the copy took, and one after a piece beside which it may have asked the clock
+    assert others and all(0.25 / (0.25 + rest) == pytest.approx(SHARE) for rest in others)
+
+
+def test_it_rests_first_for_what_the_copy_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which was work beside training, too: a step has one of both at a time."""
+    files, rests = random_files(1), []
+    monkeypatch.setattr("train.checkpoint_writer.time.thread_time", lambda: 0.5)
+    writer = writer_in(tmp_path)
+    monkeypatch.setattr(writer._awaited, "wait", lambda seconds: rests.append((seconds, list(tmp_path.iterdir()))))
+    writer.save(1, files, {})
+    writer.wait()
+    (first, written), *others = rests
+    assert 0.5 / (0.5 + first) == pytest.approx(SHARE) and not written
+    assert others and all(seconds == 0 for seconds, _ in others)
 
 
 # Training
