@@ -9,7 +9,7 @@ Positions without a label do not count. The model that is measured runs in the p
 autocast, or its own dtype), a teacher always in its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,7 @@ def mean_nll(
     return total / tokens
 
 
-def compute_teacher_states(teacher: Transformer, batches: Sequence[Batch]) -> TeacherStates:
+def compute_teacher_states(teacher: Transformer, batches: Iterable[Batch]) -> TeacherStates:
     """Runs the teacher over `batches` once; keeps `tokens x D` values on its device."""
     hidden = tuple(teacher_states(teacher, batch.to(teacher.device)) for batch in batches)
     return TeacherStates(teacher.head_weight.detach(), teacher.config.logit_soft_cap, hidden)

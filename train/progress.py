@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,9 @@ def as_duration(seconds: float) -> str:
 class Progress:
     """Counts work of a known size; use as a context manager."""
 
+    _has_terminal: ClassVar[bool] = False
+    """A terminal has room for one bar: work inside of other work has log lines there, too."""
+
     def __init__(self, title: str, total: float, *, done: float = 0, enabled: bool = True) -> None:
         """`done` is work of an earlier run: it counts as done but not into the speed."""
         self.title, self.total, self.done, self.enabled = title, max(total, 1), done, enabled
@@ -36,7 +39,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._started_at = self._logged_at = time.monotonic()
-        if self.enabled and sys.stderr.isatty():
+        if self.enabled and sys.stderr.isatty() and not Progress._has_terminal:
             self._open_bar()
         return self
 
@@ -45,6 +48,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+            Progress._has_terminal = False
 
     def advance(self, amount: float, note: str) -> None:
         """Adds finished work; `note` says what to show beside it."""
@@ -79,4 +83,5 @@ class Progress:
             console=Console(stderr=True),
         )
         self._bar.start()
+        Progress._has_terminal = True
         self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, note="", left="?")

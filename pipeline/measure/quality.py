@@ -5,7 +5,8 @@ are dealt to the processes that measure together, whose figures of each batch ar
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,14 @@ from model.cost import kv_bytes_per_token, num_weights, outline_of, planned_weig
 from model.files.checkpoint import formats_by_layer, load_config, load_model
 from model.kv_format import choose_kv_format
 from model.layers import Routing
-from model.mesh import Mesh, choose_device, choose_dtype
+from model.mesh import Mesh, choose_device, choose_dtype, this_rank
 from model.transformer import Transformer
 from pipeline.measure.gates import estimate
 from pipeline.results import ModelReport, Quality
 from train.data import PreparedData
 from train.evaluate import Comparison, TeacherStates, compare, compute_teacher_states, mean_nll, mean_nll_of_states
 from train.packing import Batch, held_out_batches
+from train.progress import Progress
 
 MIN_BATCHES, MAX_BATCH_TOKENS = 8, 2_048
 """Held-out text comes in at least so many batches where it can: they are the draws behind an interval."""
@@ -87,7 +89,8 @@ class HeldOut:
             {"routing": None if routing is None else routing(number), "attention": attention} for number in self._dealt
         ]
         if reference is None:
-            nlls = [mean_nll(model, [batch], **how) for batch, how in zip(self._own, hows, strict=True)]
+            with self._shown() as batches:
+                nlls = [mean_nll(model, [batch], **how) for batch, how in zip(batches, hows, strict=True)]
             return self._on_text(self._gathered([nlls], model.device)[0])
         compared = self._compared(model, reference, hows)
         own = [[one.nll for one in compared], [one.kl for one in compared]]
@@ -98,7 +101,8 @@ class HeldOut:
 
     def states(self, reference: Transformer) -> TeacherStates:
         """The reference's side of every comparison, computed once: of the batches that are this process's."""
-        return compute_teacher_states(reference.eval(), self._own)
+        with self._shown() as batches:
+            return compute_teacher_states(reference.eval(), batches)
 
     def quality_of(self, reference: TeacherStates) -> Quality:
         """The reference's own quality, of which the states are most of the work."""
@@ -117,6 +121,19 @@ class HeldOut:
     @property
     def _own(self) -> list[Batch]:
         return [self.batches[number] for number in self._dealt]
+
+    @contextmanager
+    def _shown(self) -> Iterator[Iterator[Batch]]:
+        """This process's batches, one after the other; of several the time left is shown."""
+
+        def batches() -> Iterator[Batch]:
+            for batch in own:
+                yield batch
+                progress.advance(1, "held-out text")
+
+        own = self._own
+        with Progress("measuring", len(own), enabled=this_rank().index == 0 and len(own) > 1) as progress:
+            yield batches()
 
     def _gathered(self, figures: Sequence[Sequence[float]], device: torch.device) -> list[list[float]]:
         """Of rows of figures of this process's batches, the rows of all batches in their order."""
@@ -138,10 +155,11 @@ class HeldOut:
 
     def _compared(self, model: Transformer, reference: TeacherStates, hows: Sequence[_Forward]) -> list[Comparison]:
         """Of each own batch; one pass gives the model's own loss as well."""
-        return [
-            compare(model, replace(reference, hidden=(hidden,)), [batch], **how)
-            for batch, hidden, how in zip(self._own, reference.hidden, hows, strict=True)
-        ]
+        with self._shown() as batches:
+            return [
+                compare(model, replace(reference, hidden=(hidden,)), [batch], **how)
+                for batch, hidden, how in zip(batches, reference.hidden, hows, strict=True)
+            ]
 
 
 def _attention_over(kv_cache_dtype: str, model: Transformer) -> AttentionOf:

@@ -1,6 +1,7 @@
 """Held-out quality: what all batches together give, in one pass with a reference as in one without."""
 
 import copy
+import logging
 import math
 from dataclasses import replace
 from functools import partial
@@ -57,6 +58,22 @@ def test_the_figures_are_those_of_all_batches_together(with_reference: bool) -> 
     assert quality.kl.value == pytest.approx(both.kl, rel=1e-5)
     assert quality.agreement.value == pytest.approx(both.agreement)
     assert quality.acceptance.value == pytest.approx(both.acceptance, rel=1e-5)
+
+
+def test_one_process_says_how_much_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model, alone = tiny_model(), HeldOut(HELD_OUT.batches[:1])
+    monkeypatch.setattr("train.progress.LOG_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO, logger="train.progress"):
+        for measure in (HELD_OUT.states, HELD_OUT.quality, lambda m: HELD_OUT.quality(m, HELD_OUT.states(m))):
+            caplog.clear()
+            measure(model)
+            shares = [said.partition("%")[0] for said in caplog.messages[-3:]]
+            assert shares == ["measuring: 33", "measuring: 66", "measuring: 100"]
+        caplog.clear()
+        alone.quality(model)  # there is nothing to wait for
+        monkeypatch.setenv("RANK", "1")
+        HELD_OUT.quality(model)
+        assert not caplog.messages
 
 
 @pytest.mark.parametrize("processes", [2, 4])

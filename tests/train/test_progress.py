@@ -1,6 +1,8 @@
 """What a progress line says of the time left."""
 
+import io
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -39,3 +41,25 @@ def test_earlier_work_counts_as_done_but_not_into_the_speed(
         now[0] += 30
         shown.advance(50, "")
     assert caplog.messages == ["training: 95%, , 30s left"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_one_bar_and_work_inside_of_it_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO, logger="train.progress"):
+        with Progress("training", 2) as outer:
+            with Progress("measuring", 2) as inner:
+                inner.advance(1, "held-out text")
+            outer.advance(1, "3 tokens/s")
+        with Progress("rounding", 2) as next_one:
+            next_one.advance(1, "layer 1")
+    assert caplog.messages == ["measuring: 50%, held-out text, 0s left"]
+    shown = terminal.getvalue()
+    assert "3 tokens/s" in shown and "layer 1" in shown and "measuring" not in shown
