@@ -1,12 +1,14 @@
 """Tokens a second of the serving engine, alone or with a draft: what `potstill serve` gives, minus HTTP."""
 
+import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from model.files.checkpoint import load_config
 from model.mesh import has_gpu
 from pipeline.results import SpeedPoint
 from pipeline.stages.shared.config import Decoding, Speed
@@ -18,14 +20,39 @@ from serve.llm import LLM
 from serve.sampling_params import SamplingParams
 from train.packing import Batch
 
+S = TypeVar("S", bound=Speed | Decoding)
+log = logging.getLogger(__name__)
+
 PREFILL_TOKENS = 2_048
 """Of one step, when several long prompts are to be read before decoding is timed."""
+
+BEHIND_A_PROMPT = 16
+"""Tokens for which there is room besides those that are asked for."""
 
 WARM_UP_TOKENS = 64
 """Enough steps for the adaptive draft length to have measured acceptance and step costs."""
 
 TURNS = 9
 """Timings of each engine at each batch size: one ratio of two is off by some hundredths, their median by one."""
+
+
+def known_positions(folders: Iterable[Path]) -> int:
+    """Of the models in these folders, those that all of them know."""
+    return min(load_config(folder).num_positions for folder in folders)
+
+
+def within(config: S, positions: int) -> S:
+    """The same on prompts so short, and with so few tokens after them, that these positions hold both; says so."""
+    new_tokens = min(config.new_tokens, positions // 2)
+    if isinstance(config, Speed):
+        prompt, room = "prompt_tokens", positions - new_tokens - BEHIND_A_PROMPT
+    else:
+        most = min(config.context_tokens, positions)
+        prompt, room = "context_tokens", positions - _tokens_after(most, config, new_tokens)
+    fitting = replace(config, **{prompt: max(min(getattr(config, prompt), room), 1), "new_tokens": new_tokens})
+    if fitting != config:
+        log.warning("speed is measured on shorter texts than asked for: its models know %s positions", f"{positions:,}")
+    return fitting
 
 
 def measure_speed(engines: Sequence[LLM], prompts: Sequence[list[int]], config: Speed) -> list[tuple[SpeedPoint, ...]]:
@@ -97,7 +124,7 @@ def engines_for_speed(model: str, verifier: str | None, config: Speed) -> list[L
     The verifier's weights are read once and used by both of its engines; each engine has KV pages of its own. The model
     is read again as a draft, since a draft may have fewer tokens to say.
     """
-    length = config.prompt_tokens + config.new_tokens + 16
+    length = config.prompt_tokens + config.new_tokens + BEHIND_A_PROMPT
     options: dict[str, Any] = {
         "max_model_len": length,
         "num_pages": max(config.batch_sizes) * (length // 16 + 2) + 8,
@@ -119,7 +146,11 @@ def measure_prefill(folders: Mapping[str, Path], prompt: Sequence[int], repeats:
     """Prompt tokens a second of each model, in one pass each: medians of turns that alternate between them."""
     size, once = len(prompt), SamplingParams(temperature=0.0, max_tokens=1)
     engines = _engines(
-        folders, max_model_len=size + 16, max_num_seqs=1, max_num_batched_tokens=size, num_pages=size // 16 + 4
+        folders,
+        max_model_len=size + BEHIND_A_PROMPT,
+        max_num_seqs=1,
+        max_num_batched_tokens=size,
+        num_pages=size // 16 + 4,
     )
     seconds: list[list[float]] = [[] for _ in engines]
     for turn in range(repeats + 1):
@@ -153,8 +184,7 @@ def _decode_in_turns(
 ) -> dict[str, dict[str, float]]:
     most = max(config.batch_sizes)
     budget = max(PREFILL_TOKENS, 2 * most)
-    # The first to decode goes on while the others' prompts take what is left of the budget, half of it or more.
-    longest = config.context_tokens + config.new_tokens + most * config.context_tokens // (budget // 2) + 2
+    longest = config.context_tokens + _tokens_after(config.context_tokens, config, config.new_tokens)
     pages = most * (longest // 16 + 2) + 8
     options = {"max_model_len": longest, "max_num_seqs": most, "max_num_batched_tokens": budget, "num_pages": pages}
     engines = [llm.engine for llm in _engines(folders, **options)]
@@ -164,6 +194,15 @@ def _decode_in_turns(
         for name, own in zip(folders, zip(*steps, strict=True), strict=True):
             speeds[name][str(size)] = size / statistics.median(own)
     return speeds
+
+
+def _tokens_after(context_tokens: int, config: Decoding, new_tokens: int) -> int:
+    """Most tokens that one sequence gets after its prompt.
+
+    The first to decode goes on while the others' prompts take what is left of the budget, half of it or more.
+    """
+    most = max(config.batch_sizes, default=1)
+    return new_tokens + most * context_tokens // max(PREFILL_TOKENS // 2, most) + 2
 
 
 def _engines(folders: Mapping[str, Path], **options: Any) -> list[LLM]:

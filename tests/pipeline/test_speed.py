@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.measure import speed
-from pipeline.measure.speed import TURNS, engines_for_speed, measure_speed
-from pipeline.stages.shared.config import Speed
+from pipeline.measure.speed import TURNS, engines_for_speed, measure_decoding, measure_speed, within
+from pipeline.stages.mod.config import RoutedSpeed
+from pipeline.stages.shared.config import Decoding, Speed
 from serve.llm import Choice, Generation
 from serve.sampling_params import SamplingParams
 from tests.pipeline.tiny_run import write_teacher
@@ -91,3 +94,40 @@ def test_a_draft_is_timed_with_the_tokens_that_it_drafts_with(tmp_path: Path) ->
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     answers = [engine.generate([[5, 6, 7]], greedy)[0].choices[0].token_ids for engine in (target, pair)]
     assert answers[0] == answers[1]
+
+
+@given(
+    positions=st.integers(64, 5_000),
+    asked=st.integers(1, 5_000),
+    new_tokens=st.integers(2, 5_000),
+    sizes=st.lists(st.integers(1, 4_096), max_size=3).map(tuple),
+)
+def test_what_is_timed_fits_the_positions_of_the_models(
+    positions: int, asked: int, new_tokens: int, sizes: tuple[int, ...]
+) -> None:
+    plain = within(Speed(sizes, asked, new_tokens), positions)
+    assert plain.prompt_tokens + plain.new_tokens + speed.BEHIND_A_PROMPT <= positions
+    long = within(RoutedSpeed(asked, new_tokens, sizes), positions)
+    assert isinstance(long, RoutedSpeed) and long.new_tokens >= 2
+    needed = long.context_tokens + speed._tokens_after(long.context_tokens, long, long.new_tokens)
+    assert needed <= positions or long.context_tokens == 1
+    assert within(plain, positions) == plain and within(long, positions) == long
+
+
+@pytest.mark.parametrize("asked", [Speed(), Decoding()], ids=["speed", "decoding"])
+def test_models_of_few_positions_are_timed_with_nothing_set(
+    asked: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default prompts and what follows took more: a run ended in an error after all of its training."""
+    folder = write_teacher(tmp_path, max_position_embeddings=128)
+    with caplog.at_level("WARNING", logger=speed.__name__):
+        settings = within(asked, speed.known_positions([folder]))
+    assert settings != asked and within(asked, 2**20) == asked
+    assert caplog.messages == ["speed is measured on shorter texts than asked for: its models know 128 positions"]
+    if isinstance(settings, Decoding):
+        found = measure_decoding({"one": folder}, [[1, 2, 3]] * 8, settings)
+        assert found["one"].keys() == {"1", "8"}
+        return
+    (engine,) = engines_for_speed(str(folder), None, settings)
+    ((one, eight),) = measure_speed([engine], [[1] * settings.prompt_tokens], settings)
+    assert one.tokens_per_s and eight.tokens_per_s

@@ -14,7 +14,7 @@ from pipeline.measure.gates import check_gate, describe
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import HeldOut, describe_model, load_published
 from pipeline.measure.shortage import unless_short
-from pipeline.measure.speed import TURNS, engines_for_speed, measure_speed, prompts_from
+from pipeline.measure.speed import TURNS, engines_for_speed, known_positions, measure_speed, prompts_from, within
 from pipeline.measure.suite.ask import Marked, ask, prompts
 from pipeline.results import ModelReport, Parity, Result
 from pipeline.stages.evaluate.config import Evaluate
@@ -88,11 +88,12 @@ def _with_speeds(context: StageContext, reports: list[ModelReport], held_out: He
     """The same rows (the reference, the model, the verified pair) with the speeds of each."""
     config: Evaluate = context.stage.config
     log.info("measuring the speed of %s, in turns", ", ".join(report.label for report in reports))
-    count = TURNS * max(config.speed.batch_sizes)
-    prompts = prompts_from(held_out.batches, count=count, prompt_tokens=config.speed.prompt_tokens)
-    verifier = str(context.model(config.against)) if config.against else None
-    engines = engines_for_speed(str(context.model(config.model)), verifier, config.speed)
-    speeds = measure_speed(engines, prompts, config.speed)
+    model, verifier = context.model(config.model), context.model(config.against) if config.against else None
+    settings = within(config.speed, known_positions(folder for folder in (model, verifier) if folder))
+    count = TURNS * max(settings.batch_sizes)
+    prompts = prompts_from(held_out.batches, count=count, prompt_tokens=settings.prompt_tokens)
+    engines = engines_for_speed(str(model), str(verifier) if verifier else None, settings)
+    speeds = measure_speed(engines, prompts, settings)
     timed = [replace(report, speed=speed) for report, speed in zip(reports, speeds, strict=True)]
     if verifier is None:
         return timed

@@ -266,8 +266,7 @@ def _capacity(parent: ModelConfig, config: Gqa) -> Capacity:
 
 def _with_decoding(stage: GqaStage, result: Result[GqaDetails]) -> Result[GqaDetails]:
     """Adds the decoding speeds of parent and result at long context, measured side by side."""
-    settings = stage.config.long_context
-    folders, prompts = stage.side_by_side(settings)
+    settings, folders, prompts = stage.side_by_side(stage.config.long_context)
     log.info("measuring decoding with %s tokens in the cache", f"{settings.context_tokens:,}")
     found, skipped = unless_short("Decoding speed", partial(measure_decoding, folders, prompts, settings))
     if found is None:

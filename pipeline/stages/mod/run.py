@@ -35,7 +35,7 @@ from model.training_memory import Setup
 from model.transformer import Transformer
 from pipeline.errors import UserError
 from pipeline.measure.shortage import unless_short
-from pipeline.measure.speed import measure_decoding, measure_prefill, repeated
+from pipeline.measure.speed import BEHIND_A_PROMPT, known_positions, measure_decoding, measure_prefill, repeated
 from pipeline.results import Quality, Result
 from pipeline.stages.mod.config import Mod
 from pipeline.stages.mod.report import AtRandom, Flops, ModDetails, Picture, Speeds
@@ -231,14 +231,14 @@ def _picture(stage: ModStage, tokens: torch.Tensor, selected: torch.Tensor) -> P
 
 def _with_speeds(stage: ModStage, result: Result[ModDetails]) -> Result[ModDetails]:
     """Adds what prefill and decoding of parent and result take, measured side by side in this run."""
-    settings = stage.config.speed
-    folders, prompts = stage.side_by_side(settings)
-    log.info("timing a prompt of %s tokens, and decoding", f"{settings.prefill_tokens:,}")
+    settings, folders, prompts = stage.side_by_side(stage.config.speed)
+    prompt_tokens = min(settings.prefill_tokens, known_positions(folders.values()) - BEHIND_A_PROMPT)
+    log.info("timing a prompt of %s tokens, and decoding", f"{prompt_tokens:,}")
 
     def measure() -> Speeds:
-        prefill = measure_prefill(folders, repeated(prompts[0], settings.prefill_tokens))
+        prefill = measure_prefill(folders, repeated(prompts[0], prompt_tokens))
         decoding = measure_decoding(folders, prompts, settings)
-        return Speeds(settings.prefill_tokens, settings.context_tokens, prefill, decoding)
+        return Speeds(prompt_tokens, settings.context_tokens, prefill, decoding)
 
     speeds, skipped = unless_short("Speed of prefill and decoding", measure)
     if speeds is None:

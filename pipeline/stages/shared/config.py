@@ -98,7 +98,7 @@ class Recovery(Training):
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding with prompts in the cache."""
+    """Decoding with prompts in the cache, no more of them than the models know positions for."""
 
     context_tokens: int = setting(1024, count=True, range=(1, 1e7))
     """Length of each prompt."""
@@ -109,7 +109,10 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Speed:
-    """How generation speed is measured: greedy, on held-out prompts, with the serving engine."""
+    """How generation speed is measured: greedy, on held-out prompts, with the serving engine.
+
+    Texts are shorter where the models know fewer positions.
+    """
 
     batch_sizes: tuple[int, ...] = setting((1, 8), range=(1, 4096))
     """Requests at once; one measurement each."""

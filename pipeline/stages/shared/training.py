@@ -40,7 +40,7 @@ from pipeline.measure.gates import check_gate, describe, describe_loss
 from pipeline.measure.parity import check_parity
 from pipeline.measure.quality import PUBLISHED_DTYPE, HeldOut, describe_base, describe_model, load_published
 from pipeline.measure.shortage import unless_short
-from pipeline.measure.speed import prompts_from
+from pipeline.measure.speed import known_positions, prompts_from, within
 from pipeline.results import Check, ModelReport, Quality, Result, TrainingDetails
 from pipeline.stages.shared.config import CURVE_TOKENS, Decoding, Recovery, Training
 from pipeline.stages.shared.context import StageContext
@@ -69,6 +69,7 @@ CALIBRATION_TOKENS = 8_192
 C = TypeVar("C", bound=Training)
 R = TypeVar("R", bound=Recovery)
 D = TypeVar("D", bound=TrainingDetails)
+S = TypeVar("S", bound=Decoding)
 
 
 class TrainingStage(Generic[C]):
@@ -415,12 +416,13 @@ class RecoveryStage(TrainingStage[R]):
             return describe_model(name, self.teacher, quality)
         return describe_base(name, self.context.model(name), quality)
 
-    def side_by_side(self, settings: Decoding) -> tuple[dict[str, Path], list[list[int]]]:
-        """What speeds are measured on: the folders of teacher and published student, by name, and held-out prompts."""
+    def side_by_side(self, settings: S) -> tuple[S, dict[str, Path], list[list[int]]]:
+        """What speeds are measured on: as much of the settings as the models know positions for, the folders of teacher
+        and published student, by name, and held-out prompts."""
         models = {name: self.context.model(name) for name in (self.teacher_name,) if name}
         folders = models | {self.config.out: self.context.published}
-        count = max(settings.batch_sizes, default=1)
-        return folders, prompts_from(self.held_out.batches, count=count, prompt_tokens=settings.context_tokens)
+        fitting, count = within(settings, known_positions(folders.values())), max(settings.batch_sizes, default=1)
+        return fitting, folders, prompts_from(self.held_out.batches, count=count, prompt_tokens=fitting.context_tokens)
 
 
 def check_dense(context: StageContext, name: str) -> None:
