@@ -1,5 +1,6 @@
 """What a piece of work costs its process. The standard library alone: a peer's interpreter reads this as well."""
 
+import gc
 import re
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 def cost_of(run: Callable[[], object]) -> dict[str, float]:
     """Seconds on the clock and of the processor, and how many bytes the process had more at its peak than before."""
+    gc.collect()  # or what was left before may be freed meanwhile, and hide what this one takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, began, busy = _memory_bytes("VmRSS"), time.perf_counter(), time.process_time()
     run()

@@ -1,5 +1,6 @@
 """The comparison of quantization, with our side standing in for the peer's as well."""
 
+import gc
 import json
 import sys
 from dataclasses import replace
@@ -68,6 +69,14 @@ def test_a_peak_is_measured_above_what_was_there() -> None:
     assert 195 * 2**20 < cost["peak_bytes"] < 260 * 2**20, "200 MiB"
     assert cost["wall_s"] > 0 and cost["processor_s"] > 0
     del before
+
+
+def test_what_was_left_before_hides_no_peak() -> None:
+    left: list[object] = [torch.ones(100 * 2**20)]
+    left.append(left)  # a circle, which only the collector frees
+    del left
+    cost = cost_of(lambda: (gc.collect(), torch.ones(50 * 2**20).sum()))
+    assert 195 * 2**20 < cost["peak_bytes"] < 260 * 2**20, "200 MiB"
 
 
 def test_a_peer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
