@@ -1,5 +1,6 @@
 """What a piece of work costs its process. The standard library alone: a peer's interpreter reads this as well."""
 
+import ctypes
 import gc
 import re
 import time
@@ -8,8 +9,13 @@ from pathlib import Path
 
 
 def cost_of(run: Callable[[], object]) -> dict[str, float]:
-    """Seconds on the clock and of the processor, and how many bytes the process had more at its peak than before."""
-    gc.collect()  # or what was left before may be freed meanwhile, and hide what this one takes
+    """Seconds on the clock and of the processor, and how many bytes the process had more at its peak than before.
+
+    What was left before is freed first, and given back to the system: freed meanwhile or filled again, it would hide
+    what `run` takes.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, began, busy = _memory_bytes("VmRSS"), time.perf_counter(), time.process_time()
     run()

@@ -2,11 +2,11 @@
 
 import ctypes
 import gc
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
+
+from bench.cost import cost_of
 
 M_MMAP_THRESHOLD = -3
 """In malloc.h."""
@@ -34,19 +34,6 @@ def return_what_is_freed() -> None:
 def peak_resident_bytes(function: Callable[[], object]) -> int:
     """The most that the process grows by within `function`: what other threads free, the profiler does not see.
 
-    What was made before must be such as `return_what_is_freed` leaves behind. Small pieces that were freed go back to
-    the system, or `function` would first fill them, and grow by less than it takes.
+    What was made before must be such as `return_what_is_freed` leaves behind.
     """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
-    function()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    if found is None:
-        raise LookupError(name)
-    return 1024 * int(found[1])
+    return int(cost_of(function)["peak_bytes"])
