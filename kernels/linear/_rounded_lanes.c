@@ -13,6 +13,9 @@
    Legend: T rows of x, N outputs, K inputs (a multiple of BLOCK), G groups of a row of W.
 */
 
+/* Or GCC puts off the sums of a block of rows until behind all their products, which it has no registers for. */
+#pragma GCC optimize("no-tree-ter")
+
 #include <stdlib.h>
 
 #include "../common/floats.h"
