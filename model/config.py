@@ -205,11 +205,13 @@ class ModelConfig:
             )
         if (scaling := self.rope_scaling) is None or scaling["rope_type"] != "longrope":
             return
-        factors, length = scaling.get("short_factor"), scaling.get("original_max_position_embeddings")
-        if not isinstance(factors, list) or len(factors) != self.rotary_dims // 2 or not all(map(is_positive, factors)):
-            raise ConfigError(f"longrope needs a short_factor of {self.rotary_dims // 2} positive numbers.")
-        if not is_count(length, MOST_POSITIONS):
-            raise ConfigError("longrope needs original_max_position_embeddings, a whole number.")
+        length, expected = scaling.get("original_max_position_embeddings"), self.rotary_dims // 2
+        for name in ("short_factor", *({"long_factor"} & scaling.keys())):
+            factors = scaling.get(name)
+            if not isinstance(factors, list) or len(factors) != expected or not all(map(is_positive, factors)):
+                raise ConfigError(f"longrope needs a {name} of {expected} positive numbers.")
+        if not is_count(length, MOST_POSITIONS) or length == 1:
+            raise ConfigError("longrope needs original_max_position_embeddings, a whole number from 2 on.")
 
     @property
     def rotary_dims(self) -> int:

@@ -12,9 +12,10 @@ import torch
 from gguf.constants import MODEL_ARCH
 
 from kernels.attention.rotary import rope_frequencies
+from model.config_fields import ConfigError
 from model.experts_config import MixtureOfExperts
 from model.files.checkpoint import load_model
-from model.formats.gguf.reader import import_gguf
+from model.formats.gguf.reader import gguf_config, import_gguf
 from model.text.gguf_tokenizer import GGUFError, tokenizer_json
 from model.text.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -225,6 +226,46 @@ def test_rope_divisors_become_llama3_scaling(tmp_path: Path) -> None:
     write_gguf(tmp_path / "other.gguf", "llama", metadata, tensors)
     with pytest.raises(GGUFError, match=r"rope_freqs.weight does not follow"):
         import_gguf(tmp_path / "other.gguf", tmp_path / "other")
+
+
+def test_longrope(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it: no type, but what cosines are multiplied by."""
+    short, long = [1.0, 1.1, 1.3, 1.7, 2.5, 4.0, 5.0, 8.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.5, 64.0]
+    length = {"phi3.rope.scaling.original_context_length": 64}
+    model = tiny("phi3", max_position_embeddings=4096)
+    metadata = model_metadata(model, "phi3") | byte_level_metadata() | length
+    factors = {
+        "rope_factors_short.weight": np.array(short, dtype=np.float32),
+        "rope_factors_long.weight": np.array(long, dtype=np.float32),
+    }
+    tensors = {"token_embd.weight": model.model.embed_tokens.weight.detach().numpy()} | factors
+
+    def scaling(metadata: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        write_gguf(tmp_path / "model.gguf", "phi3", metadata, tensors)
+        return gguf_config(tmp_path / "model.gguf").rope_scaling
+
+    expected = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": 64,
+    }
+    magnitude = "phi3.rope.scaling.attn_factor"
+    assert scaling(metadata, tensors) == expected
+    assert scaling(metadata | {magnitude: np.float32(1.4142135)}, tensors) == expected, "sqrt(1 + log(64) / log(64))"
+    assert scaling(metadata | {magnitude: np.float32(1.19)}, tensors) == expected | {"attention_factor": 1.19}
+
+    for wrong, sentence in (
+        ({"phi3.rope.scaling.original_context_length": 1}, "original_context_length is 1; it must be 2 or more"),
+        ({magnitude: np.float32(-1)}, r"attn_factor is -1.0; it must be a positive number"),
+    ):
+        with pytest.raises(GGUFError, match=sentence):
+            scaling(metadata | wrong, tensors)
+    for name in factors:
+        with pytest.raises(GGUFError, match=f"has LongRoPE but no tensor {name}"):
+            scaling(metadata, {other: tensor for other, tensor in tensors.items() if other != name})
+    with pytest.raises(ConfigError, match="longrope needs a long_factor of 8 positive numbers"):
+        scaling(metadata, tensors | {"rope_factors_long.weight": np.array(long[:-1], dtype=np.float32)})
 
 
 def test_linear_rope_scaling(tmp_path: Path) -> None:

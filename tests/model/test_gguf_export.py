@@ -37,7 +37,14 @@ from tests.tiny import full_logits
 
 GEMMA3 = {"family": "gemma3_text", "windows": (12, 12), "attention_scale": 0.25, "tie_word_embeddings": True}
 EXPERTS = MixtureOfExperts((1,), 5, 2, 96, normalizes=True, shared_intermediate_size=64)
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "original_max_position_embeddings": 512}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.5, 4.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+    "original_max_position_embeddings": 512,
+}
+WITHOUT_LONG_FACTOR = {name: value for name, value in LONGROPE.items() if name != "long_factor"}
+PHI_4 = {"family": "phi3", "rope_scaling": LONGROPE, "rotary_factor": 0.75}
 LEFT_WITHOUT = (
     "llama.cpp leaves every fourth layer of SmolLM3 without rotation, but this model leaves layer 1 where llama.cpp "
     "expects no layer (no_rope_layers in config.json, counted from 0), which removing layers causes; vLLM reads "
@@ -111,8 +118,10 @@ def test_a_model_comes_back_as_it_was(family: str, tied: bool, tmp_path: Path) -
         {"rope_scaling": LLAMA3 | SHORT, "rope_theta": 500.0},
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+        PHI_4,
+        PHI_4 | {"rope_scaling": LONGROPE | {"attention_factor": 1.25}},
     ],
-    ids=["llama3", "llama3-own-numbers", "linear", "biases"],
+    ids=["llama3", "llama3-own-numbers", "linear", "biases", "longrope", "longrope-own-magnitude"],
 )
 def test_features_of_a_configuration_come_back(changes: dict[str, Any], tmp_path: Path) -> None:
     original = model_folder(tmp_path / "folder", **changes)
@@ -339,7 +348,7 @@ def refusal(folder: Path, path: Path, **options: Any) -> str:
             {"family": "phi3", "head_dim": 32},
             "but this model has head_dim 32 in config.json, not hidden_size / heads = 16;",
         ),
-        ({"family": "phi3", "rope_scaling": LONGROPE}, "no rotary frequencies of the kind longrope"),
+        (PHI_4 | {"rope_scaling": WITHOUT_LONG_FACTOR}, "give rope_scaling in config.json a long_factor."),
         (
             {"family": "olmo2", "qk_norm": True, "tie_word_embeddings": True},
             "OLMo 2, but this model has tie_word_embeddings true",

@@ -28,7 +28,7 @@ from tests.model.test_gguf import (
     write_model,
 )
 from tests.model.test_gguf_blocks import weights
-from tests.model.test_gguf_export import LLAMA3, model_folder, teacher_file
+from tests.model.test_gguf_export import LLAMA3, LONGROPE, model_folder, teacher_file
 from tests.tiny import full_logits
 
 PROMPTS = torch.randint(7, 500, (5, 12), generator=torch.Generator().manual_seed(15)).tolist()
@@ -64,6 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-biases": ("granite", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {}),
+    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "rotary_factor": 0.75}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
     "qwen2_moe": ("qwen2_moe", {}),

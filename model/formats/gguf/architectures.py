@@ -104,11 +104,12 @@ def check_fits(config: ModelConfig) -> None:
     for bias in ALL_BIASES:
         if getattr(config, bias) and bias not in own.biases:
             raise GGUFError(f"llama.cpp knows no such biases in models of the family {config.family}: {bias}.")
-    kind = config.rope_scaling and config.rope_scaling["rope_type"]
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    kind = scaling["rope_type"]
     if kind == "llama3" and own.name != "llama":
         raise GGUFError(f"llama.cpp reads no divisors of the rotary frequencies for the family {config.family}.")
-    if kind not in (None, "linear", "llama3"):
-        raise GGUFError(f"This export writes no rotary frequencies of the kind {kind}.")
+    if kind == "longrope" and "long_factor" not in scaling:
+        raise GGUFError("llama.cpp reads factors of long contexts too; give rope_scaling in config.json a long_factor.")
 
 
 def _layers(chosen: Iterable[Any]) -> str:

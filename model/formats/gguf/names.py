@@ -33,6 +33,8 @@ NORMS = NormNames("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm
 """By their place in a layer."""
 ROPE_DIVISORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; they become `rope_scaling` in the configuration."""
+LONGROPE_DIVISORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+"""By their names in `rope_scaling`: those of contexts as long as in the first training, and those of longer ones."""
 ROPE_SCALING = "potstill.rope_scaling"
 """What the divisors were computed from, as JSON, which only we read: `LLAMA3_SCALING`'s numbers."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

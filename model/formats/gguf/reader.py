@@ -5,6 +5,7 @@ Names and layouts follow llama.cpp's converter from Hugging Face, which this mod
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.rotary import rope_frequencies
+from kernels.attention.rotary import rope_frequencies, rope_magnitude
 from model.config import ModelConfig
-from model.config_fields import shown
+from model.config_fields import MOST_POSITIONS, is_count, is_positive, shown
 from model.families.registry import FAMILIES
 from model.files.checkpoint import tensor_shapes, write_checkpoint
 from model.files.safe_io import Heard, write_json, write_text
@@ -26,6 +27,7 @@ from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.metadata import check_metadata
 from model.formats.gguf.names import (
     LLAMA3_SCALING,
+    LONGROPE_DIVISORS,
     ROPE_DIVISORS,
     ROPE_SCALING,
     as_in_model,
@@ -95,7 +97,7 @@ class _File:
         names = {name: gguf_name(name, self.config.kind) for name in tensor_shapes(self.config)}
         if missing := [name for name, own in names.items() if own not in self.tensors]:
             raise GGUFError(f"{self.path} lacks the tensor that becomes {missing[0]}.")
-        if extra := self.tensors.keys() - {*names.values(), ROPE_DIVISORS}:
+        if extra := self.tensors.keys() - {*names.values(), ROPE_DIVISORS, *LONGROPE_DIVISORS.values()}:
             raise GGUFError(f"{self.path} holds {min(extra)}, which a {self.config.family} model does not have.")
         return {name: self.tensors[own] for name, own in names.items()}
 
@@ -154,7 +156,7 @@ def _config(architecture: Architecture, metadata: dict[str, Any], tensors: "dict
         value = metadata.get(f"{architecture.name}.{name}", default)
         if value is None:
             raise GGUFError(f"The GGUF metadata has no {architecture.name}.{name}.")
-        return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 again, not 9.9999997e-06
+        return _as_stated(value) if isinstance(value, float) else value
 
     if "token_embd.weight" not in tensors:
         raise GGUFError("The GGUF file has no tensor token_embd.weight.")
@@ -185,7 +187,7 @@ def _config(architecture: Architecture, metadata: dict[str, Any], tensors: "dict
         "eos_token_id": eos,
         "pad_token_id": pad,
     }
-    raw["rope_scaling"] = _rope_scaling(metadata, architecture.name, raw, tensors.get(ROPE_DIVISORS))
+    raw["rope_scaling"] = _rope_scaling(metadata, architecture.name, raw, tensors)
     raw |= {own: field(name) for name, own in architecture.fields.items()}
     present = {name: own for name, own in architecture.optional.items() if f"{architecture.name}.{name}" in metadata}
     config = architecture.as_computed(ModelConfig.from_hf(raw | {own: field(name) for name, own in present.items()}))
@@ -197,16 +199,18 @@ def _config(architecture: Architecture, metadata: dict[str, Any], tensors: "dict
 
 
 def _rope_scaling(
-    metadata: dict[str, Any], family: str, raw: dict[str, Any], divisors: "ReaderTensor | None"
+    metadata: dict[str, Any], family: str, raw: dict[str, Any], tensors: "dict[str, ReaderTensor]"
 ) -> dict[str, Any] | None:
     kind = metadata.get(f"{family}.rope.scaling.type", "none")
     if kind == "linear":
         return {"rope_type": "linear", "factor": metadata[f"{family}.rope.scaling.factor"]}
+    if kind == "longrope" or not tensors.keys().isdisjoint(LONGROPE_DIVISORS.values()):
+        return _longrope(metadata, family, raw["max_position_embeddings"], tensors)
     if kind != "none":
-        raise GGUFError(f"{family}.rope.scaling.type is {kind!r}; supported are none and linear.")
-    if divisors is None:
+        raise GGUFError(f"{family}.rope.scaling.type is {kind!r}; supported are none, linear and longrope.")
+    if ROPE_DIVISORS not in tensors:
         return None
-    given = torch.from_numpy(np.array(divisors.data, dtype=np.float32))
+    given = torch.from_numpy(np.array(tensors[ROPE_DIVISORS].data, dtype=np.float32))
     numbers = {"factor": float(given.max()), **LLAMA3_SCALING}  # files of others keep only what follows from them
     if (stated := metadata.get(ROPE_SCALING)) is not None:
         numbers = _stated_numbers(stated, tuple(numbers))
@@ -216,6 +220,31 @@ def _rope_scaling(
     if given.shape != expected.shape or not torch.allclose(given, expected, rtol=1e-4):
         raise GGUFError(f"{ROPE_DIVISORS} does not follow Llama 3's rope scaling: not supported.")
     return scaling
+
+
+def _longrope(
+    metadata: dict[str, Any], family: str, num_positions: int, tensors: "dict[str, ReaderTensor]"
+) -> dict[str, Any]:
+    """What cosines are multiplied by is left out where it follows from the rest, as in most models' configurations."""
+    if missing := [stored for stored in LONGROPE_DIVISORS.values() if stored not in tensors]:
+        raise GGUFError(f"The GGUF file has LongRoPE but no tensor {missing[0]}.")
+    length, magnitude = (
+        metadata.get(f"{family}.rope.scaling.{name}") for name in ("original_context_length", "attn_factor")
+    )
+    if not is_count(length, MOST_POSITIONS) or length == 1:
+        raise GGUFError(f"{family}.rope.scaling.original_context_length is {shown(length)}; it must be 2 or more.")
+    if magnitude is not None and not is_positive(magnitude):
+        raise GGUFError(f"{family}.rope.scaling.attn_factor is {shown(magnitude)}; it must be a positive number.")
+    factors = {name: [_as_stated(one) for one in tensors[stored].data] for name, stored in LONGROPE_DIVISORS.items()}
+    scaling = {"rope_type": "longrope", **factors, "original_max_position_embeddings": length}
+    if magnitude is None or math.isclose(magnitude, rope_magnitude(scaling, num_positions), rel_tol=1e-6):
+        return scaling
+    return scaling | {"attention_factor": _as_stated(magnitude)}
+
+
+def _as_stated(number: float) -> float:
+    """1e-5 again, not 9.9999997e-06."""
+    return float(str(np.float32(number)))
 
 
 def _stated_numbers(text: str, names: tuple[str, ...]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.rotary import rope_frequencies
+from kernels.attention.rotary import rope_frequencies, rope_magnitude
 from kernels.linear.quantization import IntegerWeight
 from model.config import ModelConfig
 from model.files.adapter import base_folder
@@ -36,6 +36,7 @@ from model.formats.gguf.architectures import architecture_of, check_fits
 from model.formats.gguf.blocks import BLOCK_TYPES
 from model.formats.gguf.names import (
     LLAMA3_SCALING,
+    LONGROPE_DIVISORS,
     ROPE_DIVISORS,
     ROPE_SCALING,
     as_stored,
@@ -207,6 +208,11 @@ def _metadata(config: ModelConfig) -> dict[str, Any]:
     }
     if config.rope_scaling and config.rope_scaling["rope_type"] == "linear":
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope_scaling["factor"])}
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "longrope":
+        fields |= {
+            "rope.scaling.original_context_length": config.rope_scaling["original_max_position_embeddings"],
+            "rope.scaling.attn_factor": rope_magnitude(config.rope_scaling, config.max_position_embeddings),
+        }
     metadata = {f"{architecture.name}.{name}": value for name, value in fields.items()}
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
         metadata[ROPE_SCALING] = json.dumps({name: config.rope_scaling[name] for name in ("factor", *LLAMA3_SCALING)})
@@ -259,6 +265,10 @@ def _named(config: ModelConfig, types: dict[str, str], sources: dict[str, Callab
             rope_frequencies(config.head_dim, config.rope_theta, how) for how in (None, config.rope_scaling)
         )
         tensors.append(StoredTensor(ROPE_DIVISORS, tuple(plain.shape), "F32", (lambda: plain / scaled,)))
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "longrope":
+        for name, stored in LONGROPE_DIVISORS.items():
+            factors = torch.tensor(config.rope_scaling[name], dtype=torch.float32)
+            tensors.append(StoredTensor(stored, tuple(factors.shape), "F32", (factors.clone,)))
     return tensors
 
 
