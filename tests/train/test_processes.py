@@ -48,8 +48,12 @@ def logged_lines(folder: Path) -> int:
 
 
 def wait_for_lines(folder: Path, count: int) -> None:
+    wait_until(lambda: logged_lines(folder) >= count)
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while logged_lines(folder) < count:
+    while not reached():
         assert time.monotonic() < deadline, "training does not get on"
         time.sleep(0.002)
 
@@ -94,6 +98,7 @@ def test_killed_while_a_checkpoint_is_written_behind_it_training_resumes_from_th
     folder = tmp_path / "killed"
     process = start(str(folder), "awake", held_at=5)
     wait_for_lines(folder, 7)  # six steps and an evaluation: training has gone on
+    wait_until(lambda: any((folder / "checkpoints" / ".staging-step-00000005").glob("*")))
     process.kill()
     process.join()
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
