@@ -22,6 +22,7 @@ from bench.gpu.hour import Hour, Progress
 from bench.gpu.parts import PARTS, Part, parts_named
 from bench.gpu.task import Task
 from tests.bench.gpu_parts import part
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE: dict[str, Any] = {"gpu": "NVIDIA H100 80GB HBM3", "packages": {"torch": "2.11.0", "triton": "3.6.0"}}
@@ -47,13 +48,6 @@ def is_alive(pid: int) -> bool:
     with suppress(FileNotFoundError):
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     return False
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 def test_no_part_ends_the_run_and_what_each_found_is_kept(

@@ -39,6 +39,7 @@ from tests.serve.http_server import (
     running_server,
     save_tiny_folder,
 )
+from tests.waiting import wait_until
 
 SLOW, BIG, FATAL = [20], [2, 64], [1, 0, 1]
 """Prompts that script the engine: 20 ms a step; 2 ms and 64 KiB a token; death at the first step."""
@@ -98,13 +99,6 @@ def is_running(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 # Overload

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.forked import CONTEXT, launched
 from tests.train import toy_process
 from tests.train.toy import STEPS
+from tests.waiting import wait_until
 from train.tracking import read_metrics
 
 KILLS = 10
@@ -48,14 +49,7 @@ def logged_lines(folder: Path) -> int:
 
 
 def wait_for_lines(folder: Path, count: int) -> None:
-    wait_until(lambda: logged_lines(folder) >= count)
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline, "training does not get on"
-        time.sleep(0.002)
+    wait_until(lambda: logged_lines(folder) >= count, 60, every_s=0.002)
 
 
 @pytest.fixture
@@ -98,7 +92,8 @@ def test_killed_while_a_checkpoint_is_written_behind_it_training_resumes_from_th
     folder = tmp_path / "killed"
     process = start(str(folder), "awake", held_at=5)
     wait_for_lines(folder, 7)  # six steps and an evaluation: training has gone on
-    wait_until(lambda: any((folder / "checkpoints" / ".staging-step-00000005").glob("*")))
+    begun = folder / "checkpoints" / ".staging-step-00000005"
+    wait_until(lambda: any(begun.glob("*")), 60, every_s=0.002)
     process.kill()
     process.join()
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
